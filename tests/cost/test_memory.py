@@ -111,6 +111,26 @@ def test_weight_versions(profile):
     assert [d.versions for d in two] == [4 * 2 * PARAMETERS[s] for s in range(4)]
 
 
+def test_an_update_per_micro_batch_leaves_no_gradients(profile):
+    """A backward adds to none, and each layer's are there when what the layer kept is gone."""
+    plain = memory(profile, "1f1b", 8)
+    stash = memory(profile, "pipedream", 8)
+    for s, device in enumerate(stash):
+        assert device.gradients == 0  # a micro-batch keeps more than the gradients take
+        assert device.activations == plain[s].activations
+    wide = profile.model_copy(
+        update={"layers": tuple(x.model_copy(update={"parameters": 10_000}) for x in profile.layers)}
+    )
+    # Fullest as a backward ends: all gradients are there and what its block kept is gone, but not yet its output.
+    second = memory(wide, "pipedream", 8)[1]
+    assert (second.activations + second.workspace, second.versions) == (2 * BLOCK + 3 * OUT + 40_000, 3 * 40_000)
+    head = profile.layers[-1].model_copy(update={"parameters": 2_000})
+    ends = profile.model_copy(update={"layers": (*profile.layers[:-1], head)})
+    # Fullest when the head's gradients are there and the block has yet to begin.
+    last = memory(ends, "pipedream", 8)[3]
+    assert (last.workspace, last.activations) == (4 * 2_000 - 100 * MB, BLOCK + 100 * MB)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "momentum", "values"), [("adamw", False, 2), ("sgd", False, 0), ("sgd", True, 1)]
 )

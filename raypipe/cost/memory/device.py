@@ -240,6 +240,20 @@ class _Moments:
             else:
                 self.replica_gradients += size
 
+    def update(self, stage: int, replica: int) -> None:
+        """A stage replica is updated after a micro-batch (``stash``), which leaves no gradients."""
+        if (stage, replica) not in self.graded:  # frozen
+            return
+        self.moment()
+        # The version that the micro-batch used is gone, unless it is the newest one still.
+        self.moment(self.stages[stage].update - (self.stages[stage].weights if self.versions > 1 else 0.0))
+        self.graded.discard((stage, replica))
+        size = self.setting.shares[stage].gradients
+        if replica == self.primary:
+            self.gradients -= size
+        else:
+            self.replica_gradients -= size
+
     def reduce(self, stage: int, replica: int) -> None:
         """The all-reduce of a stage replica's gradients is under way."""
         if (stage, replica) in self.reduced:
@@ -279,6 +293,7 @@ class _Moments:
         where one is fuller than all before.
         """
         recomputed, with_b, divided = self.recomputed, self.with_b, self.setting.schedule.sharding is not None
+        stashes = self.setting.schedule.versions == "stash"
         slices = self.setting.schedule.rules.slices
         alive: dict[tuple[int, int], float] = {}
         ran: set[tuple[int, int]] = set()  # (stage, micro-batch) whose backward ran and whose B or W is still to come
@@ -328,9 +343,10 @@ class _Moments:
                         self.moment()
                         most = self._most
                 else:
-                    if activations + beside + stage.workspace + stage.messages > most:
+                    workspace = stage.first_workspace if stashes else stage.workspace
+                    if activations + beside + workspace + stage.messages > most:
                         self.activations = activations
-                        self.moment(stage.workspace, stage.messages)
+                        self.moment(workspace, stage.messages)
                         most = self._most
                     if slices > 1:  # of the slices before this one, whose backwards are still to come
                         waiting, place = (s, -1 - mb // slices), mb % slices
@@ -355,4 +371,8 @@ class _Moments:
                     self.activations = activations
                     self.moment(messages=stage.messages)
                     most = self._most
+                if stashes and ends:
+                    self.activations = activations
+                    self.update(s, replica)
+                    beside, most = self.beside, self._most
         self.activations = activations

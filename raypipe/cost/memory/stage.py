@@ -41,6 +41,8 @@ class StageMemory:
     """Gradients of keys and values of one slice, from the backward of the slice after it to its own."""
     workspace: float
     """Temporary memory at the worst moment of a backward, beside what is kept at its start."""
+    first_workspace: float
+    """The same where the backward finds no gradients to add to, with those that it has allocated so far."""
 
     @property
     def state(self) -> float:
@@ -100,6 +102,7 @@ def stage_memory(
     arriving = profile.layers[layers[0] - 1].output_bytes * samples if layers[0] else 0.0
     values, tied = trained_parameters(profile, layers), profile.trained_tied
     ends = {0, last} & set(layers)
+    within = float(tied * each.gradient) if len(ends) == 2 else 0.0
     return StageMemory(
         weights=float(values * each.weight),
         frozen=float((parameters(profile, layers) - values) * each.weight), gradients=float(values * each.gradient),
@@ -111,7 +114,8 @@ def stage_memory(
         kept_for_w=sum(layer.waiting for layer in own) * samples,
         kept_for_r=_kept_for_r(profile, layers, samples, split, arriving, recomputed),
         input=arriving, output=output, key_gradients=sum(layer.key_value_bytes for layer in own) * samples,
-        workspace=_workspace(own, samples, split, float(tied * each.gradient) if len(ends) == 2 else 0.0),
+        workspace=_workspace(own, samples, split, within),
+        first_workspace=_workspace(own, samples, split, within, 0.0 if split else float(each.gradient)),
     )  # fmt: skip
 
 
@@ -135,11 +139,14 @@ def _kept_for_r(
     return held
 
 
-def _workspace(layers: Sequence[LayerProfile], samples: float, split: bool, tied: float) -> float:
+def _workspace(
+    layers: Sequence[LayerProfile], samples: float, split: bool, tied: float, gradient: float = 0.0
+) -> float:
     """The worst moment of a stage's backward beside all that is kept at its start.
 
-    By the time it reaches an earlier layer, what later ones kept is gone. ``tied`` bytes are the gradient of a matrix
-    that first and last layer share: autograd holds the last layer's until it can add the first one's to it.
+    By the time it reaches an earlier layer, what later ones kept is gone, and there are their gradients of ``gradient``
+    bytes a value where it allocates these. ``tied`` bytes are the gradient of a matrix that first and last layer share:
+    autograd holds the last layer's until it can add the first one's to it.
     """
     worst = freed = 0.0
     for k, layer in enumerate(reversed(layers)):
@@ -152,5 +159,9 @@ def _workspace(layers: Sequence[LayerProfile], samples: float, split: bool, tied
             if tied and k == len(layers) - 1:
                 fixed = max(fixed, 2 * tied)  # its own, and the sum
             worst = max(worst, layer.workspace_bytes * samples + fixed - freed)
-            freed += kept_bytes(layer, samples, split) - (tied if k == 0 else 0.0)
+            # A tied matrix, of which the stage has one gradient, counts with the last layer as held for the first.
+            allocated = layer.trained * gradient - (tied if gradient and k == len(layers) - 1 else 0.0)
+            freed += kept_bytes(layer, samples, split) - allocated - (tied if k == 0 and not gradient else 0.0)
+            if gradient:
+                worst = max(worst, -freed)
     return worst
