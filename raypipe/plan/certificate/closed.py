@@ -8,6 +8,7 @@ but frozen layers that need no backward: ``Instance.tasks``).
 
 from __future__ import annotations
 
+from raypipe.plan.certificate.filling import idle_while_filling
 from raypipe.plan.certificate.instance import Instance
 from raypipe.plan.certificate.packed import whole_layers
 
@@ -57,9 +58,10 @@ def start(i: Instance, rank: int) -> float:
 def shared_work(i: Instance) -> float:
     """All work on all devices: N times the work of all layers, and the time that devices cannot have begun.
 
-    Summed over the U devices that hold a layer, step time is at least their starts plus their work. With devices of
-    several kinds, q_d is the least ratio, over all layers, of device d's time to the fastest kind's: in time T it does
-    at most T / q_d of what the fastest would; their starts are left out.
+    Summed over the U devices that hold a layer, step time is at least their starts plus their work, and at least what
+    they are idle while the pipeline fills (``filling``) plus their work. With devices of several kinds, q_d is the
+    least ratio, over all layers, of device d's time to the fastest kind's: in time T it does at most T / q_d of what
+    the fastest would; their starts are left out.
     """
     n, least = i.microbatches, i.least
     total = n * sum(least.work)
@@ -73,8 +75,11 @@ def shared_work(i: Instance) -> float:
     best, starts = float("inf"), 0.0
     for used in range(1, min(i.devices, i.layers) + 1):
         starts += start(i, used - 1)
-        best = min(best, (total + starts) / used)
-    return best + i.tasks * n * least.overhead
+        found = (total + starts) / used + i.tasks * n * least.overhead
+        if i.barrier and i.flushes:  # tasks' overheads may fall into that time
+            found = max(found, (total + idle_while_filling(least.forward, n, used)) / used)
+        best = min(best, found)
+    return best
 
 
 def largest_layers(i: Instance) -> float:
