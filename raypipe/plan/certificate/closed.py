@@ -1,4 +1,4 @@
-"""Lower bounds on a step in closed form: each holds for any cut, placement and order. Microseconds to compute.
+"""Lower bounds on a step in closed form: each holds for any cut, placement and order. Milliseconds to compute.
 
 Throughout: D devices, U <= D of which hold a layer; N micro-batches; every layer is on one device of a copy. A stage is
 a run of layers, and what it takes is the sum over its layers, plus an overhead per task; so whatever the cut, a device
@@ -72,13 +72,13 @@ def shared_work(i: Instance) -> float:
             ratio = min((own / best for own, best in pairs if best > 0), default=1.0)
             speed += 1.0 / max(1.0, ratio)
         return total / speed + i.tasks * n * least.overhead
+    most = min(i.devices, i.layers)
+    filling = idle_while_filling(least.forward, n, most) if i.barrier and i.flushes else [0.0] * most
     best, starts = float("inf"), 0.0
-    for used in range(1, min(i.devices, i.layers) + 1):
+    for used, idle in enumerate(filling, 1):
         starts += start(i, used - 1)
-        found = (total + starts) / used + i.tasks * n * least.overhead
-        if i.barrier and i.flushes:  # tasks' overheads may fall into that time
-            found = max(found, (total + idle_while_filling(least.forward, n, used)) / used)
-        best = min(best, found)
+        # Tasks' overheads may fall into the time while the pipeline fills, but not before a device's start.
+        best = min(best, max((total + starts) / used + i.tasks * n * least.overhead, (total + idle) / used))
     return best
 
 

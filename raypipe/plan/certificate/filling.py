@@ -14,7 +14,7 @@ One slow layer near the front thus costs more than the sum of the forwards befor
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,28 +23,27 @@ MOMENTS = 128
 """At which the idle time is counted; it is a bound at each of them."""
 
 
-def idle_while_filling(forward: tuple[float, ...], microbatches: int, devices: int) -> float:
-    """Return seconds that so many devices are idle, all together, before the first micro-batch has passed all layers.
+def idle_while_filling(forward: Sequence[float], microbatches: int, most: int) -> list[float]:
+    """Return seconds that 1, 2, ... devices are idle, all together, before the first micro-batch has passed all layers.
 
     Args:
-        forward: per layer, seconds of one micro-batch's forward.
+        forward: per layer, seconds of one micro-batch's forward; not empty.
         microbatches: N.
-        devices: those that hold a layer, U.
+        most: devices that hold a layer, at most.
     """
-    moments, done = _forwards_done(forward, microbatches)
-    return max(0.0, float((devices * moments - done).max()))
-
-
-@lru_cache(maxsize=64)
-def _forwards_done(forward: tuple[float, ...], microbatches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Moments, and the most seconds of forwards that all devices together can have done by each of them."""
     own = np.array(forward)
-    before = np.concatenate(([0.0], np.cumsum(own)))
+    moments = np.linspace(0.0, own.sum(), MOMENTS)
+    done = _forwards_done(own, microbatches, moments)
+    return [float((used * moments - done).max()) for used in range(1, most + 1)]
+
+
+def _forwards_done(own: NDArray[np.float64], microbatches: int, moments: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The most seconds of forwards that all devices together can have done by each moment."""
     longest = np.maximum.accumulate(own)
-    moments = np.linspace(0.0, before[-1], MOMENTS)
-    since = np.maximum(0.0, moments[:, None] - before[:-1])
+    since = np.maximum(0.0, moments[:, None] - (np.cumsum(own) - own))
     # Micro-batches arrive no closer together than ``longest``, so that one at most is in the middle of a layer.
     apart = np.where(longest > 0, longest, 1.0)
     whole = np.clip(np.floor((since - own) / apart) + 1, 0, microbatches)
     part = np.where(whole < microbatches, np.clip(since - whole * longest, 0.0, own), 0.0)
-    return moments, (whole * own + part).sum(axis=1)
+    done: NDArray[np.float64] = (whole * own + part).sum(axis=1)
+    return done
