@@ -194,7 +194,7 @@ class Driver:
                 steps_done = self._steps(workers, done)
                 break
             except (NonFiniteError, SampleCountError) as error:
-                self.saves.drain(workers, [(ticket.save, ticket.refs) for ticket in self._pending])
+                self.saves.drain(workers, [(one.save, one.reports(outcomes(one.refs))) for one in self._pending])
                 if isinstance(error, SampleCountError):
                     raise
                 done = self._rewind(workers, error)
@@ -256,7 +256,7 @@ class Driver:
         while self._pending:
             ticket = self._pending[0]
             results = outcomes(ticket.refs)
-            reports = [of_rank[-1] if isinstance(of_rank, list) else of_rank for of_rank in results]
+            reports = ticket.reports(results)
             self.saves.heard(reports)
             self.copies.heard(reports)
             if ticket.kind == "step":
@@ -412,7 +412,7 @@ class Driver:
     def _collect(self, ticket: Ticket) -> None:
         results = ray.get(ticket.refs)
         if ticket.kind == "step":
-            reports = [of_rank[-1] for of_rank in results]
+            reports = ticket.reports(results)
             self.saves.heard(reports)
             self.copies.heard(reports)
             self.saves.poll()

@@ -1,4 +1,4 @@
-"""Lower bounds on a step in closed form: each holds for any cut, placement and order. Microseconds to compute.
+"""Lower bounds on a step in closed form: each holds for any cut, placement and order. Milliseconds to compute.
 
 Throughout: D devices, U <= D of which hold a layer; N micro-batches; every layer is on one device of a copy. A stage is
 a run of layers, and what it takes is the sum over its layers, plus an overhead per task; so whatever the cut, a device
@@ -8,6 +8,7 @@ but frozen layers that need no backward: ``Instance.tasks``).
 
 from __future__ import annotations
 
+from raypipe.plan.certificate.filling import idle_while_filling
 from raypipe.plan.certificate.instance import Instance
 from raypipe.plan.certificate.packed import whole_layers
 
@@ -57,9 +58,10 @@ def start(i: Instance, rank: int) -> float:
 def shared_work(i: Instance) -> float:
     """All work on all devices: N times the work of all layers, and the time that devices cannot have begun.
 
-    Summed over the U devices that hold a layer, step time is at least their starts plus their work. With devices of
-    several kinds, q_d is the least ratio, over all layers, of device d's time to the fastest kind's: in time T it does
-    at most T / q_d of what the fastest would; their starts are left out.
+    Summed over the U devices that hold a layer, step time is at least their starts plus their work, and at least what
+    they are idle while the pipeline fills (``filling``) plus their work. With devices of several kinds, q_d is the
+    least ratio, over all layers, of device d's time to the fastest kind's: in time T it does at most T / q_d of what
+    the fastest would; their starts are left out.
     """
     n, least = i.microbatches, i.least
     total = n * sum(least.work)
@@ -70,11 +72,14 @@ def shared_work(i: Instance) -> float:
             ratio = min((own / best for own, best in pairs if best > 0), default=1.0)
             speed += 1.0 / max(1.0, ratio)
         return total / speed + i.tasks * n * least.overhead
+    most = min(i.devices, i.layers)
+    filling = idle_while_filling(least.forward, n, most) if i.barrier and i.flushes else [0.0] * most
     best, starts = float("inf"), 0.0
-    for used in range(1, min(i.devices, i.layers) + 1):
+    for used, idle in enumerate(filling, 1):
         starts += start(i, used - 1)
-        best = min(best, (total + starts) / used)
-    return best + i.tasks * n * least.overhead
+        # Tasks' overheads may fall into the time while the pipeline fills, but not before a device's start.
+        best = min(best, max((total + starts) / used + i.tasks * n * least.overhead, (total + idle) / used))
+    return best
 
 
 def largest_layers(i: Instance) -> float:

@@ -42,3 +42,9 @@ class Ticket:
             DoneStep(first + k + 1, part, [None if of_rank is None else of_rank[k] for of_rank in results])
             for k, part in enumerate(self.parts)
         ]
+
+    def reports(self, results: Sequence[Any]) -> list[Any]:
+        """Return what each worker reports beside its steps, as writes that have ended: it comes with the last one."""
+        if self.kind != "step":
+            return list(results)
+        return [None if of_rank is None else of_rank[-1] for of_rank in results]

@@ -172,15 +172,16 @@ class Saves:
         ray.get(calls)
         self._end()
 
-    def drain(self, workers: WorkerGroup, called: Iterable[tuple[Save | None, list[Any]]]) -> None:
+    def drain(self, workers: WorkerGroup, called: Iterable[tuple[Save | None, Sequence[Any]]]) -> None:
         """As ``finish``, where the run fails: what can be committed is, and nothing new is begun.
 
         Args:
             workers: the worker group.
-            called: the calls that have not been collected, in order; those that begin a save with it.
+            called: what workers report with the calls that have not been collected, in order (``heard``); with those
+                that begin a save, that save.
         """
-        for save, refs in called:
-            self.heard(outcomes(refs))
+        for save, reports in called:
+            self.heard(reports)
             if save is not None:
                 self._dropped.append(save.folder)
         self.heard(outcomes(workers.call("end_save")))

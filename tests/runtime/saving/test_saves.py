@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 
 from raypipe.checkpoint import latest, open_checkpoint, write_shard
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
+from raypipe.runtime.calls.ticket import Ticket
 from raypipe.runtime.nonfinite.found import NonFiniteError
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.saving.saves import Save, Saves
 from raypipe.runtime.saving.shard_writer import SaveBegun, Written
+from raypipe.schedule.lowering.asynchronous import WHOLE
+from tests.runtime.calls.test_ticket import CLOCK, STEP
 from tests.runtime.runs.small_runs import small_job
 
 RANKS = 2
@@ -122,6 +126,15 @@ def test_the_best_that_is_lost_is_told(run: Run) -> None:
     save = run.begin(2)
     save.best = True
     assert run.saves.lost([0])
+
+
+def test_writes_that_came_with_steps_not_collected_are_committed_when_a_run_fails(run: Run) -> None:
+    save = run.begin(2)
+    of_rank = [[STEP, replace(STEP, written=written(save, rank))] for rank in range(RANKS)]
+    ticket = Ticket("step", 4, [], CLOCK, (WHOLE, WHOLE))
+    run.saves.drain(Workers(), [(None, ticket.reports(of_rank))])  # type: ignore[arg-type]
+    assert run.told == [2]
+    assert open_checkpoint(save.folder).step == 2
 
 
 def test_what_is_not_finite_is_no_checkpoint_but_the_one_before_is(run: Run) -> None:
