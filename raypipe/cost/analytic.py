@@ -120,7 +120,7 @@ def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[in
         times[size] = TaskTimes(forward=f, input_grad=b, weight_grad=w, joint=b + w, recompute=f)
     return LayerProfile(
         name=work.name, parameters=work.parameters, trained_parameters=work.trained_parameters, times=times,
-        kept_bytes=work.kept_bytes,
+        kept_bytes=work.kept_bytes, unread_input_bytes=work.unread_input_bytes,
         kept_fixed_bytes=work.kept_fixed_bytes, cast_bytes=work.cast_bytes,
         waiting_bytes=work.waiting_bytes, output_bytes=work.output_bytes,
         output_floats=work.output_floats,

@@ -60,6 +60,7 @@ class LayerWork:
     input_grad: Effort
     weight_grad: Effort
     kept_bytes: float
+    unread_input_bytes: float = 0.0
     kept_fixed_bytes: float = 0.0
     cast_bytes: float = 0.0
     waiting_bytes: float | None = None

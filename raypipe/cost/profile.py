@@ -56,7 +56,10 @@ class LayerProfile(Spec):
     times: dict[Positive, TaskTimes]
     """Micro-batch size in samples -> task times."""
     kept_bytes: Bytes
-    """Activations of one sample kept from the forward to the end of the backward, the layer's input included."""
+    """Activations of one sample kept from the forward to the end of the backward, the layer's input included unless it
+    is in ``unread_input_bytes``."""
+    unread_input_bytes: Bytes = 0.0
+    """The part of one sample's input that no backward reads: only a stage that begins with the layer holds it."""
     kept_fixed_bytes: Bytes = 0.0
     """Bytes that each micro-batch keeps whatever its size, until a joint backward."""
     cast_bytes: Bytes = 0.0

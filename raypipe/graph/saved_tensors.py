@@ -6,8 +6,10 @@ derivative formulas do. Source: PyTorch's ``tools/autograd/derivatives.yaml``.
 
 from __future__ import annotations
 
+from raypipe.graph.dims import Sizes
 from raypipe.graph.flops import MOVES_NOTHING, short_name
 from raypipe.graph.operations import OperationGraph
+from raypipe.graph.subgraphs import Sharding
 
 KEEPS_RESULT = {
     "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "tanh", "sigmoid", "exp", "sqrt", "rsqrt",
@@ -87,3 +89,26 @@ def _floating(graph: OperationGraph, number: int) -> bool:
 def _wanted(graph: OperationGraph, operand: int | str) -> bool:
     """Return whether an operand requires a gradient."""
     return graph.requires_grad[operand] if isinstance(operand, int) else graph.sources[operand].requires_grad
+
+
+def unread_bytes(graph: OperationGraph, sharding: Sharding, one: Sizes) -> tuple[float, ...]:
+    """Return, per sub-graph, the bytes that it receives, uses last, and that no operation saves for its backward.
+
+    A sum that a ReLU reads first thing is an example: the ReLU saves its own result. A stage that begins with the
+    sub-graph holds what it received all the same.
+
+    Args:
+        graph: the model.
+        sharding: its sub-graphs.
+        one: sizes for inputs of one sample.
+    """
+    numbers = range(len(graph.operations))
+    saved = {root(graph, kept) for n in numbers for kept in kept_operands(graph, n)}
+    saved |= {root(graph, n) for n in numbers if keeps_result(graph, n)}
+    found = [0.0]
+    for i, arriving in enumerate(sharding.cuts):
+        passed_on = sharding.cuts[i + 1] if i + 1 < len(sharding.cuts) else ()
+        held = saved | {root(graph, n) for n in passed_on}
+        unread = {root(graph, n): kind for n in arriving if (kind := graph.operations[n].type) is not None}
+        found.append(float(sum(t.bytes(one) for at, t in unread.items() if t.floating and at not in held)))
+    return tuple(found)

@@ -20,7 +20,7 @@ from raypipe.graph.flops import matrix_flops, operand_types, short_name
 from raypipe.graph.liveness import replicated
 from raypipe.graph.operations import ITEM_BYTES, OperationGraph
 from raypipe.graph.precision import AUTOCAST_BYTES, Autocast, is_product, operand_width, widths
-from raypipe.graph.saved_tensors import is_view, keeps_result, kept_operands, passes_on, root
+from raypipe.graph.saved_tensors import is_view, keeps_result, kept_operands, passes_on, root, unread_bytes
 from raypipe.graph.subgraphs import Sharding
 
 ATTENTION = "scaled_dot_product_attention"
@@ -44,8 +44,8 @@ def captured_work(
         one: sizes for inputs of one sample.
         autocast: that of the device, if it runs under 16-bit autocast.
     """
-    counted = _Counted(graph, one, autocast)
-    return tuple(_tensor_rank(counted, sharding, i) for i in range(sharding.count))
+    counted, unread = _Counted(graph, one, autocast), unread_bytes(graph, sharding, one)
+    return tuple(_tensor_rank(counted, sharding, i, unread[i]) for i in range(sharding.count))
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class _Sums:
         self.tables |= other.tables
 
 
-def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRankWork:
+def _tensor_rank(counted: _Counted, sharding: Sharding, number: int, unread: float) -> TensorRankWork:
     graph = counted.graph
     span = sharding.operations(range(number, number + 1))
     sums = _Sums()
@@ -193,7 +193,7 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int) -> TensorRa
             traffic=sums.weight_traffic, overhead=WEIGHT_GRAD * overhead if trained else 0.0,
         ),
         kept_bytes=sum(sums.kept.values()) + sums.aside, cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
-        waiting_bytes=sums.waiting + sums.looked_up,
+        unread_input_bytes=unread, waiting_bytes=sums.waiting + sums.looked_up,
         # Tensors that cross a cut have the dtype they were captured with, also under autocast.
         output_bytes=float(sum(kind.bytes(counted.one) for kind in behind)),
         output_floats=float(sum(kind.bytes(counted.one) for kind in behind if kind.floating)),

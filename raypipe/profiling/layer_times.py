@@ -284,8 +284,10 @@ class LayerBench:
         """Return the profiles of all layers of the model; layers of one kind share their figures."""
         taken, longer = {size: self._taken(size) for size in self.passes}, self._charge()
         works = [tensor_rank.work for tensor_rank in tensor_ranks_of(self.job, self.model)]
+        compiled = self.job.train.compile == "inductor"  # whose own graphs say what is kept
+        unread = [0.0 if compiled else work.unread_input_bytes for work in works]
         return tuple(
-            self._profile(i, kind, taken, longer).model_copy(update=_attention(works[i]))
+            self._profile(i, kind, taken, longer, unread[i]).model_copy(update=_attention(works[i]))
             for i, kind in enumerate(self.groups)
         )
 
@@ -295,7 +297,7 @@ class LayerBench:
         return charge(one for found in counted for way in WAYS for one in found.found[way])
 
     def _profile(
-        self, i: int, kind: int, taken: dict[int, dict[tuple[Kind, int], Taken]], longer: float
+        self, i: int, kind: int, taken: dict[int, dict[tuple[Kind, int], Taken]], longer: float, unread: float
     ) -> LayerProfile:  # fmt: skip
         def times(size: int) -> TaskTimes:
             found = taken[size]
@@ -308,8 +310,9 @@ class LayerBench:
             by_size = {size: max(0.0, of[kind] + size * cross) for size, of in self.grown[what].items()}
             return fixed_and_each(list(by_size), list(by_size.values()))
 
-        # Memory grows by a forward's output, but a layer's figure counts its kept input instead of its output.
-        kept_fixed, kept = memory("F", self._crossing(i - 1) - self._crossing(i))
+        # Memory grows by a forward's output, but a layer's figure counts its kept input instead of its output. As a
+        # stage of its own it is measured with an input that it would not keep behind other layers.
+        kept_fixed, kept = memory("F", self._crossing(i - 1) - unread - self._crossing(i))
         fixed, each = memory("BW")
         return LayerProfile(
             name=self.model.names[i],
@@ -317,6 +320,7 @@ class LayerBench:
             trained_parameters=self.model.trained_parameters(i),
             times={size: times(size) for size in taken},
             kept_bytes=kept,
+            unread_input_bytes=unread,
             kept_fixed_bytes=kept_fixed,
             cast_bytes=median(casts[kind] for casts in self.casts.values()) if self.casts else 0.0,
             waiting_bytes=memory("W")[1],

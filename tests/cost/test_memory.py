@@ -103,6 +103,14 @@ def test_more_pipelines_hold_more_replicas(profile):
     assert all(3 <= d.replicas / 80 <= 4 for d in two)
 
 
+def test_an_input_that_no_backward_reads_counts_where_a_stage_begins(profile):
+    """Behind other layers of the stage it is freed when the layer has read it."""
+    layers = tuple(x.model_copy(update={"unread_input_bytes": 7.0}) for x in profile.layers)
+    marked = profile.model_copy(update={"layers": layers})
+    for s, (before, now) in enumerate(zip(memory(profile, "1f1b", 8), memory(marked, "1f1b", 8), strict=True)):
+        assert now.activations - before.activations == 7 * MB * (4 - s)
+
+
 def test_weight_versions(profile):
     """The optimizer's own weights come on top of the snapshots that forwards run on."""
     stash = memory(profile, "pipedream", 8)

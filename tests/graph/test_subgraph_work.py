@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -136,6 +137,36 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(kind, config, dtype, ten
         assert saved == pytest.approx(expected, abs=8 * SEQUENCE), works[i].name
     tied = 260 * 64 // tensor if kind == "gpt2" else 0
     assert sum(work.parameters for work in works) - tied == sum(model.graph.parameters.values())
+
+
+def test_inputs_that_no_backward_reads_are_no_saved_tensors_of_a_stage(tmp_path) -> None:
+    """A ReLU keeps its result alone: a stage that begins with it holds the sum that it reads all the same."""
+    np.savez(tmp_path / "images.npz", image=np.zeros((8, 3, 16, 16), np.float32), labels=np.arange(8))
+    job = job_from({
+        "name": "counted", "model": {"import": "tests.capture.models:ResNet", "loss": "model"},
+        "data": {"type": "arrays", "path": str(tmp_path / "images.npz")}, "train": {"steps": 1, "batch": 4},
+        "parallel": {"microbatch": 2},
+    })  # fmt: skip
+    model = build_model(job, declared_fields(job.data))
+    assert isinstance(model, CapturedModel)
+    works = [tensor_rank.work for tensor_rank in tensor_ranks_of(job, model)]
+    inputs = {"image": torch.zeros(SAMPLES, 3, 16, 16), "labels": torch.arange(SAMPLES)}
+    unread = [0]
+    for i in range(1, model.count):
+        arrived = tuple(torch.randn(t.shape).requires_grad_(t.differentiable) for t in model.crossing(i - 1, SAMPLES))
+        saved: list[torch.Tensor] = []
+
+        def keep(t: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            model.build_stage([i], 0)(arrived, inputs)
+        held = {t.untyped_storage().data_ptr() for t in saved}
+        unread.append(sum(t.nbytes for t in arrived if t.untyped_storage().data_ptr() not in held))
+    assert [SAMPLES * work.unread_input_bytes for work in works] == unread
+    assert min(unread[1:]) == 0
+    assert max(unread) > 0
 
 
 def test_frozen_weights_have_no_gradients_and_layers_before_the_first_trained_one_no_backward() -> None:

@@ -109,7 +109,7 @@ def stage_memory(
         optimizer=float(values * (each.optimizer + each.master)), update=float(values * each.master),
         casts=sum(layer.cast_bytes for layer in own),
         reduced=float((values - (tied if ends else 0)) * each.gradient),
-        kept=sum(layer.kept_bytes for layer in own) * samples + output
+        kept=(sum(layer.kept_bytes for layer in own) + own[0].unread_input_bytes) * samples + output
         + (0.0 if split else sum(layer.kept_fixed_bytes for layer in own)),
         kept_for_w=sum(layer.waiting for layer in own) * samples,
         kept_for_r=_kept_for_r(profile, layers, samples, split, arriving, recomputed),
