@@ -98,15 +98,20 @@ class Problem:
 
     def fits(self, orders: DeviceOrders) -> bool:
         """Return whether every device stays within its memory limit."""
-        for d, order in enumerate(orders):
-            live, cap = 0.0, self.cap[d] + 1e-9
+        return all(peak <= cap + 1e-9 for peak, cap in zip(self.peaks(orders), self.cap, strict=True))
+
+    def peaks(self, orders: DeviceOrders) -> list[float]:
+        """Return the most that each device holds at once, in the unit of its memory limit."""
+        found = []
+        for order in orders:
+            live = most = 0.0
             for t in order:
                 c = self.lane[t]
                 live += self.takes[c]
-                if live > cap:
-                    return False
+                most = max(most, live)
                 live -= self.frees[c]
-        return True
+            found.append(most)
+        return found
 
 
 def build(

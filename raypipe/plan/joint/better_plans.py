@@ -124,7 +124,7 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
     found: list[Ordered] = []
 
     def keep(one: Ordered) -> None:
-        p = _fitting(judge, c, model, one, OrdersOf(model, objective, budget.part(0.05), rng))
+        p = fitting(judge, c, model, one, OrdersOf(model, objective, budget.part(0.05), rng))
         if p is not None and (one.arrangement not in best or p.step_s < best[one.arrangement].step_s):
             best[one.arrangement] = p
 
@@ -200,21 +200,27 @@ class PlanModel:
         self._tables.tables.room[:] -= more
 
 
-def _fitting(
+def fitting(
     judge: Predictor, c: Candidate, model: PlanModel, one: Ordered, orders: OrdersOf
 ) -> Prediction | None:  # fmt: skip
     """The plan of an arrangement's order, or of one that takes less memory where that does not fit; else None.
 
     Messages that wait are not known before there is an order: where they are too many, less memory is left to
-    activations, here and from now on.
+    activations from now on. Activations come in lumps, so that an order may be far from its limit: here the limit is
+    what the order held, less what was too much.
     """
-    for _ in range(TRIES):
+    for k in range(TRIES):
         p = judge.predict_order(c, one.problem.schedule(one.orders), one.arrangement.cut)
         if p.fits:
             return p
         over = [max(0.0, need - most) for need, most in zip(p.memory_bytes, p.capacities, strict=True)]
-        model.leave_free([1.1 * more for more in over])
-        other = orders.of(one.arrangement)
+        if k == 0:
+            model.leave_free([1.1 * more for more in over])
+        cap = list(one.problem.cap)
+        for d, peak in enumerate(one.problem.peaks(one.orders)):
+            if over[d] > 0:
+                cap[d] = peak * (1 - over[d] / max(over[d], p.memory[d].activations))
+        other = orders.of(one.arrangement, cap=cap)
         if other is None:
             return None
         one = orders.shorter(other, SHORTEN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
@@ -71,28 +72,31 @@ class OrdersOf:
     wins: dict[int, float] = field(default_factory=dict)
     """Number of a setting in the portfolio -> how often, and how lately, it was the best."""
 
-    def problem(self, a: Arrangement) -> Problem | None:
-        """The tasks of an arrangement; None if it does not fit."""
+    def problem(self, a: Arrangement, cap: Sequence[float] | None = None) -> Problem | None:
+        """The tasks of an arrangement; None if it does not fit. ``cap``: of its devices, if not what fits."""
         stages = self.model.stages(*a.arrays(len(a.row)), len(a.row))
         if stages is None:
             return None
         try:
             return build(
-                (a.row,), self.model.microbatches, self.model.costs(a), memory_limit=stages.cap.tolist(),
+                (a.row,), self.model.microbatches, self.model.costs(a), memory_limit=cap or stages.cap.tolist(),
                 sizes=[(whole, waiting) for whole, waiting in stages.sizes.tolist()], rules=self.model.rules(a),
             )  # fmt: skip
         except ScheduleError:  # not even one micro-batch fits
             return None
 
-    def of(self, a: Arrangement, first: bool = False, few: int = FEW) -> Ordered | None:
+    def of(
+        self, a: Arrangement, first: bool = False, few: int = FEW, cap: Sequence[float] | None = None
+    ) -> Ordered | None:  # fmt: skip
         """The best of some orders; None if nothing fits.
 
         Args:
             a: the arrangement.
             first: try many ways; else those that did best so far.
             few: how many of these.
+            cap: activations that each device may hold, in the unit of ``Stages.cap``; by default all that fit.
         """
-        p = self.problem(a)
+        p = self.problem(a, cap)
         if p is None:
             return None
         layout = Layout.of(p)

@@ -13,7 +13,8 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifiers
 from raypipe.plan.choose import choose, deepest, plan_of
 from raypipe.plan.decision_json import as_json
-from raypipe.plan.joint.better_plans import better_plan, better_plans
+from raypipe.plan.joint.better_plans import PlanModel, better_plan, better_plans, fitting
+from raypipe.plan.joint.orders_of import OrdersOf
 from raypipe.plan.joint.starts import balanced, first_arrangements
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.plan.predict.predictor import Predictor
@@ -21,6 +22,7 @@ from raypipe.plan.reasons import why_won
 from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.shape import Grid
+from raypipe.search.budget import Budget
 from tests.exhaustive import exhaustive
 from tests.plan.conftest import make_job, make_profile
 from tests.plan.joint.clock import Layer, time_of
@@ -154,6 +156,32 @@ def test_a_free_plan_is_found_said_written_and_read_back() -> None:
 
 
 @pytest.mark.slow
+def test_an_order_that_takes_a_little_too_much_is_made_again_with_an_activation_less() -> None:
+    """Activations come in lumps: leaving free what was too much alone would give the same order again."""
+    profile, job = make_profile(layers=8, devices=4, seed=3), make_job(layers=8, batch=12, clip=1.0)
+    c = replace(Candidate.on(Grid(4, 1, 1, 12), "auto", placement="free"), update="wait")
+    a = balanced([x.times[1].forward for x in profile.layers], (0, 1, 2, 3), (1.0,) * 4, 4)
+
+    def searched(judge: Predictor) -> tuple[OrdersOf, PlanModel]:
+        model = PlanModel(judge, c)
+        return OrdersOf(model, "makespan", Budget(30.0), random.Random(0)), model
+
+    judge = Predictor(profile, job.train, deepest(job, profile))
+    orders, model = searched(judge)
+    one = orders.of(a, first=True)
+    assert one is not None
+    p = judge.predict_order(c, one.problem.schedule(one.orders), a.cut)
+    tight = profile.model_copy(update={"memory_bytes": max(p.memory_bytes) - 1.0})
+    judge = Predictor(tight, job.train, deepest(job, tight))
+    orders, model = searched(judge)
+    assert not judge.predict_order(c, one.problem.schedule(one.orders), a.cut).fits
+    again = fitting(judge, c, model, one, orders)
+    assert again is not None
+    assert again.fits
+    full = p.fullest
+    assert again.memory[full].activations < p.memory[full].activations
+
+
 def test_keys_that_a_job_gives_are_kept() -> None:
     profile = with_head(make_profile(layers=8, devices=4, seed=1, devices_per_host=4), 6.0)
     for wishes in ({"schedule": "1f1b"}, {"chunks": 2}, {"shard": "zero1"}):
