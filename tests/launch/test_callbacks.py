@@ -67,15 +67,16 @@ def test_a_run_that_is_asked_to_end_does_so_with_a_checkpoint(stage_pool, text_f
     from tests.runtime.runs.small_runs import drive, small_job
 
     parallel = {"schedule": "1f1b", "stages": 2}
-    whole = drive(small_job(text_folder, parallel, steps=12), stage_pool, tmp_path / "whole")
+    # On a busy machine a checkpoint may be written only some steps after its own.
+    whole = drive(small_job(text_folder, parallel, steps=60), stage_pool, tmp_path / "whole")
 
     def saved(_workers: object, step: int) -> None:
         ask_to_stop(tmp_path / "ended", f"enough after {step}")
 
-    job = small_job(text_folder, parallel, steps=12, checkpoint_every=3)
+    job = small_job(text_folder, parallel, steps=60, checkpoint_every=3)
     ended = drive(job, stage_pool, tmp_path / "ended", saved=saved)
     done = len(ended.losses)
-    assert 3 < done < 12
+    assert 3 < done < 60
     assert ended.losses == whole.losses[:done]
     assert sorted(ended.checkpoints)[-1] == done
     assert len(ended.val_losses) == 1

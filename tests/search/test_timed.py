@@ -36,6 +36,7 @@ def test_moves_keep_times_links_and_memory(make_case, seed):
     schedule = p.schedule(orders)
     verify(schedule, case.memory)
     assert simulate(schedule, case.costs).makespan == pytest.approx(state.makespan)
+    assert p.peaks(orders) == pytest.approx(peak_activations(schedule))
 
 
 def test_a_move_that_closes_a_circle_changes_nothing(make_case):
