@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import gcd
 from typing import NamedTuple
@@ -310,24 +311,26 @@ class Placed:
         >>> Placed.of([(0, 1)], 4, Hosts(4)).crossings(), Placed.of([(0, 1)], 4, Hosts(4), "replicas").crossings()
         ([{0}], [{4}])
         """
-        host = self.hosts.of
+        copies = min(self.copies, self.turn)
         found: list[set[int]] = [set() for _ in self.rows[0][:-1]]
         for row in self.rows:
             for seen, (a, b) in zip(found, pairwise(row), strict=True):
                 if a != b:
-                    ends = [
-                        (host(self.device(copy, a)), host(self.device(copy, b)))
-                        for copy in range(min(self.copies, self.turn))
-                    ]
-                    seen.update({0} if any(x == y for x, y in ends) else set())
-                    seen.update(Counter(x for x, y in ends if x != y).values())
-                    seen.update(Counter(y for x, y in ends if x != y).values())
+                    seen.update(_leaving(self.hosts, self.numbering, self.every, copies, a, b))
         return found
 
     @property
     def busy(self) -> int:
         """Number of devices of a host that are used."""
         return self.hosts.busy(self.copies * len({d for row in self.rows for d in row}))
+
+
+@lru_cache(maxsize=4096)
+def _leaving(hosts: Hosts, numbering: Numbering, every: int, copies: int, a: int, b: int) -> frozenset[int]:
+    """``Placed.crossings`` of the link between two positions. Many candidates ask for the same ones."""
+    ends = [(hosts.of(numbering.number(c * every, a)), hosts.of(numbering.number(c * every, b))) for c in range(copies)]
+    out, into = (Counter(pair[end] for pair in ends if pair[0] != pair[1]) for end in (0, 1))
+    return frozenset({*out.values(), *into.values(), *([0] if any(x == y for x, y in ends) else [])})
 
 
 def check_cut(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]]) -> None:
