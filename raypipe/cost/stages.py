@@ -327,7 +327,10 @@ class Placed:
 
 @lru_cache(maxsize=4096)
 def _leaving(hosts: Hosts, numbering: Numbering, every: int, copies: int, a: int, b: int) -> frozenset[int]:
-    """``Placed.crossings`` of the link between two positions. Many candidates ask for the same ones."""
+    """How many of the copies' messages from position a to b leave, or enter, one host at once; 0 for one that stays.
+
+    Kept, as many candidates ask for the same. ``every``: see ``Placed``.
+    """
     ends = [(hosts.of(numbering.number(c * every, a)), hosts.of(numbering.number(c * every, b))) for c in range(copies)]
     out, into = (Counter(pair[end] for pair in ends if pair[0] != pair[1]) for end in (0, 1))
     return frozenset({*out.values(), *into.values(), *([0] if any(x == y for x, y in ends) else [])})

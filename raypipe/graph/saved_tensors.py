@@ -81,16 +81,6 @@ def passes_on(graph: OperationGraph, number: int) -> bool:
     return not graph.requires_grad[number] or name in MOVES_NOTHING | PASSES_ON
 
 
-def _floating(graph: OperationGraph, number: int) -> bool:
-    kind = graph.operations[number].type
-    return kind is not None and kind.floating and bool(kind.shape)
-
-
-def _wanted(graph: OperationGraph, operand: int | str) -> bool:
-    """Return whether an operand requires a gradient."""
-    return graph.requires_grad[operand] if isinstance(operand, int) else graph.sources[operand].requires_grad
-
-
 def unread_bytes(graph: OperationGraph, sharding: Sharding, one: Sizes) -> tuple[float, ...]:
     """Return, per sub-graph, the bytes that it receives, uses last, and that no operation saves for its backward.
 
@@ -112,3 +102,13 @@ def unread_bytes(graph: OperationGraph, sharding: Sharding, one: Sizes) -> tuple
         unread = {root(graph, n): kind for n in arriving if (kind := graph.operations[n].type) is not None}
         found.append(float(sum(t.bytes(one) for at, t in unread.items() if t.floating and at not in held)))
     return tuple(found)
+
+
+def _floating(graph: OperationGraph, number: int) -> bool:
+    kind = graph.operations[number].type
+    return kind is not None and kind.floating and bool(kind.shape)
+
+
+def _wanted(graph: OperationGraph, operand: int | str) -> bool:
+    """Return whether an operand requires a gradient."""
+    return graph.requires_grad[operand] if isinstance(operand, int) else graph.sources[operand].requires_grad

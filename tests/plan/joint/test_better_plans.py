@@ -155,7 +155,6 @@ def test_a_free_plan_is_found_said_written_and_read_back() -> None:
     assert with_plan(job, plan).parallel == plan.parallel
 
 
-@pytest.mark.slow
 def test_an_order_that_takes_a_little_too_much_is_made_again_with_an_activation_less() -> None:
     """Activations come in lumps: leaving free what was too much alone would give the same order again."""
     profile, job = make_profile(layers=8, devices=4, seed=3), make_job(layers=8, batch=12, clip=1.0)
@@ -182,6 +181,7 @@ def test_an_order_that_takes_a_little_too_much_is_made_again_with_an_activation_
     assert again.memory[full].activations < p.memory[full].activations
 
 
+@pytest.mark.slow
 def test_keys_that_a_job_gives_are_kept() -> None:
     profile = with_head(make_profile(layers=8, devices=4, seed=1, devices_per_host=4), 6.0)
     for wishes in ({"schedule": "1f1b"}, {"chunks": 2}, {"shard": "zero1"}):
