@@ -100,25 +100,24 @@ def test_the_plan_is_what_was_predicted() -> None:
 
 @pytest.mark.slow
 def test_what_is_predicted_can_run() -> None:
-    """With an odd number of micro-batches the directions of a Chimera gather unequally often, so that gathers and
-    gradient sums of some ways wait for each other."""
+    """With an odd number of micro-batches the directions of a Chimera gather unequally often; their gathers and
+    gradient sums do not wait for each other all the same."""
     job = make_job(batch=12, clip=1.0)
     judge = Predictor(
         make_profile(devices=8, devices_per_host=4), job.train, 6, syncs=("lazy", "eager", "eager-opt"),
         asked={"shard": "zero3"}, divides=True,
     )  # fmt: skip
-    ran = stuck = 0
+    ran = 0
     for c in judge.on(Grid(2, 4, 1, 3)):
         if c.form.versions == "flush":
             try:
                 p = judge.predict(c)
             except ScheduleError:
-                stuck += c.schedule == "chimera"
+                assert c.schedule != "chimera"
                 continue
             build_schedule(plan_of(p, job), 12)
-            ran += 1
+            ran += c.schedule == "chimera"
     assert ran
-    assert stuck
 
 
 @pytest.mark.slow

@@ -257,6 +257,22 @@ def test_sharded_gradients_are_summed_over_the_directions_by_their_shards():
             assert [graph.tasks[p].kind for p in graph.preds[i]] == ["AR"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["lazy", "eager-opt", "eager"])
+def test_gathers_never_wait_for_sums_that_wait_for_them(sync):
+    """An all-reduce that a gather queues behind may wait for a device that waits for what the gather is for."""
+    rng = random.Random(7)
+    for devices in (4, 6, 8):
+        for pipelines in (n for n in range(2, devices + 1, 2) if devices % n == 0):
+            for microbatches in range(2, 2 * devices + 3):
+                bare = generate("chimera", Shape(devices=devices, microbatches=microbatches, pipelines=pipelines))
+                costs = CostTable.even(devices)
+                costs = replace(costs, gather=tuple(rng.uniform(0, 3) for _ in costs.forward), comm=rng.random())
+                for gather in ("unit", "microbatch"):
+                    placed = place_gradient_sync(shard(bare, 3, gather=gather), sync, rng.choice([None, costs]))
+                    verify(add_updates(placed))
+
+
 def test_forwards_alone():
     """Validation gathers every stage once for all its forwards, and reduces nothing."""
     bare = generate("zeropp", Shape(devices=2, microbatches=4, chunks=2, unit=2))

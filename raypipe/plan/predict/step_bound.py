@@ -108,10 +108,10 @@ def least_step_seconds(
         done = max(after, average, float(one.min()), float((ready + lane).max()), float((network + lane).max()))
         return done + overheads.norm_s + float(update.max())
     # The first stage of each replica that trains: its next forward waits for its own last backward, its sum and its
-    # update.
-    stage = each * (forward + (back + weight if form.joint else back) + recomputed)
-    trips = (there - there[:, first : first + 1] + stage + home)[:, first:]
-    round_trip = float(trips.max()) if each else 0.0
+    # update. Of fewer micro-batches than replicas, some replica has one.
+    stage = max(each, 1) * (forward + (back + weight if form.joint else back) + recomputed)
+    trips = (there - there[:, first : first + 1] + stage + home)[:, first:].max(axis=1)
+    round_trip = float(trips.max() if each else trips.min())
     if replicas * overheads.copies > 1:
         round_trip += costs.all_reduce[first]
     return max(float((busy + update).max()), average, float((network + lane).max()), round_trip + costs.update[first])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal, cast, get_args
 
@@ -11,6 +12,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.walk import NetworkLanes, walk
 
 Sync = Literal["lazy", "eager", "eager-opt"]
@@ -45,7 +47,8 @@ def place_gradient_sync(
     """Insert one AR per held stage replica, for stages that more than one replica holds.
 
     Where gradients are reduce-scattered, AR sums the shards over the groups that replicate them, and follows RS; a
-    stage whose shard group is all its holders needs none.
+    stage whose shard group is all its holders needs none. It also comes after every other collective that starts before
+    all holders are ready: on the same network, a gather behind it would wait for devices that may wait for the gather.
 
     Args:
         schedule: a schedule without AR tasks; existing ones are placed anew.
@@ -80,23 +83,33 @@ def place_gradient_sync(
     check_ran(graph, done)
 
     last = last_gradients(graph)
-    turn = {stage: n for n, stage in enumerate(sync_order(graph, last, done.end))}
+    ready = times_ready(graph, last, done.end)
+    order_of_sums = [stage for stage in _by_time(ready) if stage not in summed]
+    turn = {stage: n for n, stage in enumerate(order_of_sums)}
+    rows = held(bare)
+    closes = [max((k + 1 for k, t in enumerate(order) if t.kind != "U"), default=0) for order in bare.orders]
+    lazy: set[tuple[int, int]] = set()
+    for d, pairs in enumerate(rows):
+        first, until = graph.first[d], graph.first[d] + closes[d]
+        for pair in pairs:
+            if policy == "lazy" or (
+                policy == "eager-opt" and not _idles(done.start, done.end, last.get(pair, first), until - 1)
+            ):
+                lazy.add(pair)
+                ready[pair[0]] = max(ready[pair[0]], max(done.end[first:until], default=0.0))
+    for before, stage in itertools.pairwise(order_of_sums):
+        ready[stage] = max(ready[stage], ready[before])
 
     orders: list[list[Task]] = []
-    for d, pairs in enumerate(held(bare)):
+    for d, pairs in enumerate(rows):
         first, order = graph.first[d], list(bare.orders[d])
-        work = [k for k, t in enumerate(order) if t.kind != "U"]
-        close = work[-1] + 1 if work else 0  # after compute, before updates
+        others = [k for k, t in enumerate(order) if t.kind in NETWORK]
         after: dict[int, list[Task]] = {}
         at = 0
-        for stage, replica in sorted(pairs, key=lambda pair: (turn[pair[0]], pair)):
-            if stage in summed:
-                continue
-            own = last[stage, replica] - first + 1 if (stage, replica) in last else 0
-            eager = policy == "eager" or (
-                policy == "eager-opt" and _idles(done.start, done.end, first + own - 1, first + close - 1)
-            )
-            at = max(at, own if eager else close)
+        for stage, replica in sorted((p for p in pairs if p[0] in turn), key=lambda p: (turn[p[0]], p)):
+            behind = bisect_right(others, ready[stage], key=lambda k: done.start[first + k])
+            own = last.get((stage, replica), first - 1) - first + 1
+            at = max(at, closes[d] if (stage, replica) in lazy else own, others[behind - 1] + 1 if behind else 0)
             after.setdefault(at, []).append(Task("AR", stage, (), replica))
         new = list(after.get(0, []))
         for k, task in enumerate(order):
@@ -138,10 +151,19 @@ def sync_order(graph: TaskGraph, last: dict[tuple[int, int], int], end: Sequence
         last: ``last_gradients(graph)``.
         end: of each task.
     """
-    ready = dict.fromkeys(range(graph.schedule.stages), 0.0)
+    return _by_time(times_ready(graph, last, end))
+
+
+def times_ready(graph: TaskGraph, last: dict[tuple[int, int], int], end: Sequence[float]) -> list[float]:
+    """Per stage, when all its holders have its gradients; arguments as of ``sync_order``."""
+    ready = [0.0] * graph.schedule.stages
     for (stage, _), i in last.items():
         ready[stage] = max(ready[stage], end[i])
-    return sorted(ready, key=lambda stage: (ready[stage], stage))
+    return ready
+
+
+def _by_time(ready: Sequence[float]) -> list[int]:
+    return sorted(range(len(ready)), key=lambda stage: (ready[stage], stage))
 
 
 def gradient_sync_end(
