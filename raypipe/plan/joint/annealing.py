@@ -2,8 +2,9 @@
 
 An order takes a tenth of a millisecond (``search.lists.chains``), a bound on all orders of an arrangement microseconds
 (``least_step``). So annealing by bounds comes first, and where an arrangement's bound is already longer than what the
-walk would accept there is no order. The due dates that make the order are part of what is walked over. The slowest
-device alone would say nothing about most moves, as they leave it as it is: all devices count, the slowest most.
+walk would accept there is no order. The due dates that make the order, and how far stages run ahead, are part of what
+is walked over; those of the best arrangements are improved further (``due_dates``). The slowest device alone would say
+nothing about most moves, as they leave it as it is: all devices count, the slowest most.
 
 Sources: AdaPtis (arXiv 2509.23722), which tunes cut, placement and order in turn; simulated annealing (Kirkpatrick,
 Gelatt, Vecchi 1983).
@@ -15,16 +16,18 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.plan.certificate.instance import alike
 from raypipe.plan.joint.arrangement import Arrangement
+from raypipe.plan.joint.due_dates import NUDGED, SMOOTH, Measured, Way, changed
 from raypipe.plan.joint.least_step import LeastStep, annealed, seed_of
 from raypipe.plan.joint.orders_of import Ordered, OrdersOf
 from raypipe.search.lists.chains import Chains
-from raypipe.search.lists.priorities import PACES, Pace
+from raypipe.search.lists.priorities import PACES
 
 KEPT = 5
 """Arrangements that are handed on: the best, and the most promising by their steps and their bounds together."""
@@ -32,14 +35,16 @@ OPENING = 0.15
 """Share of the budget for the first arrangements."""
 HOT, COLD = 0.008, 2e-4
 """First and last temperature, as shares of the step."""
-SMOOTH = 80.0
-"""Power of the mean over devices' times in an order."""
 BORDERS = 0.4
 """Share of the moves that move borders; the others put stages elsewhere, or divide or join them."""
 SLOWEST = 0.25
 """Share of the moves that are of a stage of the device that is last."""
 OTHER = 0.3
 """How often a move is also measured with other due dates."""
+NUDGE = 0.3
+"""How often a move is also measured with stages that may run further ahead, or less far."""
+TUNING = 0.2
+"""Share of the budget for the due dates of what the walk has found."""
 DRAWN = 2000
 """Moves that are drawn before the budget is looked at again."""
 SHORTEN = 100
@@ -64,14 +69,19 @@ def load_walk() -> None:
     least = LeastStep(alike((1.0,), (1.0,), (1.0,), 1, 1))
     a = annealed(least, Arrangement((0,), (0,), 1), 1, 1, rng)
     starts, row = a.arrays(1)
-    kernel.promising(least.numbers, starts, row, 1, 1, 0.5, 0, 0.5, 1.0, 1.0, 1, starts, row, seed_of(rng))
+    kernel.promising(
+        least.numbers, starts, row, one[0], 1, 1, 0.5, 0, 0.5, 1.0, 1.0, 1, starts, row, one[0], seed_of(rng)
+    )
+    kernel.nudged(one[0], 1, 1, 1.0, seed_of(rng))
     tables = kernel.Tables(
         np.ones((1, 2, 1, 3)), np.zeros((1, 2), np.bool_), np.ones((1, 2, 5)), np.ones((1, 1), np.bool_),
         np.ones((1, 1, 1)), np.full(1, np.inf),
     )  # fmt: skip
     kernel.unknown(tables, starts, row, 1)
     kernel.stages(tables, starts, row, 1, 1)
-    ends, _ = Chains(1).ends(row, np.ones((1, 3)), np.ones((1, 2)), one[0], one[0], np.array(PACES))
+    ends, _ = Chains(1).ends(
+        row, np.ones((1, 3)), np.ones((1, 2)), one[0], one[0], np.array(PACES), np.ones((len(PACES), 1))
+    )
     kernel.shortest(ends, SMOOTH)
     least.smooth(a)
 
@@ -83,11 +93,7 @@ class Place:
     starts: NDArray[np.int64]
     row: NDArray[np.int64]
     count: int
-    pace: Pace
-    mean: float
-    value: float
-    slowest: int
-    """The device that is last in the order."""
+    order: Measured
 
 
 class Walk:
@@ -95,27 +101,22 @@ class Walk:
 
     def __init__(self, orders: OrdersOf, hints: Hints, rng: random.Random) -> None:
         self.orders, self.hints, self.rng = orders, hints, rng
-        self.model, self.chains = orders.model, Chains(orders.model.microbatches)
-        self.seed = seed_of(rng)
-        self.found: dict[Arrangement, tuple[float, Pace]] = {}
-        """Arrangements with short orders: their length, and their due dates."""
+        self.model, self.seed = orders.model, seed_of(rng)
+        self.free = np.full(hints.most_stages, float(orders.model.microbatches))
+        """Stages may run ahead as far as memory lets them."""
+        self.found: dict[Arrangement, Measured] = {}
+        """Arrangements with short orders."""
 
     def measured(
-        self, starts: NDArray[np.int64], row: NDArray[np.int64], count: int, paces: list[Pace]
+        self, starts: NDArray[np.int64], row: NDArray[np.int64], count: int, ways: list[Way], useless: float = inf
     ) -> Place | None:  # fmt: skip
-        """The best of some orders of an arrangement; None where nothing fits."""
-        from raypipe.plan.joint.walk_kernel import shortest
-
+        """The best of some orders of an arrangement; None where nothing fits, or is of use (``DueDates.best``)."""
         x = self.model.stages(starts, row, count)
-        if x is None:
+        order = None if x is None else self.orders.due_dates.best(row[:count].copy(), x, ways, useless)
+        if order is None:
             return None
-        ends, spans = self.chains.ends(
-            row[:count].copy(), x.times, x.sizes, x.lag, x.cap, np.array(paces, np.float64), x.frozen
-        )
-        best, mean, value, slowest = shortest(ends if self.orders.objective == "makespan" else spans, SMOOTH)
-        if mean == np.inf:
-            return None
-        place = Place(starts.copy(), row.copy(), count, paces[best], mean, value, slowest)
+        order = order._replace(way=order.way._replace(ahead=order.way.ahead.copy()))
+        place = Place(starts.copy(), row.copy(), count, order)
         self._keep(place)
         return place
 
@@ -125,59 +126,51 @@ class Walk:
         for a in firsts:
             if best is not None and self.orders.budget.left < until:
                 break
-            place = self.measured(*a.arrays(self.hints.most_stages), len(a.row), list(PACES))
-            if place is not None and (best is None or place.mean < best.mean):
+            ways = [Way(pace, self.free) for pace in PACES]
+            place = self.measured(*a.arrays(self.hints.most_stages), len(a.row), ways)
+            if place is not None and (best is None or place.order.mean < best.order.mean):
                 best = place
         return best
 
-    def run(self, here: Place, goal: float) -> None:
-        """Walk until the budget is spent, ever colder, or until an order is as short as the goal."""
-        from raypipe.plan.joint.walk_kernel import promising
+    def run(self, here: Place, goal: float, until: float) -> None:
+        """Walk until so many seconds of the budget are left, ever colder, or until an order is as short as the goal."""
+        from raypipe.plan.joint.walk_kernel import nudged, promising
 
-        budget, hints = self.orders.budget, self.hints
-        starts, row = here.starts.copy(), here.row.copy()
-        most = budget.left
-        while (left := budget.left) > 0 and here.value > goal * (1 + 1e-9):
+        budget, hints, most_ahead = self.orders.budget, self.hints, self.model.microbatches
+        starts, row, ahead = here.starts.copy(), here.row.copy(), self.free.copy()
+        most = budget.left - until
+        while (left := budget.left - until) > 0 and here.order.value > goal * (1 + 1e-9):
+            pace, known = here.order.way
             heat = HOT * (COLD / HOT) ** (1 - left / most)
             count, limit = promising(
-                hints.least.numbers, here.starts, here.row, here.count, hints.most_stages, BORDERS, here.slowest,
-                SLOWEST, here.mean, heat, DRAWN, starts, row, self.seed,
+                hints.least.numbers, here.starts, here.row, known, here.count, hints.most_stages, BORDERS,
+                here.order.slowest, SLOWEST, here.order.mean, heat, DRAWN, starts, row, ahead, self.seed,
             )  # fmt: skip
             if count:
-                paces = [here.pace, self._changed(here.pace)] if self.rng.random() < OTHER else [here.pace]
-                place = self.measured(starts, row, count, paces)
-                if place is not None and place.mean < limit:
+                ways = [Way(pace, ahead)]
+                draw = self.rng.random()
+                if draw < OTHER:
+                    ways.append(Way(changed(pace, self.rng), ahead))
+                elif draw < OTHER + NUDGE:
+                    ways.append(Way(pace, nudged(ahead, count, most_ahead, NUDGED, self.seed)))
+                place = self.measured(starts, row, count, ways, limit)
+                if place is not None and place.order.mean < limit:
                     here = place
 
-    def _changed(self, pace: Pace) -> Pace:
-        """Other due dates, mostly near these."""
-        rng = self.rng
-        if rng.random() < 0.3:
-            return rng.choice(PACES)
-        which = rng.randrange(5)
-        if which == 0:
-            return pace._replace(ahead=max(0.0, pace.ahead + rng.gauss(0, 0.5)))
-        if which == 1:
-            return pace._replace(back=max(0.0, pace.back + rng.gauss(0, 0.5)))
-        if which == 2:
-            return pace._replace(lead=max(-2.0, pace.lead + rng.gauss(0, 1)))
-        if which == 3:
-            return pace._replace(wait=max(0.1, pace.wait * 2 ** rng.gauss(0, 1)))
-        return pace._replace(patience=rng.choice((0.0, 0.0, 0.25, 0.5, 1.0)))
-
     def _keep(self, place: Place) -> None:
-        if len(self.found) == KEPT and place.value >= max(value for value, _ in self.found.values()):
+        value = place.order.value
+        if len(self.found) == KEPT and value >= max(order.value for order in self.found.values()):
             return
         a = Arrangement.of(place.starts, place.row, place.count, self.hints.least.i.layers)
-        if a in self.found and self.found[a][0] <= place.value:
+        if a in self.found and self.found[a].value <= value:
             return
-        self.found[a] = place.value, place.pace
+        self.found[a] = place.order
         if len(self.found) > KEPT:
             lead, least = min(self.found, key=self._value), self.hints.least
             del self.found[max((a for a in self.found if a != lead), key=lambda a: self._value(a) + least.of(a))]
 
     def _value(self, a: Arrangement) -> float:
-        return self.found[a][0]
+        return self.found[a].value
 
 
 def arranged(
@@ -213,10 +206,10 @@ def arranged(
     if not done() or not best:
         here = walk.begin(firsts, after_opening - OPENING * budget.seconds)
         if here is not None:
-            walk.run(here, goal)
-    for a, (value, pace) in walk.found.items():
-        made = orders.by_due_dates(a, pace) if a not in best or value < best[a].value else None
-        if made is not None:
+            walk.run(here, goal, TUNING * budget.seconds)
+    for k, (a, order) in enumerate(walk.found.items()):
+        made = orders.tuned(a, order.way, 1 / (len(walk.found) - k))
+        if made is not None and (a not in best or made.value < best[a].value):
             best[a] = made
     lead = sorted(best.values(), key=lambda one: one.value)[:1]
     others = sorted(best.values(), key=lambda one: one.value + least.of(one.arrangement))

@@ -51,10 +51,12 @@ WALKING = 0.15
 """Share of the time for walks that improve first arrangements by their bounds alone."""
 WALK = 5000
 """Moves of such a walk per second of the search."""
-ROUNDS = (0.3, 1.0)
+ROUNDS = (0.04, 0.35, 1.0)
 """Shares of the time that is left, a round each: after each, plans are judged whole, and what they were found to need
 beside activations is left free in the next."""
-TRIES = 3
+TUNED = 0.3
+"""Share of the time for an order in less memory that goes into its due dates."""
+TRIES = 4
 """How often an order that takes too much memory is searched again with less."""
 
 
@@ -215,15 +217,18 @@ def fitting(
             return p
         over = [max(0.0, need - most) for need, most in zip(p.memory_bytes, p.capacities, strict=True)]
         if k == 0:
-            model.leave_free([1.1 * more for more in over])
+            model.leave_free([1.1 * max(over)] * len(over))
         cap = list(one.problem.cap)
         for d, peak in enumerate(one.problem.peaks(one.orders)):
             if over[d] > 0:
                 cap[d] = peak * (1 - over[d] / max(over[d], p.memory[d].activations))
-        other = orders.of(one.arrangement, cap=cap)
-        if other is None:
+        others = [orders.of(one.arrangement, cap=cap)]
+        if one.way is not None:
+            others.append(orders.tuned(one.arrangement, one.way, TUNED, cap))
+        best = min((other for other in others if other is not None), key=lambda other: other.value, default=None)
+        if best is None:
             return None
-        one = orders.shorter(other, SHORTEN)
+        one = orders.shorter(best, SHORTEN)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,12 +14,13 @@ from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.joint.arrangement import Arrangement
+from raypipe.plan.joint.due_dates import DueDates, Way
 from raypipe.plan.joint.stage_tables import Stages
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
 from raypipe.search.budget import Budget
 from raypipe.search.lists.list_scheduling import Layout, Listed, list_schedule
-from raypipe.search.lists.priorities import Pace, paced, portfolio
+from raypipe.search.lists.priorities import paced, portfolio
 from raypipe.search.objective import Measure, Objective
 from raypipe.search.problem import DeviceOrders, Problem, build
 from raypipe.search.tabu import improve
@@ -59,6 +61,8 @@ class Ordered:
     orders: DeviceOrders
     value: float
     """The objective, in seconds."""
+    way: Way | None = None
+    """The due dates that it was made by, at first."""
 
 
 @dataclass(slots=True)
@@ -71,6 +75,10 @@ class OrdersOf:
     rng: random.Random
     wins: dict[int, float] = field(default_factory=dict)
     """Number of a setting in the portfolio -> how often, and how lately, it was the best."""
+    due_dates: DueDates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.due_dates = DueDates(self.model.microbatches, self.objective, self.rng)
 
     def problem(self, a: Arrangement, cap: Sequence[float] | None = None) -> Problem | None:
         """The tasks of an arrangement; None if it does not fit. ``cap``: of its devices, if not what fits."""
@@ -119,14 +127,26 @@ class OrdersOf:
         self.wins[best[1]] = self.wins.get(best[1], 0.0) + 1.0
         return Ordered(a, p, best[2], best[0])
 
-    def by_due_dates(self, a: Arrangement, pace: Pace) -> Ordered | None:
-        """The order with these due dates; None if nothing fits."""
-        p = self.problem(a)
+    def by_due_dates(self, a: Arrangement, way: Way, cap: Sequence[float] | None = None) -> Ordered | None:
+        """The order with these due dates; None if nothing fits. ``cap``: see ``of``."""
+        p = self.problem(a, cap)
         if p is None:
             return None
         layout = Layout.of(p)
-        listed = list_schedule(layout, paced(layout, pace))
-        return None if listed is None else Ordered(a, p, listed.orders, self._value(listed))
+        ahead = tuple(way.ahead[p.stage[c]] if p.kind[c] == "F" else math.inf for c in range(len(p.kind)))
+        listed = list_schedule(layout, replace(paced(layout, way.pace), ahead=ahead))
+        return None if listed is None else Ordered(a, p, listed.orders, self._value(listed), way)
+
+    def tuned(self, a: Arrangement, way: Way, share: float, cap: Sequence[float] | None = None) -> Ordered | None:
+        """The order after a search for better due dates with a share of the budget; None if nothing fits."""
+        row = np.array(a.row)
+        x = self.model.stages(*a.arrays(len(row)), len(row))
+        if x is None:
+            return None
+        if cap is not None:
+            x = x._replace(cap=np.array(cap, np.float64))
+        found = self.due_dates.tuned(row, x, way, self.budget.part(share))
+        return None if found is None else self.by_due_dates(a, found.way, x.cap.tolist())
 
     def _value(self, listed: Listed) -> float:
         return listed.makespan if self.objective == "makespan" else listed.span

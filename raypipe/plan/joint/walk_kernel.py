@@ -222,8 +222,8 @@ def _move_borders(starts: Ints, row: Ints, count: int, layers: int, device: int,
 
 @compiled
 def move(
-    starts: Ints, row: Ints, count: int, layers: int, devices: int, most_stages: int, borders: float, device: int,
-    seed: NDArray[np.uint64],
+    starts: Ints, row: Ints, ahead: Floats, count: int, layers: int, devices: int, most_stages: int, borders: float,
+    device: int, seed: NDArray[np.uint64],
 ) -> int:  # fmt: skip
     """Change an arrangement in place, so that no device is left without a layer.
 
@@ -232,6 +232,7 @@ def move(
 
     Args:
         starts, row, count: the arrangement.
+        ahead: what else is known of each stage; both parts of one keep it.
         layers: of the model.
         devices: D.
         most_stages: deepest cut.
@@ -263,8 +264,8 @@ def move(
             return 0
         at, d = starts[s] + 1 + below(seed, size - 1), below(seed, devices)
         for k in range(count, s + 1, -1):
-            starts[k], row[k] = starts[k - 1], row[k - 1]
-        starts[s + 1], row[s + 1] = at, row[s]
+            starts[k], row[k], ahead[k] = starts[k - 1], row[k - 1], ahead[k - 1]
+        starts[s + 1], row[s + 1], ahead[s + 1] = at, row[s], ahead[s]
         row[s if below(seed, 2) else s + 1] = d
         return count + 1
     if not s:
@@ -273,20 +274,22 @@ def move(
     for k in range(s, count - 1):
         starts[k] = starts[k + 1]
     for k in range(gone, count - 1):
-        row[k] = row[k + 1]
+        row[k], ahead[k] = row[k + 1], ahead[k + 1]
     return count - 1 if _serves_all(row, count - 1, devices) else 0
 
 
 @compiled
 def promising(
-    i: Numbers, starts: Ints, row: Ints, count: int, most_stages: int, borders: float, slowest: int, often: float,
-    mean: float, heat: float, tries: int, to_starts: Ints, to_row: Ints, seed: NDArray[np.uint64],
+    i: Numbers, starts: Ints, row: Ints, ahead: Floats, count: int, most_stages: int, borders: float, slowest: int,
+    often: float, mean: float, heat: float, tries: int, to_starts: Ints, to_row: Ints, to_ahead: Floats,
+    seed: NDArray[np.uint64],
 ) -> tuple[int, float]:  # fmt: skip
     """Draw moves until the least step of one is below what an annealing walk would accept.
 
     Args:
         i: of the model.
         starts, row, count: the arrangement to move from.
+        ahead: how many forwards each of its stages may run ahead.
         most_stages: deepest cut.
         borders: share of the moves that move borders.
         slowest: the device that is last.
@@ -294,7 +297,7 @@ def promising(
         mean: of the arrangement to move from.
         heat: temperature, as a share of it.
         tries: moves that are drawn at most.
-        to_starts, to_row: where the arrangement is written.
+        to_starts, to_row, to_ahead: where the arrangement is written.
         seed: of the random numbers.
 
     Returns:
@@ -303,12 +306,22 @@ def promising(
     devices = len(i.room)
     for _ in range(tries):
         limit = mean * (1.0 - heat * np.log(1.0 - drawn(seed)))
-        to_starts[:count], to_row[:count] = starts[:count], row[:count]
+        to_starts[:count], to_row[:count], to_ahead[:count] = starts[:count], row[:count], ahead[:count]
         device = slowest if drawn(seed) < often else -1
-        found = move(to_starts, to_row, count, i.layers, devices, most_stages, borders, device, seed)
+        found = move(to_starts, to_row, to_ahead, count, i.layers, devices, most_stages, borders, device, seed)
         if found and least_steps(i, to_starts, to_row, found).max() < limit:
             return found, limit
     return 0, 0.0
+
+
+@compiled
+def nudged(ahead: Floats, count: int, most: int, often: float, seed: NDArray[np.uint64]) -> Floats:
+    """How many forwards stages may run ahead, some of them one more or one less."""
+    found = ahead[:count].copy()
+    for s in range(count):
+        if drawn(seed) < often:
+            found[s] = min(float(most), max(1.0, found[s] + (1.0 if below(seed, 2) else -1.0)))
+    return found
 
 
 @compiled
@@ -334,10 +347,10 @@ def anneal(
     value = smooth(least_steps(i, starts, row, count), SMOOTH)
     best, best_count = value, count
     here_starts, here_row, here_count = starts.copy(), row.copy(), count
-    to_starts, to_row = starts.copy(), row.copy()
+    to_starts, to_row, nothing = starts.copy(), row.copy(), np.zeros(len(row))
     for k in range(tries):
         to_starts[:here_count], to_row[:here_count] = here_starts[:here_count], here_row[:here_count]
-        found = move(to_starts, to_row, here_count, i.layers, devices, most_stages, borders, -1, seed)
+        found = move(to_starts, to_row, nothing, here_count, i.layers, devices, most_stages, borders, -1, seed)
         if not found:
             continue
         new = smooth(least_steps(i, to_starts, to_row, found), SMOOTH)

@@ -7,6 +7,7 @@ are derived once, and only what the placement and the costs say is filled in for
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from raypipe.schedule.costs import CostTable
@@ -29,7 +30,8 @@ class Chains:
 
     def ends(
         self, row: NDArray[Any], times: NDArray[Any], sizes: NDArray[Any], lag: NDArray[Any], cap: NDArray[Any],
-        numbers: NDArray[Any], frozen: tuple[int, ...] = (),
+        numbers: NDArray[Any], ahead: NDArray[Any], frozen: tuple[int, ...] = (), useless: float = inf,
+        power: float = 1.0, in_spans: bool = False,
     ) -> tuple[NDArray[Any], NDArray[Any]]:  # fmt: skip
         """When each device ends, and how long it takes from its first start, in orders by due dates.
 
@@ -40,14 +42,19 @@ class Chains:
             lag: of a message between each stage and the next, if they are on different devices; (S,).
             cap: memory limit per device; (D,).
             numbers: of each order, see ``priorities.paced``; (orders, 5).
+            ahead: of each order, how many forwards each stage may run ahead of its backwards; (orders, S).
             frozen: stages that have no W.
+            useless: an order is given up as soon as the mean over devices cannot be below.
+            power: of that mean.
+            in_spans: it is of times from devices' first starts.
 
         Returns:
-            Two arrays, (orders, D); infinite where memory leaves every device waiting.
+            Two arrays, (orders, D); infinite where memory leaves every device waiting, or an order was given up.
         """
         from raypipe.search.lists import kernel
 
-        return kernel.paced_ends(self._template(len(row), frozen), row, times, sizes, lag, cap, numbers)
+        template = self._template(len(row), frozen)
+        return kernel.paced_ends(template, row, times, sizes, lag, cap, numbers, ahead, useless, power, in_spans)
 
     def _template(self, stages: int, frozen: tuple[int, ...]) -> Template:
         if (stages, frozen) not in self._templates:

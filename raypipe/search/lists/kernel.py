@@ -209,9 +209,13 @@ def _places(flat: Flat) -> Ints:
 
 @compiled
 def list_schedule(
-    flat: Flat, key: Floats, pace: float, patience: Floats, ahead: Floats, reserve: int
+    flat: Flat, key: Floats, pace: float, patience: Floats, ahead: Floats, reserve: int, useless: float, power: float,
+    in_spans: bool,
 ) -> tuple[bool, Ints, Ints, Floats, Floats]:  # fmt: skip
     """See ``list_scheduling.list_schedule``.
+
+    A device takes as long as its tasks and what it idles between them. As soon as that makes the mean over devices
+    useless, there is no order.
 
     Args:
         flat: the problem.
@@ -220,6 +224,9 @@ def list_schedule(
         patience: zeros for none.
         ahead: infinite for any number.
         reserve: ``STAGES``, ``SAFE`` or ``NONE``.
+        useless: an order of this mean or more is of no use; infinite where each is.
+        power: of the mean over devices.
+        in_spans: of their times from their first starts, and not from the step's begin.
 
     Returns:
         Whether all tasks ran; the tasks, device by device in the order they run; where each device's begin; when
@@ -232,6 +239,9 @@ def list_schedule(
     free, live, begun = np.zeros(devices), np.zeros(devices), np.full(devices, -1.0)
     groups = flat.group.max() + 1
     lead, held = np.zeros(groups, np.int64), np.zeros(groups)
+    least = np.zeros(devices)
+    for c in range(len(count)):
+        least[device[c]] += count[c] * flat.time[c]
     wake, top = _tournament(devices)
     places = _places(flat)
     order, ran = np.empty(len(need), np.int64), places[:-1].copy()
@@ -296,6 +306,14 @@ def list_schedule(
             wake[d] = soon
             _earliest(wake, top, d)
             continue
+        if now > free[d] and not (in_spans and begun[d] < 0):
+            least[d] += now - free[d]
+            if least[d] > useless:
+                total = 0.0
+                for o in range(devices):
+                    total += (least[o] / useless) ** power
+                if total >= devices:
+                    return False, order, places, free, free
         c = best
         m = nxt[c]
         nxt[c] = m + 1
@@ -552,23 +570,29 @@ def due_dates(flat: Flat, kind: Ints, in_turn: Ints, numbers: Floats) -> tuple[F
 
 @compiled
 def paced_ends(
-    of: Template, row: Ints, times: Floats, sizes: Floats, lag: Floats, cap: Floats, numbers: Floats
+    of: Template, row: Ints, times: Floats, sizes: Floats, lag: Floats, cap: Floats, numbers: Floats, ahead: Floats,
+    useless: float, power: float, in_spans: bool,
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """When each device ends, and how long it takes from its first start, in orders by due dates.
 
     Args:
         of, row, times, sizes, lag, cap: see ``place``.
         numbers: of each order, see ``due_dates``; (orders, 5).
+        ahead: of each order, how many forwards each stage may run ahead of its backwards; (orders, S).
+        useless, power, in_spans: see ``list_schedule``.
 
     Returns:
         Two arrays, (orders, D); infinite where there is none.
     """
     flat = place(of, row, times, sizes, lag, cap)
     ends, spans = np.full((len(numbers), len(cap)), np.inf), np.full((len(numbers), len(cap)), np.inf)
-    no_limit = np.full(len(of.stage), np.inf)
+    limit = np.full(len(of.stage), np.inf)
     for k in range(len(numbers)):
+        for c in range(len(limit)):
+            if of.kind[c] == FORWARD:
+                limit[c] = ahead[k, of.stage[c]]
         key, pace, patience = due_dates(flat, of.kind, of.in_turn, numbers[k])
-        whole, _, _, end, span = list_schedule(flat, key, pace, patience, no_limit, STAGES)
+        whole, _, _, end, span = list_schedule(flat, key, pace, patience, limit, STAGES, useless, power, in_spans)
         if whole:
             ends[k], spans[k] = end, span
     return ends, spans

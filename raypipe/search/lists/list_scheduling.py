@@ -147,6 +147,6 @@ def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
     way = {"stages": kernel.STAGES, "safe": kernel.SAFE, "none": kernel.NONE}[setting.reserve]
     whole, tasks, places, ends, spans = kernel.list_schedule(
         layout.flat, floats(setting.key), float(setting.pace), floats(setting.patience or (0.0,) * lanes),
-        floats(setting.ahead or (float("inf"),) * lanes), way,
+        floats(setting.ahead or (float("inf"),) * lanes), way, float("inf"), 1.0, False,
     )  # fmt: skip
     return Listed(layout.orders(tasks, places), ends.tolist(), spans.tolist()) if whole else None

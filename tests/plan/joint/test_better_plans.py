@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from raypipe.launch.plans import with_plan
@@ -14,6 +15,7 @@ from raypipe.plan.certificate.of_plan import Certifiers
 from raypipe.plan.choose import choose, deepest, plan_of
 from raypipe.plan.decision_json import as_json
 from raypipe.plan.joint.better_plans import PlanModel, better_plan, better_plans, fitting
+from raypipe.plan.joint.due_dates import Way
 from raypipe.plan.joint.orders_of import OrdersOf
 from raypipe.plan.joint.starts import balanced, first_arrangements
 from raypipe.plan.plan import Plan, build_schedule
@@ -23,6 +25,7 @@ from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
+from raypipe.search.lists.priorities import PACES
 from tests.exhaustive import exhaustive
 from tests.plan.conftest import make_job, make_profile
 from tests.plan.joint.clock import Layer, time_of
@@ -155,7 +158,8 @@ def test_a_free_plan_is_found_said_written_and_read_back() -> None:
     assert with_plan(job, plan).parallel == plan.parallel
 
 
-def test_an_order_that_takes_a_little_too_much_is_made_again_with_an_activation_less() -> None:
+@pytest.mark.parametrize("by_due_dates", [False, True])
+def test_an_order_that_takes_a_little_too_much_is_made_again_with_an_activation_less(by_due_dates: bool) -> None:
     """Activations come in lumps: leaving free what was too much alone would give the same order again."""
     profile, job = make_profile(layers=8, devices=4, seed=3), make_job(layers=8, batch=12, clip=1.0)
     c = replace(Candidate.on(Grid(4, 1, 1, 12), "auto", placement="free"), update="wait")
@@ -167,8 +171,9 @@ def test_an_order_that_takes_a_little_too_much_is_made_again_with_an_activation_
 
     judge = Predictor(profile, job.train, deepest(job, profile))
     orders, model = searched(judge)
-    one = orders.of(a, first=True)
+    one = orders.tuned(a, Way(PACES[0], np.full(4, 12.0)), 0.02) if by_due_dates else orders.of(a, first=True)
     assert one is not None
+    assert (one.way is not None) == by_due_dates
     p = judge.predict_order(c, one.problem.schedule(one.orders), a.cut)
     tight = profile.model_copy(update={"memory_bytes": max(p.memory_bytes) - 1.0})
     judge = Predictor(tight, job.train, deepest(job, tight))
@@ -179,6 +184,8 @@ def test_an_order_that_takes_a_little_too_much_is_made_again_with_an_activation_
     assert again.fits
     full = p.fullest
     assert again.memory[full].activations < p.memory[full].activations
+    if by_due_dates:
+        assert again.step_s < 1.05 * p.step_s
 
 
 @pytest.mark.slow
