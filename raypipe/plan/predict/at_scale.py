@@ -28,7 +28,7 @@ TURNS = (2, 4)
 
 def at_scale(
     measure: Callable[[int], Figures], count: int, turn: int, most: int | None = None,
-    known: Callable[[Figures], bool] = lambda figures: False,
+    known: Callable[[Figures], bool] = lambda figures: False, growth: float = 0.0,
 ) -> Figures:  # fmt: skip
     """``measure(count)``, from shorter steps where they lie on a line, else itself.
 
@@ -43,6 +43,7 @@ def at_scale(
         most: micro-batches up to which a step may be measured; None: any. Five turns may be measured all the same.
         known: whether a shorter step's figures settle what is asked of a step of more than ``most``, as one that is too
             large does; the mean growth of the first three is then near enough.
+        growth: of the first figure per micro-batch in the long run, at least; a line that is flatter does not last.
     """
     rest, room = count % turn, count if most is None else most
     for turns in TURNS:
@@ -54,7 +55,7 @@ def at_scale(
         a, b, c = (measure(first + k * turn) for k in range(3))
         slope = c - b
         scale = 1e-9 * np.maximum(np.abs(c), 1e-300)
-        if np.all(np.abs(slope - (b - a)) <= scale):
+        if np.all(np.abs(slope - (b - a)) <= scale) and slope[0] >= growth * turn * (1 - 1e-9):
             return c + (count - first - 2 * turn) / turn * slope
         if count > room and known(c):
             return c + (count - first - 2 * turn) / turn * (c - a) / 2
@@ -67,22 +68,22 @@ def at_scale(
 
 def of_candidate(
     c: Candidate, measure: Callable[[int, int | None], Figures], whole: int | None = None,
-    known: Callable[[Figures], bool] = lambda figures: False,
+    known: Callable[[Figures], bool] = lambda figures: False, growth: float = 0.0,
 ) -> Figures:  # fmt: skip
     """Figures of a candidate's step, ``measure(micro-batches, unit)``: itself if it has at most ``whole`` tasks.
 
-    ``whole`` is ``DIRECT`` by default; ``known`` as for ``at_scale``.
+    ``whole`` is ``DIRECT`` by default; ``known`` and ``growth`` as for ``at_scale``.
     """
     count, unit, each = c.microbatches, c.unit, 3 * c.form.stages
     if each * count <= (DIRECT if whole is None else whole):
         return measure(count, unit)
     most, turn = LONGEST // each, 2 * c.stages
     if unit is None or unit == count:
-        return at_scale(lambda n: measure(n, None if unit is None else n), count, turn, most, known)
+        return at_scale(lambda n: measure(n, None if unit is None else n), count, turn, most, known, growth)
     if count <= most or 5 * unit <= most or count % unit:
-        return at_scale(lambda n: measure(n, unit), count, unit, most, known)
+        return at_scale(lambda n: measure(n, unit), count, unit, most, known, growth)
 
     def shorter(size: int) -> Figures:  # as many units, of so many micro-batches each
-        return at_scale(lambda n: measure(n, size), count // unit * size, size, most, known)
+        return at_scale(lambda n: measure(n, size), count // unit * size, size, most, known, growth)
 
-    return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)), known)
+    return at_scale(shorter, unit, turn, max(1, most // min(count // unit, 5)), known, growth)

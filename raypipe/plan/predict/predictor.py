@@ -28,7 +28,12 @@ from raypipe.plan.predict.memories import Memories
 from raypipe.plan.predict.oom_fallback import OOMFallback
 from raypipe.plan.predict.orders import Order, Orders
 from raypipe.plan.predict.prediction import Cut, Prediction
-from raypipe.plan.predict.step_bound import NO_COLLECTIVES, least_collectives, least_step_seconds
+from raypipe.plan.predict.step_bound import (
+    NO_COLLECTIVES,
+    busiest_seconds,
+    least_collectives,
+    least_step_seconds,
+)
 from raypipe.plan.predict.step_time import StepOverheads, StepTime, step_time
 from raypipe.plan.shard_ways import shard_ways
 from raypipe.schedule.costs import CostTable
@@ -428,7 +433,8 @@ class Predictor:
                 order = self._orders.of(replace(c, unit=unit), count, p.keep, p.remade, frozen)
                 return np.array(step_time(order, costs, sync, overheads, parts=final))
 
-            return StepTime(*map(float, of_candidate(c, figures, FINAL if final else None)))
+            growth = busiest_seconds(p.form, costs, frozen)
+            return StepTime(*map(float, of_candidate(c, figures, FINAL if final else None, growth=growth)))
 
         sync = self.syncs[-1] if shared else self.syncs[0]
         best = timed(sync)

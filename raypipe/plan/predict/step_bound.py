@@ -65,14 +65,7 @@ def least_step_seconds(
     replicas, stages = place.shape
     devices = int(place.max()) + 1
     each = microbatches // replicas  # as even as possible, so no replica has less
-    forward, back, weight = (np.array(costs.by_kind(k)) for k in ("F", "B", "W"))
-    needs = backwards(StageGraph.chain(stages), Rules(skip_first_b=form.skips_first_b, frozen=frozen))
-    first = next(s for s, one in enumerate(needs) if one.exists)
-    back[[not one.input_grad for one in needs]] = 0.0
-    weight[[not one.weight_grad for one in needs]] = 0.0
-    recomputed = np.zeros(stages)
-    for s in recompute | form.recomputes:
-        recomputed[s] = costs.recompute[s] if needs[s].exists else 0.0
+    forward, back, weight, recomputed, first, sent = _tasks(form, costs, recompute, frozen)
     work = forward + back + weight + recomputed
     returning = float(form.size) * (back + weight if form.joint else back)
     leading = forward
@@ -85,7 +78,6 @@ def least_step_seconds(
     there = np.zeros((replicas, stages))
     there[:, 1:] = np.cumsum(leading[:-1] + hops, axis=1)
     home = np.zeros((replicas, stages))
-    sent = np.array([bool(one.sends_to) for one in needs[1:]])
     home[:, 1:] = np.cumsum(np.where(sent, returning[:-1] + hops, 0.0), axis=1)
 
     busy = _sums(place, np.broadcast_to(each * work, place.shape), devices)
@@ -115,6 +107,47 @@ def least_step_seconds(
     if replicas * overheads.copies > 1:
         round_trip += costs.all_reduce[first]
     return max(float((busy + update).max()), average, float((network + lane).max()), round_trip + costs.update[first])
+
+
+def busiest_seconds(form: Form, costs: CostTable, frozen: tuple[int, ...] = ()) -> float:
+    """Seconds that some device computes for each micro-batch: in the long run, no step grows by less.
+
+    Args:
+        form: placement and kinds of task.
+        costs: of each stage.
+        frozen: stages without a trained parameter.
+    """
+    place = np.array(form.placement)
+    tasks = _tasks(form, costs, frozenset(), frozen)
+    work = tasks.forward + tasks.back + tasks.weight + tasks.recomputed
+    each = np.broadcast_to(work / len(place), place.shape)
+    return float(_sums(place, each, int(place.max()) + 1).max())
+
+
+class _Tasks(NamedTuple):
+    """Seconds of each stage's tasks for one micro-batch; those that it does not have take none."""
+
+    forward: Times
+    back: Times
+    weight: Times
+    recomputed: Times
+    first: int
+    """The first stage that has a backward."""
+    sent: NDArray[np.bool_]
+    """Whether each stage but the first sends a gradient on."""
+
+
+def _tasks(form: Form, costs: CostTable, recompute: frozenset[int], frozen: tuple[int, ...]) -> _Tasks:
+    stages = len(form.placement[0])
+    forward, back, weight = (np.array(costs.by_kind(k)) for k in ("F", "B", "W"))
+    needs = backwards(StageGraph.chain(stages), Rules(skip_first_b=form.skips_first_b, frozen=frozen))
+    back[[not one.input_grad for one in needs]] = 0.0
+    weight[[not one.weight_grad for one in needs]] = 0.0
+    recomputed = np.zeros(stages)
+    for s in recompute | form.recomputes:
+        recomputed[s] = costs.recompute[s] if needs[s].exists else 0.0
+    first = next(s for s, one in enumerate(needs) if one.exists)
+    return _Tasks(forward, back, weight, recomputed, first, np.array([bool(one.sends_to) for one in needs[1:]]))
 
 
 def _sums(place: NDArray[np.int64], values: Times, devices: int) -> Times:
