@@ -18,10 +18,10 @@ from typing import Protocol
 
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import compiles_first, needs_compiled
+from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
 from raypipe.runtime.compiled.report import CompileState, StageReport
 from raypipe.runtime.compiled.stage import CompiledStage, swap_in
 from raypipe.runtime.compiled.stored.stored_stages import Outcome, StoredStages
-from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.graphs.tasks import TaskGraphs, task_graphs
 from raypipe.runtime.setup import Setup

@@ -10,8 +10,8 @@ from itertools import groupby
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raypipe.runtime.compiled.cache import use_cache
-from raypipe.runtime.compiled.inductor import compile_graph
+from raypipe.runtime.compiled.inductor.cache import use_cache
+from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, opaque
 from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
 from raypipe.runtime.compiled.report import Kept, StageReport, first_line

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.runtime.compiled.compiler import Build, StageCompiler, TracedStage
-from raypipe.runtime.compiled.inductor import compile_graph
+from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.compiled.needs import Needs
 from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.compiled.stored.stored_stages import Outcome

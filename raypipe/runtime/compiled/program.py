@@ -19,6 +19,7 @@ from raypipe.errors import RunError
 from raypipe.models import Inputs
 from raypipe.models.keyed_random import RandomKeys
 from raypipe.runtime.compiled.accumulate import Accumulation
+from raypipe.runtime.compiled.inductor.unchecked import unchecked
 from raypipe.runtime.compiled.layout import Interface, Layout
 from raypipe.runtime.runner import Payload
 from raypipe.runtime.stage.alternate import Alternation
@@ -31,12 +32,26 @@ Values = dict[str, Sequence[Tensor] | Mapping[int, Tensor]]
 """Tensors by source and number; see ``Slot``."""
 
 
-@dataclass(frozen=True)
 class CompiledPiece:
-    """A piece and what computes it."""
+    """A piece and what computes it.
 
-    piece: Interface
-    run: Compiled
+    Args:
+        piece: what its inputs and outputs mean.
+        run: computes it. Of a function that Inductor has generated, the first call is checked, later ones are not.
+    """
+
+    def __init__(self, piece: Interface, run: Compiled) -> None:
+        self.piece = piece
+        self.run = run
+        later = unchecked(run)
+        if later is not run:
+
+            def first(given: list[Tensor]) -> Sequence[Tensor]:
+                made = run(given)
+                self.run = later
+                return made
+
+            self.run = first
 
     @cached_property
     def accumulation(self) -> Accumulation:

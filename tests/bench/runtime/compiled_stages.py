@@ -34,7 +34,7 @@ from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_dir import ask_to_stop
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.runtime.compiled.compiler import TracedStage
-from raypipe.runtime.compiled.inductor import compile_graph
+from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.compiled.needs import Example
 from raypipe.runtime.compiled.tracing.cut import Cut
 from tests.runtime.compiled.pieces import compiled_device

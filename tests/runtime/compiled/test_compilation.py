@@ -17,10 +17,10 @@ from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compilation import MEASURED, Compilation, refusal
 from raypipe.runtime.compiled.in_process import InProcess
-from raypipe.runtime.compiled.inductor import compile_graph
+from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
+from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
 from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.compiled.stored.stored_stages import Outcome
-from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.update.gradients import StageKey
 from tests.runtime.compiled.pieces import compiled_device, interpreted
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from raypipe.runtime.compiled.inductor import compile_graph
-from raypipe.runtime.compiled.toolchain import missing_toolchain
+from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
+from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
 from raypipe.runtime.compiled.tracing.lower_precision import FALLS_BACK, fall_back, keeps_rounding, undecomposed
 
 

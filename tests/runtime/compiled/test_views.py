@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from raypipe.runtime.compiled.inductor import views_of
+from raypipe.runtime.compiled.inductor.compile_graph import views_of
 
 VIEWS: dict[str, Callable[[Tensor, Tensor], list[Tensor]]] = {
     "rows transposed": lambda x, y: [x.view(-1, 6).t(), y, x],

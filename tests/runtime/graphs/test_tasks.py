@@ -175,7 +175,7 @@ def test_a_task_that_cannot_be_captured_runs_uncaptured_and_is_told_once(
             values[-1].sum().item()
             return run(values)
 
-        monkeypatch.setattr(program, "pieces", replace(program.pieces, **{piece: replace(one, run=reads)}))
+        monkeypatch.setattr(program, "pieces", replace(program.pieces, **{piece: CompiledPiece(one.piece, reads)}))
     graphs, tasks = with_graphs(made)
     assert_same(trained(made), expected)
     notes = [note.partition(": ")[0] for note in tasks.take_notes()]

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 import raypipe
 from raypipe.models.task import Task
-from raypipe.runtime.compiled.cache import VARIABLE
+from raypipe.runtime.compiled.inductor.cache import VARIABLE
 from raypipe.runtime.compiled.needs import StageNeeds
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage.stage import StageModule

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from raypipe.runtime.compiled.compiler import TracedStage, shapes_of, wanted_pieces
-from raypipe.runtime.compiled.inductor import compile_graph
+from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.compiled.layout import Interface, Layout
 from raypipe.runtime.compiled.needs import Example
 from raypipe.runtime.compiled.report import first_line

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from raypipe.runtime.compiled.cache import use_cache
+from raypipe.runtime.compiled.inductor.cache import use_cache
 from raypipe.runtime.compiled.needs import Needs, StageNeeds, opaque
 from raypipe.runtime.compiled.report import StageReport, first_line
 from raypipe.runtime.compiled.stage import CompiledStage

@@ -12,10 +12,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from raypipe.runtime.compiled.inductor.views import View, Views
 from raypipe.runtime.compiled.program import Compiled
 from raypipe.runtime.compiled.tracing.graphs import base_of, is_view, results, value
 from raypipe.runtime.compiled.tracing.lower_precision import register_fallbacks
-from raypipe.runtime.compiled.views import View, Views
 
 
 def compile_graph(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -> Compiled:
