@@ -107,7 +107,7 @@ class Executor(ProgramRunner):
         # sum over devices, and no norm to wait for.
         self._stashes = any(v.rule == "stash" for v in versions.values())
         self._share = settings.microbatches if self._stashes else 1
-        self._scales: dict[int, Tensor] = {}
+        self._scales: dict[tuple[int, torch.dtype], Tensor] = {}
         self.measures = False
         """Whether to measure memory in every step."""
         self._told_first_k: dict[StageKey, tuple[int, int]] = {}
@@ -202,14 +202,17 @@ class Executor(ProgramRunner):
             inputs = self._fed[self.base + mb] = self.feed.inputs(self.split, self.step + ahead, of_step)
         return inputs
 
-    def _scale(self, mb: int) -> Tensor:
+    def _scale(self, mb: int, dtype: torch.dtype) -> Tensor:
         """Return the gradient of a micro-batch's loss sum: one over the number of targets of its mini-batch."""
         step = self.step + mb // self.settings.microbatches
-        scale = self._scales.get(step)
+        scale = self._scales.get((step, dtype))
         if scale is None:
-            value = self._share / self.feed.targets(self.split, step)
-            self._scales = {step: torch.full((), value, dtype=torch.float64, device=self.settings.device)}
-            scale = self._scales[step]
+            exact = self._scales.get((step, torch.float64))
+            if exact is None:
+                value = self._share / self.feed.targets(self.split, step)
+                exact = torch.full((), value, dtype=torch.float64, device=self.settings.device)
+                self._scales = {(step, torch.float64): exact}
+            scale = self._scales[step, dtype] = exact.to(dtype)
         return scale
 
     def _microbatches(self, key: StageKey, mbs: Sequence[int]) -> Microbatches:
@@ -405,7 +408,7 @@ class Executor(ProgramRunner):
             for m in action.receives if m.mb == mb
         ]  # fmt: skip
         if not arrived:
-            scale = self._scale(mb).to(saved.outputs[0].dtype)
+            scale = self._scale(mb, saved.outputs[0].dtype)
             # So that a loss that is not finite makes the norm so: 0 * inf is not a number, and all devices hear of it.
             return (scale + 0.0 * saved.outputs[0].detach(),) if self.settings.skips else (scale,)
         return self.ports[stage, action.task.replica].summed(arrived)

@@ -203,7 +203,7 @@ class StepExecutor(Executor):
         def work() -> tuple[list[Tensor], list[Tensor]]:
             self.begin(program, step, self._fixed_lr)  # type: ignore[arg-type]
             self._fed = {step * self.microbatches + mb: one for mb, one in enumerate(self._fixed_inputs)}
-            self._scales = {step: self._fixed_scale}
+            self._scales = {(step, torch.float64): self._fixed_scale}
             with torch.enable_grad(), self.casts.step():
                 self.issue(program, step)
             if isinstance(self.late, SideUpdates):

@@ -141,9 +141,6 @@ class StageComputation:
             The outputs (at the end of the last stage, the sum of the losses); and what the backward uses if they carry
             no graph: with ``sub_pipelined``, and where the whole stage ran compiled.
         """
-        each = self.settings.samples_per_microbatch
-        numbers = [mb // self.settings.slices for mb in microbatches.ids]
-        samples = [sample for mb in numbers for sample in range(mb * each, (mb + 1) * each)]
         module = self.modules[key]
         sends_on = module.sends_on
         inputs = stacked_inputs(list(microbatches.inputs)) if module.reads else {}
@@ -151,18 +148,19 @@ class StageComputation:
         if program is not None:  # it has no slices, no halves, and its casts are in its graph
 
             def keys() -> RandomKeys:
-                return self.draws(self.settings.seed, microbatches.step, samples, self.training)
+                return self._drawn(microbatches.step, self._samples(microbatches))
 
             # Running statistics note whose moments these are; else keys are made only where something is drawn.
             with with_keys(keys()) if module.statistics else nullcontext():
                 computed, graph = program(keys, arrived, inputs, weights)
             if not self.training and not sends_on:
-                computed = self._scored(samples, inputs, *computed)
+                computed = self._scored(self._samples(microbatches), inputs, *computed)
             return computed, graph
+        samples = self._samples(microbatches)
         sliced = self._slice(key, microbatches, remade, again)
 
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
-            drawn = self.draws(self.settings.seed, microbatches.step, samples, self.training)
+            drawn = self._drawn(microbatches.step, samples)
             with with_keys(drawn), slice_run(sliced), self.casts.forward(), self.building(key, microbatches.ids[-1]):
                 outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
                 if not sends_on and (segment is None or not segment.gives):
@@ -187,6 +185,15 @@ class StageComputation:
         values = [tuple(y.detach() for y in outputs) for outputs in made]
         whole = stacked(values) if sends_on else (values[0][0] + values[1][0],)
         return whole, HalfBatches(HalfBatch(first, made[0]), HalfBatch(second, made[1]))
+
+    def _samples(self, microbatches: Microbatches) -> list[int]:
+        """Return the numbers of the samples in their mini-batch."""
+        each = self.settings.samples_per_microbatch
+        numbers = [mb // self.settings.slices for mb in microbatches.ids]
+        return [sample for mb in numbers for sample in range(mb * each, (mb + 1) * each)]
+
+    def _drawn(self, step: int, samples: Sequence[int]) -> RandomKeys:
+        return self.draws(self.settings.seed, step, samples, self.training)
 
     def _compiled(
         self, key: tuple[int, int], arrived: Payload, inputs: Inputs, segment: Segment | None
