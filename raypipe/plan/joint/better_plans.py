@@ -51,7 +51,7 @@ WALKING = 0.15
 """Share of the time for walks that improve first arrangements by their bounds alone."""
 WALK = 5000
 """Moves of such a walk per second of the search."""
-ROUNDS = (0.04, 0.35, 1.0)
+ROUNDS = (0.3, 1.0)
 """Shares of the time that is left, a round each: after each, plans are judged whole, and what they were found to need
 beside activations is left free in the next."""
 TUNED = 0.3
