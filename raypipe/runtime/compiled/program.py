@@ -43,6 +43,7 @@ class CompiledPiece:
     def __init__(self, piece: Interface, run: Compiled) -> None:
         self.piece = piece
         self.run = run
+        self._checked = run  # kept: a graph of Inductor's that ends takes parts of its function with it
         later = unchecked(run)
         if later is not run:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -130,5 +131,9 @@ def test_inductors_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     first = piece({"given": [x, w]})
     assert CHECKS & names_of(compiled.current_callable)
     assert not CHECKS & names_of(piece.run)
+    runner: Any = piece.run.__self__  # type: ignore[attr-defined]
+    del compiled
+    gc.collect()
+    assert hasattr(runner, "partitions")  # which a graph that ends would take away
     assert torch.equal(piece({"given": [x, w]})[0], first[0])
     assert torch.allclose(first[0], torch.relu(x @ w).sum(0), atol=1e-6)
