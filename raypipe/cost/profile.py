@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.noise import Noise
