@@ -268,14 +268,13 @@ WRONG = {
     "text": ({"train_dataset": [{"input_ids": "abc"}, {"input_ids": "abd"}]}, "tokenize it"),
     "rows that are tuples": ({"train_dataset": [(1, 2), (3, 4)]}, "give dicts"),
     "no dataset": ({"train_dataset": None}, "is missing"),
-    "a module without a recipe": ({"model": torch.nn.Linear(1, 1)}, "import"),
+    "a module without a loss": ({"model": torch.nn.Linear(1, 1)}, "none of its columns|takes no labels|argument input"),
     "another callback": ({"callbacks": [object()]}, "derive it from raypipe.Callback"),
     "the best by a figure that nothing computes": (
         {"args": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True, "eval_strategy": "epoch"}},
         "give compute_metrics, or use eval_loss",
     ),
     "another sampler": ({"args": {"train_sampling_strategy": "sequential"}}, "use random or group_by_length"),
-    "a loss of the Trainer's": ({"compute_loss_func": len}, "package.module:function"),
     "validation on several datasets": ({"eval_dataset": {"a": TWO}}, "call evaluate for the others"),
     "no labels": ({"train_dataset": [{"input_ids": [1, 2]}] * 20}, "labels"),
 }
