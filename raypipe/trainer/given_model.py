@@ -73,7 +73,7 @@ def model_section(
         return {"hf": str(path), **lora}
     if hasattr(base, "config"):
         notify(f"the model is captured as it is, and not constructed again on the workers: {why}")
-    ends = "task" if script is None and dtype_of(base) != torch.bfloat16 and predicts(base, path) else "model"
+    ends = "task" if script is None and predicts(base, path) else "model"
     return {"given": str(path), "loss": ends}
 
 
@@ -159,7 +159,10 @@ def training_dtype(model: Any, asked: str, notify: Callable[[str], None]) -> str
             raise SpecError("args.bf16", "multiplies in bfloat16, and the model's parameters are float64", fix)
         return asked
     if word == "bfloat16-true":
-        notify("the model trains in bfloat16, as it is given; the optimizer keeps its weights in float32 beside")
+        notify(
+            "the model trains in bfloat16, as it is given; the optimizer has its weights in float32 beside, and the "
+            "task's loss is computed in float32"
+        )
     return word
 
 

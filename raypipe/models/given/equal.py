@@ -20,8 +20,8 @@ HOOKS = (
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules", "training"})
 """Compared for themselves."""
 _NO_MATTER = frozenset({
-    "_is_hf_initialized", "name_or_path", "_name_or_path", "generation_config", "warnings_issued",
-    "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_weight_conversions", "hf_device_map", "_is_hf_initialized", "name_or_path", "_name_or_path", "generation_config",
+    "warnings_issued", "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
     "_non_persistent_buffers_set", "gradient_checkpointing", "_gradient_checkpointing_func",
@@ -30,9 +30,11 @@ _NO_MATTER = frozenset({
 _CONFIGS_OWN = frozenset({
     "use_cache", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "name_or_path", "architectures",
     "_commit_hash", "output_attentions", "output_hidden_states", "return_dict", "_output_attentions",
-    "_experts_implementation_internal", "_experts_implementation",
+    "_experts_implementation_internal", "_experts_implementation", "decoder_start_token_id",
 })  # fmt: skip
 """Keys of configurations that say nothing of what a training forward computes."""
+_LIBRARIES = ("torch", "transformers", "peft")
+_PARAMETRIZE = "torch.nn.utils.parametrize"
 _DEEPEST = 6
 
 
@@ -53,7 +55,7 @@ def difference(model: nn.Module, fresh: nn.Module) -> str | None:
 
 
 def _of_module(part: nn.Module, other: nn.Module, in_training: bool) -> str | None:
-    if type(part) is not type(other):
+    if not _same_class(type(part), type(other)):
         return f"is a {type(part).__name__}, and its class makes a {type(other).__name__}"
     if (name := foreign_method(type(part))) is not None:
         return f"{name} has been replaced in its class"
@@ -75,11 +77,20 @@ def _of_module(part: nn.Module, other: nn.Module, in_training: bool) -> str | No
     for name in own.keys() | made.keys():
         if name in HOOKS:
             continue
+        if not own.get(name) and not made.get(name) and (name not in own or name not in made):
+            continue  # switched off
         if name not in own or name not in made:
             return f"its attribute {name} is {'new' if name in own else 'gone'}"
         if not _same(own[name], made[name]):
             return f"its attribute {name} is another"
     return None
+
+
+def _same_class(a: type, b: type) -> bool:
+    """Return whether two classes are one; torch makes a class of its own for each parametrized module."""
+    return a is b or (
+        a.__name__ == b.__name__ and a.__module__ == b.__module__ == _PARAMETRIZE and a.__bases__ == b.__bases__
+    )
 
 
 def _of_tensor(name: str, value: Tensor | None, made: Tensor | None) -> str | None:
@@ -107,10 +118,10 @@ def foreign_method(kind: type) -> str | None:
             method = value.__func__ if isinstance(value, classmethod | staticmethod) else value
             if not isinstance(method, types.FunctionType):
                 continue
-            code = inspect.unwrap(method).__code__
-            if home not in Path(code.co_filename).parts and code.co_filename != getattr(module, "__file__", None):
-                if code.co_filename.startswith("<"):  # made by dataclasses and the like
-                    continue
+            file = inspect.unwrap(method).__code__.co_filename
+            if file.startswith("<") or file == getattr(module, "__file__", None):  # the first: made by dataclasses
+                continue
+            if not {home, *_LIBRARIES} & set(Path(file).parts):
                 return name
     return None
 

@@ -79,6 +79,10 @@ def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False)
                 if hasattr(one, "use_cache"):
                     caches.append((one, one.use_cache))
                     one.use_cache = False  # it changes no value, and its keys and values are no outputs
+        recomputed = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
+        for part in recomputed:  # that is the schedule's business
+            part.gradient_checkpointing = False  # type: ignore[assignment]
+        stack.callback(lambda: [setattr(part, "gradient_checkpointing", True) for part in recomputed])
         stack.callback(lambda: [setattr(one, "use_cache", value) for one, value in caches])
         stack.callback(_swap(model, dtype))
         state, numbers, arrays = state_of(model), random.getstate(), repr(np.random.get_state())
@@ -206,4 +210,4 @@ def scalar(found: Any, where: str) -> Tensor:
     if not isinstance(found, Tensor) or found.numel() != 1 or not found.is_floating_point():
         shape = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
         raise SpecError(where, f"returns {shape} as the loss", "return a scalar")
-    return found.reshape(())
+    return found.reshape(()) if found.dim() else found
