@@ -56,8 +56,8 @@ def model_section(
             return {"hf": model}
         if isinstance(model, Mapping):
             return dict(model)
-        why = f"a {type(model).__name__} is no model"
-        raise SpecError("model", why, 'give a torch.nn.Module, or {"import": "package.module:function"}')
+        what = f"a {type(model).__name__} is no model"
+        raise SpecError("model", what, 'give a torch.nn.Module, or {"import": "package.module:function"}')
     path = directory / "model"
     lora: dict[str, Any] = {}
     base: Any = model

@@ -293,6 +293,15 @@ class Remembers(Own):
         return super().forward(input_ids, labels)
 
 
+CALLS: list[int] = []
+
+
+class Notes(Own):
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        CALLS.append(1)
+        return super().forward(input_ids, labels)
+
+
 class ByStep(raypipe.PipelineTrainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         return model(**inputs).loss * self.state.global_step
@@ -315,6 +324,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a tensor that is no parameter": (of_another_tensor, {}, "reads weight, a tensor that trains and is no parameter"),
     "two dtypes": (mixed, {}, "of several dtypes: .* is float64, classifier.weight is bfloat16"),
     "state of a module": (lambda _: Remembers().double(), {}, r"model\.calls: changes in every forward"),
+    "a variable of the script": (lambda _: Notes().double(), {}, r"Notes.forward, which reads CALLS: changes"),
     "a loss by the step": (lambda model: model, {"trainer": ByStep}, r"ByStep.compute_loss: reads self\.state"),
     "a loss that is kept": (lambda model: model, {"trainer": Keeps}, r"Keeps.compute_loss: assigns to self\.last"),
     "another use of the count": (

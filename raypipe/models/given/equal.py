@@ -141,7 +141,7 @@ def _same(a: Any, b: Any, depth: int = 0) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(_same(x, y, depth + 1) for x, y in zip(a, b, strict=True))
     if isinstance(a, set | frozenset):
-        return a == b
+        return bool(a == b)
     if isinstance(a, types.MethodType):
         return a.__func__ is b.__func__ and type(a.__self__) is type(b.__self__)
     if isinstance(a, types.FunctionType):

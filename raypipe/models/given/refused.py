@@ -161,7 +161,10 @@ def _check_value(value: Any, name: str, where: str, inside: set[int], todo: list
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of all modules, to learn whether a forward changes one (``check_state``)."""
+    """Return the plain attributes of all modules, and the variables of the script that methods of its classes read.
+
+    They tell whether a forward changes one (``check_state``).
+    """
     kinds = (bool, int, float, str)
     found: dict[str, Any] = {}
     for path, part in model.named_modules():
@@ -170,6 +173,16 @@ def state_of(model: nn.Module) -> dict[str, Any]:
                 found[f"model.{path}.{name}".replace("..", ".")] = value
             elif isinstance(value, list | dict | set) and not name.startswith("_"):
                 found[f"model.{path}.{name}".replace("..", ".")] = len(value)
+    for kind in {owner for part in model.modules() for owner in type(part).__mro__}:
+        if kind.__module__.partition(".")[0] in _LIBRARIES - {"__main__"} or kind is object:
+            continue
+        for method in vars(kind).values():
+            if isinstance(method, types.FunctionType):
+                for name, value in _read(method):
+                    if isinstance(value, list | dict | set):
+                        found[f"{kind.__qualname__}.{method.__name__}, which reads {name}"] = len(value)
+                    elif isinstance(value, kinds):
+                        found[f"{kind.__qualname__}.{method.__name__}, which reads {name}"] = value
     return found
 
 

@@ -64,7 +64,6 @@ def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False)
         SpecError: the forward changes an attribute, or draws from Python's or numpy's generators.
     """
     modes = [(part, part.training) for part in model.modules()]
-    caches: list[tuple[Any, Any]] = []
     with ExitStack() as stack:
         stack.callback(_restore_modes, modes)
         if not model.training:
@@ -73,17 +72,13 @@ def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False)
             for part in model.modules():
                 if isinstance(part, nn.modules.batchnorm._BatchNorm):
                     part.eval()
-        config = getattr(model, "config", None)
-        if hasattr(config, "get_text_config"):
-            for one in {id(c): c for c in (config, config.get_text_config())}.values():  # type: ignore[union-attr]
-                if hasattr(one, "use_cache"):
-                    caches.append((one, one.use_cache))
-                    one.use_cache = False  # it changes no value, and its keys and values are no outputs
-        recomputed = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False) is True]
-        for part in recomputed:  # that is the schedule's business
-            part.gradient_checkpointing = False  # type: ignore[assignment]
-        stack.callback(lambda: [setattr(part, "gradient_checkpointing", True) for part in recomputed])
-        stack.callback(lambda: [setattr(one, "use_cache", value) for one, value in caches])
+        for one in _caching(model):
+            stack.callback(setattr, one, "use_cache", one.use_cache)
+            one.use_cache = False  # it changes no value, and its keys and values are no outputs
+        for part in model.modules():
+            if getattr(part, "gradient_checkpointing", False) is True:
+                stack.callback(setattr, part, "gradient_checkpointing", True)
+                part.gradient_checkpointing = False  # type: ignore[assignment]
         stack.callback(_swap(model, dtype))
         state, numbers, arrays = state_of(model), random.getstate(), repr(np.random.get_state())
         yield
@@ -91,6 +86,14 @@ def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False)
         if random.getstate() != numbers or repr(np.random.get_state()) != arrays:
             why = "draws numbers from Python's or numpy's generator in its forward, which would always be the same ones"
             raise SpecError("model", why, "draw them with torch")
+
+
+def _caching(model: nn.Module) -> list[Any]:
+    """Return the configurations of a model of transformers that say whether it keeps keys and values."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return []
+    return [one for one in {id(c): c for c in (config, config.get_text_config())}.values() if hasattr(one, "use_cache")]
 
 
 def _restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
