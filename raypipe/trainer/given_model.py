@@ -59,25 +59,36 @@ def model_section(
         what = f"a {type(model).__name__} is no model"
         raise SpecError("model", what, 'give a torch.nn.Module, or {"import": "package.module:function"}')
     path = directory / "model"
-    lora: dict[str, Any] = {}
-    base: Any = model
-    state = None
-    if hasattr(model, "peft_config"):
-        from raypipe.models.sources.adapters import base_of
-
-        base, state, adapters = base_of(model)
-        lora = {"lora": adapters}
-    why = f"{script.where} is the script's" if script is not None else _differs(base, path, lora)
+    base = without_peft(model)
+    if script is not None:
+        why: str | None = f"{script.where} is the script's"
+    else:
+        why = "it has adapters" if base is not model else _differs(base, path)
     if why is None:
-        base.save_pretrained(path, **({} if state is None else {"state_dict": state}))
-        return {"hf": str(path), **lora}
+        base.save_pretrained(path)
+        return {"hf": str(path)}
     if hasattr(base, "config"):
         notify(f"the model is captured as it is, and not constructed again on the workers: {why}")
     ends = "task" if script is None and predicts(base, path) else "model"
     return {"given": str(path), "loss": ends}
 
 
-def _differs(model: Any, path: Path, lora: Mapping[str, Any]) -> str | None:
+def without_peft(model: Any) -> Any:
+    """Return the model that a ``peft.PeftModel`` has put its adapters into; any other model itself.
+
+    Raises:
+        SpecError: its adapters are prompts, which its own forward adds.
+    """
+    if not hasattr(model, "peft_config"):
+        return model
+    for config in model.peft_config.values():
+        if getattr(config, "is_prompt_learning", False):
+            why = f"its adapters are prompts ({type(config).__name__}), which are no part of the model's layers"
+            raise SpecError("model", why, "use LoRA or another adapter of layers")
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _differs(model: Any, path: Path) -> str | None:
     """Return why workers could not construct a model from its configuration; None if they can."""
     from raypipe.models.given.equal import difference
     from raypipe.models.sources.hugging_face import HuggingFace
@@ -86,7 +97,7 @@ def _differs(model: Any, path: Path, lora: Mapping[str, Any]) -> str | None:
         return "it has no configuration"
     write_config(model, path)
     try:
-        source = HuggingFace(HfSpec.model_validate({"hf": str(path), **lora}))
+        source = HuggingFace(HfSpec(hf=str(path)))
         if source.kind is not type(model):
             return f"{type(model).__name__} is a class of the script"
         kind = dtype_of(model)
@@ -103,8 +114,7 @@ def columns_read(model: Any, section: Callable[[], Any]) -> frozenset[str] | Non
         model: the model that was given.
         section: returns the job's ``model`` section; called for models given by name.
     """
-    if hasattr(model, "get_base_model"):
-        model = model.get_base_model()
+    model = without_peft(model)
     if hasattr(model, "forward"):
         return accepted(model.forward)
     spec = section()
@@ -125,7 +135,7 @@ def capture_given(
     """
     if not isinstance(job.model, GivenSpec):
         return
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    inner = without_peft(model)
     for path in kept_in_evaluation(inner):
         notify(f"model.{path} is in evaluation mode and stays in it; model.train() puts it in training mode")
     fields = declared_fields(job.data)

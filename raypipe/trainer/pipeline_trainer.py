@@ -64,8 +64,8 @@ class PipelineTrainer:
 
     Args:
         model: a ``torch.nn.Module`` whose forward returns the loss, also one that the script defines; it has the
-            trained weights after ``train``. One with LoRA adapters of ``peft.get_peft_model``, which are drawn anew; a
-            transformers model type or local directory; or the ``model`` section of a job file as a dict.
+            trained weights after ``train``. Also one of ``peft.get_peft_model``; a transformers model type or
+            local directory; or the ``model`` section of a job file as a dict.
         args: ``transformers.TrainingArguments``, or a dict with names from ``arguments.READ``.
         data_collator: converts rows to the model's arguments. It is called in this process, once per row before
             training, so it is not sent to the workers; its padding is used. By default, with a ``processing_class``, as

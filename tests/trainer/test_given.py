@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import raypipe
 from raypipe.errors import SpecError
 from raypipe.trainer.given_model import model_section
-from tests.trainer.three_steps import assert_alike, hugging_face, pipelined, plain, rows_of
+from tests.trainer.three_steps import arguments, assert_alike, hugging_face, pipelined, plain, rows_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -339,3 +339,58 @@ def test_what_cannot_be_carried_is_refused_by_name(name: str, tmp_path: Path) ->
     with pytest.raises(SpecError, match=words) as caught:
         pipelined(change(bert()), ROWS, tmp_path / "run", 8, **more)
     assert caught.value.fix
+
+
+class Tied(nn.Module):
+    """A batch norm, a layer that is called twice, and a tied matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.e = nn.Embedding(50, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.mix = nn.Linear(16, 16)
+        self.out = nn.Linear(16, 50, bias=False)
+        self.out.weight = self.e.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.mix(torch.tanh(self.mix(self.norm(self.e(input_ids).mean(1)))))
+        logits = self.out(x)
+        return F.cross_entropy(logits, labels), logits
+
+
+def test_tied_parameters_and_batch_norms_of_a_module_of_the_script(tmp_path: Path) -> None:
+    def loss(model: nn.Module) -> Tensor:
+        return model(BATCH["input_ids"], BATCH["labels"])[0]
+
+    mine = pipelined(Tied().double(), ROWS, tmp_path / "run", 8)
+    assert set(mine.parameters) == {"e.weight", "norm.weight", "norm.bias", "mix.weight", "mix.bias"}
+    assert_alike(mine, plain(Tied().double(), loss), 1e-9)
+
+
+def test_a_method_that_is_replaced_in_a_librarys_class_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pooler = type(bert().bert.pooler)
+    monkeypatch.setattr(pooler, "forward", lambda self, hidden: self.dense(hidden[:, 0]).sin())
+    said: list[str] = []
+    assert "given" in model_section(bert(), tmp_path / "a", None, said.append)
+    assert "forward has been replaced in its class" in said[0]
+    assert_alike(pipelined(bert(), ROWS, tmp_path / "run", 8), plain(bert(), by_loss), 1e-9)
+
+
+def test_a_resumed_run_has_the_instance_that_it_began_with(tmp_path: Path) -> None:
+    from raypipe.data import declared_fields
+    from raypipe.models.given.write import write_given
+
+    raypipe.init(pp=2)
+    made = raypipe.PipelineTrainer(model=own(), args=arguments(tmp_path / "run", 8, 1), train_dataset=ROWS)
+    job = made.prepare().job
+    raypipe.init()
+    fields = declared_fields(job.data)
+    assert fields is not None
+    write_given(own(), job.model, fields, torch.float64, None, resume=True)
+    other = own()
+    other.h = nn.Sequential(nn.Tanh(), other.h)
+    with pytest.raises(SpecError, match="another one than the run began with"):
+        write_given(other, job.model, fields, torch.float64, None, resume=True)
