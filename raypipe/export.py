@@ -14,7 +14,7 @@ from raypipe.atomic_write import whole
 from raypipe.data import reads_bytes
 from raypipe.errors import SpecError
 from raypipe.files import expanded, is_url
-from raypipe.job import HfSpec
+from raypipe.job import GivenSpec, HfSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models.sources.adapters import save_adapters
 from raypipe.trained import TOKENS, last_checkpoint, load_hugging_face
@@ -45,6 +45,9 @@ def export(directory: Path, out: Path) -> Path:
     """
     given = out
     job = saved_job(directory)
+    if isinstance(job.model, GivenSpec):
+        why = "is the run of a model instance, which only its script can construct"
+        raise SpecError(str(directory), why, "call PipelineTrainer.save_model in the script")
     if not isinstance(job.model, HfSpec):
         raise SpecError(str(directory), "is not the run of a Hugging Face model", "export a run with model: {hf: ...}")
     last_checkpoint(directory, job)

@@ -17,7 +17,7 @@ from raypipe.capture.transformers_models import configuration
 from raypipe.data import known_fields, reads_bytes
 from raypipe.errors import SpecError, install
 from raypipe.files import expanded
-from raypipe.job import GptSpec, HfSpec, JobSpec
+from raypipe.job import GivenSpec, GptSpec, HfSpec, JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models import random_keys
 from raypipe.models.sources.hugging_face import HuggingFace
@@ -69,6 +69,9 @@ class Writer:
             return _of_layers(self.directory, "input_ids"), model.sequence, model.vocabulary
         tokens = (fields or {}).get("input_ids")
         sequence = model.sequence or (tokens.shape[0] if tokens is not None and tokens.shape else 1)
+        if isinstance(model, GivenSpec):
+            why = "is the run of a model instance, which only its script can construct"
+            raise SpecError(str(self.directory), why, "generate in the script: the instance has the trained values")
         if not isinstance(model, HfSpec):
             kind = Imported(model)
             own = [name for name in fields or ("input_ids",) if "labels" not in name]

@@ -37,12 +37,13 @@ def capture(
     dynamic: Mapping[str, tuple[int, ...]] | None = None,
     as_it_is: Sequence[str] = (),
     rows: Mapping[str, Tensor] | None = None,
+    whole: bool = False,
     notify: Notify = to_stderr,
 ) -> Captured:
     """Capture the forward of a module on example inputs, in its current mode (training or evaluation).
 
     The dtypes of the parameters are captured too, so a model must be captured in the precision that it runs in. A
-    submodule whose forward cannot be captured becomes one opaque operation.
+    submodule whose forward cannot be captured becomes one opaque operation, unless the ``whole`` model is asked for.
 
     Args:
         module: the model. Its parameters may be meta tensors (``meta.build_without_memory``).
@@ -54,6 +55,7 @@ def capture(
         as_it_is: paths of submodules that are opaque from the beginning.
         rows: ``ROWS`` rows of the data by the forward's arguments: if the model cannot be captured, the shapes of its
             results are found by running it on these, else on made-up inputs.
+        whole: make no module opaque, because nobody can construct it again.
         notify: called with a sentence about each submodule that becomes opaque.
 
     Raises:
@@ -109,6 +111,8 @@ def capture(
             raise  # of an output that is not there
         except Exception as error:  # a model's own code may raise anything when it is traced
             found = error.blame if isinstance(error, StoppedError) else blame(module, error)
+            if whole:
+                raise found.error from error
             first = first or found.error
             siblings = _siblings(module, found.module)
             as_a_whole = not found.module or any(

@@ -3,7 +3,7 @@
 from raypipe.job.cluster import ClusterSpec, load_cluster
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.load import job_from, load_job
-from raypipe.job.model_spec import CapturedSpec, GptSpec, HfSpec, ImportSpec, ModelSpec
+from raypipe.job.model_spec import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, ModelSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
@@ -12,6 +12,7 @@ __all__ = [
     "CapturedSpec",
     "ClusterSpec",
     "DataSpec",
+    "GivenSpec",
     "GptSpec",
     "HfSpec",
     "ImportSpec",

@@ -130,19 +130,29 @@ class ImportSpec(CapturedSpec):
     """Keyword arguments of the function."""
 
 
+class GivenSpec(CapturedSpec):
+    """The operations of a model instance, as ``PipelineTrainer`` writes them to the run directory."""
+
+    given: Annotated[str, Field(min_length=1)]
+    """The folder with the operations and the start values."""
+
+
 def model_kind(model: object) -> str:
     """Return the key in ``MODEL_KINDS`` of a model that is given as plain data or as a spec."""
     if isinstance(model, BaseModel):
         return next(name for name, spec in MODEL_KINDS.items() if isinstance(model, spec))
     keys = set(model) if isinstance(model, Mapping) else set()
-    return "hf" if "hf" in keys else "import" if "import" in keys else "gpt"
+    return next((name for name in ("hf", "import", "given") if name in keys), "gpt")
 
 
-MODEL_KINDS: dict[str, type[Spec]] = {"gpt": GptSpec, "hf": HfSpec, "import": ImportSpec}
+MODEL_KINDS: dict[str, type[Spec]] = {"gpt": GptSpec, "hf": HfSpec, "import": ImportSpec, "given": GivenSpec}
 """Specs by the key that identifies them in a job file."""
 
 ModelSpec = Annotated[
-    Annotated[GptSpec, Tag("gpt")] | Annotated[HfSpec, Tag("hf")] | Annotated[ImportSpec, Tag("import")],
+    Annotated[GptSpec, Tag("gpt")]
+    | Annotated[HfSpec, Tag("hf")]
+    | Annotated[ImportSpec, Tag("import")]
+    | Annotated[GivenSpec, Tag("given")],
     Discriminator(model_kind),
 ]
 """Any model."""

@@ -18,7 +18,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from raypipe.atomic_write import write_whole
-from raypipe.job import DataSpec, GptSpec, HfSpec, ImportSpec, JobSpec, ParallelSpec, TrainSpec
+from raypipe.job import DataSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec, ParallelSpec, TrainSpec
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, HostGroup, LinkModel
 from raypipe.job.field_types import MOST, Spec
 
@@ -52,6 +52,7 @@ JOB_SECTIONS: dict[str, type[Spec]] = {
     "model: Hugging Face": HfSpec,
     "model.lora": _optional(HfSpec, "lora"),
     "model: a function of your own": ImportSpec,
+    "model: an instance that was captured": GivenSpec,
     "data": DataSpec,
     "train": TrainSpec,
     "train.early_stop": _optional(TrainSpec, "early_stop"),

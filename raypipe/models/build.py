@@ -23,9 +23,10 @@ from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint
 from raypipe.graph.operations import OperationGraph
 from raypipe.graph.stages.pieces import branch_order, piece_sharding
 from raypipe.graph.subgraphs import shard
-from raypipe.job import CapturedSpec, GptSpec, HfSpec, ImportSpec, JobSpec
+from raypipe.job import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.models.captured import CapturedModel, Share
 from raypipe.models.dict_argument import feed_as_dict
+from raypipe.models.given.read import given_model
 from raypipe.models.gpt.layers import GptLayers
 from raypipe.models.layered import LayeredModel
 from raypipe.models.losses.figures import figures_of
@@ -64,12 +65,14 @@ def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = N
         division = Division(job.parallel.tensor, tensor_rank, job.parallel.tensor_table)
     if isinstance(job.model, GptSpec):
         return GptLayers(job.model, DTYPES[job.train.dtype], division)
+    branches = job.parallel.placement == "branches"
+    if isinstance(job.model, GivenSpec):
+        return given_model(job.model, fields, job.data.mask, division is not None, branches)
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
     # The capture is the same for all tensor ranks, so it is made for rank 0 only.
     common = division and replace(division, tensor_rank=0)
     lines = job.data.type == "lines"
-    branches = job.parallel.placement == "branches"
     model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches)
     return model if division is None else model.share_of(division)
 
@@ -94,7 +97,7 @@ def _captured(
     elif own or function is not None:
         task = OwnLoss(task, arrays if arrays is not None else ("labels",))
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
-    fields |= _made(task, fields)
+    fields |= with_made(task, fields)
     if lines:
         if task.window(1) != 1:
             why = "a line is one sequence, and this model takes two"
@@ -118,8 +121,8 @@ def _captured(
         skeleton = build_without_memory(build)
         if function is None:
             feed_as_dict(skeleton, [name for name in fields if name not in LABELS])
-        arguments = _arguments(skeleton, fields, task)
-        example: dict[str, object] = {n: _example(fields[field], DTYPES[dtype]) for n, field in arguments.items()}
+        arguments = match_arguments(skeleton, fields, task)
+        example: dict[str, object] = {n: example_of(fields[field], DTYPES[dtype]) for n, field in arguments.items()}
         if function is not None:
             check_function(build_without_memory(whole), function, fields, task.of_microbatch)
             return capture_with_loss(whole, function, list(fields), example, _as_it_is(skeleton, spec.as_it_is))
@@ -204,7 +207,7 @@ def _sequence(spec: CapturedSpec) -> int:
     return spec.sequence
 
 
-def _made(task: Task, fields: Fields) -> dict[str, Field]:
+def with_made(task: Task, fields: Fields) -> dict[str, Field]:
     """Return the fields together with those that the task derives from them."""
     rows = {name: torch.zeros(1, *field.shape, dtype=field.dtype) for name, field in fields.items()}
     return {name: Field(tuple(t.shape[1:]), t.dtype) for name, t in task.complete(rows).items()}
@@ -222,7 +225,7 @@ def _in_training(build: Callable[[], nn.Module], spec: CapturedSpec, dtype: torc
     return prepared
 
 
-def _example(field: Field, dtype: torch.dtype) -> Tensor:
+def example_of(field: Field, dtype: torch.dtype) -> Tensor:
     """Make an example input of two samples; only its shape and dtype matter."""
     kind = dtype if field.dtype.is_floating_point else field.dtype
     return torch.zeros(2, *field.shape, dtype=kind)
@@ -254,7 +257,7 @@ def _first_rows(arrays: Fields | None, task: Task, dtype: torch.dtype) -> dict[s
 
 
 def _field(argument: str, fields: Fields) -> tuple[str, Field]:
-    """Return the field that ``_arguments`` matched: of the same name, or the only one besides labels and mask."""
+    """Return the field that ``match_arguments`` matched: of the same name, or the only one besides labels and mask."""
     name = argument if argument in fields else next(field for field in fields if field not in LABELS | {MASK})
     return name, fields[name]
 
@@ -262,7 +265,7 @@ def _field(argument: str, fields: Fields) -> tuple[str, Field]:
 LABELS = frozenset({"labels", "shift_labels"})
 
 
-def _arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, str]:
+def match_arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, str]:
     """Match the arguments of the model's forward with fields of the same name.
 
     If none matches, and there is one required argument and one field besides the labels and the mask, these two match.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import SpecError
-from raypipe.job import JobSpec, job_from
+from raypipe.job import GivenSpec, JobSpec, job_from
 from raypipe.launch.callbacks import Callback, Callbacks
 from raypipe.observe.run_dir import RECORD, place
 from raypipe.train import Prepared, claim, prepare_run, run, saved_job
@@ -29,11 +29,19 @@ from raypipe.trainer.arguments import every, read_arguments, recomputes, train_k
 from raypipe.trainer.datasets import Columns, collator_of
 from raypipe.trainer.degrees import degrees, microbatch
 from raypipe.trainer.given_callbacks import by_kind, early_stop, stops_early
-from raypipe.trainer.given_model import columns_read, given_model, model_section
+from raypipe.trainer.given_model import (
+    capture_given,
+    columns_read,
+    given_model,
+    model_section,
+    save_given,
+    training_dtype,
+)
 from raypipe.trainer.history import History, PrintedLog
 from raypipe.trainer.in_process import generates
 from raypipe.trainer.row_files import write_rows
 from raypipe.trainer.run_state import state_of, steps_of
+from raypipe.trainer.script_loss import script_loss, trainers_loss, with_script_loss
 
 if TYPE_CHECKING:
     from raypipe.data.rows import Collator, Rows
@@ -41,7 +49,6 @@ if TYPE_CHECKING:
     from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 
 REFUSED = {
-    "compute_loss_func": 'give the loss as model={"import": ..., "loss": "package.module:function"}',
     "optimizers": "choose one by args.optim, its rate by args.lr_scheduler_type",
     "optimizer_cls_and_kwargs": "choose one by args.optim",
 }
@@ -56,9 +63,9 @@ class PipelineTrainer:
     micro-batch size.
 
     Args:
-        model: a transformers model, whose weights are the initial ones, and which has the trained ones after ``train``;
-            one with LoRA adapters of ``peft.get_peft_model``, which are drawn anew; a transformers model type or local
-            directory; or the ``model`` section of a job file as a dict.
+        model: a ``torch.nn.Module`` whose forward returns the loss, also one that the script defines; it has the
+            trained weights after ``train``. Also one of ``peft.get_peft_model``; a transformers model type or
+            local directory; or the ``model`` section of a job file as a dict.
         args: ``transformers.TrainingArguments``, or a dict with names from ``arguments.READ``.
         data_collator: converts rows to the model's arguments. It is called in this process, once per row before
             training, so it is not sent to the workers; its padding is used. By default, with a ``processing_class``, as
@@ -69,6 +76,9 @@ class PipelineTrainer:
         eval_dataset: rows to validate on; by default a tenth of ``train_dataset``.
         processing_class: a tokenizer (or a processor), for the default collator and ``save_model``.
         model_init: returns the model, instead of ``model``.
+        compute_loss_func: the loss, of the model's outputs, the labels and ``num_items_in_batch``, as the Trainer's. It
+            is captured with the model, like ``compute_loss`` of a subclass: one loss of each
+            per_device_train_batch_size rows, or a sum divided by ``num_items_in_batch``.
         compute_metrics: returns figures of a validation from an object with ``predictions`` and ``label_ids``. While
             training goes on it runs in the driver's process.
         callbacks: instances of ``raypipe.Callback``; of ``transformers.TrainerCallback`` (or classes); of
@@ -91,6 +101,7 @@ class PipelineTrainer:
         processing_class: Any = None,
         model_init: Callable[[], Any] | None = None,
         *,
+        compute_loss_func: Callable[..., Any] | None = None,
         compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
@@ -109,6 +120,7 @@ class PipelineTrainer:
         self.directory = place(output, "args.output_dir")
         self.degrees = degrees()
         self._model = given_model(model, model_init, int(self.arguments["seed"]))
+        self.compute_loss_func = compute_loss_func
         self._metrics, self._preprocess = compute_metrics, preprocess_logits_for_metrics
         self._generates = generates(args)
         self.processing_class, self.data_collator = processing_class, data_collator
@@ -189,6 +201,15 @@ class PipelineTrainer:
             self._watched.predicted(found.metrics)
         return found
 
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the loss of a batch, as the Trainer's; a subclass may compute another one.
+
+        Training calls it once, to capture it with the model. So it may read what does not change while training.
+        """
+        return trainers_loss(model, inputs, self.compute_loss_func, return_outputs, num_items_in_batch)
+
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Refuse, because a trainer here is one run with one directory.
 
@@ -243,7 +264,10 @@ class PipelineTrainer:
         from raypipe.export import export, export_into
 
         out = None if output_dir is None else Path(output_dir)
-        made = export_into(self.directory) if out is None else export(self.directory, out)
+        if isinstance(self._trained_job().model, GivenSpec):
+            made = save_given(self.model, self.directory, out)
+        else:
+            made = export_into(self.directory) if out is None else export(self.directory, out)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(str(made))
         return made
@@ -273,7 +297,8 @@ class PipelineTrainer:
     def prepare(self, resume: bool = False) -> Prepared:
         """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
         claim(self.directory, resume=resume)  # check the directory before writing into it
-        model = model_section(self._model, self.directory)
+        script = script_loss(self, PipelineTrainer, self.compute_loss_func)
+        model = model_section(self._model, self.directory, script, _say)
         data = {"type": "arrays", "path": str(self._written(self._train, "train", resume))}
         if self._eval is not None:
             data["held_out"] = str(self._written(self._eval, "eval", resume))
@@ -284,7 +309,9 @@ class PipelineTrainer:
             from raypipe.runtime.validation.metrics import ValidationMetrics
 
             validation = ValidationMetrics(self._metrics, self._preprocess)
-        return prepare_run(self._job(data, model), self.directory, resume=resume, say=_say, validation=validation)
+        job = self._job(data, model)
+        capture_given(self._model, job, script, resume, _say)
+        return prepare_run(job, self.directory, resume=resume, say=_say, validation=validation)
 
     def _written(self, rows: Rows, name: str, resume: bool) -> Path:
         names = None
@@ -298,6 +325,8 @@ class PipelineTrainer:
         dp = self.degrees.dp or 1
         held_out = len(self._eval) if self._eval is not None else None
         train = train_keys(a, len(self._train), held_out, dp, self._early_stop)
+        if "dtype" not in self._more.get("train", {}):
+            train["dtype"] = training_dtype(self._model, train["dtype"], _say)
         if train["best_metric"] != "loss" and (self._metrics is None or self._generates):
             without = "without compute_metrics" if self._metrics is None else "that generates nothing while training"
             why = f"{train['best_metric']} is no figure of a validation {without}"
@@ -314,9 +343,12 @@ class PipelineTrainer:
             parallel["replicas"] = dp
         if recomputes(a):
             parallel["recompute"] = "full"
+        model = model or model_section(self._model, self.directory, None, _say)
+        if model.get("given") and model["loss"] == "model":
+            parallel["microbatch"] = int(a["per_device_train_batch_size"])  # what the Trainer computes one loss of
         grouped = a["train_sampling_strategy"] == "group_by_length" or bool(a["group_by_length"])
         sections: dict[str, Any] = {
-            "model": model or model_section(self._model, self.directory),
+            "model": model,
             "data": {**data, "group_by_length": grouped}, "train": train, "parallel": parallel,
         }  # fmt: skip
         for name, keys in self._more.items():
@@ -331,6 +363,7 @@ class PipelineTrainer:
             self.model, self.args, str(self.directory), self.data_collator, self.processing_class, self._metrics,
             self._preprocess,
         )  # fmt: skip
+        made = with_script_loss(made, self, script_loss(self, PipelineTrainer, self.compute_loss_func))
         made.state.epoch = self._history().epoch(len(steps_of(self.directory)))
         return made
 

@@ -190,30 +190,27 @@ def test_a_model_as_an_object_is_where_training_starts(tmp_path) -> None:
     assert not [path for path in prepared.directory.rglob("*") if path.suffix in (".pkl", ".pt", ".bin")]
 
 
-def test_a_model_of_peft_is_its_base_and_new_adapters(tmp_path) -> None:
+def test_a_model_of_peft_trains_its_own_adapters(tmp_path) -> None:
+    """Also where they are not new: their values are where training starts, and nothing else trains."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     from raypipe.data import declared_fields
     from raypipe.models import build_model
 
-    def adapted(**options):
-        base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL))
-        wanted = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM", **options}
-        weights = base.transformer.wte.weight.clone(), base.transformer.h[0].attn.c_attn.weight.clone()
-        return peft.get_peft_model(base, peft.LoraConfig(**wanted)), *weights
-
-    with pytest.raises(SpecError, match="its adapter sets init_lora_weights"):
-        trainer(tmp_path / "a", model=adapted(init_lora_weights="gaussian")[0]).prepare()
-    model, wte, first = adapted()
-    prepared = trainer(tmp_path / "b", model=model).prepare()
+    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL))
+    wanted = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    model = peft.get_peft_model(base, peft.LoraConfig(**wanted, init_lora_weights="gaussian"))
+    with torch.no_grad():
+        base.transformer.h[0].attn.c_attn.lora_B["default"].weight += 1
+    prepared = trainer(tmp_path, model=model).prepare()
     built = build_model(prepared.job, declared_fields(prepared.job.data))
     named = built.build_stage(range(built.count), seed=0).named()
-    assert torch.equal(named["transformer.wte.weight"], wte)
-    assert torch.equal(named["transformer.h.0.attn.c_attn.base_layer.weight"], first)
-    assert named["transformer.h.0.attn.c_attn.lora_A.default.weight"].shape == (2, first.shape[0])
-    with torch.no_grad():
-        model.base_model.model.transformer.h[0].attn.c_attn.lora_B["default"].weight += 1
-    with pytest.raises(SpecError, match="its adapters have been trained"):
-        trainer(tmp_path / "c", model=model).prepare()
+    own = dict(base.named_parameters())
+    assert all(torch.equal(value, own[name]) for name, value in named.items())
+    assert {name for name, p in named.items() if p.requires_grad} == {name for name in own if ".lora_" in name}
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    prompted = peft.get_peft_model(transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL)), prompts)
+    with pytest.raises(SpecError, match="its adapters are prompts"):
+        trainer(tmp_path / "b", model=prompted).prepare()
 
 
 TWO = [{"input_ids": [1, 2], "labels": [1, 2]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}]
@@ -268,14 +265,13 @@ WRONG = {
     "text": ({"train_dataset": [{"input_ids": "abc"}, {"input_ids": "abd"}]}, "tokenize it"),
     "rows that are tuples": ({"train_dataset": [(1, 2), (3, 4)]}, "give dicts"),
     "no dataset": ({"train_dataset": None}, "is missing"),
-    "a module without a recipe": ({"model": torch.nn.Linear(1, 1)}, "import"),
+    "a module without a loss": ({"model": torch.nn.Linear(1, 1)}, "none of its columns|takes no labels|argument input"),
     "another callback": ({"callbacks": [object()]}, "derive it from raypipe.Callback"),
     "the best by a figure that nothing computes": (
         {"args": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True, "eval_strategy": "epoch"}},
         "give compute_metrics, or use eval_loss",
     ),
     "another sampler": ({"args": {"train_sampling_strategy": "sequential"}}, "use random or group_by_length"),
-    "a loss of the Trainer's": ({"compute_loss_func": len}, "package.module:function"),
     "validation on several datasets": ({"eval_dataset": {"a": TWO}}, "call evaluate for the others"),
     "no labels": ({"train_dataset": [{"input_ids": [1, 2]}] * 20}, "labels"),
 }

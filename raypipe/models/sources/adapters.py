@@ -29,11 +29,6 @@ TYPES = {
 }  # fmt: skip
 """peft's task types by the end of a class's name; others have none."""
 _ADAPTER = ".lora_"
-_ABOUT = (
-    "task_type", "base_model_name_or_path", "inference_mode", "revision", "peft_type", "auto_mapping",
-    "fan_in_fan_out", "peft_version",
-)  # fmt: skip
-"""Keys of peft's configuration that say nothing of the adapter, or that follow from the model."""
 
 
 def with_adapters(module: nn.Module, spec: LoraSpec) -> nn.Module:
@@ -61,33 +56,6 @@ def with_adapters(module: nn.Module, spec: LoraSpec) -> nn.Module:
     except ValueError as error:
         fix = "name layers of the model, or give all-linear"
         raise SpecError("model.lora.target_modules", str(error).partition(".\n")[0], fix) from None
-
-
-def base_of(model: Any) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
-    """Take a ``peft.PeftModel`` apart: return transformers' model, its state without adapters, and ``model.lora``.
-
-    Raises:
-        SpecError: the adapter is not LoRA, has options that ``model.lora`` lacks, or has been trained.
-    """
-    from peft import LoraConfig
-
-    config = next(iter(model.peft_config.values()))
-    if len(model.peft_config) != 1 or type(config) is not LoraConfig:
-        raise SpecError("model", "its adapters are not one of LoRA", "give a model with one LoRA adapter")
-    mine, plain = config.to_dict(), LoraConfig().to_dict()  # type: ignore[no-untyped-call]
-    other = [key for key, value in mine.items() if value != plain[key] and key not in (*LoraSpec.model_fields, *_ABOUT)]
-    if other:
-        known = ", ".join(LoraSpec.model_fields)
-        raise SpecError("model", f"its adapter sets {', '.join(sorted(other))}", f"use {known}")
-    base = model.get_base_model()
-    state = base.state_dict()
-    if any(bool(value.any()) for name, value in state.items() if ".lora_B." in name):
-        why = "its adapters have been trained, and a run begins with new ones"
-        raise SpecError("model", why, "merge them first: model.merge_and_unload()")
-    beside = (_ADAPTER, ".modules_to_save.")
-    kept = {without_adapters(name): value for name, value in state.items() if not any(part in name for part in beside)}
-    lora = {key: mine[key] for key in LoraSpec.model_fields if mine[key] is not None}
-    return base, kept, {key: sorted(value) if isinstance(value, set) else value for key, value in lora.items()}
 
 
 def without_adapters(name: str) -> str:

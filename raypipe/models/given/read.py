@@ -1,0 +1,139 @@
+"""A model instance as workers have it: its operations and values, read from the folder that the driver has written."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from raypipe.capture.cached import load_kept
+from raypipe.capture.captured import Captured
+from raypipe.capture.reorder import reordered
+from raypipe.errors import SpecError
+from raypipe.files import read_json
+from raypipe.graph.stages.pieces import branch_order, piece_sharding
+from raypipe.graph.subgraphs import shard
+from raypipe.job import GivenSpec, HfSpec
+from raypipe.models.captured import CapturedModel
+from raypipe.models.given.items import SummedLoss
+from raypipe.models.own_loss import OwnLoss
+from raypipe.models.sources.hugging_face import HuggingFace
+from raypipe.models.task import Field, Labels, Task
+
+GRAPH, ABOUT, WEIGHTS = "operations", "given.json", "weights.safetensors"
+"""Files of the folder; the operations are two files, as in the cache of captured models."""
+LOGITS, LOSS, SUM = "logits", "loss", "sum"
+"""What the graph ends with: what the task's loss is computed from, the loss itself, or a sum of losses of labels."""
+AGAIN = "train again from the script, which writes it"
+
+
+def given_model(
+    spec: GivenSpec, fields: Mapping[str, Field] | None, mask: float, tensor: bool, branches: bool
+) -> CapturedModel:
+    """Return the layers of an instance.
+
+    Args:
+        spec: the job's ``model`` section.
+        fields: the data's arrays.
+        mask: share of tokens to mask, for a masked language model.
+        tensor: tensor parallelism divides the model.
+        branches: each piece between two joins is a layer.
+
+    Raises:
+        SpecError: the folder holds no instance, or the job asks for what an instance cannot.
+    """
+    if fields is None:
+        raise SpecError(
+            "data.type", "an instance was captured for arrays, and this is text", "use data: {type: arrays}"
+        )
+    if tensor:
+        why = "divides layers by their classes, and an instance is captured as operations"
+        fix = 'use pp and dp alone, or give {"import": "package.module:function"} for a function that builds it'
+        raise SpecError("parallel.tensor", why, fix)
+    folder = Path(spec.given)
+    try:
+        stamp = (folder / f"{GRAPH}.json").stat().st_mtime_ns
+    except OSError:
+        raise SpecError("model.given", f"{folder} holds no captured model", AGAIN) from None
+    return _given(spec.model_dump_json(), stamp, tuple(sorted(fields.items())), mask, branches)
+
+
+@lru_cache(maxsize=4)
+def _given(record: str, stamp: int, given: tuple[tuple[str, Field], ...], mask: float, branches: bool) -> CapturedModel:
+    spec, fields = GivenSpec.model_validate_json(record), dict(given)
+    folder = Path(spec.given)
+    found, about = read_captured(folder)
+    task = _task(folder, about, spec, fields, mask)
+    if about["ends"] == LOGITS:
+        rows = {name: torch.zeros(1, *field.shape, dtype=field.dtype) for name, field in fields.items()}
+        fields |= {name: Field(tuple(t.shape[1:]), t.dtype) for name, t in task.complete(rows).items()}
+    for name in found.graph.inputs:
+        if name not in fields:
+            raise SpecError("data", f"holds no {name}, which the model was captured with", f"add an array {name}")
+    named = {name: (name, fields[name]) for name in found.graph.inputs}
+    values = Written(folder)
+    if not branches:
+        return CapturedModel(found, shard(found.graph), task, values, named, _never)
+    one = found.graph.sizes({name: (1, *field.shape) for name, (_, field) in named.items()})
+    pieces = branch_order(found.graph, one)
+    ordered = reordered(found, [n for piece in pieces for n in piece])
+    layers = piece_sharding(ordered.graph, [len(piece) for piece in pieces])
+    return CapturedModel(ordered, layers, task, values, named, _never, None, found.graph)
+
+
+def read_captured(folder: Path) -> tuple[Captured, dict[str, Any]]:
+    """Read the operations, and what is said about them.
+
+    Raises:
+        SpecError: a file is missing or damaged.
+    """
+    notices: list[str] = []
+    found = load_kept(GRAPH, folder, notices.append)
+    try:
+        about = dict(read_json(folder / ABOUT))
+    except (OSError, ValueError) as error:
+        notices.append(f"{ABOUT}: {error}")
+        about = {}
+    if found is None or about.get("ends") not in (LOGITS, LOSS, SUM):
+        why = "; ".join(notices) or f"{folder} holds no captured model"
+        raise SpecError("model.given", why, AGAIN)
+    return found, about
+
+
+def _task(folder: Path, about: Mapping[str, Any], spec: GivenSpec, fields: Mapping[str, Field], mask: float) -> Task:
+    if about["ends"] == LOGITS:
+        return HuggingFace(HfSpec(hf=str(folder), task=spec.task)).task(fields, mask)
+    labels = Labels()
+    labels.padding = int(about["padding"])
+    task = SummedLoss(labels, fields, bool(about["shifted"])) if about["ends"] == SUM else OwnLoss(labels, fields)
+    task.padding = labels.padding
+    return task
+
+
+def _never() -> NoReturn:
+    raise SpecError("model.given", "an instance is captured whole, and nothing constructs it again", AGAIN)
+
+
+class Written:
+    """Start values: those that the instance had (a ``StartValues``)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / WEIGHTS
+
+    def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
+        """Return the values of these parameters; buffers have theirs with the operations.
+
+        Raises:
+            SpecError: the file cannot be read.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.path, framework="pt") as content:
+                return {name: content.get_tensor(name) for name in parameters}
+        except (OSError, SafetensorError) as error:
+            raise SpecError("model.given", f"{self.path} can't be read: {error}", AGAIN) from None

@@ -1,0 +1,82 @@
+"""Given instances through ``PipelineTrainer.train``: the trained values come back into the script's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raypipe
+from raypipe.observe.run_log import METRICS, read_rows
+from tests.driver_here import without_ray_train
+from tests.trainer.test_given import ROWS, Doubled, bert, by_loss, head, of_logits, own, summed
+from tests.trainer.three_steps import Outcome, arguments, assert_alike, plain
+
+SCHEDULES = ["1f1b", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("zb-h1", "chimera"))]
+
+
+def frozen_head() -> nn.Module:
+    """A new head, and all before it frozen."""
+    model = head()
+    for parameter in model.bert.parameters():
+        parameter.requires_grad = False
+    return model
+
+
+def trained(model: nn.Module, out: Path, schedule: str, kind: Any = raypipe.PipelineTrainer, **more: Any) -> Any:
+    raypipe.init(pp=2)
+    try:
+        made = kind(
+            model=model, args=arguments(out, 4, 2), train_dataset=ROWS, eval_dataset=ROWS,
+            job={"parallel": {"schedule": schedule}}, **more,
+        )  # fmt: skip
+        made.train()
+    finally:
+        raypipe.init()
+    return made
+
+
+def outcome(out: Path, model: nn.Module) -> Outcome:
+    losses = [row["loss"] for row in read_rows(out / METRICS) if "loss" in row]
+    return Outcome(losses, dict(model.named_parameters()))
+
+
+@pytest.fixture
+def driver(local_ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_ray_train(monkeypatch.setattr)
+    monkeypatch.setattr("raypipe.trainer.result.result_of", lambda *_: None)  # it is made of Ray Train's
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_trained_values_come_back_into_the_instance(schedule: str, driver: None, tmp_path: Path) -> None:
+    model = frozen_head()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    made = trained(model, tmp_path / "run", schedule)
+    assert_alike(outcome(tmp_path / "run", model), plain(frozen_head(), by_loss), 1e-9)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if not p.requires_grad)
+    with torch.no_grad():
+        assert made.evaluate()["eval_loss"] == pytest.approx(by_loss(model).item(), abs=1e-6)
+    again = type(model.bert).from_pretrained(made.save_model(str(tmp_path / "saved")))
+    assert again.config.hidden_size == 16
+
+
+@pytest.mark.runs
+@pytest.mark.exhaustive  # tests/trainer/test_given.py does the same steps without Ray
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "chimera"])
+@pytest.mark.parametrize("case", ["script", "compute_loss", "compute_loss_func"])
+def test_the_scripts_own_train_under_every_schedule(case: str, schedule: str, driver: None, tmp_path: Path) -> None:
+    more: dict[str, Any] = {}
+    right: Any = by_loss
+    if case == "compute_loss":
+        more, right = {"kind": Doubled}, lambda model: 2 * by_loss(model)
+    elif case == "compute_loss_func":
+        more, right = {"compute_loss_func": summed}, of_logits(lambda o, labels: summed(o, labels, 8))
+    make = own if case == "script" else bert
+    model = make()
+    made = trained(model, tmp_path / "run", schedule, **more)
+    assert_alike(outcome(tmp_path / "run", model), plain(make(), right), 1e-9)
+    assert (made.save_model(str(tmp_path / "saved")) / "model.safetensors").exists()

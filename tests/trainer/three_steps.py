@@ -1,0 +1,123 @@
+"""Three steps of a PipelineTrainer in this process without Ray, of the Hugging Face Trainer, and of a plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import raypipe
+from raypipe.data import declared_fields, open_data
+from raypipe.models import build_model
+from raypipe.runtime.update.optimizer import learning_rate
+from tests.runtime.runs.one_device import even_cut, one_device
+
+STEPS = 3
+LR = 0.05
+
+
+def rows_of(count: int = 8, length: int = 10, classes: int = 3) -> list[dict[str, Any]]:
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 50, (count, length), generator=g).tolist()
+    labels = torch.randint(0, classes, (count,), generator=g).tolist()
+    return [
+        {"input_ids": row, "attention_mask": [1] * length, "labels": label}
+        for row, label in zip(ids, labels, strict=True)
+    ]
+
+
+def arguments(out: Path, per_device: int, accumulation: int) -> Any:
+    import transformers
+
+    return transformers.TrainingArguments(
+        output_dir=str(out), max_steps=STEPS, per_device_train_batch_size=per_device,
+        gradient_accumulation_steps=accumulation, learning_rate=LR, lr_scheduler_type="constant", optim="sgd",
+        max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
+        seed=1,
+    )  # fmt: skip
+
+
+class Outcome:
+    """Losses of the steps, and the parameters after them."""
+
+    def __init__(self, losses: Sequence[float], parameters: Mapping[str, Tensor]) -> None:
+        self.losses, self.parameters = list(losses), {name: p.detach().clone() for name, p in parameters.items()}
+
+
+def pipelined(
+    model: nn.Module, rows: Sequence[Mapping[str, Any]], out: Path, per_device: int, accumulation: int = 1,
+    trainer: type[raypipe.PipelineTrainer] | None = None, split: bool = False, stages: int = 2, **more: Any,
+) -> Outcome:  # fmt: skip
+    """Prepare a run as ``PipelineTrainer`` does, and do its steps with all stages on one device."""
+    raypipe.init(pp=stages)
+    try:
+        kind = trainer or raypipe.PipelineTrainer
+        made = kind(model=model, args=arguments(out, per_device, accumulation), train_dataset=rows,
+                    eval_dataset=rows[:2], **more)  # fmt: skip
+        job = made.prepare().job
+    finally:
+        raypipe.init()
+    fields = declared_fields(job.data)
+    layers = build_model(job, fields)
+    data = open_data(out / "data", layers.task, 1)
+    rows_in_order = data.batch("train", job.train.seed, 0, job.train.batch)
+    dtype = {"float64": torch.float64, "float32": torch.float32, "bfloat16-true": torch.bfloat16}[job.train.dtype]
+    one = one_device(layers, even_cut(layers, stages), rows_in_order, dtype, job.parallel.microbatch, split=split,
+                     train=job.train)  # fmt: skip
+    losses = []
+    for step in range(STEPS):
+        result = one.executor.run(one.program, step, learning_rate(job.train, step))
+        losses.append(result.loss_sum)  # of losses that are divided by the number of targets
+    held: dict[str, Tensor] = {}
+    for stage in one.stages:
+        held |= stage.named
+    return Outcome(losses, held)
+
+
+def hugging_face(
+    model: nn.Module, rows: Sequence[Mapping[str, Any]], out: Path, per_device: int, accumulation: int = 1,
+    trainer: Any = None, **more: Any,
+) -> Outcome:  # fmt: skip
+    """Do the steps with transformers' Trainer; its logged losses are rounded to float32."""
+    import transformers
+
+    losses: list[float] = []
+
+    class Losses(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if "loss" in logs:
+                losses.append(logs["loss"])
+
+    kind = trainer or transformers.Trainer
+    made = kind(model=model, args=arguments(out, per_device, accumulation), train_dataset=rows, callbacks=[Losses()],
+                **more)  # fmt: skip
+    with contextlib.redirect_stdout(None):
+        made.train()
+    return Outcome(losses, dict(model.named_parameters()))
+
+
+def plain(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Outcome:
+    """Do the steps in a loop over the whole mini-batch; ``loss`` computes its loss."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, LR)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        losses.append(value.item())
+        optimizer.step()
+    return Outcome(losses, dict(model.named_parameters()))
+
+
+def assert_alike(mine: Outcome, other: Outcome, tolerance: float) -> None:
+    """Compare losses and all parameters that the pipeline holds."""
+    torch.testing.assert_close(torch.tensor(mine.losses).double(), torch.tensor(other.losses).double(),
+                               rtol=0, atol=tolerance)  # fmt: skip
+    for name, value in mine.parameters.items():
+        far = (value - other.parameters[name]).abs().max().item()
+        assert far <= tolerance, f"{name} differs by {far}"
