@@ -134,8 +134,8 @@ def _records(part: Part, lines: list[tuple[int, bytes]], column: str, is_tokens:
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise _bad_record(part, lines, column, is_tokens) or damaged(part.file, error) from None
     if len(values) != len(lines) or None in values or (is_tokens and any(None in value for value in values)):
-        error = pa.ArrowInvalid("records and lines do not match")
-        raise _bad_record(part, lines, column, is_tokens) or damaged(part.file, error)
+        unlike = pa.ArrowInvalid("records and lines do not match")
+        raise _bad_record(part, lines, column, is_tokens) or damaged(part.file, unlike)
     return values
 
 
