@@ -1,4 +1,4 @@
-"""Text whose samples are lines, or the records of ``.jsonl`` files, each of its own length."""
+"""Text whose samples are lines, or the records of JSON lines, each of its own length."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from raypipe.data.arrays import Arrays, split_rows, write_arrays
+from raypipe.data.given_files import check_object, read_text
 from raypipe.data.ragged import Ragged
 from raypipe.data.text_files import TextFile, find_text
 from raypipe.errors import SpecError
-from raypipe.files import parse_json
 from raypipe.job import DataSpec
 
 META = "lines.json"
@@ -27,7 +27,7 @@ def prepare_lines(data: DataSpec, longest: int, directory: Path) -> Arrays:
     """
     found: list[bytes] = []
     too_long: list[tuple[str, int]] = []
-    for file in find_text(data.path).files:
+    for file in find_text(data.path, raw=False).files:
         for place, line in _lines(file):
             if len(line) > longest:
                 too_long.append((place, len(line)))
@@ -44,11 +44,10 @@ def prepare_lines(data: DataSpec, longest: int, directory: Path) -> Arrays:
 
 def _lines(file: TextFile) -> Iterator[tuple[str, bytes]]:
     """Yield (place, bytes) of each line that is not blank."""
-    records = file.path.suffix == ".jsonl"
-    for number, line in enumerate(file.path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_text(file.path).splitlines(), 1):
         if line.strip():
             where = f"{file.name}, line {number}"
-            yield where, _text(line, where) if records else line
+            yield where, _text(line, where) if file.format == "jsonl" else line
 
 
 def _text(record: bytes, where: str) -> bytes:
@@ -58,10 +57,14 @@ def _text(record: bytes, where: str) -> bytes:
         SpecError: it is not a JSON object with a text, or its text is empty or holds a NUL byte.
     """
     try:
-        text = parse_json(record)["text"].encode()
-    except (ValueError, KeyError, TypeError, AttributeError):
-        fix = 'give one {"text": "..."} a line'
-        raise SpecError("data.path", f"{where}: not a JSON object with a text", fix) from None
+        found = check_object(record)
+        text = found["text"].encode()  # type: ignore[attr-defined]
+    except ValueError as error:
+        raise SpecError("data.path", f"{where}: {error}", 'give one {"text": "..."} a line') from None
+    except (KeyError, AttributeError):
+        holds = f"text is {found['text']!r:.20}" if "text" in found else f"has {', '.join(found) or 'nothing'}"
+        why = f"{where}: not a JSON object with a text: {holds}"
+        raise SpecError("data.path", why, 'give one {"text": "..."} a line') from None
     if not text or b"\0" in text:
         why = "is empty" if not text else "holds a NUL byte"
         raise SpecError("data.path", f"{where}: its text {why}", "leave it out")

@@ -15,6 +15,7 @@ import numpy as np
 
 from raypipe.atomic_write import whole, write_whole
 from raypipe.data.corpus import META, SPLITS, Corpus
+from raypipe.data.given_files import read_text
 from raypipe.data.text_files import Found, TextFile, find_text
 from raypipe.errors import SpecError
 from raypipe.files import sha256
@@ -94,7 +95,7 @@ def _write(path: Path, pieces: Sequence[Piece]) -> int:
     with whole(path) as partial, partial.open("wb") as out:
         np.lib.format.write_array_header_1_0(out, header)
         for file, start, stop in pieces:
-            content = file.path.read_bytes()
+            content = read_text(file.path)
             if len(content) != file.bytes:
                 raise SpecError("data.path", f"{file.path} changed while it was read", "start again")
             out.write(content[start:stop] + END)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import glob
-import os
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from raypipe.data.given_files import Format, check_content, find_files, kind_of, looks_like, read_text
 from raypipe.errors import SpecError
 from raypipe.files import expanded
 
@@ -25,7 +24,10 @@ class TextFile:
     name: str
     """Path relative to the corpus's root, with forward slashes: the same on every machine."""
     path: Path
+    format: Format | None
+    """By its name."""
     bytes: int
+    """Of its text: uncompressed, without a byte order mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,60 +40,51 @@ class Found:
     empty: int
 
 
-def find_text(source: str) -> Found:
+def find_text(source: str, raw: bool = True) -> Found:
     """Find the text files that ``stdlib``, a file, a folder (recursively, without hidden ones) or a glob names.
 
-    A file is text if it holds no NUL byte.
+    A file is text if it holds no NUL byte, once it is uncompressed as its name says. Without ``raw``, JSON in a
+    file that is not named so is an error.
 
     Raises:
-        SpecError: there are no files, none of them is text, or one cannot be read.
+        SpecError: there are no files, none of them is text, one cannot be read, or one that is named as text is not.
     """
-    root, candidates = _candidates(source)
+    if source == STDLIB:
+        found = find_files(sysconfig.get_paths()["stdlib"], _NOT_LIBRARY)
+        found = [file for file in found if file.path.suffix == ".py"]
+    else:
+        found = find_files(source)
     texts: list[TextFile] = []
-    binary = empty = 0
-    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in candidates):
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise SpecError(
-                "data.path", f"can't read {path}: {error.strerror}", "make it readable or move it"
-            ) from None
+    empty = 0
+    binary: list[str | None] = []
+    for file in found:
+        format = kind_of(file.path).format
+        if format in ("parquet", "arrow"):
+            binary.append("Parquet")
+            continue
+        check_content(file.path, raw=raw)
+        content = read_text(file.path)
         if not content:
             empty += 1
+        elif b"\0" in content and format == "jsonl":
+            raise SpecError(
+                "data.path", f"{file.path} holds a NUL byte, which JSON does not", "mend it, or leave it out"
+            )
         elif b"\0" in content:
-            binary += 1
+            binary.append(looks_like(content))
         else:
-            texts.append(TextFile(name, path, len(content)))
+            texts.append(TextFile(file.name, file.path, format, len(content)))
     if not texts:
-        left_out = f"{binary} binary and {empty} empty files" if binary or empty else "no files"
-        raise SpecError("data.path", f'"{source}" holds no text: {left_out}', "give a file, folder or glob of text")
-    return Found(tuple(texts), binary, empty)
+        raise _no_text(source, binary, empty)
+    return Found(tuple(texts), len(binary), empty)
 
 
-def _candidates(source: str) -> tuple[Path, list[Path]]:
-    """Return the root that names are relative to, and the files."""
-    if source == STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return root, [path for path in _walk(root, _NOT_LIBRARY) if path.suffix == ".py"]
-    path = expanded(Path(source))
-    if path.is_file():
-        return path.parent, [path]
-    if path.is_dir():
-        return path, list(_walk(path, frozenset()))
-    if glob.has_magic(source):
-        found = [Path(match) for match in glob.glob(str(path), recursive=True)]
-        files = [match for match in found if match.is_file()]
-        if files:
-            return Path(os.path.commonpath([file.parent for file in files])), files
-        raise SpecError("data.path", f'no file matches "{source}"', "check the pattern; ** goes into sub-folders")
-    raise SpecError("data.path", f'"{source}" does not exist', "give a file, folder or glob of text, or stdlib")
-
-
-def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
-    """Yield the regular files below a folder, without following links to folders."""
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in excluded and not name.startswith(".")]
-        for name in names:
-            path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
-                yield path
+def _no_text(source: str, binary: list[str | None], empty: int) -> SpecError:
+    if not binary and not empty and not expanded(Path(source)).exists():
+        why = f'no file matches "{source}"' if glob.has_magic(source) else f'"{source}" does not exist'
+        fix = "give a file, folder or glob (** goes into sub-folders) of text, or stdlib"
+        return SpecError("data.path", why, fix)
+    left_out = f"{len(binary)} binary and {empty} empty files" if binary or empty else "no files"
+    tables = "Parquet" in binary or "Arrow" in binary
+    fix = "data.type: documents reads Parquet and Arrow" if tables else "give a file, folder or glob of text"
+    return SpecError("data.path", f'"{source}" holds no text: {left_out}', fix)

@@ -14,14 +14,15 @@ class DataSpec(Spec):
 
     type: Literal["bytes", "lines", "arrays", "documents"] = "bytes"
     """``bytes``: text files are read as bytes, one token each, in windows of equal length. ``lines``: each line of such
-    files (or ``text`` of each record of a ``.jsonl`` file) is a sample, and lengths differ. ``arrays``: a file of named
+    files (or ``text`` of each record of JSON lines) is a sample, and lengths differ. ``arrays``: a file of named
     arrays with one row per sample; rows may differ in length, and the names are the model's arguments and
     ``labels``. ``documents``: a column of Parquet, JSONL, text or Hugging Face files, streamed through Ray Data,
     tokenised while training goes on and packed into samples of ``model.sequence`` tokens."""
     path: Annotated[str, Field(min_length=1)]
     """``stdlib`` (the sources of Python's standard library), or a text file, a folder or a glob; for arrays, an
-    ``.npz`` or ``.safetensors`` file; for documents, a file, a folder or a glob of ``.parquet``, ``.jsonl``, ``.txt``
-    or ``.arrow`` files, or a folder that ``save_to_disk`` of Hugging Face's datasets wrote."""
+    ``.npz`` or ``.safetensors`` file; for documents, a file, a folder or a glob of ``.parquet``, ``.arrow``,
+    ``.jsonl`` or ``.txt`` files, or a folder that ``save_to_disk`` of Hugging Face's datasets wrote. Text and JSON may
+    be compressed (``.gz``, ``.zst``)."""
     held_out: Annotated[str, Field(min_length=1)] | None = None
     """What to validate on instead: a second file of arrays, of which otherwise a tenth of the samples is held out; or a
     second path of documents, of which otherwise every 32nd is."""

@@ -13,9 +13,10 @@ from raypipe.atomic_write import write_whole
 from raypipe.data.documents import META
 from raypipe.data.documents.blocks import Block, blocks_of
 from raypipe.data.documents.read import Document, documents_of
-from raypipe.data.documents.sources import Format, Part, find_source, split_of
+from raypipe.data.documents.sources import Part, find_source, split_of
 from raypipe.data.documents.tokens import Encoder, Tokens, encoded, encoder_of
 from raypipe.data.documents.windows import samples_in
+from raypipe.data.given_files import Format
 from raypipe.data.sample_order import SPLITS, Split
 from raypipe.errors import SpecError
 from raypipe.files import expanded, read_json

@@ -6,7 +6,6 @@ Only footers and headers are read, so that a terabyte takes seconds.
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,18 +14,28 @@ from typing import Literal, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raypipe.data.given_files import (
+    BOM,
+    COMPRESSIONS,
+    SUFFIXES,
+    UNREADABLE,
+    Format,
+    check_content,
+    check_object,
+    find_files,
+    kind_of,
+    open_text,
+    unreadable,
+)
 from raypipe.errors import SpecError, nearest
-from raypipe.files import expanded, open_regular, parse_json
+from raypipe.files import expanded, parse_json
 
-Format = Literal["parquet", "arrow", "jsonl", "text"]
-SUFFIXES: dict[str, Format] = {
-    ".parquet": "parquet", ".arrow": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl", ".txt": "text", ".text": "text",
-    ".md": "text", ".py": "text",
-}  # fmt: skip
 HUGGING_FACE, SPLITS = "state.json", "dataset_dict.json"
 """Files that ``Dataset.save_to_disk`` and ``DatasetDict.save_to_disk`` write."""
 HELD_OUT_SPLITS = ("validation", "test")
 FORMATS = "Parquet, JSONL or text files, or a folder that Dataset.save_to_disk wrote"
+Content = Literal["text", "tokens"]
+_TEXT = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
 class Part(NamedTuple):
@@ -55,28 +64,32 @@ class Source(NamedTuple):
         """Yield the parts of all files in order.
 
         Raises:
-            SpecError: a file is damaged, or lacks the column.
+            SpecError: a file is damaged, lacks the column, or holds something else in it than the first one.
         """
         for file in self.files:
-            yield from _PARTS[self.format](file, column)
+            yield from _PARTS[self.format](file, column, self.is_tokens)
 
 
 def find_source(path: str, column: str, key: str) -> Source:
     """Find the files that a path, folder or glob names; ``key`` is the job's key that names it.
 
     Raises:
-        SpecError: there are none, they are of several formats, or the first one lacks the column.
+        SpecError: there are none, they are of several formats, one looks like another format than its name says, or the
+            first one with content lacks the column.
     """
     files = _files(path, key)
-    kinds = {SUFFIXES.get(Path(file).suffix.lower()) for file in files}
+    kinds = {kind_of(file).format for file in files}
     if None in kinds:
-        odd = next(file for file in files if Path(file).suffix.lower() not in SUFFIXES)
-        raise SpecError(key, f"{odd} has no known format", f"give files that end in {', '.join(SUFFIXES)}")
+        odd = next(file for file in files if kind_of(file).format is None)
+        known = f"give files that end in {', '.join(SUFFIXES)}, and in {', '.join(COMPRESSIONS)} if compressed"
+        raise SpecError(key, f"{odd} has no known format", known)
     if len(kinds) > 1:
         raise SpecError(key, f"{path} holds {' and '.join(sorted(map(str, kinds)))} files", "give files of one format")
     found = kinds.pop()
     assert found is not None
-    return Source(found, tuple(files), _is_tokens(files[0], found, column))
+    for file in files:
+        check_content(Path(file), key)
+    return Source(found, tuple(files), _is_tokens(files, found, column))
 
 
 def split_of(path: str) -> tuple[str, str | None]:
@@ -102,90 +115,172 @@ def _files(path: str, key: str) -> list[str]:
     if place.is_dir() and (place / HUGGING_FACE).is_file():
         named = parse_json((place / HUGGING_FACE).read_bytes())["_data_files"]
         return [str((place / one["filename"]).resolve()) for one in named]
+    found = [file.path for file in find_files(path)]
     if place.is_dir():
-        found = [one for one in sorted(place.rglob("*")) if one.is_file() and not one.name.startswith(".")]
-        found = [one for one in found if one.suffix.lower() in SUFFIXES]
-    elif place.is_file():
-        found = [place]
-    else:
-        found = [Path(one) for one in sorted(glob.glob(str(place), recursive=True)) if os.path.isfile(one)]
-    files = [str(one.resolve()) for one in found if one.stat().st_size]
+        found = [file for file in found if kind_of(file).format]
+        data = [file for file in found if ".json" not in (suffix.lower() for suffix in file.suffixes)]
+        found = data or found  # beside others, such as Parquet, a .json file describes them
+    files = [str(one.resolve()) if kind_of(one.resolve()) == kind_of(one) else str(one) for one in found]
+    files = [file for file in files if os.stat(file).st_size]
     if not files:
         raise SpecError(key, f'"{path}" names no files that hold documents', f"give {FORMATS}")
     return files
 
 
-def _is_tokens(file: str, format: Format, column: str) -> bool:
-    """Return whether the column holds token numbers, by the first file's schema or first record."""
+def _is_tokens(files: list[str], format: Format, column: str) -> bool:
+    """Return whether the column holds token numbers, by the first file whose schema or first record says so."""
     if format == "text":
         return False
-    if format == "jsonl":
-        with open_regular(Path(file)) as lines:
-            try:
-                first = parse_json(lines.readline())
-                value, names = first.get(column), list(first)
-            except (ValueError, AttributeError):
-                raise SpecError("data.path", f"{file}, line 1: not a JSON object", "give an object a line") from None
-        kind = type(value).__name__
-        is_text, is_tokens = isinstance(value, str), isinstance(value, list)
-    else:
-        schema = _schema(file, format)
-        names = schema.names
-        found = schema.field(column).type if column in names else None
-        kind = str(found)
-        is_text = found is not None and (pa.types.is_string(found) or pa.types.is_large_string(found))
-        is_tokens = found is not None and (pa.types.is_list(found) or pa.types.is_large_list(found))
-        is_tokens = found is not None and is_tokens and pa.types.is_integer(found.value_type)
-    if column not in names:
-        raise SpecError("data.column", f'{file} has no "{column}" but {", ".join(names)}', nearest(column, names))
-    if not is_text and not is_tokens:
-        raise SpecError("data.column", f"{column} of {file} holds {kind}", "name a column of text or of token numbers")
-    return is_tokens
+    for file in files:
+        content = _first_record(file, column) if format == "jsonl" else _content(file, schema_of(file, format), column)
+        if content is not None:
+            return content == "tokens"
+    raise SpecError("data.column", f"{column} holds no values in any file", "name a column of text or of token numbers")
 
 
-def _schema(file: str, format: Format) -> pa.Schema:
+def _first_record(file: str, column: str) -> Content | None:
+    """Return what the first record of a file of JSON holds; None if there is no record."""
+    try:
+        with open_text(Path(file)) as lines:
+            for number, line in enumerate(lines, 1):
+                given = line.removeprefix(BOM) if number == 1 else line
+                if not given.strip():
+                    continue
+                record = check_object(given)
+                if column not in record:
+                    raise _no_column(file, column, list(record))
+                value = record[column]
+                if value is None:
+                    raise SpecError("data.path", f"{file}, line {number}: {column} is null", "leave such rows out")
+                if isinstance(value, (str, list)):
+                    return "text" if isinstance(value, str) else "tokens"
+                raise _not_content(file, column, type(value).__name__)
+    except ValueError as error:
+        fix = "give an object a line"
+        raise SpecError("data.path", f"{file}, line {number}: {error}", fix) from None
+    except UNREADABLE as error:
+        raise damaged(file, error) from None
+    return None
+
+
+def _content(file: str, schema: pa.Schema, column: str) -> Content | None:
+    """Return what the column of a table holds; None for a column of nulls, as a file without rows may have."""
+    if schema.names.count(column) > 1:
+        raise SpecError("data.column", f"{file} has several columns {column}", "give each a name of its own")
+    if column not in schema.names:
+        raise _no_column(file, column, schema.names)
+    kind = schema.field(column).type
+    content = content_of(kind)
+    if content is None and not pa.types.is_null(inner_type(kind)):
+        raise _not_content(file, column, str(kind))
+    return content
+
+
+def inner_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the values of a type that is only another way of storing them."""
+    while True:
+        if pa.types.is_dictionary(kind) or str(kind).startswith("run_end_encoded"):
+            kind = kind.value_type
+        elif isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type
+        else:
+            return kind
+
+
+def content_of(kind: pa.DataType) -> Content | None:
+    """Return what a column of some type holds, however it is stored; None if neither text nor token numbers.
+
+    >>> content_of(pa.dictionary(pa.int8(), pa.string_view())), content_of(pa.list_(pa.uint16(), 4))
+    ('text', 'tokens')
+    """
+    kind = inner_type(kind)
+    if str(kind) in _TEXT or pa.types.is_fixed_size_binary(kind):
+        return "text"
+    inner = getattr(kind, "value_type", None)
+    return "tokens" if inner is not None and pa.types.is_integer(inner_type(inner)) else None
+
+
+def _no_column(file: str, column: str, names: list[str]) -> SpecError:
+    why = f'{file} has no "{column}" but {", ".join(names) or "nothing"}'
+    return SpecError("data.column", why, nearest(column, names))
+
+
+def _not_content(file: str, column: str, holds: str) -> SpecError:
+    return SpecError("data.column", f"{column} of {file} holds {holds}", "name a column of text or of token numbers")
+
+
+def schema_of(file: str, format: Format) -> pa.Schema:
+    """Read the schema of a table.
+
+    Raises:
+        SpecError: it is damaged.
+    """
     try:
         if format == "parquet":
             return pq.read_schema(file)
-        with pa.memory_map(file) as content, pa.ipc.open_stream(content) as stream:
-            return stream.schema
+        with pa.memory_map(file) as content:
+            return _opened(content).schema
     except (pa.ArrowInvalid, OSError) as error:
         raise damaged(file, error) from None
 
 
-def damaged(file: str, error: BaseException) -> SpecError:
-    """Make the error about a file that cannot be read."""
-    return SpecError("data.path", f"can't read {file}: {str(error).splitlines()[0]}", "mend it, or leave it out")
+def arrow_batches(content: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of an Arrow stream or an Arrow file."""
+    opened = _opened(content)
+    if isinstance(opened, pa.RecordBatchFileReader):
+        yield from (opened.get_batch(number) for number in range(opened.num_record_batches))
+    else:
+        yield from opened
 
 
-def _row_groups(file: str, column: str) -> Iterator[Part]:
+def _opened(content: pa.NativeFile) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
+    is_file = content.read(6) == b"ARROW1"
+    content.seek(0)
+    return pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
+
+
+def damaged(file: str, error: BaseException, fix: str = "mend it, or leave it out") -> SpecError:
+    """Make the error about a file, or a line of one, that cannot be read."""
+    return unreadable(file, error, fix)
+
+
+def _check_as_first(file: str, schema: pa.Schema, column: str, is_tokens: bool) -> None:
+    """Check that a file holds text or token numbers as the first one does."""
+    content = _content(file, schema, column)
+    if content is not None and (content == "tokens") != is_tokens:
+        other = "token numbers" if is_tokens else "text"
+        why = f"{column} of {file} holds {schema.field(column).type}, but the files before hold {other}"
+        raise SpecError("data.column", why, "give files of one kind")
+
+
+def _row_groups(file: str, column: str, is_tokens: bool) -> Iterator[Part]:
     try:
         about = pq.read_metadata(file)
+        schema = about.schema.to_arrow_schema()
     except (pa.ArrowInvalid, OSError) as error:
         raise damaged(file, error) from None
+    _check_as_first(file, schema, column, is_tokens)
     for number in range(about.num_row_groups):
         group = about.row_group(number)
         columns = (group.column(i) for i in range(group.num_columns))
-        own = [one for one in columns if one.path_in_schema.split(".")[0] == column]
-        if not own:
-            raise SpecError("data.column", f'{file} has no "{column}"', "give files with the same columns")
-        yield Part(file, number, 0, group.num_rows, own[0].total_uncompressed_size)
+        own = (one for one in columns if f"{one.path_in_schema}.".startswith(f"{column}."))
+        yield Part(file, number, 0, group.num_rows, sum(one.total_uncompressed_size for one in own))
 
 
-def _record_batches(file: str, column: str) -> Iterator[Part]:
+def _record_batches(file: str, column: str, is_tokens: bool) -> Iterator[Part]:
+    _check_as_first(file, schema_of(file, "arrow"), column, is_tokens)
     try:
-        with pa.memory_map(file) as content, pa.ipc.open_stream(content) as stream:
-            for number, batch in enumerate(stream):
+        with pa.memory_map(file) as content:
+            for number, batch in enumerate(arrow_batches(content)):
                 yield Part(file, number, 0, batch.num_rows, batch.column(column).nbytes)
-    except KeyError:
-        raise SpecError("data.column", f'{file} has no "{column}"', "give files with the same columns") from None
     except (pa.ArrowInvalid, OSError) as error:
         raise damaged(file, error) from None
 
 
-def _bytes(file: str, _column: str) -> Iterator[Part]:
+def _bytes(file: str, _column: str, _is_tokens: bool) -> Iterator[Part]:
     size = os.path.getsize(file)
-    yield Part(file, 0, 0, size, size)
+    # What is compressed can be read from its beginning alone: one part, which is not cut.
+    yield Part(file, 0, 0, 1 if kind_of(file).compression else size, size)
 
 
 _PARTS = {"parquet": _row_groups, "arrow": _record_batches, "jsonl": _bytes, "text": _bytes}

@@ -21,6 +21,7 @@ Tokens = npt.NDArray[Any]
 TOKENIZER = "tokenizer.json"
 TOGETHER = 256
 """Documents that are tokenised at once."""
+FIX = "tokenise with the model's tokenizer"
 END = 0
 """Byte that ends a document, where bytes are the tokens."""
 
@@ -106,12 +107,14 @@ class Numbers:
         Raises:
             SpecError: one is negative or too large.
         """
-        made = [np.asarray(d.content, np.int64) for d in documents]
+        try:
+            made = [np.asarray(d.content, np.int64) for d in documents]
+        except OverflowError:
+            raise SpecError("data.column", f"holds a token beyond 2**63, the model knows {self.tokens}", FIX) from None
         for one in made:
             if one.size and not 0 <= one.min() <= one.max() < self.tokens:
                 wrong = int(one[(one < 0) | (one >= self.tokens)][0])
-                fix = "tokenise with the model's tokenizer"
-                raise SpecError("data.column", f"holds token {wrong}, the model knows {self.tokens}", fix)
+                raise SpecError("data.column", f"holds token {wrong}, the model knows {self.tokens}", FIX)
         return list(made)
 
 
