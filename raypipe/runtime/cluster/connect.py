@@ -13,10 +13,12 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from raypipe.errors import RunError, SpecError
 from raypipe.runtime.cluster.autoscaler import autoscales
@@ -155,19 +157,35 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
         os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")  # an actor for the page of a dashboard
     cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
     try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=dashboard_port is not None,
-            dashboard_host="127.0.0.1",
-            dashboard_port=dashboard_port,
-            _node_ip_address="127.0.0.1",
-            **quiet,
-        )
+        with on_loopback():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=dashboard_port is not None,
+                dashboard_host="127.0.0.1",
+                dashboard_port=dashboard_port,
+                _node_ip_address="127.0.0.1",
+                **quiet,
+            )
     except Exception as error:  # Ray raises the class Exception itself if one of its processes did not start in time
         with contextlib.suppress(Exception):
             ray.shutdown()
         raise RunError("ray", f"did not start on this machine: {_first_line(error)}", NOT_STARTED) from None
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Have a Ray that is started in this context know its node by 127.0.0.1, so that all its servers bind to that.
+
+    ``_node_ip_address`` alone does not do it: ``ray.init`` replaces a loopback address by one of the host's others,
+    unless clusters are off, as they are on systems other than Linux.
+    """
+    clusters = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
 
 
 def _first_line(error: BaseException) -> str:

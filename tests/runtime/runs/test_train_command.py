@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.listening import beyond_loopback, listening, session_of
 from tests.ray_environment import without_ray
 
 pytestmark = pytest.mark.own_ray
@@ -46,15 +47,30 @@ def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+    """A run, and beside it the addresses at which any of its processes listened."""
     directory = tmp_path_factory.mktemp("runs") / "undisturbed"
-    done = subprocess.run(
-        [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory), "--json"],
-        capture_output=True, text=True, timeout=240, env=without_ray(RAY_ADDRESS="local"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
-    assert len(lines) == 1, done.stdout  # nothing but the object
-    return json.loads(lines[0]), directory
+    words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory), "--json"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=without_ray(RAY_ADDRESS="local"),
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        heard: dict[str, str] = {}
+        deadline = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < deadline:
+            heard |= listening(session_of(process.pid))
+            time.sleep(0.2)
+        out, err = process.communicate(timeout=5)
+    assert process.returncode == 0, err
+    lines = out.strip().splitlines()
+    assert len(lines) == 1, out  # nothing but the object
+    return json.loads(lines[0]) | {"heard": heard}, directory
+
+
+@pytest.mark.runs
+def test_a_local_run_listens_on_loopback_only(undisturbed) -> None:
+    heard = undisturbed[0]["heard"]
+    assert {"gcs_server", "raylet"} <= set(heard.values())  # the look at the tables was no empty one
+    assert beyond_loopback(heard) == {}
 
 
 @pytest.mark.runs
