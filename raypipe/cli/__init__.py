@@ -21,12 +21,13 @@ from typing import Any, NoReturn
 import typer
 
 from raypipe import __version__
-from raypipe.errors import InterruptionError, RaypipeError, nearest
+from raypipe.errors import InterruptionError, RaypipeError, TerminationError, nearest
 from raypipe.files import short
+from raypipe.signals import Terminated, end_on_signals
 
 __all__ = ["main", "run", "verb_modules", "verbs"]
 
-INTERRUPTED = InterruptionError.exit_status
+INTERRUPTED, TERMINATED = InterruptionError.exit_status, TerminationError.exit_status
 COLLECTED_AFTER = 50_000
 """Allocations between two garbage collections. Python's 700 make importing torch and Ray a fifth slower: their classes
 are searched again and again, and nothing is found."""
@@ -35,8 +36,9 @@ are searched again and again, and nothing is found."""
 def main() -> NoReturn:
     """Run the command line of this process and exit with its status."""
     gc.set_threshold(COLLECTED_AFTER)
-    status = run(sys.argv[1:])
-    if status == INTERRUPTED:
+    with end_on_signals():
+        status = run(sys.argv[1:])
+    if status in (INTERRUPTED, TERMINATED):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ray shuts down at exit; a second Ctrl-C would interrupt that
     _end_results()
     sys.exit(status)
@@ -74,7 +76,7 @@ def verb_modules() -> dict[str, str]:
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit status.
 
-    0: done; 1: it failed while running; 2: the request is wrong; 130: interrupted.
+    0: done; 1: it failed while running; 2: the request is wrong; 130: interrupted; 143: terminated.
     """
     try:
         return _run(list(argv))
@@ -83,6 +85,8 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader closed the pipe, as in `raypipe schedule 1f1b | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Terminated as error:
+        return _complain(error.message, TERMINATED)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     except OSError as error:

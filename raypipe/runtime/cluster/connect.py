@@ -23,6 +23,7 @@ from ray._private import ray_constants
 from raypipe.errors import RunError, SpecError
 from raypipe.runtime.cluster.autoscaler import autoscales
 from raypipe.runtime.cluster.devices import DeviceRequest, check_room, local_cpus, request_devices
+from raypipe.signals import kept_handlers
 
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
 LOCKED = "check the port; where the cluster asks for a token, set RAY_AUTH_MODE=token (Ray does not, for a named one)"
@@ -97,7 +98,8 @@ def _join_running(quiet: dict[str, Any]) -> bool:
     if named not in ("", "auto"):
         _check_reachable(named)
     try:
-        ray.init(address=address, **quiet)
+        with kept_handlers():
+            ray.init(address=address, **quiet)
     except ConnectionError as error:
         if named:
             raise SpecError("RAY_ADDRESS", f"cannot connect to a Ray cluster at {named}: {error}", LOCKED) from None
@@ -157,7 +159,7 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
         os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")  # an actor for the page of a dashboard
     cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
     try:
-        with on_loopback():
+        with on_loopback(), kept_handlers():
             ray.init(
                 address="local",
                 num_cpus=cpus,
