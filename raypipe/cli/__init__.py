@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import os
 import pkgutil
 import signal
@@ -35,6 +36,7 @@ are searched again and again, and nothing is found."""
 
 def main() -> NoReturn:
     """Run the command line of this process and exit with its status."""
+    _use_utf8()
     gc.set_threshold(COLLECTED_AFTER)
     with end_on_signals():
         status = run(sys.argv[1:])
@@ -42,6 +44,20 @@ def main() -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ray shuts down at exit; a second Ctrl-C would interrupt that
     _end_results()
     sys.exit(status)
+
+
+def _use_utf8() -> None:
+    """Use UTF-8 for files and names in any locale; what the terminal cannot show is replaced.
+
+    In a locale of ASCII alone, Python encodes names and files so too, and the processes of Ray do as well. That is
+    decided before any code runs, so the same command is started in this one's place with another setting.
+    """
+    if sys.getfilesystemencoding() == "ascii" and not sys.flags.utf8_mode and not sys.flags.ignore_environment:
+        shown = f"{sys.stdout.encoding}:replace" if sys.stdout is not None else "ascii:replace"
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": shown})
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _end_results() -> None:

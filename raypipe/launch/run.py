@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,7 +206,7 @@ def _result(ended: Result | BaseException, directory: Path) -> Result:
         RunError: the run failed for another reason.
     """
     from raypipe.runtime.cluster.attempts import DRIVER_DIED
-    from raypipe.runtime.cluster.failure import describe
+    from raypipe.runtime.cluster.failure import describe, keep_traceback
 
     failed = isinstance(ended, BaseException)
     events = read_rows(directory / EVENTS)
@@ -222,6 +223,8 @@ def _result(ended: Result | BaseException, directory: Path) -> Result:
     if isinstance(ended, BaseException):
         from ray.train import WorkerGroupError
 
+        with suppress(OSError):  # the disk may be full
+            keep_traceback(directory, ended)
         # The last attempt's process was killed and left no event.
         died = isinstance(ended, WorkerGroupError)
         raise RunError("run", DRIVER_DIED if died else describe(ended), fix)

@@ -11,8 +11,10 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,7 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
     else:
         os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")  # an actor for the page of a dashboard
     cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
+    _have_token()
     try:
         with on_loopback(), kept_handlers():
             ray.init(
@@ -172,7 +175,25 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
     except Exception as error:  # Ray raises the class Exception itself if one of its processes did not start in time
         with contextlib.suppress(Exception):
             ray.shutdown()
-        raise RunError("ray", f"did not start on this machine: {_first_line(error)}", NOT_STARTED) from None
+        fix = NOT_STARTED
+        if isinstance(error, OSError) and error.filename is not None:
+            fix = f"see that {error.filename} can be written; it is in your home directory or in Ray's, RAY_TMPDIR"
+        raise RunError("ray", f"did not start on this machine: {_first_line(error)}", fix) from None
+
+
+def _have_token() -> None:
+    """Give a Ray that starts here a token of its own where Ray cannot keep one in the home directory."""
+    if any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    try:
+        folder = Path.home() / ".ray"
+        if (folder / "auth_token").is_file():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except (OSError, RuntimeError):  # the home is read-only, or there is none
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 @contextlib.contextmanager
