@@ -70,11 +70,11 @@ def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> To
     from ray.train.backend import Backend
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    class NoProcessGroup(TorchConfig):
+    class NoProcessGroup(TorchConfig):  # type: ignore[misc]
         """Starts no process group, which Ray Train would also for one worker: its store listens on every interface."""
 
         @property
-        def backend_cls(self) -> type[Backend]:
+        def backend_cls(self) -> Any:
             return Backend
 
     return TorchTrainer(
