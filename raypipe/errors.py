@@ -7,6 +7,7 @@ RaypipeError
 │   ├── ScheduleError       a schedule that cannot exist or cannot run
 │   └── ClusterError        nodes that cannot work together
 ├── InterruptionError       the user interrupted it: exit status 130
+│   └── TerminationError    SIGTERM ended it: exit status 143
 └── RunError                it failed while running: exit status 1
     ├── TransportError      a message that did not arrive, or is not the expected one
     ├── DevicesError        devices that did not become free in time
@@ -67,6 +68,12 @@ class InterruptionError(RaypipeError):
     """The user interrupted the command with Ctrl-C. The exit status is 130, as in shells."""
 
     exit_status = 130
+
+
+class TerminationError(InterruptionError):
+    """SIGTERM ended the command. The exit status is 143, as in shells."""
+
+    exit_status = 143
 
 
 class RunError(RaypipeError):

@@ -17,7 +17,7 @@ from raypipe.files import expanded, is_url
 from raypipe.job import GivenSpec, HfSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models.sources.adapters import save_adapters
-from raypipe.trained import TOKENS, last_checkpoint, load_hugging_face
+from raypipe.trained import TOKENS, load_hugging_face
 
 BESIDE = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model",
@@ -35,12 +35,13 @@ def export_into(directory: Path) -> Path:
     return directory
 
 
-def export(directory: Path, out: Path) -> Path:
+def export(directory: Path, out: Path, step: int | None = None) -> Path:
     """Write the model of a run to ``out`` in float32, and return ``out``. The full model is in memory once.
 
-    Of a run with ``model.lora``, what trained is written, in peft's format.
+    Of a run with ``model.lora``, what trained is written, in peft's format. ``step`` asks for that checkpoint.
 
     Raises:
+        CheckpointError: the checkpoint of ``step``, or the best one, is damaged.
         SpecError: there is no run or no checkpoint, the model is not a Hugging Face model, or ``out`` is not empty.
     """
     given = out
@@ -50,13 +51,12 @@ def export(directory: Path, out: Path) -> Path:
         raise SpecError(str(directory), why, "call PipelineTrainer.save_model in the script")
     if not isinstance(job.model, HfSpec):
         raise SpecError(str(directory), "is not the run of a Hugging Face model", "export a run with model: {hf: ...}")
-    last_checkpoint(directory, job)
     out = out.absolute()
     if is_url(given):
         raise SpecError("--output", f"{given} is a URL", "give a directory on this machine")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SpecError("--output", f"{out} is already there", "give a new directory")
-    source, module = load_hugging_face(directory, job, job.model)
+    source, module = load_hugging_face(directory, job, job.model, step)
     if hasattr(source.config, "use_cache"):
         source.config.use_cache = True  # switched off for training, needed for generation
     setattr(source.config, TOKENS, "bytes" if reads_bytes(job, directory / "data") else None)

@@ -39,17 +39,21 @@ class Writer:
     Args:
         directory: the directory of a run or of a model.
         tokenizer: a directory from which transformers loads a tokenizer.
+        step: of the run's checkpoint; None for the newest or best.
 
     Raises:
+        CheckpointError: the checkpoint of ``step``, or the best one, is damaged.
         SpecError: the directory holds neither a run with a checkpoint nor a model, the model is not a causal language
             model, or ``tokenizer`` holds no tokenizer.
     """
 
-    def __init__(self, directory: Path, tokenizer: Path | None = None) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, tokenizer: Path | None = None, step: int | None = None) -> None:
+        self.directory, self._step = directory, step
         self.end: int | None = None
         """End-of-text token, if the model has one."""
         if not (directory / RECORD).exists() and (directory / CONFIG).is_file():
+            if step is not None:
+                raise SpecError("--step", f"{directory} is a model, which has no checkpoints", "name a run, or omit it")
             module = _exported(directory)
             self.tokenizer = _tokenizer(tokenizer or _with_tokenizer(directory))
             self.bytes = self.tokenizer is None and getattr(module.config, TOKENS, None) == "bytes"
@@ -66,7 +70,7 @@ class Writer:
         model = job.model
         fields = known_fields(self.directory / "data")
         if isinstance(model, GptSpec):
-            return _of_layers(self.directory, "input_ids"), model.sequence, model.vocabulary
+            return _of_layers(self.directory, self._step, "input_ids"), model.sequence, model.vocabulary
         tokens = (fields or {}).get("input_ids")
         sequence = model.sequence or (tokens.shape[0] if tokens is not None and tokens.shape else 1)
         if isinstance(model, GivenSpec):
@@ -76,11 +80,11 @@ class Writer:
             kind = Imported(model)
             own = [name for name in fields or ("input_ids",) if "labels" not in name]
             _check_writes(self.directory, kind.spec.function, kind.task(fields, job.data.mask), own)
-            return _of_layers(self.directory, own[0]), sequence, BYTES if fields is None else 1 << 62
+            return _of_layers(self.directory, self._step, own[0]), sequence, BYTES if fields is None else 1 << 62
         source = HuggingFace(model)
         task = None if source.task_name == "seq2seq" else source.task(fields, job.data.mask)
         _check_writes(self.directory, f"{source.config.model_type}, trained for {source.task_name},", task)
-        _, module = load_hugging_face(self.directory, job, model)
+        _, module = load_hugging_face(self.directory, job, model, self._step)
         return self._of_transformers(module, sequence)
 
     def _of_transformers(self, module: Any, sequence: int | None) -> tuple[Logits, int, int]:
@@ -144,8 +148,8 @@ def sample_text(directory: Path, prompt: str, length: int, temperature: float, s
     return Writer(directory).text(prompt, length, temperature, seed)
 
 
-def _of_layers(directory: Path, field: str) -> Logits:
-    _, body = load_body(directory)
+def _of_layers(directory: Path, step: int | None, field: str) -> Logits:
+    _, body = load_body(directory, step)
 
     def logits(tokens: list[int]) -> Tensor:
         with random_keys(0, 0, [], training=False):

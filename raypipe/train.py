@@ -25,6 +25,7 @@ from raypipe.launch.run import execute, run
 from raypipe.launch.run_directory import claim, run_directory, saved_job, unusable
 from raypipe.observe.run_dir import RECORD, place, put_aside, stillborn
 from raypipe.plan.shard_ways import check_statistics
+from raypipe.signals import end_on_signals
 
 if TYPE_CHECKING:
     from raypipe.models import LayeredModel
@@ -35,6 +36,7 @@ __all__ = ["Prepared", "claim", "execute", "make_plan", "prepare_run", "run", "s
 Say = Callable[[str], None]
 
 
+@end_on_signals()
 def prepare_run(
     job: JobSpec, directory: Path | None, resume: bool, plan_file: Path | None = None,
     dashboard_port: int | None = None, say: Say = lambda _: None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from raypipe.capture.meta import build_without_memory
-from raypipe.checkpoint import Checkpoint, buffer_key, open_checkpoint, outcome
+from raypipe.checkpoint import Checkpoint, at_step, buffer_key, open_checkpoint, outcome
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.job import CapturedSpec, HfSpec, JobSpec
@@ -24,26 +25,33 @@ TOKENS = "raypipe_tokens"
 preserves unknown keys."""
 
 
-def last_checkpoint(directory: Path, job: JobSpec) -> Checkpoint:
-    """Open a run's newest checkpoint; with ``train.load_best_at_end``, its best.
+def last_checkpoint(directory: Path, job: JobSpec, step: int | None = None) -> Checkpoint:
+    """Open a run's newest checkpoint; with ``train.load_best_at_end``, its best; with ``step``, that one or none.
+
+    A damaged newest one is passed over with a notice on standard error, which names it and the one that is used.
 
     Raises:
-        SpecError: the run has no checkpoint yet.
+        SpecError: the run has no checkpoint yet, or none of that step.
+        CheckpointError: the one of that step is damaged, or the best one.
     """
+    if step is not None:
+        return open_checkpoint(at_step(directory / "checkpoints", step), verify=False)
     found, notices = outcome(directory / "checkpoints", job.train.load_best_at_end)
     if found is None:
         raise SpecError(str(directory), "; ".join(notices) or "has no checkpoint yet", "train it first")
+    for notice in notices:
+        print(f"note: {notice}", file=sys.stderr)
     return open_checkpoint(found, verify=False)
 
 
-def load_body(directory: Path) -> tuple[JobSpec, StageBody]:
+def load_body(directory: Path, step: int | None = None) -> tuple[JobSpec, StageBody]:
     """Load all layers as one stage in evaluation mode. A model that computes its own loss ends with its output instead.
 
     Raises:
         SpecError: the directory holds no run, or the run has no checkpoint yet.
     """
     job = saved_job(directory)
-    checkpoint = last_checkpoint(directory, job)
+    checkpoint = last_checkpoint(directory, job, step)
     if isinstance(job.model, CapturedSpec):
         job = job.model_copy(update={"model": job.model.model_copy(update={"loss": "task"})})
     model = build_model(job, known_fields(directory / "data"))
@@ -58,13 +66,15 @@ def load_body(directory: Path) -> tuple[JobSpec, StageBody]:
     return job, body.eval()
 
 
-def load_hugging_face(directory: Path, job: JobSpec, spec: HfSpec) -> tuple[HuggingFace, nn.Module]:
+def load_hugging_face(
+    directory: Path, job: JobSpec, spec: HfSpec, step: int | None = None
+) -> tuple[HuggingFace, nn.Module]:
     """Load the trained model as a transformers module in float32. The full model is in memory once.
 
     Raises:
         SpecError: the run has no checkpoint yet.
     """
-    checkpoint = last_checkpoint(directory, job)
+    checkpoint = last_checkpoint(directory, job, step)
     source = HuggingFace(spec)
     module = build_without_memory(source.build)
     _fill(module, checkpoint, source)

@@ -9,13 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
-    "errors", "files", "atomic_write", "machine_code", "schedule", "simulate", "search", "job", "cost", "graph", "plan",
-    "explain", "checkpoint", "tensor", "capture", "models", "data", "partition", "observe", "runtime", "profiling",
-    "launch", "train", "trained", "sample", "export", "trainer", "cli", "__main__",
+    "errors", "signals", "files", "atomic_write", "machine_code", "schedule", "simulate", "search", "job", "cost",
+    "graph", "plan", "explain", "checkpoint", "tensor", "capture", "models", "data", "partition", "observe", "runtime",
+    "profiling", "launch", "train", "trained", "sample", "export", "trainer", "cli", "__main__",
 ]  # fmt: skip
 """The rooms, in the order that data flows through them."""
 PLANNING = {
-    "errors", "files", "atomic_write", "machine_code", "schedule", "simulate", "search", "cost", "graph", "plan",
+    "errors", "signals", "files", "atomic_write", "machine_code", "schedule", "simulate", "search", "cost", "graph",
+    "plan",
     "explain", "job", "observe",
 }  # fmt: skip
 HEAVY = {"torch", "ray"}

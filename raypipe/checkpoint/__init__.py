@@ -7,7 +7,7 @@ checkpoint. Nothing is pickled.
 """
 
 from raypipe.checkpoint.best import LOSS, best, forget_best, keep_best, outcome
-from raypipe.checkpoint.read import Checkpoint, latest, open_checkpoint
+from raypipe.checkpoint.read import Checkpoint, at_step, latest, open_checkpoint
 from raypipe.checkpoint.snapshot import Snapshot
 from raypipe.checkpoint.storage import Storage
 from raypipe.checkpoint.write import (
@@ -27,6 +27,7 @@ __all__ = [
     "ShardInfo",
     "Snapshot",
     "Storage",
+    "at_step",
     "best",
     "buffer_key",
     "commit",

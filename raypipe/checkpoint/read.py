@@ -11,9 +11,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from raypipe.checkpoint.manifest import load_manifest
+from raypipe.checkpoint.manifest import NAME, load_manifest
 from raypipe.checkpoint.write import step_directory
-from raypipe.errors import CheckpointError, nearest
+from raypipe.errors import CheckpointError, SpecError, nearest
 from raypipe.files import sha256
 
 
@@ -74,6 +74,9 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Checkpoint:
     if named is not None and int(named[1]) != manifest["step"]:
         why = f"holds the checkpoint of step {manifest['step']}"
         raise CheckpointError(str(path), why, f"rename it to {step_directory(path.parent, manifest['step']).name}")
+    for file in (path / NAME, *(path / entry["file"] for entry in manifest["files"])):
+        if file.is_symlink():  # what it leads to may change or go, whatever it is now
+            raise CheckpointError(str(file), "is a link, not a file of the checkpoint", _EARLIER)
     for entry in manifest["files"]:
         file = path / entry["file"]
         if not file.is_file():
@@ -94,15 +97,37 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Checkpoint:
 def latest(root: str | Path) -> tuple[Path | None, list[str]]:
     """Find the newest complete checkpoint below ``root``, and verify it, including digests.
 
-    Returns its path, or None if there is none, and a notice for each newer checkpoint that was skipped.
+    Returns its path, or None if there is none, and a notice for each newer checkpoint that was skipped, which also
+    names the one that is used.
     """
     notices: list[str] = []
-    steps = [(int(found[1]), path) for path in Path(root).glob("step-*") if (found := _STEP.fullmatch(path.name))]
-    for _, path in sorted(steps, reverse=True):
+    for _, path in sorted(_by_step(root), reverse=True):
         try:
             open_checkpoint(path)
         except CheckpointError as error:
             notices.append(f"skipped checkpoint: {error.where} {error.why}")
         else:
-            return path, notices
+            return path, [f"{notice}; using {path.name}" for notice in notices]
     return None, notices
+
+
+def at_step(root: str | Path, step: int) -> Path:
+    """Find the checkpoint of one step below ``root``, and verify it, including digests.
+
+    Raises:
+        SpecError: there is none; it names the nearest one.
+        CheckpointError: it is damaged.
+    """
+    found = dict(_by_step(root))
+    if step not in found:
+        if not found:
+            raise SpecError("--step", f"{root} holds no checkpoint", "train it first")
+        near = min(found, key=lambda there: (abs(there - step), there))
+        raise SpecError("--step", f"there is no checkpoint of step {step} in {root}", f"the nearest is of step {near}")
+    open_checkpoint(found[step])
+    return found[step]
+
+
+def _by_step(root: str | Path) -> list[tuple[int, Path]]:
+    """The folders of checkpoints below ``root``, with their steps."""
+    return [(int(found[1]), path) for path in Path(root).glob("step-*") if (found := _STEP.fullmatch(path.name))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import os
 import pkgutil
 import signal
@@ -21,12 +22,13 @@ from typing import Any, NoReturn
 import typer
 
 from raypipe import __version__
-from raypipe.errors import InterruptionError, RaypipeError, nearest
+from raypipe.errors import InterruptionError, RaypipeError, TerminationError, nearest
 from raypipe.files import short
+from raypipe.signals import Terminated, end_on_signals
 
 __all__ = ["main", "run", "verb_modules", "verbs"]
 
-INTERRUPTED = InterruptionError.exit_status
+INTERRUPTED, TERMINATED = InterruptionError.exit_status, TerminationError.exit_status
 COLLECTED_AFTER = 50_000
 """Allocations between two garbage collections. Python's 700 make importing torch and Ray a fifth slower: their classes
 are searched again and again, and nothing is found."""
@@ -34,12 +36,28 @@ are searched again and again, and nothing is found."""
 
 def main() -> NoReturn:
     """Run the command line of this process and exit with its status."""
+    _use_utf8()
     gc.set_threshold(COLLECTED_AFTER)
-    status = run(sys.argv[1:])
-    if status == INTERRUPTED:
+    with end_on_signals():
+        status = run(sys.argv[1:])
+    if status in (INTERRUPTED, TERMINATED):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ray shuts down at exit; a second Ctrl-C would interrupt that
     _end_results()
     sys.exit(status)
+
+
+def _use_utf8() -> None:
+    """Use UTF-8 for files and names in any locale; what the terminal cannot show is replaced.
+
+    In a locale of ASCII alone, Python encodes names and files so too, and the processes of Ray do as well. That is
+    decided before any code runs, so the same command is started in this one's place with another setting.
+    """
+    if sys.getfilesystemencoding() == "ascii" and not sys.flags.utf8_mode and not sys.flags.ignore_environment:
+        shown = f"{sys.stdout.encoding}:replace" if sys.stdout is not None else "ascii:replace"
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": shown})
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _end_results() -> None:
@@ -74,7 +92,7 @@ def verb_modules() -> dict[str, str]:
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit status.
 
-    0: done; 1: it failed while running; 2: the request is wrong; 130: interrupted.
+    0: done; 1: it failed while running; 2: the request is wrong; 130: interrupted; 143: terminated.
     """
     try:
         return _run(list(argv))
@@ -83,6 +101,8 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader closed the pipe, as in `raypipe schedule 1f1b | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Terminated as error:
+        return _complain(error.message, TERMINATED)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
     except OSError as error:

@@ -16,6 +16,7 @@ def export(
         Path,
         typer.Option("--output", "-o", parser=named("--output"), help="Directory to write; it must be new or empty."),
     ],
+    step: Annotated[int | None, typer.Option(help="Write the checkpoint of this step, not the newest.")] = None,
 ) -> None:
     """Write the model of the newest checkpoint (with train.load_best_at_end: the best) for from_pretrained.
 
@@ -23,4 +24,4 @@ def export(
     """
     from raypipe.export import export as write
 
-    print(write(run_dir, output))
+    print(write(run_dir, output, step))

@@ -25,6 +25,7 @@ def sample(
     temperature: Annotated[
         float, typer.Option(help="Sampling temperature, at most 100; 0 always takes the likeliest token.")
     ] = 0.6,
+    step: Annotated[int | None, typer.Option(help="Use the checkpoint of this step, not the newest.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")] = 0,
 ) -> None:
     """Generate text with a trained language model: the newest checkpoint of a run, or an exported model."""
@@ -44,7 +45,7 @@ def sample(
         raise SpecError(
             "--temperature", f"{temperature} is too close to 0 to divide by", f"use 0, or {COLDEST} or more"
         )
-    writer = Writer(run_dir, tokenizer)
+    writer = Writer(run_dir, tokenizer, step)
     if ids is None:
         print(writer.text(prompt, length, temperature, seed))
         return

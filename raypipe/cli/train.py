@@ -48,10 +48,11 @@ def train(
 ) -> None:
     """Train a model on Ray as described by a job file."""
     from raypipe.cli._shared.go_on import advice, resume_command
-    from raypipe.errors import InterruptionError, RunError, shortest
+    from raypipe.errors import InterruptionError, RunError, TerminationError, shortest
     from raypipe.job import GptSpec, load_job
     from raypipe.observe.progress import ProgressView, stderr_console
     from raypipe.observe.summary import summary_lines
+    from raypipe.signals import Terminated
     from raypipe.train import execute, prepare_run
 
     console = stderr_console()
@@ -71,8 +72,9 @@ def train(
                 result = execute(prepared, dashboard_port, view.update)
             finally:
                 view.close()
-    except KeyboardInterrupt:
-        raise InterruptionError("", "interrupted", advice(prepared.directory, go_on)) from None
+    except (KeyboardInterrupt, Terminated) as error:
+        kind = TerminationError if isinstance(error, Terminated) else InterruptionError
+        raise kind("", getattr(error, "message", "interrupted"), advice(prepared.directory, go_on)) from None
     except RunError as error:
         fix = "\n  ".join(filter(None, (error.fix, advice(prepared.directory, go_on))))
         raise type(error)(error.where, error.why, fix) from None

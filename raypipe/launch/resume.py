@@ -40,6 +40,8 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
                 raise SpecError(error.where, error.why, error.fix) from None
         why = "; ".join(notices) if notices else "holds no checkpoint"
         raise SpecError(str(root), why, "start without --resume, in a new --run-dir")
+    for notice in notices:
+        say(f"note: {notice}")
     saved = directory / RECORD
     if saved.exists() and saved_job(directory).model != job.model:
         raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +15,10 @@ from raypipe.launch.drained import DrainedNodes
 from raypipe.launch.elastic import Elastic
 from raypipe.launch.prepared import Prepared
 from raypipe.launch.report_to.reports import Reports
-from raypipe.observe.run_dir import CHECKPOINTS, go_on, hold
+from raypipe.observe.run_dir import CHECKPOINTS, ask_to_end_soon, go_on, hold
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
+from raypipe.signals import end_on_signals, raise_for, waiting
 
 if TYPE_CHECKING:
     from ray.train import Result
@@ -24,12 +27,18 @@ if TYPE_CHECKING:
     from raypipe.runtime.cluster.devices import DeviceRequest
     from raypipe.runtime.cluster.reserve import Reservation
 
+LOOK_S = 0.5
+"""Interval at which the logs of a run are read."""
+BETWEEN = {"run", "failed", "restarted", "devices_lost", "paused", "resized"}
+"""Events after which a run has no step under way until it has ``started`` again."""
+
 
 def execute(prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None]) -> dict[str, Any]:
     """Run to the end and return the summary that CONTRACT.md defines; see ``run`` for errors."""
     return run(prepared, dashboard_port, watch)[1]
 
 
+@end_on_signals()
 def run(
     prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None], callbacks: Sequence[Any] = ()
 ) -> tuple[Result, dict[str, Any]]:
@@ -45,6 +54,7 @@ def run(
         SpecError: the cluster can never provide the devices that the plan needs.
         DevicesError: the devices were not free within ``train.wait_for_devices_s``.
         RunError: the run failed and was not restarted; the message is that of the last attempt.
+        Terminated, Interrupted: a signal ended it, if it trained, with a checkpoint of its last step.
     """
     with hold(prepared.directory):
         go_on(prepared.directory)  # it asked an earlier run to end
@@ -144,11 +154,40 @@ def _ended(
     # Ray Train's fit() blocks; the main thread follows the run's logs meanwhile.
     thread = threading.Thread(target=work, name="raypipe-fit", daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(0.5)
-        for look in watch:
-            look()
+    with waiting() as received:
+        asked = False
+        while thread.is_alive():
+            thread.join(LOOK_S)
+            if not asked and (number := received()) is not None:
+                if not _trains(request.directory):
+                    raise_for(number)
+                ask_to_end_soon(request.directory, signal.Signals(number).name)
+                asked = True
+            for look in watch:
+                look()
+    number = received()
+    if number is not None and not isinstance(ended[0], BaseException):
+        raise_for(number, _said(request.directory, number))
     return ended[0]
+
+
+def _trains(directory: Path) -> bool:
+    """Whether a driver runs steps now, and so can save the newest one."""
+    marks = [e["event"] for e in _of_this_run(directory) if e["event"] in BETWEEN or e["event"] == "started"]
+    return bool(marks[-1] == "started")
+
+
+def _said(directory: Path, number: int) -> str:
+    """Say what a signal ended."""
+    name = signal.Signals(number).name
+    step = next((e["step"] for e in reversed(_of_this_run(directory)) if e["event"] == "interrupted"), None)
+    at = "after its last step" if step is None else f"after step {step}, with a checkpoint of it"
+    return f"ended by {name} {at}"
+
+
+def _of_this_run(directory: Path) -> list[dict[str, Any]]:
+    events = read_rows(directory / EVENTS)
+    return events[max(i for i, e in enumerate(events) if e["event"] == "run") :]
 
 
 def _promised_s(prepared: Prepared) -> float | None:
@@ -167,7 +206,7 @@ def _result(ended: Result | BaseException, directory: Path) -> Result:
         RunError: the run failed for another reason.
     """
     from raypipe.runtime.cluster.attempts import DRIVER_DIED
-    from raypipe.runtime.cluster.failure import describe
+    from raypipe.runtime.cluster.failure import describe, keep_traceback
 
     failed = isinstance(ended, BaseException)
     events = read_rows(directory / EVENTS)
@@ -184,6 +223,8 @@ def _result(ended: Result | BaseException, directory: Path) -> Result:
     if isinstance(ended, BaseException):
         from ray.train import WorkerGroupError
 
+        with suppress(OSError):  # the disk may be full
+            keep_traceback(directory, ended)
         # The last attempt's process was killed and left no event.
         died = isinstance(ended, WorkerGroupError)
         raise RunError("run", DRIVER_DIED if died else describe(ended), fix)

@@ -15,8 +15,8 @@ from raypipe.observe.core_wait import CoreWait
 from raypipe.observe.run_log import EVENTS, METRICS, Follower
 from raypipe.observe.run_view.event_sentences import event_sentences
 
-UNTOLD = {"undone", "error"}
-"""Events that progress lines leave out: an undone update is ordinary, and the command itself prints an error."""
+UNTOLD = {"undone", "error", "interrupted"}
+"""Events that progress lines leave out: an undone update is ordinary, and the command itself prints the others."""
 PLAIN_EVERY_S = 5.0
 """Seconds between step lines if there is no terminal."""
 

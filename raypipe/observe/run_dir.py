@@ -21,8 +21,8 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 """Errors of file systems without locks."""
 
 
-STOP, PAUSE = "stop", "pause"
-"""The files that ask a run to end, and to end for now; they say why."""
+STOP, PAUSE, INTERRUPT = "stop", "pause", "interrupt"
+"""The files that ask a run to end, to end for now, and to end as its process has to; they say why."""
 SAVE = "save"
 """The file that asks a run for a checkpoint."""
 MOST_REASON = 4096
@@ -110,24 +110,31 @@ def ask_to_pause(directory: Path, why: str) -> None:
     write_whole(directory / PAUSE, why + "\n")
 
 
+def ask_to_end_soon(directory: Path, why: str) -> None:
+    """Ask the run in a directory to end with a checkpoint and no validation: its process was told to."""
+    write_whole(directory / INTERRUPT, why + "\n")
+
+
 class Stop(NamedTuple):
     """What asks a run to end."""
 
     why: str
     pauses: bool
-    """Whether the run goes on soon, with another plan."""
+    """Whether the run goes on later, with another plan or when it is resumed, so that nothing is due but a save."""
+    interrupts: bool = False
+    """Whether the process that started the run has to end."""
 
 
 def asked_to_stop(directory: Path) -> Stop | None:
     """Return why the run was asked to end; None if it was not."""
-    for name in (STOP, PAUSE):
+    for name in (INTERRUPT, STOP, PAUSE):
         try:
             why = read_regular(directory / name, MOST_REASON).decode(errors="replace").strip()
         except FileNotFoundError:
             continue
         except OSError as error:
             why = f"{name} {error.strerror}"
-        return Stop(why, name == PAUSE)
+        return Stop(why, name != STOP, name == INTERRUPT)
     return None
 
 
@@ -147,7 +154,7 @@ def asked_to_save(directory: Path) -> bool:
 
 def go_on(directory: Path) -> None:
     """Forget what the run was asked for."""
-    for name in (STOP, PAUSE, SAVE):
+    for name in (STOP, PAUSE, INTERRUPT, SAVE):
         (directory / name).unlink(missing_ok=True)
 
 

@@ -83,6 +83,8 @@ class Driver:
         """What the newest validation has decided: number of steps, its loss, its score, whether it is the best."""
         self.paused: dict[str, Any] | None = None
         """Number of steps done and reason, where the run was asked to end for now."""
+        self.interrupted: dict[str, Any] | None = None
+        """The same, where the process that started the run has to end."""
         self._pending: deque[Ticket] = deque()
         self._unread: Ticket | None = None
         """The newest step, where its result has to be asked for; see ``_read``."""
@@ -316,7 +318,9 @@ class Driver:
         """Log that the run ends early, after ``done`` steps, if it was asked to; return whether it was."""
         if stop is not None and done < self.job.train.steps:
             fields = {"step": done, "message": stop.why}
-            if stop.pauses:
+            if stop.interrupts:
+                self.interrupted = fields
+            elif stop.pauses:
                 self.paused = fields
             else:
                 self.log.event("early_stop", **fields)

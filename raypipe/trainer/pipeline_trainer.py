@@ -24,6 +24,7 @@ from raypipe.errors import SpecError
 from raypipe.job import GivenSpec, JobSpec, job_from
 from raypipe.launch.callbacks import Callback, Callbacks
 from raypipe.observe.run_dir import RECORD, place
+from raypipe.signals import Terminated
 from raypipe.train import Prepared, claim, prepare_run, run, saved_job
 from raypipe.trainer.arguments import every, read_arguments, recomputes, train_keys
 from raypipe.trainer.datasets import Columns, collator_of
@@ -141,6 +142,7 @@ class PipelineTrainer:
         Raises:
             SpecError: the model or the data cannot be trained with these arguments, or there is nothing to resume.
             RunError: the run failed and was not restarted, or a callback raised an error.
+            SystemExit, KeyboardInterrupt: SIGTERM (status 143) or SIGINT ended it, with a checkpoint of its last step.
         """
         from raypipe.trainer.result import result_of
 
@@ -154,6 +156,9 @@ class PipelineTrainer:
         try:
             result, _ = run(prepared, None, callbacks.update, self._ray_callbacks)
             callbacks.update()  # what was logged since the last call
+        except Terminated as error:  # the interpreter says nothing of a SystemExit
+            _say(error.message)
+            raise
         finally:
             callbacks.raise_error()
         if self._watched is not None:

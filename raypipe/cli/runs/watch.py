@@ -28,7 +28,7 @@ def watch(
             console.print(live_table(run), highlight=False, soft_wrap=True)
         return
     with as_runs_write(run_dir), Live(live_table(run), console=console, auto_refresh=False) as live:
-        while run.state() not in ("finished", "failed"):
+        while run.state() not in ("finished", "failed", "interrupted"):
             time.sleep(every)
             run = read_run(run_dir)
             live.update(live_table(run), refresh=True)

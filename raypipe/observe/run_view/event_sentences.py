@@ -43,6 +43,8 @@ def _sentences(row: dict[str, Any]) -> list[str]:
         return [f"{step}stopped early: {row['message']}"]
     if kind == "paused":
         return [f"{step}paused: {row['message']}"]
+    if kind == "interrupted":
+        return [f"{step}ended by {row['message']}"]
     if kind == "resized":
         p = row["plan"]
         shape = f"{p['schedule']}, {p['stages']} stages x {p['replicas']} replicas, micro-batches of {p['microbatch']}"

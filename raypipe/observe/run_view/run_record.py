@@ -58,8 +58,8 @@ class RunRecord:
     def state(self) -> str:
         """Return what the run is doing, by its last decisive event: ``finished``, ``failed``, ``running`` and so on."""
         words = {
-            "finished": "finished", "failed": "failed", "error": "failed", "restarted": "restarting",
-            "started": "running", "run": "starting", "waiting": "waiting for devices",
+            "finished": "finished", "interrupted": "interrupted", "failed": "failed", "error": "failed",
+            "restarted": "restarting", "started": "running", "run": "starting", "waiting": "waiting for devices",
             "resized": "restarting with another plan",
         }  # fmt: skip
         return next((words[e["event"]] for e in reversed(self.events) if e["event"] in words), "not started")

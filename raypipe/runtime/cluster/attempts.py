@@ -191,6 +191,9 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
                 continue
             log.event("devices_lost", message=message.partition("\n")[0])
         else:
+            if driver.interrupted is not None:
+                log.event("interrupted", **driver.interrupted)
+                return
             if driver.paused is None:
                 prediction = driver.clock.prediction
                 clock = driver.clock

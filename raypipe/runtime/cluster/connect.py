@@ -11,16 +11,21 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import socket
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from raypipe.errors import RunError, SpecError
 from raypipe.runtime.cluster.autoscaler import autoscales
 from raypipe.runtime.cluster.devices import DeviceRequest, check_room, local_cpus, request_devices
+from raypipe.signals import kept_handlers
 
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
 LOCKED = "check the port; where the cluster asks for a token, set RAY_AUTH_MODE=token (Ray does not, for a named one)"
@@ -95,7 +100,8 @@ def _join_running(quiet: dict[str, Any]) -> bool:
     if named not in ("", "auto"):
         _check_reachable(named)
     try:
-        ray.init(address=address, **quiet)
+        with kept_handlers():
+            ray.init(address=address, **quiet)
     except ConnectionError as error:
         if named:
             raise SpecError("RAY_ADDRESS", f"cannot connect to a Ray cluster at {named}: {error}", LOCKED) from None
@@ -154,20 +160,55 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
     else:
         os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")  # an actor for the page of a dashboard
     cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
+    _have_token()
     try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=dashboard_port is not None,
-            dashboard_host="127.0.0.1",
-            dashboard_port=dashboard_port,
-            _node_ip_address="127.0.0.1",
-            **quiet,
-        )
+        with on_loopback(), kept_handlers():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=dashboard_port is not None,
+                dashboard_host="127.0.0.1",
+                dashboard_port=dashboard_port,
+                _node_ip_address="127.0.0.1",
+                **quiet,
+            )
     except Exception as error:  # Ray raises the class Exception itself if one of its processes did not start in time
         with contextlib.suppress(Exception):
             ray.shutdown()
-        raise RunError("ray", f"did not start on this machine: {_first_line(error)}", NOT_STARTED) from None
+        fix = NOT_STARTED
+        if isinstance(error, OSError) and error.filename is not None:
+            fix = f"see that {error.filename} can be written; it is in your home directory or in Ray's, RAY_TMPDIR"
+        raise RunError("ray", f"did not start on this machine: {_first_line(error)}", fix) from None
+
+
+def _have_token() -> None:
+    """Give a Ray that starts here a token of its own where Ray cannot keep one in the home directory."""
+    if any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    try:
+        folder = Path.home() / ".ray"
+        if (folder / "auth_token").is_file():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except (OSError, RuntimeError):  # the home is read-only, or there is none
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+@contextlib.contextmanager
+def on_loopback() -> Iterator[None]:
+    """Have a Ray that is started in this context know its node by 127.0.0.1, so that all its servers bind to that.
+
+    ``_node_ip_address`` alone does not do it: ``ray.init`` replaces a loopback address by one of the host's others,
+    unless clusters are off, as they are on systems other than Linux.
+    """
+    clusters = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
 
 
 def _first_line(error: BaseException) -> str:

@@ -198,6 +198,8 @@ def describe(error: BaseException) -> str:
         return str(cause)
     if isinstance(cause, RayActorError):
         return _death(cause)
+    while (inner := getattr(cause, "controller_failure", None)) is not None:  # Ray Train's, whose text may be empty
+        cause = inner
     # Ray's wrapper repeats class and message around a traceback; its cause has them once.
     return summary(getattr(cause, "cause", None) or cause)
 

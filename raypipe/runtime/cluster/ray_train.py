@@ -67,10 +67,19 @@ def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> To
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard's Train page stays empty
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor whose reports nothing here reads
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train.backend import Backend
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    class NoProcessGroup(TorchConfig):  # type: ignore[misc]
+        """Starts no process group, which Ray Train would also for one worker: its store listens on every interface."""
+
+        @property
+        def backend_cls(self) -> Any:
+            return Backend
 
     return TorchTrainer(
         driver_loop,
+        torch_config=NoProcessGroup(),
         train_loop_config={"request": request},
         # The driver computes nothing, so it reserves no CPU: all of them belong to the workers.
         scaling_config=ScalingConfig(

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+from tests.listening import beyond_loopback, listening, session_of
 from tests.ray_environment import without_ray
 
 pytestmark = pytest.mark.own_ray
@@ -46,15 +48,61 @@ def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+    """A run, and beside it the addresses at which any of its processes listened."""
     directory = tmp_path_factory.mktemp("runs") / "undisturbed"
-    done = subprocess.run(
-        [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory), "--json"],
-        capture_output=True, text=True, timeout=240, env=without_ray(RAY_ADDRESS="local"),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().splitlines()
-    assert len(lines) == 1, done.stdout  # nothing but the object
-    return json.loads(lines[0]), directory
+    words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory), "--json"]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=without_ray(RAY_ADDRESS="local"),
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        heard: dict[str, str] = {}
+        deadline = time.monotonic() + 240
+        while process.poll() is None and time.monotonic() < deadline:
+            heard |= listening(session_of(process.pid))
+            time.sleep(0.2)
+        out, err = process.communicate(timeout=5)
+    assert process.returncode == 0, err
+    lines = out.strip().splitlines()
+    assert len(lines) == 1, out  # nothing but the object
+    return json.loads(lines[0]) | {"heard": heard}, directory
+
+
+@pytest.mark.runs
+def test_a_local_run_listens_on_loopback_only(undisturbed) -> None:
+    heard = undisturbed[0]["heard"]
+    assert {"gcs_server", "raylet"} <= set(heard.values())  # the look at the tables was no empty one
+    assert beyond_loopback(heard) == {}
+
+
+@pytest.mark.runs
+def test_sigterm_ends_a_run_that_goes_on_to_the_same_losses(undisturbed, job, tmp_path, capsys) -> None:
+    directory = tmp_path / "run"
+    words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory)]
+    slow = ["--set", "train.eval_every=1", "--set", "train.checkpoint_every=4"]
+    with subprocess.Popen(
+        [*words, *slow], stderr=subprocess.PIPE, text=True, env=without_ray(RAY_ADDRESS="local"), start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < deadline and not read_rows(directory / METRICS):
+            time.sleep(0.02)
+        others = session_of(process.pid) - {process.pid}
+        process.terminate()
+        err = process.communicate(timeout=60)[1]
+    assert process.returncode == 143, err
+    (ended,) = [row for row in read_rows(directory / EVENTS) if row["event"] == "interrupted"]
+    assert err.count("SIGTERM") == err.count(f"ended by SIGTERM after step {ended['step']}, with a checkpoint") == 1
+    assert "Traceback" not in err
+    assert "stack" not in err
+    assert 0 < ended["step"] < 40
+    assert (directory / "checkpoints" / f"step-{ended['step']:08d}" / "manifest.json").exists()
+    deadline = time.monotonic() + 20
+    while (left := {pid for pid in others if Path(f"/proc/{pid}").exists()}) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+    again = train(capsys, job, directory, "--resume")
+    assert again["resumed_from"] == ended["step"]
+    losses = [row["loss"] for row in read_rows(directory / METRICS) if "loss" in row]
+    assert losses == pytest.approx(undisturbed[0]["losses"], rel=1e-6)
 
 
 @pytest.mark.runs

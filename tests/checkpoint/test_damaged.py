@@ -1,0 +1,77 @@
+"""A damaged newest checkpoint is passed over with a notice; one that is asked for by its step is not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from raypipe.checkpoint import commit, write_shard
+from raypipe.errors import CheckpointError, SpecError
+from raypipe.job.load import load_job
+from raypipe.trained import last_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 10 and 20, of two shards each."""
+    for step in (10, 20):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        shards = [write_shard(folder, f"rank-{n:05d}", {f"param/{n}.w": torch.full((4,), step)}) for n in range(2)]
+        commit(folder, step, shards, {})
+    return tmp_path / "run"
+
+
+def missing(folder: Path) -> None:
+    next(folder.glob("rank-00001*")).unlink()
+
+
+def changed(folder: Path) -> None:
+    shard = next(folder.glob("rank-00001*"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+
+
+def link(folder: Path) -> None:
+    shard = next(folder.glob("rank-00001*"))
+    shard.rename(folder.parent / "elsewhere")
+    shard.symlink_to(folder.parent / "elsewhere")
+
+
+def linked_manifest(folder: Path) -> None:
+    (folder / "manifest.json").rename(folder.parent / "elsewhere.json")
+    (folder / "manifest.json").symlink_to(folder.parent / "elsewhere.json")
+
+
+def manifest_of_another(folder: Path) -> None:
+    shutil.copy(folder.parent / "step-00000010" / "manifest.json", folder)
+
+
+def manifest_that_points_out(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("rank-00001", "../step-00000010/rank-00001"))
+
+
+@pytest.mark.parametrize(
+    "damage", [missing, changed, link, linked_manifest, manifest_of_another, manifest_that_points_out]
+)
+def test_damage(damage: Callable[[Path], None], run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = load_job(Path("jobs/quickstart.yaml"), ())
+    assert last_checkpoint(run, job).step == 20
+    assert capsys.readouterr().err == ""
+    damage(run / "checkpoints" / "step-00000020")
+    assert last_checkpoint(run, job).step == 10
+    said = capsys.readouterr().err
+    assert said.startswith("note: skipped checkpoint: ")
+    assert "step-00000020" in said
+    assert said.endswith("; using step-00000010\n")
+    assert last_checkpoint(run, job, 10).step == 10
+    with pytest.raises(CheckpointError, match="step-00000020"):
+        last_checkpoint(run, job, 20)
+    with pytest.raises(SpecError, match=r"no checkpoint of step 17 in .*\n.*nearest is of step 20"):
+        last_checkpoint(run, job, 17)
