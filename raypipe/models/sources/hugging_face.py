@@ -18,7 +18,7 @@ from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
 from raypipe.models.losses.contrastive import contrastive
 from raypipe.models.more_tasks import Pixels, Transcript
-from raypipe.models.sources.adapters import AdapterValues, with_adapters, without_adapters
+from raypipe.models.sources.adapters import AdapterValues, SavedAdapters, with_adapters, without_adapters
 from raypipe.models.sources.saved_values import Saved
 from raypipe.models.sources.source import Identity, LossFunction
 from raypipe.models.start_values import Constructed, StartValues
@@ -172,15 +172,16 @@ class HuggingFace:
         Raises:
             SpecError: the directory's files do not hold the model's values.
         """
-        directory = Path(self.spec.hf)
-        constructed: StartValues = Constructed(build) if self.spec.lora is None else AdapterValues(Constructed(build))
+        directory, adapters = Path(self.spec.hf), self.spec.adapters
+        values: StartValues = Constructed(build) if self.spec.lora is None else AdapterValues(Constructed(build))
         if not directory.is_dir():
-            return constructed
-        skeleton = build_without_memory(build)
+            return values
+        skeleton = whole = build_without_memory(build)
         if self.spec.lora is not None:
-            dtype = next(value.dtype for value in skeleton.parameters() if value.is_floating_point())
+            dtype = next(value.dtype for value in whole.parameters() if value.is_floating_point())
             skeleton = build_without_memory(lambda: self._construct(self.kind)).to(dtype)
-        return Saved(directory, skeleton, constructed, self._names_before, without_adapters)
+        values = Saved(directory, skeleton, values, self._names_before, without_adapters)
+        return values if adapters is None else SavedAdapters(Path(adapters), whole, values)
 
     def _names_before(self) -> Collection[str] | None:
         """Return what the saved model has, where the directory names another class than the job takes."""

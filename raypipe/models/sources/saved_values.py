@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
-from raypipe.files import read_json, short
+from raypipe.files import short
 from raypipe.models.sources.conversion import Conversion, tied
+from raypipe.models.sources.tensor_files import TensorFiles
 from raypipe.models.start_values import StartValues
 
-ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ONE = "model.safetensors"
 
 
 class Saved:
@@ -40,8 +41,8 @@ class Saved:
         before: Callable[[], Collection[str] | None] = lambda: None, renamed: Callable[[str], str] = str,
     ) -> None:  # fmt: skip
         self.directory, self.others, self.before, self.renamed = directory, others, before, renamed
-        self.files = tensor_files(directory, ONE)
-        self.conversion = Conversion(skeleton, _without_memory(directory, self.files))
+        self.files = TensorFiles(directory, ONE)
+        self.conversion = Conversion(skeleton, self.files.without_memory())
         self.names = {name: tuple(group) for group in tied(skeleton) for name in group}
         self._check()
 
@@ -82,9 +83,9 @@ class Saved:
         """Return values by their own names, given the names that the files fill."""
         made: dict[str, Tensor] = {}
         needed = {one for name in wanted.values() for one in self.names.get(name, (name,))}
-        with _Reader(self.directory, self.files) as reader:
+        with self.files.reader() as read:
             for source in {self.conversion.sources[name] for name in needed if name in self.conversion.sources}:
-                values = self.conversion.convert(source, reader.read)
+                values = self.conversion.convert(source, read)
                 made |= {name: value for name, value in values.items() if name in needed}
         self._check_conversion()
         for name in set(wanted.values()):
@@ -135,85 +136,3 @@ class Saved:
         if self._before is None:
             return False
         return not {name, name.removeprefix(start), start + name} & set(self._before)
-
-
-class _Reader:
-    """Reads single tensors of a directory's files, each of which is opened once."""
-
-    def __init__(self, directory: Path, files: Mapping[str, str]) -> None:
-        self.directory, self.files = directory, files
-        self.open: dict[str, object] = {}
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.open.clear()
-
-    def read(self, key: str) -> Tensor:
-        """Return a tensor by its name in the files."""
-        from safetensors import SafetensorError, safe_open
-
-        file = self.directory / self.files[key]
-        try:
-            if self.files[key] not in self.open:
-                self.open[self.files[key]] = safe_open(file, framework="pt")
-            value: Tensor = self.open[self.files[key]].get_tensor(key)  # type: ignore[attr-defined]
-        except (OSError, SafetensorError) as error:
-            raise SpecError("model.hf", f"{file} can't be read: {error}", "save it again") from None
-        return value
-
-
-def _without_memory(directory: Path, files: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the saved tensors without their values.
-
-    Raises:
-        SpecError: a file cannot be read.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    found: dict[str, Tensor] = {}
-    for file in dict.fromkeys(files.values()):
-        try:
-            with safe_open(directory / file, framework="pt") as content:
-                for key in content.keys():  # noqa: SIM118, no mapping
-                    if files.get(key) == file:
-                        part = content.get_slice(key)
-                        found[key] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
-        except (OSError, SafetensorError, KeyError) as error:
-            raise SpecError("model.hf", f"{directory / file} can't be read: {error}", "save it again") from None
-    if lost := [key for key in files if key not in found]:
-        why = f"{directory / files[lost[0]]} lacks {', '.join(lost)}, which {INDEX} says it holds"
-        raise SpecError("model.hf", why, "save it again")
-    return found
-
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "C64": torch.complex64,
-}  # fmt: skip
-"""Dtypes as safetensors writes them; those that quantised models alone use are not read."""
-
-
-def tensor_files(directory: Path, one: str) -> dict[str, str]:
-    """Return the file that holds each tensor of a directory; ``one`` is the name of a single file.
-
-    Raises:
-        SpecError: there is none, or it cannot be read.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        if (directory / INDEX).is_file():
-            listed = dict(read_json(directory / INDEX)["weight_map"])
-            if not all(isinstance(file, str) and Path(file).name == file for file in listed.values()):
-                raise ValueError(f"{INDEX} names a file outside the folder")
-            return listed
-        with safe_open(directory / one, framework="pt") as content:
-            return dict.fromkeys(content.keys(), one)
-    except FileNotFoundError:
-        why = f"{directory} holds no {one}"
-        raise SpecError("model.hf", why, "save the model with transformers' save_pretrained") from None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise SpecError("model.hf", f"{directory}'s weights can't be read: {error}", "save the model again") from None
