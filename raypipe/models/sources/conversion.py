@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from raypipe.capture.meta import needs_values, same_randomness
+
 Load = Callable[[str], Tensor]
 
 
@@ -43,7 +45,8 @@ class Conversion:
         from transformers.core_model_loading import WeightConverter, WeightRenaming
         from transformers.utils.loading_report import LoadStateDictInfo
 
-        self.model: Any = model
+        whole: Any = model
+        self.model = whole
         self.state: dict[str, Tensor] = model.state_dict()
         """Parameters and saved buffers by name; a tied parameter has several."""
         table = get_model_conversion_mapping(self.model)
@@ -71,7 +74,7 @@ class Conversion:
                 self.report.missing_keys.difference_update(names)
             else:
                 self.report.missing_keys.difference_update(names[1:])
-        self.model._adjust_missing_and_unexpected_keys(self.report)
+        whole._adjust_missing_and_unexpected_keys(self.report)
 
     def _grouped(self, saved: Collection[str], converters: list[Any]) -> Iterable[Source]:
         from transformers.core_model_loading import dot_natural_key, rename_source_key
@@ -112,6 +115,32 @@ class Conversion:
         except SkipParameters:
             return {}
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def settled(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return values that were read as they are once transformers has initialised what the files lack.
+
+        It runs the model's own initialisation then, which leaves values alone that are marked as read. But some models
+        set a part of one regardless, such as the row of a padding token.
+        """
+        model: Any = deepcopy(self.model)
+        for part in model.modules():
+            part._is_hf_initialized = False
+        for name in self.state:
+            model.get_parameter_or_buffer(name)._is_hf_initialized = True
+        for name, value in values.items():
+            parent, _, leaf = name.rpartition(".")
+            part = model.get_submodule(parent)
+            known = leaf in part._parameters
+            held: Any = nn.Parameter(value, value.is_floating_point()) if known else value
+            held._is_hf_initialized = True
+            (part._parameters if known else part._buffers)[leaf] = held
+        try:
+            with same_randomness(0):
+                model.initialize_weights()
+        except Exception as error:  # whatever reads values that this stage lacks changes none that it read
+            if not needs_values(error):
+                raise
+        return {name: model.get_parameter_or_buffer(name).detach() for name in values}
 
 
 def tied(model: nn.Module) -> list[list[str]]:

@@ -93,7 +93,8 @@ class Saved:
                 if other in made and not torch.equal(made[other], made[name]):
                     why = f"{self.directory} holds different values for {name} and {other}, which the model ties"
                     raise SpecError("model.hf", why, "set model.config.tie_word_embeddings to false")
-        return {name: made[key] for name, key in wanted.items()}
+        settled = self.conversion.settled({key: made[key] for key in set(wanted.values())})
+        return {name: settled[key] for name, key in wanted.items()}
 
     def _check(self) -> None:
         self._check_conversion()
