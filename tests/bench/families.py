@@ -174,6 +174,8 @@ def compare(model: nn.Module, folder: Path) -> list[str]:
     for name, value in back.named_buffers():
         if not _equal(start.get(name, buffers[name]), value):
             wrong.append(f"buffer {name}")
+    for name, parameter in skeleton.named_parameters():
+        expected[name].requires_grad_(parameter.requires_grad)  # which from_pretrained forgets
     wrong += [f"notice: {notice}" for notice in values.notices]
     return wrong or _exported(saved, expected, folder)
 
