@@ -99,7 +99,8 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace, seed: 
         _replace_everywhere(module, parameter, nn.Parameter(value.to(torch.float32), parameter.requires_grad))
     buffers = dict(module.named_buffers())
     for name, value in values.read((), buffers, seed).items():
-        buffers[name].copy_(value)
+        parent, _, leaf = name.rpartition(".")  # replaced, for one that is made like a parameter has no memory either
+        buffers[name] = module.get_submodule(parent)._buffers[leaf] = value.to(buffers[name].dtype)
     learned = {name: buffer_key(name) for name in buffers if buffer_key(name) in checkpoint.files}
     for name, key in learned.items():
         buffers[name].copy_(checkpoint.read([key])[key])
