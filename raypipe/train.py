@@ -101,6 +101,8 @@ def prepare_run(
         raise unusable(where, error) from None
 
     layers = model.prepared(data)
+    for notice in () if resume else layers.notices:
+        say(notice)
     _check_slices(planned.plan.parallel.slices, layers, data, job, validation)
     units = units_of(layers.task, planned.job, data)
     return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, job, units, validation)

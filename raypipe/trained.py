@@ -16,9 +16,7 @@ from raypipe.errors import SpecError
 from raypipe.job import CapturedSpec, HfSpec, JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models import StageBody, build_model
-from raypipe.models.sources.adapters import ORIGINAL
 from raypipe.models.sources.hugging_face import HuggingFace
-from raypipe.models.sources.saved_values import Saved
 
 TOKENS = "raypipe_tokens"
 """Key of the exported config.json: ``bytes`` if the model was trained on bytes and so has no tokenizer. transformers
@@ -77,7 +75,7 @@ def load_hugging_face(
     checkpoint = last_checkpoint(directory, job, step)
     source = HuggingFace(spec)
     module = build_without_memory(source.build)
-    _fill(module, checkpoint, source)
+    _fill(module, checkpoint, source, job.train.seed)
     return source, module
 
 
@@ -100,19 +98,19 @@ def fill(module: nn.Module, directory: Path, job: JobSpec) -> None:
                 buffer.copy_(checkpoint.read([key])[key])
 
 
-def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace) -> None:
-    """Fill the parameters from the checkpoint, and the buffers from it or, if it lacks them, from the initial model."""
+def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace, seed: int) -> None:
+    """Fill the module from the checkpoint, and with start values where that holds none since forward reads none."""
     values = source.values(source.build)
     parameters = dict(module.named_parameters())  # tied parameters by their first name, as in checkpoints
-    unused = [name for name in parameters if ORIGINAL in name]
-    others = values.read(unused, (), 0) if unused else {}
+    unused = [name for name in parameters if f"param/{name}" not in checkpoint.files]
+    others = values.read(unused, (), seed) if unused else {}
     for name, parameter in parameters.items():
         value = others[name] if name in others else checkpoint.read([f"param/{name}"])[f"param/{name}"]
         _replace_everywhere(module, parameter, nn.Parameter(value.to(torch.float32), parameter.requires_grad))
     buffers = dict(module.named_buffers())
-    if isinstance(values, Saved):
-        for name, value in values.read((), buffers, 0).items():
-            buffers[name].copy_(value)
+    for name, value in values.read((), buffers, seed).items():
+        parent, _, leaf = name.rpartition(".")  # replaced, for one that is made like a parameter has no memory either
+        buffers[name] = module.get_submodule(parent)._buffers[leaf] = value.to(buffers[name].dtype)
     learned = {name: buffer_key(name) for name in buffers if buffer_key(name) in checkpoint.files}
     for name, key in learned.items():
         buffers[name].copy_(checkpoint.read([key])[key])

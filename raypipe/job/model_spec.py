@@ -7,9 +7,9 @@ from pathlib import Path
 from types import FunctionType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, field_validator
+from pydantic import BaseModel, Discriminator, Field, JsonValue, Tag, field_validator, model_validator
 
-from raypipe.files import expanded
+from raypipe.files import expanded, read_json
 from raypipe.job.field_types import Positive, Share, Spec
 
 TaskName = Literal[
@@ -84,6 +84,10 @@ class CapturedSpec(Spec):
         return f"{loss.__module__}:{loss.__qualname__}"
 
 
+ADAPTERS = "adapter_config.json"
+"""peft's file beside the adapters that it saves."""
+
+
 class LoraSpec(Spec):
     """Low-rank adapters that train in place of the model; the keys are those of ``peft.LoraConfig``."""
 
@@ -112,6 +116,35 @@ class HfSpec(CapturedSpec):
     """Changes to the configuration of the type or directory; the keys are those of its configuration."""
     lora: LoraSpec | None = None
     """Adapters to train while the model itself is frozen; ``raypipe export`` writes them for peft."""
+    adapters: str | None = None
+    """A directory of peft with the adapters to start from. ``hf`` may be such a directory too: its base is then the
+    model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _taken_apart(cls, given: Any) -> Any:
+        """Take a directory of adapters apart into its base, its options, and itself."""
+        if not isinstance(given, dict):
+            return given
+        folder, base = given.get("adapters"), given.get("hf")
+        if folder is None and isinstance(base, str) and (expanded(Path(base)) / ADAPTERS).is_file():
+            folder, base = base, None
+        if not isinstance(folder, str):
+            return given
+        path = expanded(Path(folder)).resolve()
+        try:
+            says = dict(read_json(path / ADAPTERS))
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"{path / ADAPTERS} can't be read: {error}; save the adapters again") from None
+        if base is None:
+            named = str(says.get("base_model_name_or_path"))
+            tried = (expanded(Path(named)), path / named)
+            base = next((str(one) for one in tried if (one / "config.json").is_file()), None)
+            if base is None:
+                fix = "give it as model.hf, and this one as model.adapters"
+                raise ValueError(f"the base of the adapters in {path}, {named}, is no directory here; {fix}")
+        options = {key: says[key] for key in LoraSpec.model_fields if says.get(key) is not None}
+        return {**given, "hf": base, "adapters": str(path), "lora": given.get("lora") or options}
 
     @field_validator("hf")
     @classmethod

@@ -123,6 +123,11 @@ class CapturedModel(LayeredModel):
         return self.graph.sources[name].requires_grad
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """See ``LayeredModel.notices``."""
+        return self.values.notices
+
+    @property
     def results(self) -> tuple[Result, ...]:
         """The operations' results that other sub-graphs read; see ``LayeredModel.results``."""
         return self._results

@@ -118,6 +118,11 @@ class LayeredModel(ABC):
     loss)."""
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know of the model before a run starts."""
+        return ()
+
+    @property
     def count(self) -> int:
         """Number of layers."""
         return len(self.names)

@@ -30,6 +30,10 @@ _patching = threading.RLock()
 class StartValues(Protocol):
     """A source of start values."""
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know of them before a run starts."""
+
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
         """Return values of all these parameters, and of those buffers whose value differs from the constructor's."""
 
@@ -39,6 +43,8 @@ class Constructed:
 
     ``build`` returns the module; it is called once without memory to learn the parameters' order, and once per stage.
     """
+
+    notices = ()
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         self.build = build

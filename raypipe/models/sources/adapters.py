@@ -14,7 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError, install
-from raypipe.job.model_spec import LoraSpec
+from raypipe.files import read_json
+from raypipe.job.model_spec import ADAPTERS, LoraSpec
+from raypipe.models.sources.tensor_files import TensorFiles
 from raypipe.models.start_values import StartValues
 
 ORIGINAL = ".original_module."
@@ -29,6 +31,12 @@ TYPES = {
 }  # fmt: skip
 """peft's task types by the end of a class's name; others have none."""
 _ADAPTER = ".lora_"
+_WHOLE = ".modules_to_save.default."
+_ABOUT = (
+    "task_type", "base_model_name_or_path", "inference_mode", "revision", "peft_type", "auto_mapping",
+    "fan_in_fan_out", "peft_version",
+)  # fmt: skip
+"""Keys of peft's configuration that say nothing of the adapter, or that follow from the model."""
 
 
 def with_adapters(module: nn.Module, spec: LoraSpec) -> nn.Module:
@@ -58,6 +66,16 @@ def with_adapters(module: nn.Module, spec: LoraSpec) -> nn.Module:
         raise SpecError("model.lora.target_modules", str(error).partition(".\n")[0], fix) from None
 
 
+def _check_options(mine: Mapping[str, Any], where: str) -> None:
+    from peft import LoraConfig
+
+    plain = LoraConfig().to_dict()  # type: ignore[no-untyped-call]
+    other = [k for k, v in mine.items() if v != plain.get(k) and k not in (*LoraSpec.model_fields, *_ABOUT)]
+    if other:
+        known = ", ".join(LoraSpec.model_fields)
+        raise SpecError(where, f"its adapter sets {', '.join(sorted(other))}", f"use {known}")
+
+
 def without_adapters(name: str) -> str:
     """Return the name that a parameter has in the model without adapters.
 
@@ -76,6 +94,8 @@ class AdapterValues:
     read that layer's weight from its constructor. So the constructor makes that weight too.
     """
 
+    notices = ()
+
     def __init__(self, constructed: StartValues) -> None:
         self.constructed = constructed
 
@@ -84,6 +104,57 @@ class AdapterValues:
         layers = {f"{name.partition(_ADAPTER)[0]}.base_layer.weight" for name in parameters if _ADAPTER in name}
         found = self.constructed.read({*parameters, *layers}, buffers, seed)
         return {name: value for name, value in found.items() if name not in layers or name in parameters}
+
+
+class SavedAdapters:
+    """Start values of a model with adapters that were saved by peft.
+
+    Args:
+        directory: peft's, with ``adapter_config.json``.
+        skeleton: the model with adapters, without memory.
+        others: start values of everything else.
+
+    Raises:
+        SpecError: the directory cannot be read, or does not fit the model.
+    """
+
+    def __init__(self, directory: Path, skeleton: nn.Module, others: StartValues) -> None:
+        _check_options(read_json(directory / ADAPTERS), "model.adapters")
+        self.others = others
+        self.files = TensorFiles(directory, "adapter_model.safetensors", "model.adapters")
+        shapes = self.files.without_memory()
+        own = {name: value for name, value in skeleton.named_parameters() if _ADAPTER in name or _WHOLE in name}
+        self.keys = {name: _peft_key(name) for name in own}
+        problems = [f"holds no {key}" for key in self.keys.values() if key not in shapes]
+        problems += [f"holds {key}, which the model lacks" for key in sorted(shapes.keys() - set(self.keys.values()))]
+        problems += [
+            f"{key} is {list(shapes[key].shape)} in the file and {list(own[name].shape)} in the model"
+            for name, key in self.keys.items()
+            if key in shapes and shapes[key].shape != own[name].shape
+        ]
+        if problems:
+            fix = "give the model and the options of model.lora that it was made with"
+            raise SpecError("model.adapters", f"{directory}: {'; '.join(problems)}", fix)
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know of the model without adapters."""
+        return self.others.notices
+
+    def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
+        """Return the values as ``StartValues`` does."""
+        found = dict(self.others.read([name for name in parameters if name not in self.keys], buffers, seed))
+        with self.files.reader() as read:
+            return found | {name: read(self.keys[name]) for name in parameters if name in self.keys}
+
+
+def _peft_key(name: str) -> str:
+    """Return the name that peft gives a parameter in its file.
+
+    >>> _peft_key("h.0.q.lora_A.default.weight"), _peft_key("score.modules_to_save.default.weight")
+    ('base_model.model.h.0.q.lora_A.weight', 'base_model.model.score.weight')
+    """
+    return "base_model.model." + name.replace(_WHOLE, ".").replace(".default", "")
 
 
 def save_adapters(module: nn.Module, folder: Path, base: str) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from raypipe.capture.meta import build_without_memory
 from raypipe.errors import SpecError, install
-from raypipe.files import short
+from raypipe.files import read_json, short
 from raypipe.graph.fingerprint import transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
 from raypipe.models.losses.contrastive import contrastive
 from raypipe.models.more_tasks import Pixels, Transcript
-from raypipe.models.sources.adapters import AdapterValues, with_adapters, without_adapters
+from raypipe.models.sources.adapters import AdapterValues, SavedAdapters, with_adapters, without_adapters
 from raypipe.models.sources.saved_values import Saved
 from raypipe.models.sources.source import Identity, LossFunction
 from raypipe.models.start_values import Constructed, StartValues
@@ -88,14 +89,18 @@ class HuggingFace:
         Raises:
             SpecError: transformers cannot construct it with this configuration.
         """
+        module = self._construct(self.kind)
+        return module if self.spec.lora is None else with_adapters(module, self.spec.lora)
+
+    def _construct(self, kind: Any) -> nn.Module:
         try:
             # In float32 whatever precision the directory has, because the job chooses the precision.
-            module: nn.Module = self.kind._from_config(self.config, dtype=torch.float32)
+            module: nn.Module = kind._from_config(self.config, dtype=torch.float32)
         except Exception as error:  # the library's models raise many classes
             said = short(" ".join(str(error).split()) or type(error).__name__, 300)
-            why = f"{self.kind.__name__} cannot be constructed with this configuration: {said}"
+            why = f"{kind.__name__} cannot be constructed with this configuration: {said}"
             raise SpecError("model.config", why, "correct its keys; each model type has its own") from error
-        return module if self.spec.lora is None else with_adapters(module, self.spec.lora)
+        return module
 
     def identity(self, build: Callable[[], nn.Module]) -> Identity:
         """Return the model's class, its configuration, and the library's code."""
@@ -162,12 +167,30 @@ class HuggingFace:
             raise SpecError(where, f"{what}, but the model has positions for {positions}", fix)
 
     def values(self, build: Callable[[], nn.Module]) -> StartValues:
-        """Return random start values for a model type, and the saved ones for a directory."""
-        directory = Path(self.spec.hf)
-        constructed: StartValues = Constructed(build) if self.spec.lora is None else AdapterValues(Constructed(build))
+        """Return random start values for a model type, and the saved ones for a directory.
+
+        Raises:
+            SpecError: the directory's files do not hold the model's values.
+        """
+        directory, adapters = Path(self.spec.hf), self.spec.adapters
+        values: StartValues = Constructed(build) if self.spec.lora is None else AdapterValues(Constructed(build))
         if not directory.is_dir():
-            return constructed
-        return Saved(directory, str(self.kind.base_model_prefix), build, constructed, without_adapters)
+            return values
+        skeleton = whole = build_without_memory(build)
+        if self.spec.lora is not None:
+            dtype = next(value.dtype for value in whole.parameters() if value.is_floating_point())
+            skeleton = build_without_memory(lambda: self._construct(self.kind)).to(dtype)
+        values = Saved(directory, skeleton, values, self._names_before, without_adapters)
+        return values if adapters is None else SavedAdapters(Path(adapters), whole, values)
+
+    def _names_before(self) -> Collection[str] | None:
+        """Return what the saved model has, where the directory names another class than the job takes."""
+        import transformers
+
+        saved = (read_json(Path(self.spec.hf) / "config.json").get("architectures") or [None])[0]
+        if saved is None or saved == self.kind.__name__ or not hasattr(transformers, saved):
+            return None
+        return build_without_memory(lambda: self._construct(getattr(transformers, saved))).state_dict()
 
 
 def _class_and_task(config: Any, spec: HfSpec) -> tuple[Any, TaskName]:
