@@ -3,7 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all bench gpu lint unit clean
+# The oldest Python that pyproject.toml promises, and all that `make matrix` looks for.
+OLDEST := 3.10
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+# What no interpreter but the oldest can tell without running it: a name of the standard library that came later.
+NEWER = $(BIN)/vermin --target=$(OLDEST)- --violations --no-tips --quiet --eval-annotations --backport typing_extensions raypipe
+
+.PHONY: train train-short test test-all bench gpu lint unit matrix clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -24,6 +30,7 @@ train: $(VENV)/.run
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(NEWER)
 	$(BIN)/mypy
 
 # What starts no Ray and takes less than half a second a test, two at a time.
@@ -36,11 +43,24 @@ test: CASES := and not exhaustive
 test test-all: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(NEWER)
 	@( $(BIN)/mypy && $(BIN)/python -m pytest -m "own_ray $(CASES)" tests ) > .own_ray.log 2>&1 & other=$$!; \
 	trap "kill $$other" INT TERM; \
 	$(BIN)/python -m pytest -m "runs and not own_ray $(CASES)"; status=$$?; \
 	nice -n 5 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not runs $(CASES)" || status=1; \
 	wait $$other || status=1; cat .own_ray.log; exit $$status
+
+# Every interpreter at hand among the promised ones: an installation of its own, a short job, and the tests of `unit`.
+matrix:
+	@failed=; for python in $(PYTHONS); do \
+	  $$python -c '' 2>/dev/null || { echo "$$python: not here"; continue; }; \
+	  echo "$$python: installing, a short job, the unit tests"; \
+	  $(MAKE) --no-print-directory VENV=.venv-$$python PYTHON=$$python train-short unit || failed="$$failed $$python"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+train-short: $(VENV)/.run
+	rm -rf $(VENV)/short
+	$(BIN)/python -m raypipe train jobs/quickstart.yaml --set train.steps=4 --run-dir $(VENV)/short
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench
@@ -57,4 +77,4 @@ gpu:
 	$(GPU_VENV)/bin/python -m tests.bench.gpu --report $(GPU_REPORT)
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.noise import Noise
@@ -201,6 +202,9 @@ class Profile(Spec):
     ``cost.stages.with_reduce_dtype``."""
     taken_for: TakenFor | None = None
     """The job that it was measured for; None if computed."""
+    estimated: Annotated[tuple[int, ...], Field(strict=False)] = ()
+    """Micro-batch sizes whose times were not measured, because that would have taken too long, but lie on the line
+    through the measured ones."""
     batch_statistics: bool = False
     """Whether a sample's loss depends on the others of its micro-batch (batch norm): copies then divide nothing."""
     slicing: Slicing | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from raypipe.cost.collectives import Kind
 
@@ -37,6 +38,23 @@ class Effort:
     collective_bytes: tuple[int, ...]
     repeats: int
     collectives: tuple[Kind, ...]
+    whole_s: float = math.inf
+    """Seconds for all micro-batch sizes, or ``STEPS`` steps of the job where these take longer. Sizes that do not fit
+    into them are not measured but estimated."""
+    once: bool = False
+    """Whether every order of tasks is measured in a single step, its memory too: see ``one_step``."""
+
+
+STEPS = 1.5
+"""Steps of the job that a profile may take; with what comes before and after it, less than two."""
+
+
+def one_step(effort: Effort) -> Effort:
+    """Return the effort for layers whose tasks take so long that neither a clock's nor an allocator's noise matters.
+
+    The first micro-batch, which allocates the gradients, warms up for those that follow it.
+    """
+    return replace(effort, warm_up=0, least=1, most=1, pairs=1, again=0, once=True)
 
 
 THOROUGH = Effort(
@@ -50,5 +68,5 @@ QUICK = Effort(
     warm_up=1, least=2, most=10, budget_s=0.15, passes=1, pairs=3,
     every_memory=False, again=1, patience_s=10.0, brief=True,
     message_bytes=(1 << 12, 1 << 17, 1 << 21), collective_bytes=(1 << 17, 1 << 22), repeats=20,
-    collectives=("all_reduce",),
+    collectives=("all_reduce",), whole_s=20.0,
 )  # fmt: skip

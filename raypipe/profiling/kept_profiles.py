@@ -22,7 +22,7 @@ from raypipe.graph.captured_files import cache_folder
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 
-MEASURED_AS = 4
+MEASURED_AS = 5
 """Version of the measurements; increased when they change, so that older profiles are no longer found."""
 
 

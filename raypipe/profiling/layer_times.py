@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -20,11 +21,12 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 from raypipe.partition.pieces import tensor_ranks_of
 from raypipe.profiling.disturbances import charge, drift, stolen
-from raypipe.profiling.effort import Effort
+from raypipe.profiling.effort import Effort, one_step
 from raypipe.profiling.profiled_steps import (
     AFTER,
     ALIVE,
     BEFORE,
+    MICROBATCHES,
     WORST,
     Samples,
     Taken,
@@ -60,6 +62,9 @@ MEMORY: tuple[tuple[str, Way, Kind, int, int], ...] = (
 )
 """Measurements of memory: name, kind of step, kind of task, and the two moments whose difference is taken."""
 WAYS: tuple[Way, ...] = ("joint", "recompute", "split")
+LONG = 5e8
+"""Floating-point operations of one sample's forward through a layer from which on it takes long on a CPU: about ten
+milliseconds, beside which the caches do not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,16 @@ class LayerBench:
     workers: WorkerGroup
     data: Path
     """Folder of the prepared data."""
+    bounded: bool = False
+    """Whether the whole measurement is bounded in time (``Effort.whole_s``), on CPUs."""
     groups: list[int] = field(init=False)
     """Per layer, the first layer of the same kind."""
     measured: list[int] = field(init=False)
     """Layers that are built and measured."""
+    long: bool = field(init=False)
+    """Whether tasks take so long that one measurement of each has to do, and does."""
+    estimated: list[int] = field(default_factory=list)
+    """Micro-batch sizes whose times are estimated from those of the measured sizes."""
     passes: dict[int, list[Pass]] = field(default_factory=lambda: defaultdict(list))
     """Measurements by micro-batch size."""
     grown: dict[str, dict[int, dict[int, float]]] = field(default_factory=lambda: defaultdict(dict))
@@ -103,7 +114,9 @@ class LayerBench:
 
     def __post_init__(self) -> None:
         self.groups = alike(self.model)
-        self.measured = measured_layers(self.groups)
+        long = {kind for kind in set(self.groups) if self.bounded and self.model.flops[kind] >= LONG}
+        self.measured = measured_layers(self.groups, long)
+        self.long = bool(long)
 
     def facts(self) -> list[DeviceFacts]:
         """Return the facts about every device."""
@@ -151,13 +164,17 @@ class LayerBench:
             alone: whether to compare with a device whose host's other devices are idle.
         """
         found: dict[Way, list[Samples]] = {}
+        effort, first = self._effort(effort), not self.passes
         for way in WAYS:
+            if way == "recompute" and effort.once:
+                continue  # a forward is the same work
             if way == "recompute" and self.job.train.compile != "inductor":  # uses the modules built for joint
                 found[way] = self._run(size, way, 0, effort, False)
             else:  # a compiled stage has programs for the tasks of one way
                 self._hold(size, way)
                 # Memory use becomes steady later than times, so it needs one more warm-up step.
-                found[way] = self._run(size, way, effort.warm_up + memory, effort, memory)
+                more = first and way == "joint" if effort.once else memory
+                found[way] = self._run(size, way, effort.warm_up + more, effort, memory)
             if alone and way == "joint":
                 self.alone = self._alone(size, effort)
         for what, way, kind, since, until in MEMORY if memory else ():
@@ -165,6 +182,21 @@ class LayerBench:
         if memory and self.job.train.dtype == "bfloat16":
             self.casts[size] = cast_bytes(found["joint"], self.groups)
         self.passes[size].append(Pass.of(found))
+
+    def _effort(self, effort: Effort) -> Effort:
+        """Return the effort that these layers need of what is allowed."""
+        return one_step(effort) if self.long else effort
+
+    def sample_seconds(self, size: int) -> float:
+        """Return how long it took to measure a size once it was warm, per sample: what another size will take."""
+        spans = [one.times[-1, :, 1].max() - one.times[0, :, 0].min() for one in self._counted(size)[0].found["joint"]]
+        return float(max(spans)) * len(self._counted(size)[0].found) / size
+
+    def step_seconds(self, size: int) -> float:
+        """Estimate a step of the job on all devices from one measured micro-batch size, as evenly divided work."""
+        taken = self._taken(size)
+        each = sum(taken[task, kind].seconds for kind in self.groups for task in ("F", "BW"))
+        return each / size * self.job.train.batch / len(self.workers.actors)
 
     def forget(self, size: int) -> None:
         """Discard the times measured so far, because the machine's speed has changed."""
@@ -188,7 +220,10 @@ class LayerBench:
             return task_times([one for counted in self._counted(size) for one in counted.found[way]], self.groups)
 
         times = found("joint")
-        times |= {key: t for key, t in found("recompute").items() if key[0] == "R"}
+        if all("recompute" in one.found for one in self._counted(size)):
+            times |= {key: t for key, t in found("recompute").items() if key[0] == "R"}
+        else:
+            times |= {("R", kind): t for (task, kind), t in times.items() if task == "F"}
         return times | {key: t for key, t in found("split").items() if key[0] in ("B", "W")}
 
     def _joint(self) -> list[list[Samples]]:
@@ -200,6 +235,7 @@ class LayerBench:
 
         The two measurements alternate, because the difference is a few percent and a machine's speed varies as much.
         """
+        effort = self._effort(effort)
         program = self._program(size, "joint")
         shares = []
         for _ in range(effort.pairs):
@@ -221,6 +257,7 @@ class LayerBench:
 
     def _recompute(self, size: int, effort: Effort) -> list[Samples]:
         self._hold(size, "joint")
+        effort = self._effort(effort)
         return self._run(size, "joint", effort.warm_up, effort, False)
 
     def drift(self, sizes: Iterable[int], effort: Effort) -> float:
@@ -240,7 +277,8 @@ class LayerBench:
         return found
 
     def _step(self, size: int, way: Way) -> Schedule:
-        return measured_step(self.model.count, self.measured, way, step_microbatches(size, self.job.train.batch))
+        most = ALIVE if self.long else MICROBATCHES
+        return measured_step(self.model.count, self.measured, way, step_microbatches(size, self.job.train.batch, most))
 
     def _program(self, size: int, way: Way) -> Program:
         return programs(self._step(size, way))[0]
@@ -294,7 +332,7 @@ class LayerBench:
     def _charge(self) -> float:
         """Return ``charge`` over all used passes."""
         counted = (one for size in self.passes for one in self._counted(size))
-        return charge(one for found in counted for way in WAYS for one in found.found[way])
+        return charge(one for found in counted for samples in found.found.values() for one in samples)
 
     def _profile(
         self, i: int, kind: int, taken: dict[int, dict[tuple[Kind, int], Taken]], longer: float, unread: float
@@ -318,7 +356,7 @@ class LayerBench:
             name=self.model.names[i],
             parameters=self.model.parameters(i),
             trained_parameters=self.model.trained_parameters(i),
-            times={size: times(size) for size in taken},
+            times=with_estimates({size: times(size) for size in sorted(taken)}, self.estimated),
             kept_bytes=kept,
             unread_input_bytes=unread,
             kept_fixed_bytes=kept_fixed,
@@ -371,6 +409,30 @@ class LayerBench:
         groups = [group for group in self.model.tied if not trained or self.model.is_trained(group.name)]
         holders = [(group, {layer for layer, _ in group.parameters}) for group in groups]
         return sum((len(layers) - 1) * self.sizes.get(group.name, 0) for group, layers in holders)
+
+
+def with_estimates(measured: Mapping[int, TaskTimes], estimated: Iterable[int]) -> dict[int, TaskTimes]:
+    """Add the times of sizes that were not measured: on the line through the two measured sizes next to each.
+
+    Of one measured size alone, times are proportional to the samples. ``measured`` must be ascending.
+
+    >>> one = TaskTimes(forward=2.0, input_grad=2.0, weight_grad=1.0, joint=3.0, recompute=2.0)
+    >>> four = TaskTimes(forward=5.0, input_grad=5.0, weight_grad=4.0, joint=9.0, recompute=5.0)
+    >>> [t.forward for t in with_estimates({1: one, 4: four}, [2, 8]).values()]
+    [2.0, 3.0, 5.0, 9.0]
+    """
+    sizes = list(measured)
+
+    def line(size: int) -> TaskTimes:
+        k = min(max(1, bisect(sizes, size)), len(sizes) - 1)
+        a, b = (sizes[k - 1], sizes[k]) if k else (0, sizes[0])
+        share = (size - a) / (b - a)
+        low = measured[a].model_dump() if k else dict.fromkeys(TaskTimes.model_fields, 0.0)
+        high = measured[b].model_dump()
+        found = {key: max(0.0, low[key] + share * (high[key] - low[key])) for key in high}
+        return TaskTimes(**found | {"spread": high["spread"]})
+
+    return dict(sorted({**measured, **{size: line(size) for size in estimated}}.items()))
 
 
 def _attention(work: LayerWork) -> dict[str, float]:

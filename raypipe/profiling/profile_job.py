@@ -6,6 +6,7 @@ down. Times come from the executor used in training, in workers set up as for tr
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections import Counter
@@ -28,7 +29,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.partition.slicing import slicing_of
 from raypipe.profiling.disturbances import to_repeat
-from raypipe.profiling.effort import QUICK, THOROUGH, Effort
+from raypipe.profiling.effort import QUICK, STEPS, THOROUGH, Effort
 from raypipe.profiling.kept_profiles import keep, profile_path, read_kept
 from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.link_times import LinkBench
@@ -158,7 +159,8 @@ class _Measuring:
         workers = start_actors(titles, request, ProfilingWorker, job.train.wait_for_devices_s, place, say)
         try:
             check_hosts(workers)
-            bench = LayerBench(job, model, workers, self.folder)
+            on_cpu = all(at.peer.device == "cpu" for at in workers.locations)
+            bench = LayerBench(job, model, workers, self.folder, bounded=on_cpu and math.isfinite(effort.whole_s))
             path = profile_path(job, model, sizes, count) if cached else None
             known = read_kept(path) if path is not None else None
             if known is not None and (found := at_present(bench, bench.facts(), *known, effort, say)) is not None:
@@ -196,7 +198,8 @@ def at_present(
     """
     if any(one.name != known.device for one in facts) or _hosts(facts) != known.placed.of_first(len(facts)):
         return None
-    size = _middle(sorted(known.layers[0].times))
+    sizes = sorted(set(known.layers[0].times) - set(known.estimated))
+    size = sizes[0] if bench.long else _middle(sizes)
     longer = replace(effort, budget_s=max(PROBE_S, effort.budget_s))
     factor = bench.probe(size, longer) / bench.known_seconds(known, size)
     change = factor - 1
@@ -258,22 +261,33 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
     if effort.brief:
         say(f"micro-batches of {', '.join(map(str, sizes))}: {layers}")
     sizes = list(sizes)
-    for size in sizes:
+    waiting, compared = list(sizes), sizes[0] if bench.long else _middle(sizes)
+    while waiting:
+        size = waiting.pop(0)
         if size > sizes[0] and not bench.fits(size, memory - base):
             say(f"micro-batches from {size} on do not fit a device: left out")
-            del sizes[sizes.index(size) :]
-            break
+            waiting = [other for other in waiting if other < size]
+            sizes = [other for other in sizes if other < size]
+            continue
         if not effort.brief:
             say(f"micro-batches of {size}: {layers}")
+        start = time.monotonic()
         bench.measure(
-            size, effort, effort.every_memory or size in (sizes[0], _middle(sizes)),
-            alone=size == _middle(sizes) and sharing > 1,
+            size, effort, effort.every_memory or bench.long or size in (sizes[0], _middle(sizes)),
+            alone=size == compared and sharing > 1,
         )  # fmt: skip
+        if size == sizes[0]:
+            whole_s = max(effort.whole_s, STEPS * bench.step_seconds(size))
+            took_s = bench.sample_seconds(size) if bench.long else (time.monotonic() - start) / size
+            waiting = _within(whole_s - (time.monotonic() - began), took_s, waiting, say)
+    bench.estimated = [size for size in sizes if size not in bench.passes]
+    sizes = sorted(bench.passes)
     for number in range(1, effort.passes):
         say(f"once more, {'from the largest on' if number % 2 else 'from the smallest on'}")
         for size in sizes[::-1] if number % 2 else sizes:
             bench.measure(size, effort, memory=False)
-    noise = measure_again(bench, effort, say, began)
+    # Where tasks take long, to measure them again would take as long as the job's own steps.
+    noise = Noise(stolen=max(bench.stolen.values())) if bench.long else measure_again(bench, effort, say, began)
     code = bench.code_bytes()
     inside: list[Timed] = []
     between: list[Timed] = []
@@ -293,6 +307,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         device=facts[0].name,
         dtype=bench.job.train.dtype,
         taken_for=TakenFor.job(bench.job),
+        estimated=tuple(bench.estimated),
         batch_statistics=bench.model.batch_statistics,
         slicing=_slicing(bench),
         devices=len(facts),
@@ -312,6 +327,28 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         between=_link(between or inside),
         collectives=fit(sums),
     )
+
+
+def _within(left_s: float, each_s: float, sizes: list[int], say: Say) -> list[int]:
+    """Return the micro-batch sizes that can be measured in ``left_s`` seconds, if each takes ``each_s`` a sample.
+
+    If not all: the largest that fits, and then what still does, because times between two sizes are better known than
+    those beyond them.
+    """
+    if sum(sizes) * each_s <= left_s:
+        return sizes
+    chosen: list[int] = []
+    for size in reversed(sizes):
+        if (size + sum(chosen)) * each_s <= left_s:
+            chosen.append(size)
+    rest = ", ".join(str(size) for size in sizes if size not in chosen)
+    taking = (
+        f"measuring {', '.join(map(str, sorted(chosen)))} too, about {sum(chosen) * each_s:.0f} s more; "
+        if chosen
+        else ""
+    )
+    say(f"{taking}times of micro-batches of {rest} are estimated from the measured ones")
+    return sorted(chosen)
 
 
 def _link(samples: list[Timed]) -> LinkFit:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Literal
@@ -50,28 +50,28 @@ def alike(model: LayeredModel) -> list[int]:
     return found
 
 
-def measured_layers(groups: Sequence[int]) -> list[int]:
-    """Return the layers to measure: the first ``INSTANCES`` of every kind.
+def measured_layers(groups: Sequence[int], long: Collection[int] = ()) -> list[int]:
+    """Return the layers to measure: the first ``INSTANCES`` of every kind, the first of the kinds ``long``.
 
-    >>> measured_layers([0, 1, 1, 1, 4])
-    [0, 1, 2, 4]
+    >>> measured_layers([0, 1, 1, 1, 4]), measured_layers([0, 1, 1, 1, 4], {1})
+    ([0, 1, 2, 4], [0, 1, 4])
     """
     seen: dict[int, int] = defaultdict(int)
     found = []
     for i, kind in enumerate(groups):
         seen[kind] += 1
-        if seen[kind] <= INSTANCES:
+        if seen[kind] <= (1 if kind in long else INSTANCES):
             found.append(i)
     return found
 
 
-def step_microbatches(size: int, batch: int) -> int:
-    """Return the micro-batches of a measured step: those of the job's step, but between ``ALIVE`` and ``MICROBATCHES``.
+def step_microbatches(size: int, batch: int, most: int = MICROBATCHES) -> int:
+    """Return the micro-batches of a measured step: those of the job's step, but between ``ALIVE`` and ``most``.
 
     >>> step_microbatches(4, 32), step_microbatches(16, 48), step_microbatches(32, 32)
     (4, 3, 2)
     """
-    return max(ALIVE, min(MICROBATCHES, batch // size))
+    return max(ALIVE, min(most, batch // size))
 
 
 def measured_step(stages: int, measured: Iterable[int], way: Way, microbatches: int = MICROBATCHES) -> Schedule:
@@ -153,11 +153,16 @@ class Taken:
 
 
 def task_times(found: Iterable[Samples], groups: Sequence[int]) -> dict[tuple[Kind, int], Taken]:
-    """Return the times by kind of task and kind of layer; ``groups`` is from ``alike``."""
+    """Return the times by kind of task and kind of layer; ``groups`` is from ``alike``.
+
+    Of a single step, which nothing warmed up, the first micro-batch is left out.
+    """
     every: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for one in found:
         lengths = own_seconds(one)
         for k, task in enumerate(one.order):
+            if len(one.times) == 1 and task.mbs == (0,):
+                continue
             every[task.kind, groups[task.stage]] += lengths[:, k].tolist()
     return {key: _taken(values) for key, values in every.items()}
 

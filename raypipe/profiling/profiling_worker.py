@@ -191,6 +191,15 @@ class ProfilingWorker(StageWorker):
                 plain(self.executor, action)
             peaks.append(meter.peak - meter.before)
 
+        def timed_and_metered(action: Action) -> None:
+            with PeakMeter(self.device) as meter:
+                timed(action)
+            in_use.append((meter.before, allocated_bytes(self.device)))
+            peaks.append(meter.peak - meter.before)
+
+        def look() -> NDArray[np.int64]:
+            return np.array([(a, a + peak, b) for (a, b), peak in zip(in_use, peaks, strict=True)])
+
         number = itertools.count()
 
         def step(run_task: Callable[[Action], None]) -> NDArray[np.float64]:
@@ -200,7 +209,7 @@ class ProfilingWorker(StageWorker):
 
         for _ in range(warm_up):
             step(timed)
-        if memory:
+        if memory and not effort.once:
             gc.collect()
             gc.disable()  # otherwise reference cycles of earlier steps may be freed in the middle of a task
             began = time.thread_time()
@@ -209,13 +218,15 @@ class ProfilingWorker(StageWorker):
                 peaks.clear()
                 step(metered)
                 step(peaking)  # in a step of its own, because the meter itself allocates memory that is freed late
-                looks.append(np.array([(a, a + peak, b) for (a, b), peak in zip(in_use, peaks, strict=True)]))
+                looks.append(look())
             gc.enable()
         times: list[NDArray[np.float64]] = []
         ran.clear()
         until = time.monotonic() + effort.budget_s
         while len(times) < effort.least or (len(times) < effort.most and time.monotonic() < until):
-            times.append(step(timed))
+            times.append(step(timed_and_metered if memory and effort.once else timed))
+        if memory and effort.once:
+            looks.append(look())
         order: tuple[Task, ...] = tuple(action.task for action in program.actions)
         return Samples(order, np.stack(times), np.array(ran).reshape(len(times), -1), middle_look(looks))
 

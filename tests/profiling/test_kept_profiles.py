@@ -35,6 +35,7 @@ class Machine:
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
+        self.long = False
 
     def known_seconds(self, profile: Profile, size: int) -> float:
         return LayerBench.known_seconds(SimpleNamespace(groups=[0]), profile, size)

@@ -16,6 +16,7 @@ from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, job_from
 from raypipe.models import GptLayers
+from raypipe.profiling import layer_times
 from raypipe.profiling import profile_job as profiling
 from raypipe.profiling.profile_job import measure_profile
 from raypipe.profiling.profiled_steps import (
@@ -161,6 +162,30 @@ def test_a_job_is_measured(local_ray, text_folder: Path, monkeypatch) -> None:
     ]  # fmt: skip
     assert factors == pytest.approx([factors[0]] * len(factors))
     assert any(text.startswith("took the profile kept") for text in said)
+
+
+@pytest.mark.runs
+def test_a_profile_of_long_tasks_is_bounded(local_ray, text_folder: Path, monkeypatch) -> None:
+    """As of a model whose tasks take seconds: layers once, one step of each order, other sizes on a line."""
+    monkeypatch.setattr(layer_times, "LONG", 1.0)
+    # Seconds for the smallest size and, by what it says of itself, four samples more.
+    monkeypatch.setattr(layer_times.LayerBench, "sample_seconds", lambda *_: 1000.0)
+    monkeypatch.setattr(profiling, "STEPS", 0.0)
+    monkeypatch.setattr(profiling, "QUICK", replace(profiling.QUICK, whole_s=4900.0))
+    said: list[str] = []
+    job = small_job(text_folder, {}, MODEL, dtype="float32", batch=16)
+    profile = measure_profile(job, [1, 2, 4, 8], 2, quick=True, say=said.append)
+    assert "4 of 6 layers" not in " ".join(said)
+    assert "3 of 6 layers" in " ".join(said)
+    assert any("measuring 4 too" in text and "2, 8 are estimated" in text for text in said)
+    assert profile.estimated == (2, 8)
+    for layer in profile.layers:
+        by_size = [layer.times[size].joint for size in (1, 2, 4, 8)]
+        assert by_size[1] == pytest.approx(by_size[0] + (by_size[2] - by_size[0]) / 3)
+        assert layer.kept_bytes > 0
+        assert layer.times[1].recompute == layer.times[1].forward
+    loose = measure_profile(job, [1, 2], 2, quick=True)
+    assert loose.estimated == ()
 
 
 @pytest.mark.runs

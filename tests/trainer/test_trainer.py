@@ -155,7 +155,7 @@ def test_transformers_defaults_are_its_own(tmp_path) -> None:
 def test_epochs_shares_and_checkpointing(tmp_path) -> None:
     args = real(
         tmp_path, per_device_train_batch_size=5, num_train_epochs=4, warmup_steps=0.25, eval_strategy="epoch",
-        save_strategy="steps", save_steps=0.5, bf16=True, activation_checkpointing=True, full_determinism=False,
+        save_strategy="steps", save_steps=0.5, bf16=True, gradient_checkpointing=True, full_determinism=False,
         max_grad_norm=0.0, optim="sgd", lr_scheduler_type="constant_with_warmup",
     )  # fmt: skip
     job = job_of(args, eval_dataset=Sums(11))

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from typing_extensions import get_type_hints
 
 from raypipe.cli._shared.values import comma_list
 from raypipe.errors import RequestError, ScheduleError, nearest

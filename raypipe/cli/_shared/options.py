@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Optional, get_type_hints
+from typing import Annotated, Any, Optional
 
 import typer
+from typing_extensions import get_type_hints
 
 from raypipe.schedule.shape import OPTIONS, Shape
 
