@@ -110,7 +110,7 @@ def test_early_stopping_is_transformers(tmp_path) -> None:
 
 def test_the_log_is_the_trainers() -> None:
     """Means since the entry before, epochs by samples, a validation's figures by its names."""
-    history = History(every=2, batch=4, samples=16, first=True)
+    history = History(every=2, per_epoch=4, first=True)
     rows = [{"step": k, "loss": float(k), "grad_norm": 1.0, "lr": 0.1} for k in range(1, 5)]
     rows.insert(3, {"step": 3, "val_loss": 2.5, "val_accuracy": 0.5})
     assert [history.take(row) for row in rows] == [
