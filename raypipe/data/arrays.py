@@ -120,12 +120,16 @@ class Arrays:
         return found
 
     def _ordered(self, step: int, batch: int) -> npt.NDArray[np.int64]:
-        """Return the row numbers of a training step, below 0 for none; steps beyond the order begin it again."""
+        """Return the row numbers of a training step, below 0 for none; steps beyond the order begin it again.
+
+        Mini-batches of another size, as a profile has, take the same rows one after another.
+        """
         assert self.order is not None, "only where the rows have an order"
         steps, each = self.order.shape
         if batch == each:
             return np.asarray(self.order[step % steps])
-        return np.asarray(self.order[0, np.arange(batch) % each])  # a profile's mini-batch, of other sizes
+        rows = self.order[self.order >= 0]
+        return np.asarray(rows[np.arange(step * batch, (step + 1) * batch) % len(rows)])
 
     @cached_property
     def _lengths(self) -> GroupedByLength | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from raypipe.capture.meta import same_randomness
 from raypipe.errors import SpecError, install
 from raypipe.trainer.in_process import training_arguments
 
+SAMPLING = ("per_device_train_batch_size", "seed", "data_seed", "dataloader_drop_last", "train_sampling_strategy")
+"""The arguments that say which rows a step reads."""
 NONE = -1
 """In place of a row, where an epoch's last mini-batch has none left."""
 
@@ -89,19 +91,19 @@ class Epochs:
 
 
 def trainers_loader(
-    rows: Any, args: Any, output: str, seed: int, sampler: Callable[[Any], Any] | None = None
+    rows: Any, args: Any, given: Mapping[str, Any], output: str, sampler: Callable[[Any], Any] | None = None
 ) -> DataLoader[Any]:
     """Return the DataLoader of ``transformers.Trainer`` with these arguments, over the numbers of rows.
 
     Args:
         rows: the training dataset; only sampling by length reads it.
         args: ``transformers.TrainingArguments``, or a dict of their names.
+        given: values of the arguments, from ``read_arguments``.
         output: the run directory.
-        seed: ``args.seed``.
         sampler: returns the sampler of a dataset instead of the Trainer's own.
 
     Raises:
-        SpecError: transformers or accelerate is not installed.
+        SpecError: transformers or accelerate is not installed, or an argument is none of the Trainer's.
     """
     try:
         from transformers import Trainer
@@ -114,11 +116,20 @@ def trainers_loader(
                 return sampler(rows)
             return super()._get_train_sampler(rows)
 
-    own = copy.copy(training_arguments(args, output))
-    own.eval_strategy, own.load_best_model_at_end, own.remove_unused_columns = "no", False, False
+    if isinstance(args, Mapping) or not hasattr(args, "dataloader_drop_last"):
+        chosen = {name: given[name] for name in SAMPLING if given[name] is not None}
+        if given["group_by_length"]:
+            chosen["train_sampling_strategy"] = "group_by_length"
+        try:
+            args = training_arguments(chosen, output)
+        except ValueError as error:
+            raise SpecError("args", " ".join(str(error).split()), "use what transformers' Trainer takes") from None
+    own = copy.copy(args)
+    own.eval_strategy = own.save_strategy = "no"  # else the Trainer asks for what only training needs
+    own.report_to, own.load_best_model_at_end, own.remove_unused_columns = [], False, False
     own.dataloader_num_workers, own.dataloader_pin_memory, own.dataloader_prefetch_factor = 0, False, None
     own._n_gpu = min(1, own.n_gpu)
-    with same_randomness(seed):
+    with same_randomness(int(given["seed"])):
         made = Order(model=nn.Linear(1, 1), args=own, train_dataset=range(len(rows)), data_collator=list)
         made.train_dataset = _Numbers(len(rows))
         loader: DataLoader[Any] = made.get_train_dataloader()

@@ -225,8 +225,7 @@ class PipelineTrainer:
     def _loader(self) -> Any:
         own = type(self)._get_train_sampler is not PipelineTrainer._get_train_sampler
         sampler = self._get_train_sampler if own else None
-        seed = int(self.arguments["seed"])
-        return trainers_loader(self._train, self.args, str(self.directory), seed, sampler)
+        return trainers_loader(self._train, self.args, self.arguments, str(self.directory), sampler)
 
     @cached_property
     def _epochs(self) -> Epochs:

@@ -42,10 +42,6 @@ class Reads(nn.Module):
         return {"loss": self.weight.sum() * 0.0}
 
 
-class Padded(transformers.Trainer):
-    """A Trainer with a subclass's sampler or loader, if it has one."""
-
-
 def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
     from raypipe.trainer.datasets import PadRows
 
@@ -64,7 +60,7 @@ def trainers_rows(out: Path, mixin: type | None, **more: Any) -> list[list[int]]
     found, read = [], list(model.read)
     while read:
         epoch, read = read[:per_epoch], read[per_epoch:]
-        found += [sum(epoch[k : k + gas], []) for k in range(0, len(epoch), gas)]
+        found += [[row for one in epoch[k : k + gas] for row in one] for k in range(0, len(epoch), gas)]
     return found
 
 
@@ -146,7 +142,7 @@ class Endless:
 
 
 def test_what_has_no_order_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="get_train_dataloader returns list_iterator"):
+    with pytest.raises(SpecError, match="get_train_dataloader: returns list_iterator"):
         prepared(tmp_path / "a", Endless)
     with pytest.raises(SpecError, match="has fewer rows than a mini-batch"):
         prepared(tmp_path / "b", per_device_train_batch_size=16, dataloader_drop_last=True)
