@@ -176,8 +176,10 @@ def _planned_at_once(
 
 def _prepare_data(model: JobModel, data: Path, resume: bool) -> None:
     """Prepare the job's data; a resumed run keeps the data that it started with."""
-    from raypipe.data import check_placeholders, is_prepared, prepare_data
+    from raypipe.data import check_placeholders, extend_order, is_prepared, prepare_data
 
-    if not (resume and is_prepared(data)):
+    if resume and is_prepared(data):
+        extend_order(model.job, model.declared.task, data)
+    else:
         prepare_data(model.job, model.declared.task, data)
         check_placeholders(data, model.declared.placeholders)

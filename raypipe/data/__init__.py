@@ -5,6 +5,7 @@ from raypipe.data.corpus import Corpus
 from raypipe.data.dataset import (
     Dataset,
     counts_tokens,
+    extend_order,
     is_prepared,
     open_data,
     prepare_data,
@@ -27,6 +28,7 @@ __all__ = [
     "columns_of",
     "counts_tokens",
     "declared_fields",
+    "extend_order",
     "flat",
     "is_prepared",
     "known_fields",

@@ -43,6 +43,7 @@ from raypipe.job import DataSpec
 from raypipe.models.task import MASK, Field, FirstRows
 
 META = "arrays.json"
+ORDER = "order.npy"
 AGAIN = "prepare the data again: remove the folder, then --resume does"
 HELD_OUT = 10
 """Without a file of held-out samples, one of this many samples is held out."""
@@ -56,6 +57,8 @@ class Arrays:
     columns: dict[Split, dict[str, Column]]
     grouped: bool = False
     """Whether training takes rows of similar lengths together (``data.group_by_length``)."""
+    order: npt.NDArray[np.int64] | None = None
+    """Row numbers of each training step, ``[steps, batch]``, below 0 for none (``data.order``); None to shuffle."""
 
     @staticmethod
     def open(directory: Path, meta: str = META) -> Arrays:
@@ -77,7 +80,8 @@ class Arrays:
                 return Ragged(mapped(split, name), mapped(split, f"{name}{OFFSETS}"), fills[name])
 
             columns = {split: {name: column(split, name) for name in about["columns"]} for split in SPLITS}
-            return Arrays(columns, bool(about.get("group_by_length", False)))
+            order = np.load(directory / ORDER, mmap_mode="r") if about.get("order", False) else None
+            return Arrays(columns, bool(about.get("group_by_length", False)), order)
         except (OSError, ValueError, KeyError, TypeError, EOFError, RecursionError) as error:
             raise SpecError(str(directory), f"holds no arrays: {error}", AGAIN) from None
 
@@ -86,15 +90,23 @@ class Arrays:
         return len(next(iter(self.columns[split].values())))
 
     def repeats(self, split: Split, step: int, batch: int) -> Tensor | None:
-        """Return which samples of a validation's mini-batch an earlier one had, bool ``[batch]``.
+        """Return which samples of a mini-batch do not count, bool ``[batch]``; None if all do.
 
-        None where there are none, or nothing else: the validation goes through the rows again then.
+        Those are samples of a validation that an earlier mini-batch had, unless it has no others (the validation goes
+        through the rows again then), and those of a training step that ``data.order`` does not fill.
         """
+        if split == "train" and self.order is not None:
+            unfilled = torch.from_numpy(self._ordered(step, batch) < 0)
+            return unfilled if bool(unfilled.any()) else None
         left = self.rows(split) - step * batch
         return torch.arange(batch) >= left if split == "val" and 0 < left < batch else None
 
     def places(self, split: Split, seed: int, step: int, batch: int) -> list[int]:
         """Return the row numbers of a step's mini-batch; held-out rows do not depend on the seed."""
+        if split == "train" and self.order is not None:
+            rows = self._ordered(step, batch)
+            found: list[int] = np.where(rows < 0, rows[0], rows).tolist()  # of no row's place, only the shape is read
+            return found
         size = self.rows(split)
         lengths = self._lengths if split == "train" else None
         found = []
@@ -106,6 +118,18 @@ class Arrays:
             else:
                 found.append(lengths.place(key, position, batch))
         return found
+
+    def _ordered(self, step: int, batch: int) -> npt.NDArray[np.int64]:
+        """Return the row numbers of a training step, below 0 for none; steps beyond the order begin it again.
+
+        Mini-batches of another size, as a profile has, take the same rows one after another.
+        """
+        assert self.order is not None, "only where the rows have an order"
+        steps, each = self.order.shape
+        if batch == each:
+            return np.asarray(self.order[step % steps])
+        rows = self.order[self.order >= 0]
+        return np.asarray(rows[np.arange(step * batch, (step + 1) * batch) % len(rows)])
 
     @cached_property
     def _lengths(self) -> GroupedByLength | None:
@@ -186,6 +210,10 @@ def prepare_arrays(data: DataSpec, directory: Path, per_token: bool = False) -> 
         SpecError: a file is missing or holds no arrays, rows do not match, or a column cannot be a model's input.
     """
     train = read_columns(data.path, "data.path")
+    order = None if data.order is None else read_order(data.order, len(next(iter(train.values()))))
+    if order is not None and data.held_out is None:
+        raise SpecError("data.order", "numbers the rows of data.path, of which some would be held out",
+                        "give data.held_out, a file of its own")  # fmt: skip
     check_beside(train, per_token, "data.path")
     grouped = data.group_by_length
     if data.held_out is not None:
@@ -193,7 +221,7 @@ def prepare_arrays(data: DataSpec, directory: Path, per_token: bool = False) -> 
         check_beside(held_out, per_token, "data.held_out")
         if {n: _form(c) for n, c in train.items()} != {n: _form(c) for n, c in held_out.items()}:
             raise SpecError("data.held_out", "has other fields than data.path", "give both the same names and shapes")
-        return write_arrays({"train": train, "val": held_out}, directory, data.path, grouped=grouped)
+        return write_arrays({"train": train, "val": held_out}, directory, data.path, grouped=grouped, order=order)
     return write_arrays(split_rows(train), directory, data.path, grouped=grouped)
 
 
@@ -219,8 +247,9 @@ def split_rows(columns: Columns) -> dict[Split, Columns]:
 
 
 def write_arrays(
-    splits: Mapping[Split, Columns], directory: Path, source: str, meta: str = META, grouped: bool = False
-) -> Arrays:
+    splits: Mapping[Split, Columns], directory: Path, source: str, meta: str = META, grouped: bool = False,
+    order: npt.NDArray[np.int64] | None = None,
+) -> Arrays:  # fmt: skip
     """Write checked columns for devices to read; ``meta`` is written last, so a reader never sees incomplete data."""
     directory.mkdir(parents=True, exist_ok=True)
     digests = {}
@@ -232,10 +261,13 @@ def write_arrays(
             with whole(path) as partial, partial.open("wb") as out:
                 np.save(out, values, allow_pickle=False)
             digests[path.name] = sha256(path)
+    if order is not None:
+        write_order(order, directory)
     train = splits["train"]
     about = {
         "source": source,
         "group_by_length": grouped,
+        "order": order is not None,
         "samples": {split: len(next(iter(splits[split].values()))) for split in SPLITS},
         "columns": list(train),
         "fills": {name: column.fill for name, column in train.items() if isinstance(column, Ragged)},
@@ -248,6 +280,31 @@ def write_arrays(
     }
     write_whole(directory / meta, json.dumps(about, indent=1).encode(), synced=True)
     return Arrays.open(directory, meta)
+
+
+def write_order(order: npt.NDArray[np.int64], directory: Path) -> None:
+    """Write the order of the training rows beside them."""
+    with whole(directory / ORDER) as partial, partial.open("wb") as out:
+        np.save(out, order, allow_pickle=False)
+
+
+def read_order(source: str, rows: int) -> npt.NDArray[np.int64]:
+    """Read the order of the rows of training.
+
+    Raises:
+        SpecError: it is no ``.npy`` file of integers ``[steps, batch]``, a step has no row, or a number is of no row.
+    """
+    fix = "give an .npy file of row numbers, [steps, batch], each step's from its first place on, below 0 for none"
+    try:
+        order = np.load(expanded(Path(source)), allow_pickle=False)
+        if order.ndim != 2 or order.dtype.kind not in "iu" or not order.size:
+            raise ValueError(f"it has shape {list(order.shape)} of {order.dtype}")
+    except (OSError, ValueError, EOFError, AttributeError) as error:
+        raise SpecError("data.order", f"{source} cannot be used: {error}", fix) from None
+    if order.max() >= rows or (order[:, 0] < 0).any():
+        why = f"row {order.max()}, but there are {rows}" if order.max() >= rows else "a step without rows"
+        raise SpecError("data.order", f"{source} has {why}", fix)
+    return np.asarray(order, dtype=np.int64)
 
 
 def read_columns(source: str, key: str) -> dict[str, Column]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from raypipe.data.arrays import META as ARRAYS
-from raypipe.data.arrays import Arrays, mask_of, mean_tokens, prepare_arrays
+from raypipe.data.arrays import Arrays, mask_of, mean_tokens, prepare_arrays, read_order, write_order
 from raypipe.data.corpus import META as CORPUS
 from raypipe.data.corpus import Corpus, Split
 from raypipe.data.documents import META as DOCUMENTS
@@ -21,6 +21,7 @@ from raypipe.data.lines import META as LINES
 from raypipe.data.prepare import END, prepare
 from raypipe.data.ragged import Ragged, fill_of
 from raypipe.data.sample_order import sample_keys
+from raypipe.errors import SpecError
 from raypipe.job import JobSpec
 from raypipe.models.task import IGNORED, MASK, Task
 
@@ -161,7 +162,8 @@ def prepare_data(job: JobSpec, task: Task, directory: Path) -> None:
         SpecError: there is no data, or too little, or it cannot be used.
     """
     if job.data.type == "arrays":
-        prepare_arrays(job.data, directory, task.per_token)
+        made = prepare_arrays(job.data, directory, task.per_token)
+        _check_order(job, task, made)
         return
     assert job.model.sequence is not None, "checked with the job"
     if job.data.type == "lines":
@@ -172,6 +174,33 @@ def prepare_data(job: JobSpec, task: Task, directory: Path) -> None:
         prepare_documents(job, task.window(job.model.sequence), directory)
     else:
         prepare(job.data, task.window(job.model.sequence), directory)
+
+
+def _check_order(job: JobSpec, task: Task, arrays: Arrays) -> None:
+    """Raise an error if the order of the rows does not fit the job."""
+    if arrays.order is None:
+        return
+    steps, batch = arrays.order.shape
+    if (job.train.steps, job.train.batch) > (steps, job.train.batch) or batch != job.train.batch:
+        why = f"is of {steps} steps of {batch} rows, and the job has {job.train.steps} of {job.train.batch}"
+        raise SpecError("data.order", why, "give one for the job's steps and mini-batches")
+    if not task.ignores and bool((arrays.order < 0).any()):
+        why = "a mini-batch is short, and of this model's loss no row can be left out"
+        fix = "use mini-batches that divide the rows, or dataloader_drop_last (an order without short ones)"
+        raise SpecError("data.order", why, fix)
+
+
+def extend_order(job: JobSpec, task: Task, directory: Path) -> None:
+    """Take the job's order of rows for a run that goes on with the rows in ``directory``, as it may be of more steps.
+
+    Raises:
+        SpecError: it does not fit the job.
+    """
+    if job.data.order is not None and (directory / ARRAYS).exists():
+        arrays = Arrays.open(directory)
+        if arrays.order is not None:
+            write_order(read_order(job.data.order, arrays.rows("train")), directory)
+            _check_order(job, task, Arrays.open(directory))
 
 
 def tokens_per_sample(job: JobSpec, directory: Path) -> float:

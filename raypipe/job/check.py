@@ -81,6 +81,10 @@ DOCUMENTS_OWN = ("column", "tokenizer", "block_mb", "shuffle_blocks", "num_worke
 def _data(data: DataSpec) -> Iterator[Problem]:
     if data.held_out is not None and data.type not in ("arrays", "documents"):
         yield Problem("data.held_out", "text is split by file", "leave it out")
+    if data.order is not None and data.type != "arrays":
+        yield Problem("data.order", f"has no effect on {data.type}", "leave it out, or use arrays")
+    if data.order is not None and data.group_by_length:
+        yield Problem("data.group_by_length", "has no effect where data.order gives the rows", "leave one of them out")
     if data.group_by_length and data.type != "arrays":
         yield Problem("data.group_by_length", f"has no effect on {data.type}", "leave it out, or use arrays")
     for key in DOCUMENTS_OWN if data.type != "documents" else ():

@@ -43,5 +43,8 @@ class DataSpec(Spec):
     group_by_length: bool = False
     """For arrays whose rows differ in length: take rows of similar lengths into the same mini-batch, so that less is
     padding. Every 50 mini-batches of the shuffled rows are sorted by length, as Hugging Face's sampler does."""
+    order: Annotated[str, Field(min_length=1)] | None = None
+    """For arrays with ``held_out``: an ``.npy`` file with the row numbers of each step, ``[steps, batch]``, instead of
+    shuffled rows. A step may have fewer rows, with numbers below 0 after them; its loss is the mean over its own."""
     mask: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the bytes that are masked for a masked language model to predict."""

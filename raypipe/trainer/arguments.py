@@ -24,11 +24,12 @@ READ: dict[str, Any] = {
     "load_best_model_at_end": False, "metric_for_best_model": None, "greater_is_better": None, "report_to": "none",
     "logging_strategy": "steps", "logging_first_step": False, "remove_unused_columns": True,
     "per_device_eval_batch_size": 8, "train_sampling_strategy": "random", "group_by_length": False,
+    "data_seed": None, "dataloader_drop_last": False,
 }  # fmt: skip
 """The arguments that are translated, with transformers' defaults. A dict may contain no others."""
 REFUSED = {
     "fp16", "label_smoothing_factor", "lr_scheduler_kwargs", "optim_args", "optim_target_modules",
-    "neftune_noise_alpha", "auto_find_batch_size", "data_seed",
+    "neftune_noise_alpha", "auto_find_batch_size",
     "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "label_names", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cpu",
 }  # fmt: skip
@@ -44,7 +45,8 @@ NO_MATTER = {
 }  # fmt: skip
 """Arguments that are ignored, because they do not affect training; likewise ``dataloader_*`` and ``ddp_*``."""
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-SAMPLING = ("random", "group_by_length")
+ALL = 1_000_000
+"""Checkpoints to keep where the arguments set no limit."""
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 
 
@@ -69,7 +71,7 @@ def read_arguments(args: Any) -> dict[str, Any]:
 
 
 def train_keys(
-    a: Mapping[str, Any], samples: int, held_out: int | None, replicas: int, early_stop: Mapping[str, Any] | None
+    a: Mapping[str, Any], per_epoch: int, held_out: int | None, replicas: int, early_stop: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Return the ``train`` section of a job.
 
@@ -77,7 +79,7 @@ def train_keys(
 
     Args:
         a: values of the arguments, from ``read_arguments``.
-        samples: rows of the training dataset.
+        per_epoch: steps of an epoch.
         held_out: rows of the evaluation dataset, if there is one.
         replicas: data-parallel copies.
         early_stop: value of ``train.early_stop``.
@@ -89,14 +91,10 @@ def train_keys(
     highest = a["greater_is_better"]
     if highest is None:  # as the Trainer decides it
         highest = not metric.endswith("loss")
-    if _text(a["train_sampling_strategy"]) not in SAMPLING:
-        why = f"{_text(a['train_sampling_strategy'])} is not available"
-        raise SpecError("args.train_sampling_strategy", why, f"use {' or '.join(SAMPLING)}")
     batch = int(a["per_device_train_batch_size"]) * int(a["gradient_accumulation_steps"]) * replicas
     steps = int(a["max_steps"])
     if steps <= 0:
-        steps = max(1, math.ceil(samples * float(a["num_train_epochs"]) / batch))
-    epoch = max(1, round(samples / batch))
+        steps = max(1, math.ceil(per_epoch * float(a["num_train_epochs"])))
     keys = {
         "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
         "optimizer": _one_of(OPTIMIZERS, a["optim"], "optim"), "weight_decay": float(a["weight_decay"]),
@@ -106,10 +104,10 @@ def train_keys(
         "lr_schedule": _one_of(SCHEDULES, a["lr_scheduler_type"], "lr_scheduler_type"),
         "warmup_steps": _warmup(steps, float(a["warmup_steps"] or 0.0), float(a["warmup_ratio"] or 0.0)),
         "warmup_from_zero": True,
-        "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, epoch),
-        "checkpoint_every": every(a, "save", a["save_steps"], steps, epoch),
+        "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, per_epoch),
+        "checkpoint_every": every(a, "save", a["save_steps"], steps, per_epoch),
         "best_metric": metric, "best_is": "highest" if highest else "lowest",
-        "keep_checkpoints": int(a["save_total_limit"] or 2), "deterministic": bool(a["full_determinism"]),
+        "keep_checkpoints": int(a["save_total_limit"] or ALL), "deterministic": bool(a["full_determinism"]),
         "load_best_at_end": bool(a["load_best_model_at_end"]), "early_stop": early_stop,
         "report_to": _loggers(a["report_to"]),
     }  # fmt: skip

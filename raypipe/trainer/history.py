@@ -19,10 +19,8 @@ class History:
 
     every: int
     """Steps between two entries of the training loss, which is the mean since the one before; 0 for none."""
-    batch: int
-    """Samples of a mini-batch."""
-    samples: int
-    """Samples of the training data."""
+    per_epoch: float
+    """Steps of an epoch."""
     first: bool = False
     """Whether the first step has an entry of its own."""
     entries: list[dict[str, Any]] = field(default_factory=list)
@@ -30,7 +28,7 @@ class History:
 
     def epoch(self, step: int) -> float:
         """Return the passes over the training data after ``step`` steps."""
-        return step * self.batch / self.samples
+        return step / self.per_epoch
 
     def take(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
         """Take in a row; return its entry, if it has one."""

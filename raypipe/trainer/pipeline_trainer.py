@@ -17,8 +17,11 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, default_collate
 
 from raypipe.errors import SpecError
 from raypipe.job import GivenSpec, JobSpec, job_from
@@ -29,6 +32,7 @@ from raypipe.train import Prepared, claim, prepare_run, run, saved_job
 from raypipe.trainer.arguments import every, read_arguments, recomputes, train_keys
 from raypipe.trainer.datasets import Columns, collator_of
 from raypipe.trainer.degrees import degrees, microbatch
+from raypipe.trainer.epochs import Epochs, given_loader, trainers_loader, write_order
 from raypipe.trainer.given_callbacks import by_kind, early_stop, stops_early
 from raypipe.trainer.given_model import (
     capture_given,
@@ -74,7 +78,7 @@ class PipelineTrainer:
         train_dataset: a ``torch.utils.data.Dataset``, a Hugging Face dataset or a list of dicts; all rows have the same
             names. Rows may differ in length: each micro-batch is padded to its longest row, tokens with the model's
             padding token, labels with -100, masks with 0. A missing ``attention_mask`` is added.
-        eval_dataset: rows to validate on; by default a tenth of ``train_dataset``.
+        eval_dataset: rows to validate on. Without, ``val_loss`` is of rows that are trained on.
         processing_class: a tokenizer (or a processor), for the default collator and ``save_model``.
         model_init: returns the model, instead of ``model``.
         compute_loss_func: the loss, of the model's outputs, the labels and ``num_items_in_batch``, as the Trainer's. It
@@ -126,7 +130,12 @@ class PipelineTrainer:
         self._generates = generates(args)
         self.processing_class, self.data_collator = processing_class, data_collator
         self._collator = collator_of(data_collator, processing_class)
-        self._train, self._eval, self._more = train_dataset, eval_dataset, job or {}
+        self.train_dataset, self.eval_dataset, self._more = train_dataset, eval_dataset, job or {}
+        self._train, self._eval = train_dataset, eval_dataset
+        if type(self).get_train_dataloader is not PipelineTrainer.get_train_dataloader:
+            loader = self._loader = given_loader(self.get_train_dataloader())
+            self._train = loader.dataset
+            self._collator = None if loader.collate_fn is default_collate else loader.collate_fn
         self._callbacks, self._ray_callbacks, theirs = by_kind(callbacks or ())
         self._early_stop = early_stop(theirs)
         self._watched = self._followed([one for one in theirs if not stops_early(one)])
@@ -205,6 +214,30 @@ class PipelineTrainer:
         if self._watched is not None:
             self._watched.predicted(found.metrics)
         return found
+
+    def get_train_dataloader(self) -> Any:
+        """Return the DataLoader of the training rows, as the Trainer's. A subclass may return another.
+
+        Its sampler is asked for the order of the whole run before training, and its collator called once per row.
+        """
+        return DataLoader(self._train, batch_sampler=self._loader.batch_sampler, collate_fn=self._collator)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return the sampler of a dataset, which a subclass may choose; None for the Trainer's own."""
+        return None
+
+    @cached_property
+    def _loader(self) -> Any:
+        own = type(self)._get_train_sampler is not PipelineTrainer._get_train_sampler
+        sampler = self._get_train_sampler if own else None
+        return trainers_loader(self._train, self.args, self.arguments, str(self.directory), sampler)
+
+    @cached_property
+    def _epochs(self) -> Epochs:
+        a, copies = self.arguments, self.degrees.dp or 1
+        accumulation = int(a["gradient_accumulation_steps"]) * copies
+        batch = int(a["per_device_train_batch_size"]) * accumulation
+        return Epochs(self._loader, accumulation, batch, int(a["seed"]))
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -305,8 +338,10 @@ class PipelineTrainer:
         script = script_loss(self, PipelineTrainer, self.compute_loss_func)
         model = model_section(self._model, self.directory, script, _say)
         data = {"type": "arrays", "path": str(self._written(self._train, "train", resume))}
-        if self._eval is not None:
-            data["held_out"] = str(self._written(self._eval, "eval", resume))
+        data["held_out"] = data["path"] if self._eval is None else str(self._written(self._eval, "eval", resume))
+        if self._eval is None:
+            _say("no eval_dataset: val_loss is of rows that are trained on")
+        data["order"] = str(write_order(self._epochs.order(self._job(data, model).train.steps), self.directory))
         validation = None
         if self._metrics is not None and self._generates:
             _say("validations while training have the loss alone: evaluate() and predict() generate")
@@ -329,7 +364,7 @@ class PipelineTrainer:
         a = self.arguments
         dp = self.degrees.dp or 1
         held_out = len(self._eval) if self._eval is not None else None
-        train = train_keys(a, len(self._train), held_out, dp, self._early_stop)
+        train = train_keys(a, self._epochs.steps, held_out, dp, self._early_stop)
         if "dtype" not in self._more.get("train", {}):
             train["dtype"] = training_dtype(self._model, train["dtype"], _say)
         if train["best_metric"] != "loss" and (self._metrics is None or self._generates):
@@ -351,10 +386,9 @@ class PipelineTrainer:
         model = model or model_section(self._model, self.directory, None, _say)
         if model.get("given") and model["loss"] == "model":
             parallel["microbatch"] = int(a["per_device_train_batch_size"])  # what the Trainer computes one loss of
-        grouped = a["train_sampling_strategy"] == "group_by_length" or bool(a["group_by_length"])
         sections: dict[str, Any] = {
             "model": model,
-            "data": {**data, "group_by_length": grouped}, "train": train, "parallel": parallel,
+            "data": data, "train": train, "parallel": parallel,
         }  # fmt: skip
         for name, keys in self._more.items():
             sections[name] = {**sections.get(name, {}), **keys}
@@ -384,16 +418,16 @@ class PipelineTrainer:
         history, given = self._history(), {"processing_class": self.processing_class}
         given["model"] = self._model if hasattr(self._model, "named_parameters") else None
         args = self.args if hasattr(self.args, "output_dir") else training_arguments(self.args, str(self.directory))
-        steps = train_keys(self.arguments, len(self._train), None, self.degrees.dp or 1, None)["steps"]
+        steps = train_keys(self.arguments, self._epochs.steps, None, self.degrees.dp or 1, None)["steps"]
         state = TrainerState(max_steps=steps, logging_steps=history.every)
         return TrainerCallbacks(theirs, args, state, history, self.directory, given)
 
     def _history(self) -> History:
         a = self.arguments
-        keys = train_keys(a, len(self._train), None, self.degrees.dp or 1, None)
-        epoch = max(1, round(len(self._train) / keys["batch"]))
-        steps = every(a, "logging", a["logging_steps"], keys["steps"], epoch)
-        return History(steps, keys["batch"], len(self._train), bool(a["logging_first_step"]))
+        per_epoch = self._epochs.steps
+        keys = train_keys(a, per_epoch, None, self.degrees.dp or 1, None)
+        steps = every(a, "logging", a["logging_steps"], keys["steps"], per_epoch)
+        return History(steps, per_epoch, bool(a["logging_first_step"]))
 
     def _trained_job(self) -> JobSpec:
         if not (self.directory / RECORD).exists():

@@ -87,7 +87,7 @@ def test_a_trainers_arguments_mean_the_same_here(tmp_path) -> None:
         jobs = [job_of(a) for a in (as_dict, as_object)]
     assert jobs[0] == jobs[1]
     train = jobs[0].train
-    assert (train.steps, train.batch, train.lr, train.weight_decay, train.betas) == (5, 8, 0.01, 0.1, (0.9, 0.95))
+    assert (train.steps, train.batch, train.lr, train.weight_decay, train.betas) == (6, 8, 0.01, 0.1, (0.9, 0.95))
     assert train.decay == "matrices"
     assert (train.clip, train.warmup_steps, train.lr_schedule, train.seed) == (0.5, 1, "cosine", 7)
     assert (train.eval_every, train.checkpoint_every, train.keep_checkpoints) == (2, 2, 1)
@@ -110,7 +110,7 @@ def test_early_stopping_is_transformers(tmp_path) -> None:
 
 def test_the_log_is_the_trainers() -> None:
     """Means since the entry before, epochs by samples, a validation's figures by its names."""
-    history = History(every=2, batch=4, samples=16, first=True)
+    history = History(every=2, per_epoch=4, first=True)
     rows = [{"step": k, "loss": float(k), "grad_norm": 1.0, "lr": 0.1} for k in range(1, 5)]
     rows.insert(3, {"step": 3, "val_loss": 2.5, "val_accuracy": 0.5})
     assert [history.take(row) for row in rows] == [
@@ -130,7 +130,6 @@ def test_the_best_by_another_figure_and_rows_by_length(tmp_path) -> None:
     }  # fmt: skip
     job = job_of(args, compute_metrics=lambda p: {"f1": 1.0})
     assert (job.train.best_metric, job.train.best_is, job.train.warmup_from_zero) == ("f1", "highest", True)
-    assert job.data.group_by_length
     assert [learning_rate(job.train, step) / job.train.lr for step in range(4)] == pytest.approx([0, 1 / 3, 2 / 3, 1])
     lowest = job_of({**args, "greater_is_better": False}, compute_metrics=lambda p: {"f1": 1.0})
     assert lowest.train.best_is == "lowest"
@@ -271,7 +270,7 @@ WRONG = {
         {"args": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True, "eval_strategy": "epoch"}},
         "give compute_metrics, or use eval_loss",
     ),
-    "another sampler": ({"args": {"train_sampling_strategy": "sequential"}}, "use random or group_by_length"),
+    "another sampler": ({"args": {"train_sampling_strategy": "reversed"}}, "use what transformers' Trainer takes"),
     "validation on several datasets": ({"eval_dataset": {"a": TWO}}, "call evaluate for the others"),
     "no labels": ({"train_dataset": [{"input_ids": [1, 2]}] * 20}, "labels"),
 }
