@@ -23,11 +23,12 @@ from torch.utils.data import DataLoader
 
 from raypipe.atomic_write import whole
 from raypipe.capture.meta import same_randomness
-from raypipe.errors import SpecError, install
+from raypipe.errors import SpecError, install, nearest
 from raypipe.trainer.in_process import training_arguments
 
 SAMPLING = ("per_device_train_batch_size", "seed", "data_seed", "dataloader_drop_last", "train_sampling_strategy")
 """The arguments that say which rows a step reads."""
+STRATEGIES = ("random", "sequential", "group_by_length")
 NONE = -1
 """In place of a row, where an epoch's last mini-batch has none left."""
 
@@ -103,7 +104,7 @@ def trainers_loader(
         sampler: returns the sampler of a dataset instead of the Trainer's own.
 
     Raises:
-        SpecError: transformers or accelerate is not installed, or an argument is none of the Trainer's.
+        SpecError: transformers or accelerate is not installed, or there is no such strategy.
     """
     try:
         from transformers import Trainer
@@ -116,14 +117,14 @@ def trainers_loader(
                 return sampler(rows)
             return super()._get_train_sampler(rows)
 
+    strategy = str(getattr(given["train_sampling_strategy"], "value", given["train_sampling_strategy"]))
+    if strategy not in STRATEGIES:  # the Trainer itself takes the rows at random then
+        raise SpecError("args.train_sampling_strategy", f"{strategy} is not available", nearest(strategy, STRATEGIES))
     if isinstance(args, Mapping) or not hasattr(args, "dataloader_drop_last"):
         chosen = {name: given[name] for name in SAMPLING if given[name] is not None}
         if given["group_by_length"]:
             chosen["train_sampling_strategy"] = "group_by_length"
-        try:
-            args = training_arguments(chosen, output)
-        except ValueError as error:
-            raise SpecError("args", " ".join(str(error).split()), "use what transformers' Trainer takes") from None
+        args = training_arguments(chosen, output)
     own = copy.copy(args)
     own.eval_strategy = own.save_strategy = "no"  # else the Trainer asks for what only training needs
     own.report_to, own.load_best_model_at_end, own.remove_unused_columns = [], False, False

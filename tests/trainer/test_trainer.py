@@ -270,7 +270,7 @@ WRONG = {
         {"args": {"metric_for_best_model": "accuracy", "load_best_model_at_end": True, "eval_strategy": "epoch"}},
         "give compute_metrics, or use eval_loss",
     ),
-    "another sampler": ({"args": {"train_sampling_strategy": "reversed"}}, "use what transformers' Trainer takes"),
+    "another sampler": ({"args": {"train_sampling_strategy": "reversed"}}, "reversed is not available"),
     "validation on several datasets": ({"eval_dataset": {"a": TWO}}, "call evaluate for the others"),
     "no labels": ({"train_dataset": [{"input_ids": [1, 2]}] * 20}, "labels"),
 }
