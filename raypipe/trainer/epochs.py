@@ -82,7 +82,10 @@ class Epochs:
     def _epochs(self) -> Iterator[list[list[int]]]:
         epoch = 0
         while True:
-            for holder in (self.loader, self.loader.batch_sampler, getattr(self.loader.batch_sampler, "sampler", None)):
+            holders: tuple[Any, ...] = (
+                self.loader, self.loader.batch_sampler, getattr(self.loader.batch_sampler, "sampler", None)
+            )  # fmt: skip
+            for holder in holders:
                 if hasattr(holder, "set_epoch"):
                     holder.set_epoch(epoch)
             torch.empty((), dtype=torch.int64).random_()  # the loader's base seed: its iterator draws it first

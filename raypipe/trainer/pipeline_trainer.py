@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader, default_collate
 
@@ -134,7 +134,7 @@ class PipelineTrainer:
         self._train, self._eval = train_dataset, eval_dataset
         if type(self).get_train_dataloader is not PipelineTrainer.get_train_dataloader:
             loader = self._loader = given_loader(self.get_train_dataloader())
-            self._train = loader.dataset
+            self._train = cast("Rows", loader.dataset)
             self._collator = None if loader.collate_fn is default_collate else loader.collate_fn
         self._callbacks, self._ray_callbacks, theirs = by_kind(callbacks or ())
         self._early_stop = early_stop(theirs)
@@ -220,7 +220,8 @@ class PipelineTrainer:
 
         Its sampler is asked for the order of the whole run before training, and its collator called once per row.
         """
-        return DataLoader(self._train, batch_sampler=self._loader.batch_sampler, collate_fn=self._collator)
+        rows: Any = self._train
+        return DataLoader(rows, batch_sampler=self._loader.batch_sampler, collate_fn=self._collator)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """Return the sampler of a dataset, which a subclass may choose; None for the Trainer's own."""

@@ -121,6 +121,8 @@ def _never() -> NoReturn:
 class Written:
     """Start values: those that the instance had (a ``StartValues``)."""
 
+    notices = ()
+
     def __init__(self, folder: Path) -> None:
         self.path = folder / WEIGHTS
 
