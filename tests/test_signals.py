@@ -6,12 +6,24 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from raypipe.observe.run_dir import ask_to_end_soon, ask_to_pause, asked_to_stop, go_on
 from raypipe.signals import Interrupted, Terminated, end_on_signals, kept_handlers, waiting
+
+
+@pytest.fixture(autouse=True)
+def pythons_own_handlers() -> Iterator[None]:
+    """Begin with Python's handlers: a Ray that an earlier test started in this process has left its own."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler or signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(
