@@ -49,8 +49,8 @@ class Storage:
         except OSError as error:
             raise SpecError(KEY, f"{self.name} cannot be written: {error}", "check its name and your rights") from None
 
-    def put(self, path: Path, keep: int) -> None:
-        """Copy the complete checkpoint ``path``, then remove all but the newest ``keep`` copies.
+    def put(self, path: Path, keep: int | None) -> None:
+        """Copy the complete checkpoint ``path``, then remove all but the newest ``keep`` copies; None keeps all.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -67,7 +67,7 @@ class Storage:
                     str(path / name), f"{target}/{name}", source_filesystem=fs.LocalFileSystem(),
                     destination_filesystem=self._files,
                 )  # fmt: skip
-            for old in self._folders()[:-keep]:
+            for old in self._folders()[:-keep] if keep is not None else ():
                 self._remove(old)
         except OSError as error:
             raise CheckpointError(

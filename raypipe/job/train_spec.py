@@ -143,8 +143,8 @@ class TrainSpec(Spec):
     """Which value of ``best_metric`` is the best."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 to save only at the end."""
-    keep_checkpoints: Positive = 2
-    """Number of newest checkpoints to keep."""
+    keep_checkpoints: Positive | None = 2
+    """Number of newest checkpoints to keep; null for all."""
     async_save: bool = True
     """Write checkpoints beside training, from a copy of parameters and optimizer state that each worker keeps in host
     memory; the run waits for the last one at its end. False: training waits until each checkpoint is written."""

@@ -45,8 +45,6 @@ NO_MATTER = {
 }  # fmt: skip
 """Arguments that are ignored, because they do not affect training; likewise ``dataloader_*`` and ``ddp_*``."""
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
-ALL = 1_000_000
-"""Checkpoints to keep where the arguments set no limit."""
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 
 
@@ -107,7 +105,7 @@ def train_keys(
         "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, per_epoch),
         "checkpoint_every": every(a, "save", a["save_steps"], steps, per_epoch),
         "best_metric": metric, "best_is": "highest" if highest else "lowest",
-        "keep_checkpoints": int(a["save_total_limit"] or ALL), "deterministic": bool(a["full_determinism"]),
+        "keep_checkpoints": int(a["save_total_limit"] or 0) or None, "deterministic": bool(a["full_determinism"]),
         "load_best_at_end": bool(a["load_best_model_at_end"]), "early_stop": early_stop,
         "report_to": _loggers(a["report_to"]),
     }  # fmt: skip

@@ -89,6 +89,7 @@ def test_a_trainers_arguments_mean_the_same_here(tmp_path) -> None:
     train = jobs[0].train
     assert (train.steps, train.batch, train.lr, train.weight_decay, train.betas) == (6, 8, 0.01, 0.1, (0.9, 0.95))
     assert train.decay == "matrices"
+    assert job_of({"output_dir": str(tmp_path / "run")}).train.keep_checkpoints is None  # no limit
     assert (train.clip, train.warmup_steps, train.lr_schedule, train.seed) == (0.5, 1, "cosine", 7)
     assert (train.eval_every, train.checkpoint_every, train.keep_checkpoints) == (2, 2, 1)
     assert (jobs[0].parallel.stages, jobs[0].parallel.microbatch) == (2, 2)

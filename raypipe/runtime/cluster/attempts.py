@@ -74,7 +74,7 @@ class _Reporter:
     reported, so one that is being copied stays.
     """
 
-    def __init__(self, storage: Storage | None, keep: int) -> None:
+    def __init__(self, storage: Storage | None, keep: int | None) -> None:
         self._storage, self._keep = storage, keep
         self._queue: queue.SimpleQueue[tuple[Path, dict[str, Any]] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
