@@ -38,7 +38,8 @@ unit: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -m "not runs and not slow and not exhaustive"
 
 # mypy and the tests that start a Ray of their own, which often wait, run beside all others: those that share one Ray, then
-# what starts none, two at a time and with less priority. test-all takes the exhaustive ones too.
+# what starts none, two at a time and with less priority, which end if one of the two crashes:
+# with another worker pytest-xdist may wait for ever. test-all takes the exhaustive ones too.
 test: CASES := and not exhaustive
 test test-all: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -47,7 +48,7 @@ test test-all: $(VENV)/.dev
 	@( $(BIN)/mypy && $(BIN)/python -m pytest -m "own_ray $(CASES)" tests ) > .own_ray.log 2>&1 & other=$$!; \
 	trap "kill $$other" INT TERM; \
 	$(BIN)/python -m pytest -m "runs and not own_ray $(CASES)"; status=$$?; \
-	nice -n 5 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not runs $(CASES)" || status=1; \
+	nice -n 5 $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not runs $(CASES)" || status=1; \
 	wait $$other || status=1; cat .own_ray.log; exit $$status
 
 # Every interpreter at hand among the promised ones: an installation of its own, a short job, and the tests of `unit`.
