@@ -176,10 +176,14 @@ def _planned_at_once(
 
 def _prepare_data(model: JobModel, data: Path, resume: bool) -> None:
     """Prepare the job's data; a resumed run keeps the data that it started with."""
-    from raypipe.data import check_placeholders, extend_order, is_prepared, prepare_data
+    from raypipe.data import check_placeholders, extend_order, has_short_steps, is_prepared, prepare_data
 
     if resume and is_prepared(data):
         extend_order(model.job, model.declared.task, data)
     else:
         prepare_data(model.job, model.declared.task, data)
         check_placeholders(data, model.declared.placeholders)
+    if model.declared.batch_statistics and has_short_steps(data):
+        why = "a mini-batch is short, and what this model computes of a row depends on the others of its micro-batch"
+        fix = "use mini-batches that divide the rows, or dataloader_drop_last (an order without short ones)"
+        raise SpecError("data.order", why, fix)

@@ -1,11 +1,12 @@
 """Training data: the driver finds, checks and prepares it once; each worker reads the rows it needs."""
 
-from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_arrays
+from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_arrays, write_order
 from raypipe.data.corpus import Corpus
 from raypipe.data.dataset import (
     Dataset,
     counts_tokens,
     extend_order,
+    has_short_steps,
     is_prepared,
     open_data,
     prepare_data,
@@ -30,6 +31,7 @@ __all__ = [
     "declared_fields",
     "extend_order",
     "flat",
+    "has_short_steps",
     "is_prepared",
     "known_fields",
     "open_data",
@@ -40,4 +42,5 @@ __all__ = [
     "tokens_per_sample",
     "validation_places",
     "validation_weights",
+    "write_order",
 ]

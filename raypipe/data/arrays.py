@@ -282,10 +282,12 @@ def write_arrays(
     return Arrays.open(directory, meta)
 
 
-def write_order(order: npt.NDArray[np.int64], directory: Path) -> None:
-    """Write the order of the training rows beside them."""
+def write_order(order: npt.NDArray[np.int64], directory: Path) -> Path:
+    """Write the order of the training rows, ``[steps, batch]``, beside them, and return the file."""
+    directory.mkdir(parents=True, exist_ok=True)
     with whole(directory / ORDER) as partial, partial.open("wb") as out:
         np.save(out, order, allow_pickle=False)
+    return directory / ORDER
 
 
 def read_order(source: str, rows: int) -> npt.NDArray[np.int64]:

@@ -181,13 +181,19 @@ def _check_order(job: JobSpec, task: Task, arrays: Arrays) -> None:
     if arrays.order is None:
         return
     steps, batch = arrays.order.shape
-    if (job.train.steps, job.train.batch) > (steps, job.train.batch) or batch != job.train.batch:
+    if job.train.steps > steps or batch != job.train.batch:
         why = f"is of {steps} steps of {batch} rows, and the job has {job.train.steps} of {job.train.batch}"
         raise SpecError("data.order", why, "give one for the job's steps and mini-batches")
     if not task.ignores and bool((arrays.order < 0).any()):
         why = "a mini-batch is short, and of this model's loss no row can be left out"
         fix = "use mini-batches that divide the rows, or dataloader_drop_last (an order without short ones)"
         raise SpecError("data.order", why, fix)
+
+
+def has_short_steps(directory: Path) -> bool:
+    """Return whether the order of prepared rows leaves places of a mini-batch unfilled."""
+    order = Arrays.open(directory).order if (directory / ARRAYS).exists() else None
+    return order is not None and bool((order < 0).any())
 
 
 def extend_order(job: JobSpec, task: Task, directory: Path) -> None:

@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from raypipe.atomic_write import whole
 from raypipe.capture.meta import same_randomness
 from raypipe.errors import SpecError, install, nearest
 from raypipe.trainer.in_process import training_arguments
@@ -150,15 +148,6 @@ def given_loader(loader: Any) -> DataLoader[Any]:
         why = f"returns {type(loader).__name__}, whose mini-batches are no numbers of a dataset's rows"
         raise SpecError("get_train_dataloader", why, "return a torch DataLoader of a dataset with a length, in batches")
     return loader
-
-
-def write_order(order: npt.NDArray[np.int64], directory: Path) -> Path:
-    """Write the order of a run's rows, and return the file."""
-    path = directory / "datasets" / "order.npy"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as partial, partial.open("wb") as out:
-        np.save(out, order, allow_pickle=False)
-    return path
 
 
 class _Numbers(Sequence[int]):

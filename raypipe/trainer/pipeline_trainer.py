@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader, default_collate
 
+from raypipe.data import write_order
 from raypipe.errors import SpecError
 from raypipe.job import GivenSpec, JobSpec, job_from
 from raypipe.launch.callbacks import Callback, Callbacks
@@ -32,7 +33,7 @@ from raypipe.train import Prepared, claim, prepare_run, run, saved_job
 from raypipe.trainer.arguments import every, read_arguments, recomputes, train_keys
 from raypipe.trainer.datasets import Columns, collator_of
 from raypipe.trainer.degrees import degrees, microbatch
-from raypipe.trainer.epochs import Epochs, given_loader, trainers_loader, write_order
+from raypipe.trainer.epochs import Epochs, given_loader, trainers_loader
 from raypipe.trainer.given_callbacks import by_kind, early_stop, stops_early
 from raypipe.trainer.given_model import (
     capture_given,
@@ -342,7 +343,8 @@ class PipelineTrainer:
         data["held_out"] = data["path"] if self._eval is None else str(self._written(self._eval, "eval", resume))
         if self._eval is None:
             _say("no eval_dataset: val_loss is of rows that are trained on")
-        data["order"] = str(write_order(self._epochs.order(self._job(data, model).train.steps), self.directory))
+        order = self._epochs.order(self._job(data, model).train.steps)
+        data["order"] = str(write_order(order, Path(data["path"]).parent))
         validation = None
         if self._metrics is not None and self._generates:
             _say("validations while training have the loss alone: evaluate() and predict() generate")

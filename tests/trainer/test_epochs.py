@@ -124,16 +124,40 @@ def test_a_run_of_more_steps_goes_on_in_the_same_order(tmp_path: Path) -> None:
     first = prepared(tmp_path / "run", max_steps=4)
     before = np.load(tmp_path / "run" / "data" / "order.npy")
     (tmp_path / "run" / "checkpoints").mkdir(exist_ok=True)
+    from raypipe.data import write_order
     from raypipe.launch.job_model import JobModel
     from raypipe.train import _prepare_data
-    from raypipe.trainer.epochs import write_order
 
     longer = prepared(tmp_path / "other", max_steps=9)
-    write_order(np.load(tmp_path / "other" / "data" / "order.npy"), tmp_path / "run")
+    write_order(np.load(tmp_path / "other" / "data" / "order.npy"), tmp_path / "run" / "datasets")
     job = first.job.model_copy(update={"train": longer.job.train})
     _prepare_data(JobModel(job), tmp_path / "run" / "data", True)
     after = np.load(tmp_path / "run" / "data" / "order.npy")
     assert (after.shape, after[:4].tolist()) == ((9, 4), before.tolist())
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(50, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any = None) -> Any:
+        logits = self.head(self.norm(self.table(input_ids[:, 0])))
+        return nn.functional.cross_entropy(logits, labels)
+
+
+def test_rows_that_others_see_cannot_be_left_out(tmp_path: Path) -> None:
+    """A place without a row would count in the statistics of a batch norm."""
+    raypipe.init(pp=1)
+    try:
+        with pytest.raises(SpecError, match="a mini-batch is short") as caught:
+            raypipe.PipelineTrainer(
+                model=Normed(), args=arguments(tmp_path / "run"), train_dataset=ROWS, eval_dataset=ROWS[:4],
+                data_collator=padded,
+            ).prepare()  # fmt: skip
+        assert "dataloader_drop_last" in caught.value.fix
+    finally:
+        raypipe.init()
 
 
 class Endless:
