@@ -130,6 +130,7 @@ def trainers_loader(
     own.eval_strategy = own.save_strategy = "no"  # else the Trainer asks for what only training needs
     own.report_to, own.load_best_model_at_end, own.remove_unused_columns = [], False, False
     own.dataloader_num_workers, own.dataloader_pin_memory, own.dataloader_prefetch_factor = 0, False, None
+    own.dataloader_persistent_workers, own.dataloader_multiprocessing_context = False, None  # need workers
     own._n_gpu = min(1, own.n_gpu)
     with same_randomness(int(given["seed"])):
         made = Order(model=nn.Linear(1, 1), args=own, train_dataset=range(len(rows)), data_collator=list)

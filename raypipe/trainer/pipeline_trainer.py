@@ -45,6 +45,8 @@ from raypipe.trainer.given_model import (
 )
 from raypipe.trainer.history import History, PrintedLog
 from raypipe.trainer.in_process import generates
+from raypipe.trainer.library.constructor import check_constructor
+from raypipe.trainer.library.methods import check_overrides
 from raypipe.trainer.row_files import write_rows
 from raypipe.trainer.run_state import state_of, steps_of
 from raypipe.trainer.script_loss import script_loss, trainers_loss, with_script_loss
@@ -53,12 +55,6 @@ if TYPE_CHECKING:
     from raypipe.data.rows import Collator, Rows
     from raypipe.trainer.result import TrainResult
     from raypipe.trainer.trainer_callbacks import TrainerCallbacks
-
-REFUSED = {
-    "optimizers": "choose one by args.optim, its rate by args.lr_scheduler_type",
-    "optimizer_cls_and_kwargs": "choose one by args.optim",
-}
-"""Arguments of the Trainer that are refused, with what to do instead."""
 
 
 class PipelineTrainer:
@@ -72,7 +68,7 @@ class PipelineTrainer:
         model: a ``torch.nn.Module`` whose forward returns the loss, also one that the script defines; it has the
             trained weights after ``train``. Also one of ``peft.get_peft_model``; a transformers model type or
             local directory; or the ``model`` section of a job file as a dict.
-        args: ``transformers.TrainingArguments``, or a dict with names from ``arguments.READ``.
+        args: ``transformers.TrainingArguments``, or a dict of those fields that are translated to a job.
         data_collator: converts rows to the model's arguments. It is called in this process, once per row before
             training, so it is not sent to the workers; its padding is used. By default, with a ``processing_class``, as
             the Trainer: ``DataCollatorWithPadding``.
@@ -91,10 +87,10 @@ class PipelineTrainer:
             ``ray.train.UserCallback``, which hear of every checkpoint and failure in Ray Train's controller.
         preprocess_logits_for_metrics: from logits and labels to what ``compute_metrics`` gets; runs on the devices.
         job: further keys of a job file by section, such as ``{"parallel": {"schedule": "zb-h1"}}``.
-        refused: see ``REFUSED``.
+        refused: arguments of the Trainer that are refused by name.
 
     Raises:
-        SpecError: an argument is invalid.
+        SpecError: an argument is invalid, or a subclass defines a method that would not be called.
     """
 
     def __init__(
@@ -114,7 +110,8 @@ class PipelineTrainer:
         job: Mapping[str, Mapping[str, Any]] | None = None,
         **refused: Any,
     ) -> None:
-        _check_refused(refused)
+        check_constructor(refused, [*inspect.signature(PipelineTrainer.__init__).parameters][1:-1])
+        check_overrides(type(self), PipelineTrainer)
         if train_dataset is None:
             raise SpecError("train_dataset", "is missing", "give a dataset of dicts")
         if isinstance(eval_dataset, Mapping):
@@ -453,16 +450,6 @@ class _Saves:
 
         self.args = SimpleNamespace(output_dir=str(trainer.directory))
         self.is_world_process_zero = trainer.is_world_process_zero
-
-
-def _check_refused(given: Mapping[str, Any]) -> None:
-    """Raise an error for arguments that the Trainer has and this one has not; their defaults are accepted."""
-    for name, value in given.items():
-        if name not in REFUSED:
-            own = [p.name for p in inspect.signature(PipelineTrainer.__init__).parameters.values()][1:]
-            raise TypeError(f"PipelineTrainer has no argument {name}; it has {', '.join(own[:-1])}")
-        if value is not None and value != (None, None):
-            raise SpecError(name, "is not supported", REFUSED[name])
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,205 @@
+"""The fields of ``transformers.TrainingArguments`` and ``Seq2SeqTrainingArguments``.
+
+A field that differs from its default and has no row is refused, so a new release cannot bring one that is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from raypipe.trainer.library.row import BY_THE_TRAINER, HONOURED, Row, honoured, refuse, refused, table, without_effect
+
+
+def _gpus() -> bool:
+    import torch
+
+    return torch.cuda.device_count() > 0
+
+
+DURATION_AND_BATCH = table(
+    honoured("output_dir", "the run directory", ""),
+    honoured("per_device_train_batch_size", "`train.batch`: times `gradient_accumulation_steps` and `dp`", 8),
+    honoured("gradient_accumulation_steps", "`train.batch`", 1),
+    honoured("num_train_epochs", "`train.steps`, and the rows of each", 3.0),
+    honoured("max_steps", "`train.steps`", -1),
+    refused("auto_find_batch_size", "give per_device_train_batch_size: the planner chooses micro-batches that fit"),
+    without_effect("average_tokens_across_devices", "the loss is the mean over all targets of the mini-batch"),
+)
+OPTIMIZER = table(
+    honoured("learning_rate", "`train.lr`", 5e-5),
+    honoured("lr_scheduler_type", "`train.lr_schedule`: linear, cosine, constant, constant_with_warmup; others are "
+             "refused", "linear"),
+    refused("lr_scheduler_kwargs", "choose another lr_scheduler_type"),
+    honoured("warmup_steps", "`train.warmup_steps`; below 1 a share of all steps", 0),
+    honoured("warmup_ratio", "`train.warmup_steps`", 0.0, old=True),
+    honoured("optim", "`train.optimizer`: adamw_torch, adamw_torch_fused, sgd; others are refused", "adamw_torch"),
+    refused("optim_args", "leave it out: it belongs to optimizers that raypipe has not"),
+    refused("optim_target_modules", "freeze the other parameters by requires_grad, or train adapters with peft"),
+    honoured("weight_decay", "`train.weight_decay`; norms and biases do not decay", 0.0),
+    honoured("adam_beta1", "`train.betas`", 0.9),
+    honoured("adam_beta2", "`train.betas`", 0.999),
+    honoured("adam_epsilon", "`train.eps`", 1e-8),
+    honoured("max_grad_norm", "`train.clip`", 1.0),
+    refused("label_smoothing_factor", "compute the loss by compute_loss_func"),
+    refused("neftune_noise_alpha", "leave it out: no noise is added to embeddings"),
+)  # fmt: skip
+COMPUTATION = table(
+    honoured("bf16", "`train.dtype: bfloat16`", False),
+    refused("fp16", "use bf16, which needs no loss scaling"),
+    refused("bf16_full_eval", "leave it out: a validation is in the type of training"),
+    refused("fp16_full_eval", "leave it out: a validation is in the type of training"),
+    honoured("tf32", "`train.tf32`", None),
+    honoured("activation_checkpointing", "`parallel.recompute: full`", None),
+    honoured("gradient_checkpointing", "`parallel.recompute: full`", None),
+    without_effect("activation_checkpointing_kwargs", "they choose how to recompute, which changes no value"),
+    without_effect("gradient_checkpointing_kwargs", "they choose how to recompute, which changes no value"),
+    refused("torch_compile", 'use job={"train": {"compile": "auto"}}'),
+    refused("torch_compile_backend", 'use job={"train": {"compile": "auto"}}'),
+    refused("torch_compile_mode", 'use job={"train": {"compile": "auto"}}'),
+    refused("use_liger_kernel", 'use job={"train": {"compile": "auto"}}'),
+    refused("liger_kernel_config", 'use job={"train": {"compile": "auto"}}'),
+    without_effect("use_cache", "a forward of training keeps no cache"),
+    without_effect("torch_empty_cache_steps", "it returns memory that PyTorch holds, which changes no value"),
+    honoured("full_determinism", "`train.deterministic`", False),
+    honoured("seed", "`train.seed`", 42),
+    refused("use_cpu", "unset it, or hide the GPUs by CUDA_VISIBLE_DEVICES=", only_if=_gpus),
+    refused("debug", "leave it out: a loss that is not finite ends the step with an error that names it"),
+    without_effect("skip_memory_metrics", "the memory of every device is in `raypipe report`"),
+)
+LOGGING = table(
+    honoured("logging_strategy", "which steps `state.log_history` and `on_log` have", "steps"),
+    honoured("logging_steps", "which steps `state.log_history` and `on_log` have", 500),
+    honoured("logging_first_step", "whether the first step has an entry", False),
+    honoured("report_to", "`train.report_to`: tensorboard, mlflow, wandb; others are one warning", "none"),
+    refused("include_num_input_tokens_seen", "read tokens_per_s in metrics.jsonl"),
+    without_effect("logging_nan_inf_filter", "a loss that is not finite is an error, so none is logged"),
+    without_effect("log_on_each_node", "only the driver logs"),
+    without_effect("log_level", "raypipe does not log by the library's logger"),
+    without_effect("log_level_replica", "only the driver logs"),
+    without_effect("disable_tqdm", "there is no tqdm bar"),
+    without_effect("logging_dir", "TensorBoard's files are in `output_dir`", old=True),
+    without_effect("run_name", "a run has the name of `output_dir`"),
+    without_effect("project", "only trackio reads it, which `report_to` does not have here"),
+    without_effect("trackio_space_id", "only trackio reads it, which `report_to` does not have here"),
+    without_effect("trackio_bucket_id", "only trackio reads it, which `report_to` does not have here"),
+    without_effect("trackio_static_space_id", "only trackio reads it, which `report_to` does not have here"),
+)
+EVALUATION = table(
+    honoured("eval_strategy", "`train.eval_every`", "no"),
+    honoured("eval_steps", "`train.eval_every`", None),
+    refused("eval_delay", "leave it out, and read the validations after it"),
+    refused("eval_on_start", "call evaluate() before train()"),
+    honoured("per_device_eval_batch_size", "of `evaluate` and `predict`; validations take `train.batch` rows", 8),
+    refused("prediction_loss_only", "leave compute_metrics out: a validation then computes the loss alone"),
+    refused("eval_do_concat_batches", "leave it out: compute_metrics gets all predictions as one array"),
+    refused("include_for_metrics", "leave it out: compute_metrics gets predictions and label_ids"),
+    refused("batch_eval_metrics", "reduce logits by preprocess_logits_for_metrics"),
+    without_effect("eval_use_gather_object", "predictions are gathered by raypipe"),
+    without_effect("eval_accumulation_steps", "it says where predictions wait, which changes no value"),
+    honoured("load_best_model_at_end", "`train.load_best_at_end`", False),
+    honoured("metric_for_best_model", "`train.best_metric`", None),
+    honoured("greater_is_better", "`train.best_is`", None),
+    honoured(
+        "predict_with_generate", "`evaluate` and `predict` generate; validations while training have the loss alone"
+    ),
+    honoured("generation_max_length", "of `evaluate` and `predict`"),
+    honoured("generation_num_beams", "of `evaluate` and `predict`"),
+    honoured("generation_config", "of `evaluate` and `predict`"),
+)
+SAVING = table(
+    honoured("save_strategy", "`train.checkpoint_every`: no, steps, epoch; best is refused", "steps"),
+    honoured("save_steps", "`train.checkpoint_every`", 500),
+    honoured("save_total_limit", "`train.keep_checkpoints`; None keeps all", None),
+    without_effect("save_only_model", "a checkpoint holds the optimizer too; `save_model` writes the weights alone"),
+    without_effect("save_on_each_node", "checkpoints are on a file system that all nodes share"),
+    without_effect("enable_jit_checkpoint", "SIGTERM always ends a run with a checkpoint"),
+    without_effect("overwrite_output_dir", "`train` says itself whether a directory holds another run", old=True),
+    without_effect("resume_from_checkpoint", "scripts read it and give it to `train`"),
+    refused("ignore_data_skip", "leave it out: a resumed run goes on with the rows that come next, at no cost"),
+    refused("restore_callback_states_from_checkpoint", "keep what a callback needs in a file of its own"),
+    refused("push_to_hub", "upload the directory that save_model returns"),
+    without_effect("hub_token", "only `push_to_hub` reads it"),
+    without_effect("hub_private_repo", "only `push_to_hub` reads it"),
+    without_effect("hub_model_id", "only `push_to_hub` reads it"),
+    without_effect("hub_strategy", "only `push_to_hub` reads it"),
+    without_effect("hub_always_push", "only `push_to_hub` reads it"),
+    without_effect("hub_revision", "only `push_to_hub` reads it"),
+)
+ROWS = table(
+    honoured("data_seed", "the rows of each step, by the Trainer's sampler", None),
+    honoured("dataloader_drop_last", "whether an epoch's last, short mini-batch is dropped", False),
+    honoured("train_sampling_strategy", "the rows of each step: random, sequential, group_by_length; others refused",
+             "random"),
+    honoured("group_by_length", "the rows of each step, by the Trainer's sampler", False, old=True),
+    honoured("length_column_name", "the Trainer's sampler reads it for group_by_length"),
+    honoured("accelerator_config", "the Trainer's loader reads it for the rows of each step"),
+    honoured("remove_unused_columns", "the columns that are written for the workers", True),
+    refused("label_names", "name the column of labels `labels`, `label` or `label_ids`"),
+    without_effect("sortish_sampler", "the Trainer does not read it either"),
+    without_effect("dataloader_num_workers", "rows are written before training, and each device reads its own"),
+    without_effect("dataloader_pin_memory", "each device reads its own rows"),
+    without_effect("dataloader_persistent_workers", "no process loads rows beside the devices"),
+    without_effect("dataloader_prefetch_factor", "no process loads rows beside the devices"),
+    without_effect("dataloader_multiprocessing_context", "no process loads rows beside the devices"),
+    without_effect("dataloader_in_order", "rows always come in order"),
+)  # fmt: skip
+DEVICES = table(
+    refused("fsdp", "shard by job={\"parallel\": {...}}: docs/guides/sharding.md"),
+    refused("fsdp_config", "shard by job={\"parallel\": {...}}: docs/guides/sharding.md"),
+    refused("deepspeed", "shard by job={\"parallel\": {...}}: docs/guides/sharding.md"),
+    refused("parallelism_config", "use raypipe.init(dp=, tp=, pp=)"),
+    without_effect("ddp_find_unused_parameters", "raypipe reduces gradients itself"),
+    without_effect("ddp_bucket_cap_mb", "raypipe reduces gradients itself"),
+    without_effect("ddp_broadcast_buffers", "raypipe reduces gradients itself"),
+    without_effect("ddp_static_graph", "raypipe reduces gradients itself"),
+    without_effect("ddp_backend", "raypipe chooses it: NCCL on GPUs, else Gloo"),
+    without_effect("ddp_timeout", "Ray notices a worker that ends"),
+    without_effect("local_rank", "Ray starts the processes"),
+)  # fmt: skip
+SCRIPTS = table(
+    without_effect("do_train", "only scripts read it"),
+    without_effect("do_eval", "only scripts read it"),
+    without_effect("do_predict", "only scripts read it"),
+)
+SECTIONS = {
+    "Duration and mini-batch": DURATION_AND_BATCH, "Optimizer and loss": OPTIMIZER, "Computation": COMPUTATION,
+    "Logging": LOGGING, "Evaluation": EVALUATION, "Saving": SAVING, "Rows": ROWS, "Devices": DEVICES,
+    "Scripts": SCRIPTS,
+}  # fmt: skip
+ARGUMENTS: dict[str, Row] = {name: row for rows in SECTIONS.values() for name, row in rows.items()}
+
+
+def defaults() -> dict[str, Any]:
+    """Return the Trainer's defaults of the fields that are translated to a job; a dict may contain no others."""
+    rows = ARGUMENTS.values()
+    return {row.name: row.default for row in rows if row.answer == HONOURED and row.default is not BY_THE_TRAINER}
+
+
+def check_fields(args: Any) -> None:
+    """Check a ``TrainingArguments``.
+
+    Raises:
+        SpecError: a field is set that is refused, or that has no row.
+    """
+    given = [f.name for f in fields(args) if f.init and _is_set(args, f)]
+    refuse([ARGUMENTS[name] for name in sorted(given) if name in ARGUMENTS and ARGUMENTS[name].refuses], "args.")
+    refuse(_unknown(sorted(set(given) - ARGUMENTS.keys())), "args.", "not known to raypipe")
+
+
+def _unknown(names: Iterable[str]) -> list[Row]:
+    return [refused(name, "leave at the default: it came with another release of transformers") for name in names]
+
+
+def _is_set(args: Any, field: Field[Any]) -> bool:
+    """Whether a field differs from its default; None, "none" and "no" count as equal, but False does not as True."""
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    value = getattr(args, field.name)
+    given, usual = (None if not v or v in ("none", "no", ["none"]) else text(v) for v in (value, default))
+    return given != usual
+
+
+def text(value: Any) -> str:
+    """Convert a member of transformers' enumerations to its text."""
+    return str(getattr(value, "value", value))
