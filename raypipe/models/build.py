@@ -35,6 +35,7 @@ from raypipe.models.losses.given import GivenLoss
 from raypipe.models.own_loss import LOSS, OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
+from raypipe.models.sources.packed_rows import apart, check_apart, is_packed
 from raypipe.models.sources.source import Identity, LossFunction, ModelSource
 from raypipe.models.task import MASK, Field, Task
 from raypipe.tensor import Division, divide_module
@@ -87,8 +88,11 @@ def _captured(
     dtype: str, division: Division | None, lines: bool = False, branches: bool = False,
 ) -> CapturedModel:  # fmt: skip
     spec = kind.model_validate_json(record)
-    arrays = None if given is None else dict(given)
+    arrays: Fields | None = None if given is None else dict(given)
     source: ModelSource = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
+    packed = arrays is not None and isinstance(spec, HfSpec) and is_packed(arrays)
+    if packed and arrays is not None:
+        arrays = apart(arrays)
     task = source.task(arrays, mask)
     function = source.loss if spec.loss == "task" else loss_function(spec)
     own = spec.loss == "model" or source.own_loss
@@ -142,6 +146,8 @@ def _captured(
         return found
 
     found = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
+    if packed:
+        check_apart(found)
     named = {name: _field(name, fields) for name in found.graph.inputs}
     if function is not None and isinstance(task, OwnLoss):
         task.figures = figures_of(*found.graph.outputs)

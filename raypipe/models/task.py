@@ -21,6 +21,8 @@ from raypipe.tensor.loss import divided_cross_entropy
 
 MASK = "attention_mask"
 """Name of the raw input that marks a sample's own tokens with 1 and padding with 0."""
+POSITIONS = "position_ids"
+"""Name of the raw input that numbers a sample's tokens; it restarts where another document begins."""
 IGNORED = -100
 """Label of positions that the loss ignores, as in PyTorch and Hugging Face."""
 BYTES = 256
@@ -58,6 +60,8 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows: FirstRows | None = None
+    packed: bool = False
+    """Whether the numbers of a row restart, as several documents are packed into it."""
 
 
 class Task(ABC):

@@ -12,7 +12,7 @@ from torch import nn
 
 from raypipe.capture.meta import build_without_memory
 from raypipe.errors import SpecError, install
-from raypipe.files import read_json, short
+from raypipe.files import short
 from raypipe.graph.fingerprint import transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
@@ -187,7 +187,9 @@ class HuggingFace:
         """Return what the saved model has, where the directory names another class than the job takes."""
         import transformers
 
-        saved = (read_json(Path(self.spec.hf) / "config.json").get("architectures") or [None])[0]
+        from raypipe.capture.transformers_models import saved_config
+
+        saved = (saved_config(Path(self.spec.hf)).get("architectures") or [None])[0]
         if saved is None or saved == self.kind.__name__ or not hasattr(transformers, saved):
             return None
         return build_without_memory(lambda: self._construct(getattr(transformers, saved))).state_dict()
