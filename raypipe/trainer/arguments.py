@@ -13,6 +13,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from raypipe.errors import SpecError, nearest
+from raypipe.trainer.optimizers import momentum
 
 READ: dict[str, Any] = {
     "output_dir": "", "max_steps": -1, "num_train_epochs": 3.0, "per_device_train_batch_size": 8,
@@ -25,10 +26,11 @@ READ: dict[str, Any] = {
     "logging_strategy": "steps", "logging_first_step": False, "remove_unused_columns": True,
     "per_device_eval_batch_size": 8, "train_sampling_strategy": "random", "group_by_length": False,
     "data_seed": None, "dataloader_drop_last": False, "lr_scheduler_kwargs": None,
+    "optim_args": None,
 }  # fmt: skip
 """The arguments that are translated, with transformers' defaults. A dict may contain no others."""
 REFUSED = {
-    "fp16", "label_smoothing_factor", "optim_args", "optim_target_modules",
+    "fp16", "label_smoothing_factor", "optim_target_modules",
     "neftune_noise_alpha", "auto_find_batch_size",
     "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "label_names", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cpu",
@@ -92,9 +94,10 @@ def train_keys(
     steps = int(a["max_steps"])
     if steps <= 0:
         steps = max(1, math.ceil(per_epoch * float(a["num_train_epochs"])))
+    optimizer = _one_of(OPTIMIZERS, a["optim"], "optim")
     keys = {
         "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
-        "optimizer": _one_of(OPTIMIZERS, a["optim"], "optim"), "weight_decay": float(a["weight_decay"]),
+        "optimizer": optimizer, "momentum": momentum(a, optimizer), "weight_decay": float(a["weight_decay"]),
         "decay": "matrices",  # as the Trainer does: neither norms nor biases
         "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": float(a["adam_epsilon"]),
         "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",

@@ -45,6 +45,7 @@ from raypipe.trainer.given_model import (
 )
 from raypipe.trainer.history import History, PrintedLog
 from raypipe.trainer.in_process import generates
+from raypipe.trainer.optimizers import check_decay, check_own
 from raypipe.trainer.rates import rate_keys, scheduler_of
 from raypipe.trainer.row_files import write_rows
 from raypipe.trainer.run_state import state_of, steps_of
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 
 REFUSED = {
-    "optimizers": "choose one by args.optim, its rate by args.lr_scheduler_type",
+    "optimizers": "choose one by args.optim, its rate by args.lr_scheduler_type or create_scheduler of a subclass",
     "optimizer_cls_and_kwargs": "choose one by args.optim",
 }
 """Arguments of the Trainer that are refused, with what to do instead."""
@@ -116,6 +117,7 @@ class PipelineTrainer:
         **refused: Any,
     ) -> None:
         _check_refused(refused)
+        check_own(self)
         if train_dataset is None:
             raise SpecError("train_dataset", "is missing", "give a dataset of dicts")
         if isinstance(eval_dataset, Mapping):
@@ -383,6 +385,8 @@ class PipelineTrainer:
         held_out = len(self._eval) if self._eval is not None else None
         train = train_keys(a, self._epochs.steps, held_out, dp, self._early_stop)
         more = self._more.get("train", {})
+        if "decay" not in more and "weight_decay" not in more:
+            check_decay(self._model, train["weight_decay"])
         train |= self._rates_of(int(more.get("steps", train["steps"])))
         if "lr_table" in train and "lr" in more:
             fix = "give args.learning_rate, or a scheduler"
