@@ -13,6 +13,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from raypipe.errors import SpecError, nearest
+from raypipe.trainer.optimizers import momentum
 
 READ: dict[str, Any] = {
     "output_dir": "", "max_steps": -1, "num_train_epochs": 3.0, "per_device_train_batch_size": 8,
@@ -24,11 +25,12 @@ READ: dict[str, Any] = {
     "load_best_model_at_end": False, "metric_for_best_model": None, "greater_is_better": None, "report_to": "none",
     "logging_strategy": "steps", "logging_first_step": False, "remove_unused_columns": True,
     "per_device_eval_batch_size": 8, "train_sampling_strategy": "random", "group_by_length": False,
-    "data_seed": None, "dataloader_drop_last": False,
+    "data_seed": None, "dataloader_drop_last": False, "lr_scheduler_kwargs": None,
+    "optim_args": None,
 }  # fmt: skip
 """The arguments that are translated, with transformers' defaults. A dict may contain no others."""
 REFUSED = {
-    "fp16", "label_smoothing_factor", "lr_scheduler_kwargs", "optim_args", "optim_target_modules",
+    "fp16", "label_smoothing_factor", "optim_target_modules",
     "neftune_noise_alpha", "auto_find_batch_size",
     "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "label_names", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cpu",
@@ -44,7 +46,6 @@ NO_MATTER = {
     "predict_with_generate", "generation_max_length", "generation_num_beams", "generation_config",
 }  # fmt: skip
 """Arguments that are ignored, because they do not affect training; likewise ``dataloader_*`` and ``ddp_*``."""
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 
 
@@ -71,7 +72,7 @@ def read_arguments(args: Any) -> dict[str, Any]:
 def train_keys(
     a: Mapping[str, Any], per_epoch: int, held_out: int | None, replicas: int, early_stop: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the ``train`` section of a job.
+    """Return the ``train`` section of a job, but for its schedule of learning rates (``rates.rate_keys``).
 
     The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * replicas.
 
@@ -83,7 +84,7 @@ def train_keys(
         early_stop: value of ``train.early_stop``.
 
     Raises:
-        SpecError: raypipe does not have the optimizer, learning-rate schedule or strategy.
+        SpecError: raypipe does not have the optimizer or strategy.
     """
     metric = (a["metric_for_best_model"] or "loss").removeprefix("eval_")
     highest = a["greater_is_better"]
@@ -93,15 +94,13 @@ def train_keys(
     steps = int(a["max_steps"])
     if steps <= 0:
         steps = max(1, math.ceil(per_epoch * float(a["num_train_epochs"])))
+    optimizer = _one_of(OPTIMIZERS, a["optim"], "optim")
     keys = {
         "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
-        "optimizer": _one_of(OPTIMIZERS, a["optim"], "optim"), "weight_decay": float(a["weight_decay"]),
+        "optimizer": optimizer, "momentum": momentum(a, optimizer), "weight_decay": float(a["weight_decay"]),
         "decay": "matrices",  # as the Trainer does: neither norms nor biases
         "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": float(a["adam_epsilon"]),
         "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
-        "lr_schedule": _one_of(SCHEDULES, a["lr_scheduler_type"], "lr_scheduler_type"),
-        "warmup_steps": _warmup(steps, float(a["warmup_steps"] or 0.0), float(a["warmup_ratio"] or 0.0)),
-        "warmup_from_zero": True,
         "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, per_epoch),
         "checkpoint_every": every(a, "save", a["save_steps"], steps, per_epoch),
         "best_metric": metric, "best_is": "highest" if highest else "lowest",
@@ -175,11 +174,6 @@ def every(a: Mapping[str, Any], what: str, given: Any, steps: int, epoch: int) -
     if strategy == "steps":
         return int(given) if given >= 1 else math.ceil(given * steps)
     return epoch if strategy == "epoch" else 0
-
-
-def _warmup(steps: int, given: float, ratio: float) -> int:
-    """Warm-up steps; as in newer transformers, a number below 1 is a share of all steps."""
-    return int(given) if given >= 1 else math.ceil(steps * (given or ratio))
 
 
 def _text(value: Any) -> str:

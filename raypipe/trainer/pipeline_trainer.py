@@ -45,6 +45,8 @@ from raypipe.trainer.given_model import (
 )
 from raypipe.trainer.history import History, PrintedLog
 from raypipe.trainer.in_process import generates
+from raypipe.trainer.optimizers import check_decay, check_own
+from raypipe.trainer.rates import rate_keys, scheduler_of
 from raypipe.trainer.row_files import write_rows
 from raypipe.trainer.run_state import state_of, steps_of
 from raypipe.trainer.script_loss import script_loss, trainers_loss, with_script_loss
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 
 REFUSED = {
-    "optimizers": "choose one by args.optim, its rate by args.lr_scheduler_type",
+    "optimizers": "choose one by args.optim, its rate by args.lr_scheduler_type or create_scheduler of a subclass",
     "optimizer_cls_and_kwargs": "choose one by args.optim",
 }
 """Arguments of the Trainer that are refused, with what to do instead."""
@@ -115,6 +117,7 @@ class PipelineTrainer:
         **refused: Any,
     ) -> None:
         _check_refused(refused)
+        check_own(self)
         if train_dataset is None:
             raise SpecError("train_dataset", "is missing", "give a dataset of dicts")
         if isinstance(eval_dataset, Mapping):
@@ -141,6 +144,9 @@ class PipelineTrainer:
         self._early_stop = early_stop(theirs)
         self._watched = self._followed([one for one in theirs if not stops_early(one)])
         self._loaded: tuple[Path, Any] | None = None
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self._rates: dict[int, dict[str, Any]] = {}
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
         """Train and return Ray Train's result (metrics, newest checkpoint, path), with ``training_loss``.
@@ -249,6 +255,16 @@ class PipelineTrainer:
         Training calls it once, to capture it with the model. So it may read what does not change while training.
         """
         return trainers_loss(model, inputs, self.compute_loss_func, return_outputs, num_items_in_batch)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return the scheduler of ``args.lr_scheduler_type``, as the Trainer's; a subclass may return another.
+
+        It does all its steps before training, over an optimizer of one parameter; the rates are those of the run.
+        """
+        if self.lr_scheduler is None:
+            chosen = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = scheduler_of(self.arguments, chosen, num_training_steps)
+        return self.lr_scheduler
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Refuse, because a trainer here is one run with one directory.
@@ -368,7 +384,14 @@ class PipelineTrainer:
         dp = self.degrees.dp or 1
         held_out = len(self._eval) if self._eval is not None else None
         train = train_keys(a, self._epochs.steps, held_out, dp, self._early_stop)
-        if "dtype" not in self._more.get("train", {}):
+        more = self._more.get("train", {})
+        if "decay" not in more and "weight_decay" not in more:
+            check_decay(self._model, train["weight_decay"])
+        train |= self._rates_of(int(more.get("steps", train["steps"])))
+        if "lr_table" in train and "lr" in more:
+            fix = "give args.learning_rate, or a scheduler"
+            raise SpecError("job.train.lr", "has no effect where a scheduler gives the rates", fix)
+        if "dtype" not in more:
             train["dtype"] = training_dtype(self._model, train["dtype"], _say)
         if train["best_metric"] != "loss" and (self._metrics is None or self._generates):
             without = "without compute_metrics" if self._metrics is None else "that generates nothing while training"
@@ -396,6 +419,11 @@ class PipelineTrainer:
         for name, keys in self._more.items():
             sections[name] = {**sections.get(name, {}), **keys}
         return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
+
+    def _rates_of(self, steps: int) -> dict[str, Any]:
+        if steps not in self._rates:
+            self._rates[steps] = rate_keys(self, PipelineTrainer, steps)
+        return self._rates[steps]
 
     def _in_process(self) -> Any:
         """Return a ``transformers.Trainer`` of the model as it is now."""
