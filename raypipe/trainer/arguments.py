@@ -24,11 +24,11 @@ READ: dict[str, Any] = {
     "load_best_model_at_end": False, "metric_for_best_model": None, "greater_is_better": None, "report_to": "none",
     "logging_strategy": "steps", "logging_first_step": False, "remove_unused_columns": True,
     "per_device_eval_batch_size": 8, "train_sampling_strategy": "random", "group_by_length": False,
-    "data_seed": None, "dataloader_drop_last": False,
+    "data_seed": None, "dataloader_drop_last": False, "label_smoothing_factor": 0.0,
 }  # fmt: skip
 """The arguments that are translated, with transformers' defaults. A dict may contain no others."""
 REFUSED = {
-    "fp16", "label_smoothing_factor", "lr_scheduler_kwargs", "optim_args", "optim_target_modules",
+    "fp16", "lr_scheduler_kwargs", "optim_args", "optim_target_modules",
     "neftune_noise_alpha", "auto_find_batch_size",
     "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "label_names", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cpu",
@@ -101,7 +101,7 @@ def train_keys(
         "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
         "lr_schedule": _one_of(SCHEDULES, a["lr_scheduler_type"], "lr_scheduler_type"),
         "warmup_steps": _warmup(steps, float(a["warmup_steps"] or 0.0), float(a["warmup_ratio"] or 0.0)),
-        "warmup_from_zero": True,
+        "warmup_from_zero": True, "label_smoothing": float(a["label_smoothing_factor"] or 0.0),
         "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, per_epoch),
         "checkpoint_every": every(a, "save", a["save_steps"], steps, per_epoch),
         "best_metric": metric, "best_is": "highest" if highest else "lowest",
