@@ -62,7 +62,7 @@ def _smoothed(model: Any, outputs: Any, labels: Tensor, items: Any, smoothing: f
     """Return what ``transformers.LabelSmoother`` does, as one division, so that the runtime can divide instead."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs if isinstance(outputs, Tensor) else outputs[0]
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     inner = getattr(model, "module", model)
     if type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         logits, labels = logits[..., :-1, :], labels[..., 1:]

@@ -157,7 +157,7 @@ def test_a_validation_counts_every_row_once(task, tmp_path):
     assert int(second["x"][3]) in seen  # fills the mini-batch
     assert first["labels"].tolist() == seen[:4]
     assert second["labels"].tolist()[:3] == seen[4:]
-    assert (torch.isnan(second["labels"][3]) if isinstance(task, Values) else second["labels"][3] == -100)
+    assert torch.isnan(second["labels"][3]) if isinstance(task, Values) else second["labels"][3] == -100
     assert task.targets(second) == 3
     assert second["shift_labels"][:, 1].tolist() == [*seen[4:], -100 if isinstance(task, Both) else int(second["x"][3])]
     assert (again["labels"] >= 0).all()  # a second pass, where one is asked for

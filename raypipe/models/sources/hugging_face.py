@@ -19,8 +19,8 @@ from raypipe.job.model_spec import TaskName
 from raypipe.models.losses.contrastive import contrastive
 from raypipe.models.more_tasks import Pixels, Transcript
 from raypipe.models.sources.adapters import AdapterValues, SavedAdapters, with_adapters, without_adapters
-from raypipe.models.sources.saved_values import Saved
 from raypipe.models.sources.problem_type import task_of_labels
+from raypipe.models.sources.saved_values import Saved
 from raypipe.models.sources.source import Identity, LossFunction
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import BYTES, Field, MaskedToken, NextToken, Sequences, Task
