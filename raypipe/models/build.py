@@ -64,17 +64,18 @@ def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = N
     division = None
     if tensor_rank is not None and job.parallel.tensor > 1:
         division = Division(job.parallel.tensor, tensor_rank, job.parallel.tensor_table)
+    smoothing = job.train.label_smoothing
     if isinstance(job.model, GptSpec):
-        return GptLayers(job.model, DTYPES[job.train.dtype], division)
+        return GptLayers(job.model, DTYPES[job.train.dtype], division, smoothing)
     branches = job.parallel.placement == "branches"
     if isinstance(job.model, GivenSpec):
-        return given_model(job.model, fields, job.data.mask, division is not None, branches)
+        return given_model(job.model, fields, job.data.mask, division is not None, branches, smoothing)
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
     # The capture is the same for all tensor ranks, so it is made for rank 0 only.
     common = division and replace(division, tensor_rank=0)
     lines = job.data.type == "lines"
-    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches)
+    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches, smoothing)
     return model if division is None else model.share_of(division)
 
 
@@ -85,7 +86,7 @@ def _frozen(fields: Fields | None) -> tuple[tuple[str, Field], ...] | None:
 @lru_cache(maxsize=4)
 def _captured(
     kind: type[HfSpec] | type[ImportSpec], record: str, mask: float, given: tuple[tuple[str, Field], ...] | None,
-    dtype: str, division: Division | None, lines: bool = False, branches: bool = False,
+    dtype: str, division: Division | None, lines: bool = False, branches: bool = False, smoothing: float = 0.0,
 ) -> CapturedModel:  # fmt: skip
     spec = kind.model_validate_json(record)
     arrays: Fields | None = None if given is None else dict(given)
@@ -100,6 +101,7 @@ def _captured(
         task = GivenLoss(task, arrays if arrays is not None else task.text_fields(_sequence(spec)))
     elif own or function is not None:
         task = OwnLoss(task, arrays if arrays is not None else ("labels",))
+    task = task.smoothed(smoothing)
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
     fields |= with_made(task, fields)
     if lines:

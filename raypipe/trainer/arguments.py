@@ -25,12 +25,12 @@ READ: dict[str, Any] = {
     "load_best_model_at_end": False, "metric_for_best_model": None, "greater_is_better": None, "report_to": "none",
     "logging_strategy": "steps", "logging_first_step": False, "remove_unused_columns": True,
     "per_device_eval_batch_size": 8, "train_sampling_strategy": "random", "group_by_length": False,
-    "data_seed": None, "dataloader_drop_last": False, "lr_scheduler_kwargs": None,
-    "optim_args": None,
+    "data_seed": None, "dataloader_drop_last": False, "lr_scheduler_kwargs": None, "optim_args": None,
+    "label_smoothing_factor": 0.0,
 }  # fmt: skip
 """The arguments that are translated, with transformers' defaults. A dict may contain no others."""
 REFUSED = {
-    "fp16", "label_smoothing_factor", "optim_target_modules",
+    "fp16", "optim_target_modules",
     "neftune_noise_alpha", "auto_find_batch_size",
     "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "label_names", "torch_compile",
     "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cpu",
@@ -101,6 +101,7 @@ def train_keys(
         "decay": "matrices",  # as the Trainer does: neither norms nor biases
         "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": float(a["adam_epsilon"]),
         "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
+        "label_smoothing": float(a["label_smoothing_factor"] or 0.0),
         "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, per_epoch),
         "checkpoint_every": every(a, "save", a["save_steps"], steps, per_epoch),
         "best_metric": metric, "best_is": "highest" if highest else "lowest",

@@ -129,6 +129,7 @@ def trainers_loader(
     own = copy.copy(args)
     own.eval_strategy = own.save_strategy = "no"  # else the Trainer asks for what only training needs
     own.report_to, own.load_best_model_at_end, own.remove_unused_columns = [], False, False
+    own.label_smoothing_factor = 0.0  # what is the model's is asked of the layer below
     own.dataloader_num_workers, own.dataloader_pin_memory, own.dataloader_prefetch_factor = 0, False, None
     own._n_gpu = min(1, own.n_gpu)
     with same_randomness(int(given["seed"])):

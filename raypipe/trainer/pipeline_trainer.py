@@ -49,7 +49,7 @@ from raypipe.trainer.optimizers import check_decay, check_own
 from raypipe.trainer.rates import rate_keys, scheduler_of
 from raypipe.trainer.row_files import write_rows
 from raypipe.trainer.run_state import state_of, steps_of
-from raypipe.trainer.script_loss import script_loss, trainers_loss, with_script_loss
+from raypipe.trainer.script_loss import script_loss, smoothing_loss, trainers_loss, with_script_loss
 
 if TYPE_CHECKING:
     from raypipe.data.rows import Collator, Rows
@@ -254,7 +254,8 @@ class PipelineTrainer:
 
         Training calls it once, to capture it with the model. So it may read what does not change while training.
         """
-        return trainers_loss(model, inputs, self.compute_loss_func, return_outputs, num_items_in_batch)
+        smoothing = float(self.arguments["label_smoothing_factor"] or 0.0)
+        return trainers_loss(model, inputs, self.compute_loss_func, return_outputs, num_items_in_batch, smoothing)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Return the scheduler of ``args.lr_scheduler_type``, as the Trainer's; a subclass may return another.
@@ -355,6 +356,9 @@ class PipelineTrainer:
         claim(self.directory, resume=resume)  # check the directory before writing into it
         script = script_loss(self, PipelineTrainer, self.compute_loss_func)
         model = model_section(self._model, self.directory, script, _say)
+        smoothing = float(self.arguments["label_smoothing_factor"] or 0.0)
+        if smoothing and script is None and model.get("given") and model["loss"] == "model":
+            script = smoothing_loss(smoothing)
         data = {"type": "arrays", "path": str(self._written(self._train, "train", resume))}
         data["held_out"] = data["path"] if self._eval is None else str(self._written(self._eval, "eval", resume))
         if self._eval is None:
@@ -412,6 +416,7 @@ class PipelineTrainer:
         model = model or model_section(self._model, self.directory, None, _say)
         if model.get("given") and model["loss"] == "model":
             parallel["microbatch"] = int(a["per_device_train_batch_size"])  # what the Trainer computes one loss of
+            train["label_smoothing"] = 0.0  # it is in the captured loss
         sections: dict[str, Any] = {
             "model": model,
             "data": data, "train": train, "parallel": parallel,
