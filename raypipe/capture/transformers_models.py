@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import SpecError, nearest
-from raypipe.files import read_json, short
+from raypipe.files import short
 
 
 def configuration(model: str, changes: Mapping[str, Any] | None = None) -> Any:
@@ -62,13 +62,21 @@ def _known(config: Any, directory: Path) -> set[str]:
     known = {*config.to_dict(), *config.attribute_map, *inspect.signature(type(config)).parameters}
     known |= {"num_labels"} if hasattr(config, "id2label") else set()  # kept as a table of names
     if (directory / "config.json").is_file():
-        known |= set(read_json(directory / "config.json"))
+        known |= set(saved_config(directory))
     known |= _keys_converted(config)
     if not config.sub_configs:
         for file in Path(inspect.getfile(type(config))).parent.glob("model*.py"):
             known |= _keys_read(file.read_text(encoding="utf-8"))
     kept = type(config).model_type, "self", "args", "kwargs"
     return {key for key in known if not key.startswith("_") and key not in kept and not _is_method(config, key)}
+
+
+def saved_config(directory: Path) -> dict[str, Any]:
+    """Return the content of a directory's ``config.json`` as transformers reads it: numbers may be infinite."""
+    from transformers import PreTrainedConfig
+
+    found: dict[str, Any] = PreTrainedConfig.get_config_dict(str(directory), local_files_only=True)[0]
+    return found
 
 
 def _is_method(config: Any, key: str) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from raypipe.atomic_write import whole, write_whole
 from raypipe.data.corpus import SPLITS, Split, order_key
+from raypipe.data.packed import is_packed
 from raypipe.data.ragged import (
     FILL,
     OFFSETS,
@@ -40,7 +41,7 @@ from raypipe.data.sample_order import GroupedByLength, permuted
 from raypipe.errors import SpecError
 from raypipe.files import expanded, read_json, sha256
 from raypipe.job import DataSpec
-from raypipe.models.task import MASK, Field, FirstRows
+from raypipe.models.task import MASK, POSITIONS, Field, FirstRows
 
 META = "arrays.json"
 ORDER = "order.npy"
@@ -273,7 +274,7 @@ def write_arrays(
         "fills": {name: column.fill for name, column in train.items() if isinstance(column, Ragged)},
         "mean_lengths": {n: float(c.lengths().mean()) for n, c in train.items() if isinstance(c, Ragged)},
         "fields": {
-            name: {"shape": list(field.shape), "dtype": str(field.dtype).removeprefix("torch.")}
+            name: {"shape": list(field.shape), "dtype": str(field.dtype).removeprefix("torch."), "packed": field.packed}
             for name, field in _fields(*splits.values()).items()
         },
         "sha256": digests,
@@ -422,13 +423,16 @@ def _first_of_folder(path: Path, rows: int) -> Tensor:
 
 
 def _heads(source: str, key: str) -> dict[str, Column]:
-    """Read the columns of a file without their values, where its format allows that."""
+    """Read the columns of a file without their values, where its format allows that and no value says what they are."""
     path = expanded(Path(source))
     if path.suffix != ".npz" or not path.is_file():
         return read_columns(source, key)
     try:
         with np.load(path, allow_pickle=False) as archive:
-            arrays = {n: archive[n] if n.endswith((OFFSETS, FILL)) else _head(archive, n) for n in archive.files}
+            read = {MASK, POSITIONS} if POSITIONS in archive.files else set()
+            arrays = {
+                n: archive[n] if n.endswith((OFFSETS, FILL)) or n in read else _head(archive, n) for n in archive.files
+            }
     except Exception as error:  # as in read_columns
         raise _no_arrays(source, key, error) from None
     heads = joined(arrays, key)
@@ -463,6 +467,7 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
                 tuple(about["shape"]), getattr(torch, about["dtype"]),
                 FirstRows(partial(_first_of_folder, directory / f"train.{name}.npy"))
                 if name in meta["columns"] and name not in meta["fills"] else None,
+                bool(about.get("packed", False)),
             )
             for name, about in meta["fields"].items()
         }  # fmt: skip
@@ -491,4 +496,6 @@ def _fields(*parts: Columns) -> dict[str, Field]:
         made[name] = Field((*([max(own)] if own else ()), *none.shape[1:]), none.dtype)
     if _masked(parts[0]):
         made[MASK] = Field(made[TOKENS].shape[:1], torch.int64)
+    if any(is_packed(part) for part in parts):
+        made[POSITIONS] = made[POSITIONS]._replace(packed=True)
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +24,7 @@ from raypipe.data.ragged import Ragged, fill_of
 from raypipe.data.sample_order import sample_keys
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec
-from raypipe.models.task import IGNORED, MASK, Task
+from raypipe.models.task import MASK, Task
 
 
 class Dataset(Protocol):
@@ -121,10 +122,10 @@ class Lines:
 
 def _once(made: dict[str, Tensor], task: Task, repeated: Tensor | None) -> dict[str, Tensor]:
     """Have the loss ignore the samples that are ``repeated``, where it ignores any."""
-    if repeated is not None and task.ignores:
+    if repeated is not None and task.ignored is not None:
         for name in task.reads & made.keys():
             labels = made[name].clone()
-            labels[repeated] = IGNORED
+            labels[repeated] = task.ignored
             made[name] = labels
     return made
 
@@ -164,6 +165,7 @@ def prepare_data(job: JobSpec, task: Task, directory: Path) -> None:
     if job.data.type == "arrays":
         made = prepare_arrays(job.data, directory, task.per_token)
         _check_order(job, task, made)
+        _check_numbers(task, made)
         return
     assert job.model.sequence is not None, "checked with the job"
     if job.data.type == "lines":
@@ -184,10 +186,24 @@ def _check_order(job: JobSpec, task: Task, arrays: Arrays) -> None:
     if job.train.steps > steps or batch != job.train.batch:
         why = f"is of {steps} steps of {batch} rows, and the job has {job.train.steps} of {job.train.batch}"
         raise SpecError("data.order", why, "give one for the job's steps and mini-batches")
-    if not task.ignores and bool((arrays.order < 0).any()):
+    if task.ignored is None and bool((arrays.order < 0).any()):
         why = "a mini-batch is short, and of this model's loss no row can be left out"
         fix = "use mini-batches that divide the rows, or dataloader_drop_last (an order without short ones)"
         raise SpecError("data.order", why, fix)
+
+
+def _check_numbers(task: Task, arrays: Arrays) -> None:
+    """Raise an error if a label is not a number where the loss would take it for one that is left out."""
+    if task.ignored is None or not math.isnan(task.ignored):
+        return
+    for split, columns in arrays.columns.items():
+        labels = columns.get("labels")
+        if not isinstance(labels, np.ndarray) or labels.dtype.kind != "f":
+            continue
+        wrong = np.flatnonzero(np.isnan(labels).reshape(len(labels), -1).any(-1))
+        if len(wrong):
+            where = "data.path" if split == "train" else "data.held_out"
+            raise SpecError(where, f"labels of row {wrong[0]} are not a number (nan)", "leave out rows without labels")
 
 
 def has_short_steps(directory: Path) -> bool:

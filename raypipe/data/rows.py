@@ -10,6 +10,7 @@ import torch
 
 from raypipe.data.ragged import Column, Ragged, Values, check_rows
 from raypipe.errors import SpecError
+from raypipe.models.task import POSITIONS
 
 
 class Rows(Protocol):
@@ -22,6 +23,9 @@ class Rows(Protocol):
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 """A function that makes a batch of rows, as in transformers and torch."""
+_ENDS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens")
+BOUNDARIES = {*_ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"}
+"""What a collator returns of packed documents for kernels of attention on GPUs."""
 
 
 def columns_of(rows: Rows, where: str, collator: Collator | None = None, seed: int = 0) -> dict[str, Column]:
@@ -98,14 +102,15 @@ def _collated_alone(collator: Collator, row: Any, index: int, where: str) -> dic
 
 def _collated(collator: Collator, rows: list[Any], what: str, where: str) -> dict[str, Values]:
     try:
-        made = {str(name): np.asarray(value) for name, value in collator(rows).items()}
+        made = _as_positions({str(name): np.asarray(value) for name, value in collator(rows).items()})
     except Exception as error:  # a user's collator may raise anything
         why = f"data_collator fails on {what}: {type(error).__name__}: {error}"
         raise SpecError(where, why, "correct it, or leave it out if rows hold only numbers") from error
     if "labels" in made and "decoder_input_ids" not in rows[0]:
         made.pop("decoder_input_ids", None)  # made of the labels; the model's task makes them again
+    lengths = {name: 0 if value.ndim < 1 else len(value) for name, value in made.items()}
     for name, value in made.items():
-        if value.ndim < 1 or len(value) != len(rows):
+        if lengths[name] != len(rows) and set(lengths.values()) != {1}:  # a collator may make one row of all
             why = f"data_collator gives {name} of shape {value.shape} for {len(rows)} rows"
             raise SpecError(where, why, "return tensors of one row per sample")
     return made
@@ -121,6 +126,8 @@ def _with_fills(columns: dict[str, Column], rows: Rows, collator: Collator, wher
         together = _collated(collator, [rows[short], rows[long]], f"rows {short} and {long}", where)
         both = together.get(name, np.empty((2, 0)))
         own, longest = int(lengths[short]), int(lengths[long])
+        if both.ndim > 1 and both.shape[:2] == (1, own + longest):  # it puts rows one after another, and pads none
+            continue
         tail = both[0, own:] if both.ndim > 1 and both.shape[1] >= longest else np.empty(0)
         alone = column.values[column.offsets[short] : column.offsets[short + 1]]
         # A collator that draws random numbers changes the row each time; then only the tail can be checked.
@@ -129,4 +136,20 @@ def _with_fills(columns: dict[str, Column], rows: Rows, collator: Collator, wher
             why = f"data_collator does not pad {name} of row {short} at its end with one value"
             raise SpecError(where, why, 'pad on the right (padding_side="right")')
         made[name] = Ragged(column.values, column.offsets, int(tail.flat[0]))
+    return made
+
+
+def _as_positions(batch: dict[str, Values]) -> dict[str, Values]:
+    """Say by positions where documents begin, instead of by what only kernels of attention on GPUs read."""
+    made = {name: value for name, value in batch.items() if name not in BOUNDARIES}
+    if POSITIONS in made or len(made) == len(batch):
+        return made
+    ends = next((batch[name] for name in _ENDS if name in batch), None)
+    numbers = batch.get("seq_idx")
+    if ends is not None:
+        made[POSITIONS] = np.concatenate([np.arange(n, dtype=np.int64) for n in np.diff(ends.reshape(-1))])[None]
+    elif numbers is not None:
+        begins = np.diff(numbers, prepend=numbers[:, :1] - 1, axis=1) != 0
+        at = np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape)
+        made[POSITIONS] = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
     return made

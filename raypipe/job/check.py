@@ -124,9 +124,21 @@ def _captured(model: CapturedSpec, data: DataSpec) -> Iterator[Problem]:
             yield Problem("model.task", f"{model.task} needs labels, bytes have none", "use data: {type: arrays, ...}")
 
 
+def _rates(train: TrainSpec) -> Iterator[Problem]:
+    if train.lr_table is None:
+        return
+    if len(train.lr_table) != train.steps:
+        why = f"has {len(train.lr_table)} learning rates, but the run has {train.steps} steps"
+        yield Problem("train.lr_table", why, "give one for each step")
+    for key in ("lr_schedule", "warmup_steps", "warmup_from_zero", "min_lr"):
+        if getattr(train, key) != type(train).model_fields[key].default:
+            yield Problem(f"train.{key}", "has no effect where train.lr_table gives the rates", "leave one of them out")
+
+
 def _train(train: TrainSpec) -> Iterator[Problem]:
     if train.min_lr > train.lr:
         yield Problem("train.min_lr", f"{train.min_lr} is above lr = {train.lr}", "lower min_lr or raise lr")
+    yield from _rates(train)
     shortest, longest = TIMEOUTS_S
     if not shortest <= train.message_timeout_s <= longest:
         early = train.message_timeout_s < shortest

@@ -89,6 +89,12 @@ class TrainSpec(Spec):
     """Begin the warm-up with a rate of 0, as Hugging Face's schedules do; else the first step has one part of it."""
     min_lr: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the last step with ``cosine`` and ``linear``."""
+    lr_table: Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False)] | None = None
+    """Learning rate of each step, one for each of ``steps``, instead of ``lr``, its schedule and warm-up; null: these.
+    ``PipelineTrainer`` writes it down for schedulers that a job file has no name for."""
+    label_smoothing: Share = 0.0
+    """Share of each label's probability that is spread evenly over all classes; for losses that are cross-entropies of
+    labels."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Gradients are clipped to this global norm (L2, over all stages); null for no clipping."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"

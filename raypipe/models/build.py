@@ -35,6 +35,7 @@ from raypipe.models.losses.given import GivenLoss
 from raypipe.models.own_loss import LOSS, OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
+from raypipe.models.sources.packed_rows import apart, check_apart, is_packed
 from raypipe.models.sources.source import Identity, LossFunction, ModelSource
 from raypipe.models.task import MASK, Field, Task
 from raypipe.tensor import Division, divide_module
@@ -63,17 +64,18 @@ def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = N
     division = None
     if tensor_rank is not None and job.parallel.tensor > 1:
         division = Division(job.parallel.tensor, tensor_rank, job.parallel.tensor_table)
+    smoothing = job.train.label_smoothing
     if isinstance(job.model, GptSpec):
-        return GptLayers(job.model, DTYPES[job.train.dtype], division)
+        return GptLayers(job.model, DTYPES[job.train.dtype], division, smoothing)
     branches = job.parallel.placement == "branches"
     if isinstance(job.model, GivenSpec):
-        return given_model(job.model, fields, job.data.mask, division is not None, branches)
+        return given_model(job.model, fields, job.data.mask, division is not None, branches, smoothing)
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
     # The capture is the same for all tensor ranks, so it is made for rank 0 only.
     common = division and replace(division, tensor_rank=0)
     lines = job.data.type == "lines"
-    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches)
+    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches, smoothing)
     return model if division is None else model.share_of(division)
 
 
@@ -84,11 +86,14 @@ def _frozen(fields: Fields | None) -> tuple[tuple[str, Field], ...] | None:
 @lru_cache(maxsize=4)
 def _captured(
     kind: type[HfSpec] | type[ImportSpec], record: str, mask: float, given: tuple[tuple[str, Field], ...] | None,
-    dtype: str, division: Division | None, lines: bool = False, branches: bool = False,
+    dtype: str, division: Division | None, lines: bool = False, branches: bool = False, smoothing: float = 0.0,
 ) -> CapturedModel:  # fmt: skip
     spec = kind.model_validate_json(record)
-    arrays = None if given is None else dict(given)
+    arrays: Fields | None = None if given is None else dict(given)
     source: ModelSource = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
+    packed = arrays is not None and isinstance(spec, HfSpec) and is_packed(arrays)
+    if packed and arrays is not None:
+        arrays = apart(arrays)
     task = source.task(arrays, mask)
     function = source.loss if spec.loss == "task" else loss_function(spec)
     own = spec.loss == "model" or source.own_loss
@@ -96,6 +101,7 @@ def _captured(
         task = GivenLoss(task, arrays if arrays is not None else task.text_fields(_sequence(spec)))
     elif own or function is not None:
         task = OwnLoss(task, arrays if arrays is not None else ("labels",))
+    task = task.smoothed(smoothing)
     fields = dict(arrays) if arrays is not None else task.text_fields(_sequence(spec))
     fields |= with_made(task, fields)
     if lines:
@@ -142,6 +148,8 @@ def _captured(
         return found
 
     found = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
+    if packed:
+        check_apart(found)
     named = {name: _field(name, fields) for name in found.graph.inputs}
     if function is not None and isinstance(task, OwnLoss):
         task.figures = figures_of(*found.graph.outputs)

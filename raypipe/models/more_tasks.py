@@ -65,12 +65,13 @@ class Pixels(Task):
 
     reads = frozenset({"labels"})
     unit = "nats per pixel"
+    ignored = IGNORED
 
     def __init__(self, ignored: int) -> None:
-        self.ignored = ignored
+        self.background = ignored
 
     def _labels(self, inputs: Inputs) -> Tensor:
-        return inputs["labels"].masked_fill(inputs["labels"] == self.ignored, IGNORED)
+        return inputs["labels"].masked_fill(inputs["labels"] == self.background, IGNORED)
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the cross entropy summed over the pixels; in float32, or float64 if the output is."""

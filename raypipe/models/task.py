@@ -6,6 +6,7 @@ device can count from the data, so the mean does not depend on the division into
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -21,6 +22,8 @@ from raypipe.tensor.loss import divided_cross_entropy
 
 MASK = "attention_mask"
 """Name of the raw input that marks a sample's own tokens with 1 and padding with 0."""
+POSITIONS = "position_ids"
+"""Name of the raw input that numbers a sample's tokens; it restarts where another document begins."""
 IGNORED = -100
 """Label of positions that the loss ignores, as in PyTorch and Hugging Face."""
 BYTES = 256
@@ -58,6 +61,8 @@ class Field(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows: FirstRows | None = None
+    packed: bool = False
+    """Whether the numbers of a row restart, as several documents are packed into it."""
 
 
 class Task(ABC):
@@ -77,10 +82,21 @@ class Task(ABC):
     """Whether the model's output is a prediction of labels; it may be the loss itself."""
     figures: tuple[str, ...] = ()
     """Names of figures that follow the loss in the last dimension of the model's output (``losses.figures``)."""
-    ignores = False
-    """Whether labels that are ``IGNORED`` are no targets."""
+    ignored: float | None = None
+    """The label that is no target, so that rows of a mini-batch can be left out; None if the loss needs every row."""
     classes: int | None = None
     """Number of all classes, if the output is one tensor rank's share of them; None if it has all classes."""
+
+    def smoothed(self, share: float) -> Task:
+        """Make this the task whose labels share their probability (``train.label_smoothing``), and return it.
+
+        Raises:
+            SpecError: the labels are no classes, or the loss is not the task's.
+        """
+        if share:
+            why = f"{share} is a share of the probability of classes, which this model's loss has not"
+            raise SpecError("train.label_smoothing", why, "leave it out, or smooth in the loss itself")
+        return self
 
     @abstractmethod
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
@@ -133,15 +149,22 @@ class Task(ABC):
 class Labels(Task):
     """Cross-entropy: ``-log p(label)`` in nats, summed over all labels except those that are ``IGNORED``.
 
-    Output ``[..., classes]``, ``labels`` int64 ``[...]``: one per sample, or one per token.
+    Output ``[..., classes]``, ``labels`` int64 ``[...]``: one per sample, or one per token. With a ``smoothing``, that
+    share of a label's probability is spread evenly over all classes (Szegedy et al. 2016, section 7).
     """
 
     reads = frozenset({"labels"})
-    ignores = True
+    ignored = IGNORED
+    smoothing = 0.0
+
+    def smoothed(self, share: float) -> Task:
+        """See ``Task.smoothed``."""
+        self.smoothing = share
+        return self
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the cross-entropy summed over the labels."""
-        return cross_entropy(output, inputs["labels"], self.classes)
+        return cross_entropy(output, inputs["labels"], self.classes, self.smoothing)
 
     def targets(self, inputs: Inputs) -> int:
         """Count the labels that are not ``IGNORED``."""
@@ -169,7 +192,7 @@ class NextToken(Labels):
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the summed cross-entropy of logits ``[batch, sequence, vocabulary]``; labels ``[batch, sequence]``."""
-        return cross_entropy(*self._pair(output, inputs), self.classes)
+        return cross_entropy(*self._pair(output, inputs), self.classes, self.smoothing)
 
     def targets(self, inputs: Inputs) -> int:
         """Count the positions whose next token is a target."""
@@ -255,29 +278,56 @@ class Sequences(Labels):
 
 
 class Values(Task):
-    """Squared error, summed over all values.
+    """Squared error, summed over all values but those that are not a number.
 
-    Output and float ``labels`` have the same shape, except for a last dimension of size 1 that the output may have.
+    Output and ``labels`` have the same shape, except for a last dimension of size 1 that the output may have.
     """
 
     reads = frozenset({"labels"})
     unit = "squared error per value"
+    ignored = math.nan
+
+    def complete(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Make whole numbers floating-point, so that labels can be left out."""
+        labels = inputs.get("labels")
+        if labels is None or labels.is_floating_point():
+            return dict(inputs)
+        return {**inputs, "labels": labels.to(torch.float64)}
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
-        """Return the squared error summed over the values."""
+        """Return the loss summed over the values."""
         labels = inputs["labels"]
         if output.dim() == labels.dim() + 1:
             output = output.squeeze(-1)
         if output.dtype != torch.float64:
             output = output.float()
-        return (output - labels.to(output.dtype)).square().sum()
+        labels = labels.to(output.dtype)
+        unknown = labels.isnan()  # of these neither the loss nor its gradient has a part
+        return self.of(output, labels.masked_fill(unknown, 0.0)).masked_fill(unknown, 0.0).sum()
+
+    def of(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each value."""
+        return (output - labels).square()
 
     def targets(self, inputs: Inputs) -> int:
-        """Count all values."""
-        return inputs["labels"].numel()
+        """Count the values that are numbers."""
+        return int((~inputs["labels"].isnan()).sum())
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None) -> Tensor:
+class SeveralLabels(Values):
+    """Binary cross-entropy in nats, summed over all labels of a sample but those that are not a number.
+
+    Output and float ``labels`` are ``[samples, labels]``; a label is the probability that it applies, mostly 0 or 1.
+    """
+
+    unit = "nats per label"
+
+    def of(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each label."""
+        return F.binary_cross_entropy_with_logits(output, labels, reduction="none")
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None, smoothing: float = 0.0) -> Tensor:
     """Return the sum of ``-log p(label)`` in nats, a scalar, over the labels that are not ``IGNORED``.
 
     It is computed in float32, or in float64 if the logits are float64.
@@ -286,9 +336,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None) ->
         logits: ``[..., classes]``.
         labels: int64 ``[...]``.
         classes: number of all classes, if the logits are one tensor rank's share of them.
+        smoothing: share of a label's probability that all classes have evenly.
     """
     if logits.dtype != torch.float64:
         logits = logits.float()
     if classes is not None:
-        return divided_cross_entropy(logits.flatten(0, -2), labels.flatten(), classes, IGNORED)
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED)
+        return divided_cross_entropy(logits.flatten(0, -2), labels.flatten(), classes, IGNORED, smoothing)
+    return F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing
+    )

@@ -70,6 +70,9 @@ def measure_epochs(job: JobSpec, asked: Asked, log: Path, say: Say) -> list[Run]
     Raises:
         SpecError: a global batch is larger than the data, or the log is of another job, of another target, or damaged.
     """
+    if job.train.lr_table is not None:
+        why = "has a rate for each step of one mini-batch size, and several are trained here"
+        raise SpecError("train.lr_table", why, "give lr and lr_schedule instead")
     key = _key(job, asked)
     known = {(run.workers, run.seed): run for run in _read(log, key)}
     wanted = [(n, job.train.seed + k) for n in sorted(set(asked.workers)) for k in range(asked.seeds)]

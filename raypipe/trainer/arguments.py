@@ -13,8 +13,8 @@ from typing import Any
 
 from raypipe.errors import SpecError, nearest
 from raypipe.trainer.library.arguments import check_fields, defaults, text
+from raypipe.trainer.optimizers import momentum
 
-SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 
 
@@ -42,7 +42,7 @@ def read_arguments(args: Any) -> dict[str, Any]:
 def train_keys(
     a: Mapping[str, Any], per_epoch: int, held_out: int | None, replicas: int, early_stop: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the ``train`` section of a job.
+    """Return the ``train`` section of a job, but for its schedule of learning rates (``rates.rate_keys``).
 
     The mini-batch is per_device_train_batch_size * gradient_accumulation_steps * replicas.
 
@@ -54,7 +54,7 @@ def train_keys(
         early_stop: value of ``train.early_stop``.
 
     Raises:
-        SpecError: raypipe does not have the optimizer, learning-rate schedule or strategy.
+        SpecError: raypipe does not have the optimizer or strategy.
     """
     metric = (a["metric_for_best_model"] or "loss").removeprefix("eval_")
     highest = a["greater_is_better"]
@@ -64,15 +64,14 @@ def train_keys(
     steps = int(a["max_steps"])
     if steps <= 0:
         steps = max(1, math.ceil(per_epoch * float(a["num_train_epochs"])))
+    optimizer = _one_of(OPTIMIZERS, a["optim"], "optim")
     keys = {
         "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
-        "optimizer": _one_of(OPTIMIZERS, a["optim"], "optim"), "weight_decay": float(a["weight_decay"]),
+        "optimizer": optimizer, "momentum": momentum(a, optimizer), "weight_decay": float(a["weight_decay"]),
         "decay": "matrices",  # as the Trainer does: neither norms nor biases
         "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": float(a["adam_epsilon"]),
         "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
-        "lr_schedule": _one_of(SCHEDULES, a["lr_scheduler_type"], "lr_scheduler_type"),
-        "warmup_steps": _warmup(steps, float(a["warmup_steps"] or 0.0), float(a["warmup_ratio"] or 0.0)),
-        "warmup_from_zero": True,
+        "label_smoothing": float(a["label_smoothing_factor"] or 0.0),
         "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, per_epoch),
         "checkpoint_every": every(a, "save", a["save_steps"], steps, per_epoch),
         "best_metric": metric, "best_is": "highest" if highest else "lowest",
@@ -121,11 +120,6 @@ def every(a: Mapping[str, Any], what: str, given: Any, steps: int, epoch: int) -
     if strategy == "steps":
         return int(given) if given >= 1 else math.ceil(given * steps)
     return epoch if strategy == "epoch" else 0
-
-
-def _warmup(steps: int, given: float, ratio: float) -> int:
-    """Warm-up steps; as in newer transformers, a number below 1 is a share of all steps."""
-    return int(given) if given >= 1 else math.ceil(steps * (given or ratio))
 
 
 def _one_of(table: Mapping[str, str], value: Any, name: str) -> str:

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raypipe.data.packed import is_packed
 from raypipe.data.ragged import fill_of
 from raypipe.data.rows import Collator, Rows
 from raypipe.errors import SpecError
+from raypipe.models.task import MASK, POSITIONS
 
 LABEL_NAMES = ("label", "label_ids")
 """Other names of the labels, which transformers' collators rename."""
@@ -90,6 +92,20 @@ class PadRows:
         if "input_ids" in made and "attention_mask" not in made and made["input_ids"].dim() == 2:
             lengths = torch.tensor([len(row["input_ids"]) for row in rows])
             made["attention_mask"] = (torch.arange(made["input_ids"].shape[1]) < lengths.unsqueeze(1)).long()
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A collator for models of transformers, which see a block mask of packed documents where there is no other."""
+
+    collator: Collator
+
+    def __call__(self, rows: list[Any]) -> dict[str, Any]:
+        """Return a batch, without its mask if positions restart."""
+        made = dict(self.collator(rows))
+        if is_packed({name: np.asarray(made[name]) for name in (POSITIONS, MASK) if name in made}):
+            made.pop(MASK, None)
         return made
 
 

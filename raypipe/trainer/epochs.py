@@ -129,6 +129,7 @@ def trainers_loader(
     own = copy.copy(args)
     own.eval_strategy = own.save_strategy = "no"  # else the Trainer asks for what only training needs
     own.report_to, own.load_best_model_at_end, own.remove_unused_columns = [], False, False
+    own.label_smoothing_factor = 0.0  # else it asks for the model that the labels are of
     own.dataloader_num_workers, own.dataloader_pin_memory, own.dataloader_prefetch_factor = 0, False, None
     own.dataloader_persistent_workers, own.dataloader_multiprocessing_context = False, None  # need workers
     own._n_gpu = min(1, own.n_gpu)

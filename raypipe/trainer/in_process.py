@@ -16,7 +16,7 @@ from torch import nn
 
 from raypipe.data.rows import Collator
 from raypipe.errors import SpecError, install
-from raypipe.trainer.datasets import PadRows
+from raypipe.trainer.datasets import Apart, PadRows
 
 
 def trainer_of(
@@ -37,7 +37,7 @@ def trainer_of(
         SpecError: the Trainer cannot be used.
     """
     try:
-        from transformers import Seq2SeqTrainer, Trainer
+        from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer
     except ImportError:
         raise SpecError("PipelineTrainer", "needs transformers to evaluate and predict", install("hf")) from None
     if collator is None and processing_class is None:
@@ -51,6 +51,8 @@ def trainer_of(
         processing_class=processing_class, compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess,
     )  # fmt: skip
+    if isinstance(module, PreTrainedModel):
+        made.data_collator = Apart(made.data_collator)
     made.args._n_gpu = min(1, made.args.n_gpu)  # else it would put DataParallel around the model
     return made
 

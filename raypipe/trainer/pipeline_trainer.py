@@ -47,9 +47,11 @@ from raypipe.trainer.history import History, PrintedLog
 from raypipe.trainer.in_process import generates
 from raypipe.trainer.library.constructor import check_constructor
 from raypipe.trainer.library.methods import check_overrides
+from raypipe.trainer.optimizers import check_decay
+from raypipe.trainer.rates import rate_keys, scheduler_of
 from raypipe.trainer.row_files import write_rows
 from raypipe.trainer.run_state import state_of, steps_of
-from raypipe.trainer.script_loss import script_loss, trainers_loss, with_script_loss
+from raypipe.trainer.script_loss import script_loss, smoothing_loss, trainers_loss, with_script_loss
 
 if TYPE_CHECKING:
     from raypipe.data.rows import Collator, Rows
@@ -138,6 +140,9 @@ class PipelineTrainer:
         self._early_stop = early_stop(theirs)
         self._watched = self._followed([one for one in theirs if not stops_early(one)])
         self._loaded: tuple[Path, Any] | None = None
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self._rates: dict[int, dict[str, Any]] = {}
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
         """Train and return Ray Train's result (metrics, newest checkpoint, path), with ``training_loss``.
@@ -245,7 +250,18 @@ class PipelineTrainer:
 
         Training calls it once, to capture it with the model. So it may read what does not change while training.
         """
-        return trainers_loss(model, inputs, self.compute_loss_func, return_outputs, num_items_in_batch)
+        smoothing = float(self.arguments["label_smoothing_factor"] or 0.0)
+        return trainers_loss(model, inputs, self.compute_loss_func, return_outputs, num_items_in_batch, smoothing)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return the scheduler of ``args.lr_scheduler_type``, as the Trainer's; a subclass may return another.
+
+        It does all its steps before training, over an optimizer of one parameter; the rates are those of the run.
+        """
+        if self.lr_scheduler is None:
+            chosen = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = scheduler_of(self.arguments, chosen, num_training_steps)
+        return self.lr_scheduler
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Refuse, because a trainer here is one run with one directory.
@@ -336,6 +352,9 @@ class PipelineTrainer:
         claim(self.directory, resume=resume)  # check the directory before writing into it
         script = script_loss(self, PipelineTrainer, self.compute_loss_func)
         model = model_section(self._model, self.directory, script, _say)
+        smoothing = float(self.arguments["label_smoothing_factor"] or 0.0)
+        if smoothing and script is None and model.get("given") and model["loss"] == "model":
+            script = smoothing_loss(smoothing)
         data = {"type": "arrays", "path": str(self._written(self._train, "train", resume))}
         data["held_out"] = data["path"] if self._eval is None else str(self._written(self._eval, "eval", resume))
         if self._eval is None:
@@ -365,7 +384,14 @@ class PipelineTrainer:
         dp = self.degrees.dp or 1
         held_out = len(self._eval) if self._eval is not None else None
         train = train_keys(a, self._epochs.steps, held_out, dp, self._early_stop)
-        if "dtype" not in self._more.get("train", {}):
+        more = self._more.get("train", {})
+        if "decay" not in more and "weight_decay" not in more:
+            check_decay(self._model, train["weight_decay"])
+        train |= self._rates_of(int(more.get("steps", train["steps"])))
+        if "lr_table" in train and "lr" in more:
+            fix = "give args.learning_rate, or a scheduler"
+            raise SpecError("job.train.lr", "has no effect where a scheduler gives the rates", fix)
+        if "dtype" not in more:
             train["dtype"] = training_dtype(self._model, train["dtype"], _say)
         if train["best_metric"] != "loss" and (self._metrics is None or self._generates):
             without = "without compute_metrics" if self._metrics is None else "that generates nothing while training"
@@ -386,6 +412,7 @@ class PipelineTrainer:
         model = model or model_section(self._model, self.directory, None, _say)
         if model.get("given") and model["loss"] == "model":
             parallel["microbatch"] = int(a["per_device_train_batch_size"])  # what the Trainer computes one loss of
+            train["label_smoothing"] = 0.0  # it is in the captured loss
         sections: dict[str, Any] = {
             "model": model,
             "data": data, "train": train, "parallel": parallel,
@@ -393,6 +420,11 @@ class PipelineTrainer:
         for name, keys in self._more.items():
             sections[name] = {**sections.get(name, {}), **keys}
         return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
+
+    def _rates_of(self, steps: int) -> dict[str, Any]:
+        if steps not in self._rates:
+            self._rates[steps] = rate_keys(self, PipelineTrainer, steps)
+        return self._rates[steps]
 
     def _in_process(self) -> Any:
         """Return a ``transformers.Trainer`` of the model as it is now."""

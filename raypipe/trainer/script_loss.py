@@ -13,15 +13,19 @@ from raypipe.errors import SpecError
 from raypipe.models.given.refused import check_function
 from raypipe.models.given.root import ITEMS, LossOf, accepts_items, loss_in
 from raypipe.models.given.write import ScriptLoss
+from raypipe.models.task import IGNORED, cross_entropy
 
 GOES_ON = frozenset({"state", "control", "optimizer", "lr_scheduler", "callback_handler"})
 """Attributes of a trainer whose values follow from the step, which a loss that is captured once does not have."""
 
 
 def trainers_loss(
-    model: Any, inputs: dict[str, Any], function: Callable[..., Any] | None, return_outputs: bool, items: Any
-) -> Any:
+    model: Any, inputs: dict[str, Any], function: Callable[..., Any] | None, return_outputs: bool, items: Any,
+    smoothing: float = 0.0,
+) -> Any:  # fmt: skip
     """Return the loss as ``transformers.Trainer.compute_loss`` does: the model's own, or the function's.
+
+    With a ``smoothing`` and no function it is the cross-entropy of the logits, whatever the model computes from labels.
 
     Args:
         model: the model.
@@ -29,14 +33,41 @@ def trainers_loss(
         function: ``compute_loss_func``.
         return_outputs: whether to return the model's outputs after the loss.
         items: number of labels in the mini-batch.
+        smoothing: ``args.label_smoothing_factor``.
     """
     given = dict(inputs)
-    labels = given.pop("labels", None) if function is not None else None
+    labels = given.pop("labels", None) if function is not None or smoothing else None
     if items is not None and accepts_items(getattr(model, "module", model)):
         given[ITEMS] = items
     outputs = model(**given)
-    loss = loss_in(outputs) if function is None else function(outputs, labels, num_items_in_batch=items)
+    if function is not None:
+        loss = function(outputs, labels, num_items_in_batch=items)
+    elif labels is not None:
+        loss = _smoothed(model, outputs, labels, items, smoothing)
+    else:
+        loss = loss_in(outputs)
     return (loss, outputs) if return_outputs else loss
+
+
+def smoothing_loss(smoothing: float) -> ScriptLoss:
+    """Return the loss that the Trainer computes with ``label_smoothing_factor`` instead of the model's own."""
+
+    def of(model: nn.Module, batch: dict[str, Tensor], items: Tensor) -> Any:
+        return trainers_loss(model, batch, None, False, items, smoothing)
+
+    return ScriptLoss("args.label_smoothing_factor", of)
+
+
+def _smoothed(model: Any, outputs: Any, labels: Tensor, items: Any, smoothing: float) -> Tensor:
+    """Return what ``transformers.LabelSmoother`` does, as one division, so that the runtime can divide instead."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+    inner = getattr(model, "module", model)
+    if type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        logits, labels = logits[..., :-1, :], labels[..., 1:]
+    total = cross_entropy(logits, labels, smoothing=smoothing)
+    return total / (items if items is not None and accepts_items(inner) else labels.ne(IGNORED).sum())
 
 
 def script_loss(trainer: Any, plain: type, function: Callable[..., Any] | None) -> ScriptLoss | None:
@@ -79,7 +110,8 @@ def _method(trainer: Any, method: Callable[..., Any], bound: bool) -> LossOf:
 
 def _stand_in(trainer: Any, model: nn.Module, where: str) -> Any:
     """Return what a method gets as ``self``: the trainer's attributes, but for those that change while it trains."""
-    held = {**vars(trainer), "label_smoother": None, "model_accepts_loss_kwargs": accepts_items(model)}
+    smoother = _smoother(float(trainer.arguments["label_smoothing_factor"] or 0.0))
+    held = {**vars(trainer), "label_smoother": smoother, "model_accepts_loss_kwargs": accepts_items(model)}
 
     def get(self: Any, name: str) -> Any:
         if name in GOES_ON:
@@ -101,6 +133,12 @@ def _stand_in(trainer: Any, model: nn.Module, where: str) -> Any:
 
     kind = type(f"{type(trainer).__name__}", (type(trainer),), {"__getattribute__": get, "__setattr__": put})
     return object.__new__(kind)
+
+
+def _smoother(smoothing: float) -> Any:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    return LabelSmoother(epsilon=smoothing) if smoothing else None
 
 
 def with_script_loss(made: Any, trainer: Any, script: ScriptLoss | None) -> Any:

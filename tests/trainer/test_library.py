@@ -74,10 +74,10 @@ def test_the_page_is_up_to_date() -> None:
 
 OTHER = {
     "fp16": True, "bf16_full_eval": True, "fp16_full_eval": True, "neftune_noise_alpha": 5.0,
-    "lr_scheduler_kwargs": {"num_cycles": 2}, "debug": [transformers.debug_utils.DebugOption.UNDERFLOW_OVERFLOW],
+    "debug": [transformers.debug_utils.DebugOption.UNDERFLOW_OVERFLOW],
     "eval_do_concat_batches": False, "include_for_metrics": ["inputs"], "label_names": ["y"],
-    "include_num_input_tokens_seen": "all", "eval_delay": 2, "optim_args": "a=1", "optim_target_modules": ["a"],
-    "label_smoothing_factor": 0.1, "torch_compile_mode": "default", "torch_compile_backend": "eager",
+    "include_num_input_tokens_seen": "all", "eval_delay": 2, "optim_target_modules": ["a"],
+    "torch_compile_mode": "default", "torch_compile_backend": "eager",
     "liger_kernel_config": {"rope": True}, "fsdp": "full_shard", "fsdp_config": {"version": 2},
     "deepspeed": {"a": 1}, "parallelism_config": object(),
 }  # fmt: skip

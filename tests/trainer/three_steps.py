@@ -116,8 +116,8 @@ def plain(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Outcome:
 
 def assert_alike(mine: Outcome, other: Outcome, tolerance: float) -> None:
     """Compare losses and all parameters that the pipeline holds."""
-    torch.testing.assert_close(torch.tensor(mine.losses).double(), torch.tensor(other.losses).double(),
-                               rtol=0, atol=tolerance)  # fmt: skip
+    found, right = (torch.tensor(one.losses, dtype=torch.float64) for one in (mine, other))
+    torch.testing.assert_close(found, right, rtol=0, atol=tolerance)
     for name, value in mine.parameters.items():
         far = (value - other.parameters[name]).abs().max().item()
         assert far <= tolerance, f"{name} differs by {far}"

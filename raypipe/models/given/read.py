@@ -32,8 +32,9 @@ AGAIN = "train again from the script, which writes it"
 
 
 def given_model(
-    spec: GivenSpec, fields: Mapping[str, Field] | None, mask: float, tensor: bool, branches: bool
-) -> CapturedModel:
+    spec: GivenSpec, fields: Mapping[str, Field] | None, mask: float, tensor: bool, branches: bool,
+    smoothing: float = 0.0,
+) -> CapturedModel:  # fmt: skip
     """Return the layers of an instance.
 
     Args:
@@ -42,6 +43,7 @@ def given_model(
         mask: share of tokens to mask, for a masked language model.
         tensor: tensor parallelism divides the model.
         branches: each piece between two joins is a layer.
+        smoothing: ``train.label_smoothing``.
 
     Raises:
         SpecError: the folder holds no instance, or the job asks for what an instance cannot.
@@ -59,15 +61,17 @@ def given_model(
         stamp = (folder / f"{GRAPH}.json").stat().st_mtime_ns
     except OSError:
         raise SpecError("model.given", f"{folder} holds no captured model", AGAIN) from None
-    return _given(spec.model_dump_json(), stamp, tuple(sorted(fields.items())), mask, branches)
+    return _given(spec.model_dump_json(), stamp, tuple(sorted(fields.items())), mask, branches, smoothing)
 
 
 @lru_cache(maxsize=4)
-def _given(record: str, stamp: int, given: tuple[tuple[str, Field], ...], mask: float, branches: bool) -> CapturedModel:
+def _given(
+    record: str, stamp: int, given: tuple[tuple[str, Field], ...], mask: float, branches: bool, smoothing: float
+) -> CapturedModel:  # fmt: skip
     spec, fields = GivenSpec.model_validate_json(record), dict(given)
     folder = Path(spec.given)
     found, about = read_captured(folder)
-    task = _task(folder, about, spec, fields, mask)
+    task = _task(folder, about, spec, fields, mask).smoothed(smoothing)
     if about["ends"] == LOGITS:
         rows = {name: torch.zeros(1, *field.shape, dtype=field.dtype) for name, field in fields.items()}
         fields |= {name: Field(tuple(t.shape[1:]), t.dtype) for name, t in task.complete(rows).items()}

@@ -32,6 +32,7 @@ from raypipe.models.given.root import (
     shifts_labels,
 )
 from raypipe.models.sources.hugging_face import HuggingFace
+from raypipe.models.sources.packed_rows import apart, check_apart, is_packed
 from raypipe.models.task import MASK, Field
 
 CANNOT = "cannot be captured, and no worker could run it as it is"
@@ -99,7 +100,10 @@ def write_given(
         raise SpecError("model.as_it_is", "this instance is captured whole", "leave it out")
     check_instance(model)
     folder = Path(spec.given)
-    captured, about = _captured(model, spec, fields, dtype, script, notify)
+    packed = is_packed(fields) and any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
+    captured, about = _captured(model, spec, apart(fields) if packed else fields, dtype, script, notify)
+    if packed:
+        check_apart(captured)
     if resume and (folder / ABOUT).exists():
         before, said = read_captured(folder)
         if said != about or _text(before) != _text(captured):

@@ -27,7 +27,10 @@ class GptLayers(LayeredModel):
         SpecError: the model cannot be divided as ``division`` says.
     """
 
-    def __init__(self, model: GptSpec, dtype: torch.dtype = torch.float32, division: Division | None = None) -> None:
+    def __init__(
+        self, model: GptSpec, dtype: torch.dtype = torch.float32, division: Division | None = None,
+        smoothing: float = 0.0,
+    ) -> None:  # fmt: skip
         self.model, self.dtype, self.division = model, dtype, division
         self.names = ("embedding", *(f"block.{i}" for i in range(model.layers)), "head")
         head = self.count - 1
@@ -35,6 +38,7 @@ class GptLayers(LayeredModel):
         self.tied = (tied,) if model.tie_embeddings else ()
         self.flops = tuple(gpt.forward_flops(model, i) for i in range(self.count))
         self.task = NextToken()
+        self.task.smoothed(smoothing)
         if division is not None:
             with unset_parameters():
                 whole = nn.ModuleList(gpt.make_layer(model, i) for i in range(self.count))

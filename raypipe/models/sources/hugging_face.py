@@ -12,17 +12,18 @@ from torch import nn
 
 from raypipe.capture.meta import build_without_memory
 from raypipe.errors import SpecError, install
-from raypipe.files import read_json, short
+from raypipe.files import short
 from raypipe.graph.fingerprint import transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
 from raypipe.models.losses.contrastive import contrastive
 from raypipe.models.more_tasks import Pixels, Transcript
 from raypipe.models.sources.adapters import AdapterValues, SavedAdapters, with_adapters, without_adapters
+from raypipe.models.sources.problem_type import task_of_labels
 from raypipe.models.sources.saved_values import Saved
 from raypipe.models.sources.source import Identity, LossFunction
 from raypipe.models.start_values import Constructed, StartValues
-from raypipe.models.task import BYTES, Field, Labels, MaskedToken, NextToken, Sequences, Task, Values
+from raypipe.models.task import BYTES, Field, MaskedToken, NextToken, Sequences, Task
 
 CLASSES: dict[TaskName, tuple[str, ...]] = {
     "seq2seq": ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES"),
@@ -142,7 +143,8 @@ class HuggingFace:
             return Transcript(config.pad_token_id, bool(config.ctc_zero_infinity), tuple(layers), arrays or ())
         if self.task_name == "segmentation":
             return Pixels(int(getattr(config, "semantic_loss_ignore_index", 255)))
-        return Values() if self.task_name == "regression" else Labels()
+        labels = (arrays or {}).get("labels") if self.spec.loss == "task" else None
+        return task_of_labels(self.kind.__name__, config, self.spec.task, labels)
 
     def _check_bytes(self) -> None:
         text = self.config.get_text_config()
@@ -187,7 +189,9 @@ class HuggingFace:
         """Return what the saved model has, where the directory names another class than the job takes."""
         import transformers
 
-        saved = (read_json(Path(self.spec.hf) / "config.json").get("architectures") or [None])[0]
+        from raypipe.capture.transformers_models import saved_config
+
+        saved = (saved_config(Path(self.spec.hf)).get("architectures") or [None])[0]
         if saved is None or saved == self.kind.__name__ or not hasattr(transformers, saved):
             return None
         return build_without_memory(lambda: self._construct(getattr(transformers, saved))).state_dict()

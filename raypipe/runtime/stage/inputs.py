@@ -19,7 +19,8 @@ class Feed:
     """Reads a step's samples at once, which is far cheaper than one micro-batch at a time.
 
     Every device reads the inputs that its own stages need; a device whose stages read none reads nothing.
-    Floating-point inputs are cast to ``dtype``, that of the parameters. ``samples`` is the size of a micro-batch.
+    Floating-point inputs are cast to ``dtype``, that of the parameters; labels, which only the task's loss reads, are
+    not. ``samples`` is the size of a micro-batch.
     A GPU gets them through pinned memory on a stream of their own, and ``prefetch`` starts that a step ahead; their
     targets are counted on the host before. ``left_out`` mini-batches of the training data are not used. Where
     micro-batches run in slices, ``slices`` is their number and ``lengths_of_slice`` how long each raw input is in one;
@@ -40,6 +41,7 @@ class Feed:
         self._left_out = left_out
         self.data, self.task, self.fields = data, task, frozenset(fields)
         self.seed, self.batch, self.samples, self.device, self.dtype = seed, batch, samples, device, dtype
+        self._exact = task.reads if task.predicts else frozenset()
         self._counts = task.reads <= self.fields
         self._uploads = Uploads(device)
         self._steps: dict[tuple[Split, int], dict[str, Tensor]] = {}
@@ -57,7 +59,7 @@ class Feed:
             began, at = time.perf_counter(), self._at(split, step)
             found = self._read(split, at)
             self._waited_s += time.perf_counter() - began
-            read = {name: self._cast(found[name]) for name in self.fields}
+            read = {name: self._cast(name, found[name]) for name in self.fields}
             if self._counts:
                 self._targets[(split, step)] = self._count(split, at, read)
             samples = self._steps[(split, step)] = self._uploads.start(read)
@@ -117,8 +119,8 @@ class Feed:
             self._lengths[(split, step)] = found
         return found[mb]
 
-    def _cast(self, values: Tensor) -> Tensor:
-        return values.to(self.dtype) if values.is_floating_point() else values
+    def _cast(self, name: str, values: Tensor) -> Tensor:
+        return values.to(self.dtype) if values.is_floating_point() and name not in self._exact else values
 
     def inputs(self, split: Split, step: int, mb: int) -> Inputs:
         """Return the raw inputs of micro-batch ``mb`` of a step, on the device."""

@@ -62,8 +62,11 @@ def untraced(kind: type[torch.optim.Optimizer]) -> Any:
 def learning_rate(train: TrainSpec, step: int) -> float:
     """Return the learning rate of ``step``, which counts from 0.
 
-    A linear warm-up comes first, then a constant rate or a cosine or linear decay to ``min_lr``.
+    A linear warm-up comes first, then a constant rate or a cosine or linear decay to ``min_lr``, unless a table says
+    all rates; steps beyond its end, of profiling, have its last one.
     """
+    if train.lr_table is not None:
+        return train.lr_table[min(step, len(train.lr_table) - 1)]
     if step < train.warmup_steps:
         return train.lr * (step if train.warmup_from_zero else step + 1) / train.warmup_steps
     if train.lr_schedule == "constant":

@@ -29,20 +29,20 @@ DURATION_AND_BATCH = table(
 )
 OPTIMIZER = table(
     honoured("learning_rate", "`train.lr`", 5e-5),
-    honoured("lr_scheduler_type", "`train.lr_schedule`: linear, cosine, constant, constant_with_warmup; others are "
-             "refused", "linear"),
-    refused("lr_scheduler_kwargs", "choose another lr_scheduler_type"),
+    honoured("lr_scheduler_type", "`train.lr_schedule`, or a rate of each step in `train.lr_table`; reduce_lr_on_plateau "
+             "and greedy, which wait for losses, are refused", "linear"),
+    honoured("lr_scheduler_kwargs", "`train.lr_table`", None),
     honoured("warmup_steps", "`train.warmup_steps`; below 1 a share of all steps", 0),
     honoured("warmup_ratio", "`train.warmup_steps`", 0.0, old=True),
     honoured("optim", "`train.optimizer`: adamw_torch, adamw_torch_fused, sgd; others are refused", "adamw_torch"),
-    refused("optim_args", "leave it out: it belongs to optimizers that raypipe has not"),
+    honoured("optim_args", "`train.momentum` of sgd; others are refused", None),
     refused("optim_target_modules", "freeze the other parameters by requires_grad, or train adapters with peft"),
     honoured("weight_decay", "`train.weight_decay`; norms and biases do not decay", 0.0),
     honoured("adam_beta1", "`train.betas`", 0.9),
     honoured("adam_beta2", "`train.betas`", 0.999),
     honoured("adam_epsilon", "`train.eps`", 1e-8),
     honoured("max_grad_norm", "`train.clip`", 1.0),
-    refused("label_smoothing_factor", "compute the loss by compute_loss_func"),
+    honoured("label_smoothing_factor", "`train.label_smoothing`", 0.0),
     refused("neftune_noise_alpha", "leave it out: no noise is added to embeddings"),
 )  # fmt: skip
 COMPUTATION = table(

@@ -19,7 +19,7 @@ CONSTRUCTOR: dict[str, Row] = table(
     honoured("compute_metrics", "in each validation"),
     honoured("callbacks", "of `transformers.TrainerCallback`, `raypipe.Callback` and `ray.train.UserCallback`"),
     honoured("preprocess_logits_for_metrics", "on the devices"),
-    refused("optimizers", "choose one by args.optim, its rate by args.lr_scheduler_type"),
+    refused("optimizers", "choose one by args.optim, its rate by args.lr_scheduler_type or your create_scheduler"),
     refused("optimizer_cls_and_kwargs", "choose one by args.optim"),
 )
 

@@ -1,0 +1,200 @@
+"""Whether a captured model keeps the documents of a packed row apart, so that none sees another.
+
+Packed rows hold several documents, and their ``position_ids`` restart where one begins. transformers makes a block mask
+of them for models whose masks it makes by ``create_causal_mask``; other models use them as positions alone, and their
+attention goes across. What a graph does is found by computing it for one packed row with all scores equal: a weight of
+a key in another document must be hidden. Everything else that mixes the tokens of a row, such as a convolution, a scan
+or linear attention, has no such mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raypipe.capture.captured import Captured
+from raypipe.capture.decode import decode, resolve
+from raypipe.capture.opaque import TARGET as OPAQUE
+from raypipe.errors import SpecError
+from raypipe.graph.attention import ATTENTION, mask_of
+from raypipe.graph.dims import Dim, evaluate, evaluate_all, symbols
+from raypipe.graph.flops import short_name
+from raypipe.graph.operations import Operation, TensorType
+from raypipe.graph.values.positions import is_size
+from raypipe.models.task import MASK, POSITIONS, Field
+
+TOKENS = 11
+"""Length of the packed row, where the graph allows it; three documents and the beginning of another one."""
+_DOCUMENT = 3
+_SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
+_PRODUCTS = {"matmul", "mm", "bmm", "baddbmm", "einsum"}
+_LARGE = {*_PRODUCTS, "addmm", "linear", "embedding", "scaled_dot_product_attention", "module"}
+"""Operations whose results count as 0: no mask is computed from them."""
+_MIXES = {
+    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "cumsum", "cumprod", "logcumsumexp", "lstm", "gru",
+    "rnn_tanh", "rnn_relu", "roll", "flip", "constant_pad_nd", "pad", "fft_fft", "fft_fftn", "fft_rfft",
+}  # fmt: skip
+"""Operations that combine different positions, or shift them."""
+
+
+def apart(fields: Mapping[str, Field]) -> Mapping[str, Field]:
+    """Return the fields that a model of transformers gets: with a mask it makes no block mask of the positions."""
+    return {n: f for n, f in fields.items() if n != MASK} if is_packed(fields) else fields
+
+
+def is_packed(fields: Mapping[str, Field]) -> bool:
+    """Return whether rows hold several documents each."""
+    return POSITIONS in fields and fields[POSITIONS].packed
+
+
+def check_apart(captured: Captured) -> None:
+    """Check that no document of a packed row sees another.
+
+    Raises:
+        SpecError: one does, or it cannot be shown that none does; the error names the module.
+    """
+    if POSITIONS not in captured.graph.inputs:
+        raise _error("the model", "reads none")
+    across = _Row(captured).first_across()
+    if across is not None:
+        raise _error(across.module or across.name, "may let them see each other")
+
+
+def _error(what: str, why: str) -> SpecError:
+    return SpecError(
+        f"data, {POSITIONS}", f"restart within rows, which packs several documents into one, and {what} {why}",
+        "give each document a row of its own; rows may differ in length",
+    )  # fmt: skip
+
+
+class _Row:
+    """The values of a graph for two packed rows, with scores of 0."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.graph, self.calls, self.values = captured.graph, captured.calls, captured.values
+        shape = self.graph.sources[POSITIONS].type.shape
+        inputs = [self.graph.sources[name].type.shape for name in self.graph.inputs]
+        self.tokens = {dim for each in inputs if len(each) == len(shape) for dim in each[1:]}
+        growing = {name for dim in self.tokens for name in symbols(dim)}
+        self.sizes = {
+            name: max(self.graph.at_least.get(name, 0), min(value, TOKENS) if name in growing else value)
+            for name, value in self.graph.example.items()
+        }
+        self.length = evaluate(shape[-1], self.sizes)
+        self.found: dict[int | str, Any] = {}
+        document = torch.arange(self.length) // _DOCUMENT
+        self.positions = (torch.arange(self.length) % _DOCUMENT).expand(evaluate_all(shape, self.sizes))
+        self.others = document.unsqueeze(1) != document
+
+    def first_across(self) -> Operation | None:
+        """Return the first operation by which a document may see another; None without any."""
+        mixed = self._of_tokens()
+        weights: set[int] = set()  # computed from a softmax whose mask keeps documents apart
+        for number, operation in enumerate(self.graph.operations):
+            name, kind = short_name(operation.target), operation.type
+            inner = [i for i in operation.inputs if mixed[i]]
+            is_softmax = name in _SOFTMAX and kind is not None and self._is_square(kind)
+            if operation.target == ATTENTION:
+                mask = mask_of(self.calls[number])
+                apart = mask is not None and self._hides(self._value(mask))
+            elif is_softmax:
+                apart = self._hides(self._value(inner[0]))
+            elif operation.target == OPAQUE:
+                apart = False  # what a module that runs as it is does inside is not known
+            elif name in _PRODUCTS:
+                apart = len(inner) < 2 or bool(weights & set(inner)) or not self._sums_tokens(operation)
+            else:
+                apart = name not in _MIXES or not inner or not self._floats(inner[0])
+            if not apart:
+                return operation
+            if is_softmax or (weights & set(inner) and name not in _LARGE):
+                weights.add(number)
+        return None
+
+    def _of_tokens(self) -> list[bool]:
+        """Return, per operation, whether its result depends on more than parameters and positions."""
+        found: list[bool] = []
+        for operation in self.graph.operations:
+            sources = (self.graph.sources[name].kind == "input" and name != POSITIONS for name in operation.sources)
+            found.append(not is_size(operation) and (any(sources) or any(found[i] for i in operation.inputs)))
+        return found
+
+    def _floats(self, number: int) -> bool:
+        kind = self.graph.operations[number].type
+        return kind is not None and kind.floating and any(self._is_length(dim) for dim in kind.shape)
+
+    def _is_length(self, dim: Dim) -> bool:
+        """Whether a dimension is that of a row's tokens, or grows with it."""
+        growing = {name for one in self.tokens for name in symbols(one)}
+        return dim in self.tokens or bool(symbols(dim) & growing and evaluate(dim, self.sizes) >= self.length)
+
+    def _is_square(self, kind: TensorType) -> bool:
+        return len(kind.shape) > 1 and self._is_length(kind.shape[-2]) and self._is_length(kind.shape[-1])
+
+    def _sums_tokens(self, operation: Operation) -> bool:
+        """Whether a product of two results sums over the tokens of a row; those of scores are followed by a softmax."""
+        types = [self.graph.operations[i].type for i in operation.inputs]
+        if operation.equation:
+            given, _, result = operation.equation.replace(" ", "").partition("->")
+            letters = {
+                letter: dim
+                for term, kind in zip(given.split(","), types, strict=False)
+                if kind is not None
+                for letter, dim in zip(reversed(term), reversed(kind.shape), strict=False)
+            }
+            return any(self._is_length(dim) for letter, dim in letters.items() if letter not in result)
+        last = types[-1]
+        return last is not None and len(last.shape) > 1 and self._is_length(last.shape[-2])
+
+    def _hides(self, scores: Any) -> bool:
+        """Whether scores, or a mask, hide every key of another document from every query."""
+        if not isinstance(scores, Tensor) or scores.dim() < 2:
+            return False
+        if scores.shape[-2] != self.length or scores.shape[-1] < self.length:
+            return False
+        across = scores[..., : self.length].expand(*scores.shape[:-2], self.length, self.length)[..., self.others]
+        if scores.dtype == torch.bool:
+            return not bool(across.any())
+        return scores.is_floating_point() and bool((across <= torch.finfo(scores.dtype).min / 2).all())
+
+    def _value(self, wanted: int) -> Any:
+        """Compute a result, with everything that is learned equal to 0; None if it cannot be computed."""
+        todo, needed = [wanted], set[int]()
+        while todo:
+            number = todo.pop()
+            if number not in needed and number not in self.found:
+                needed.add(number)
+                todo.extend(() if self._is_zero(number) else self.graph.operations[number].inputs)
+        with torch.no_grad(), torch.device("cpu"):
+            try:
+                for number in sorted(needed):
+                    self.found[number] = self._computed(number)
+            except Exception:  # whatever torch raises for shapes and dtypes; then nothing is shown of it
+                return None
+        return self.found[wanted]
+
+    def _is_zero(self, number: int) -> bool:
+        operation = self.graph.operations[number]
+        return operation.type is not None and short_name(operation.target) in _LARGE
+
+    def _computed(self, number: int) -> Any:
+        operation, call = self.graph.operations[number], self.calls[number]
+        if self._is_zero(number):
+            assert operation.type is not None
+            return self._zeros(operation.type)
+        given = self.found | {name: self._source(name) for name in operation.sources}
+        args = [decode(arg, given, "cpu") for arg in call.args]
+        kwargs = {key: decode(arg, given, "cpu") for key, arg in call.kwargs.items()}
+        return resolve(operation.target)(*args, **kwargs)
+
+    def _source(self, name: str) -> Tensor:
+        if name == POSITIONS:
+            return self.positions
+        known = self.values.get(name)
+        return self._zeros(self.graph.sources[name].type) if known is None else known
+
+    def _zeros(self, kind: TensorType) -> Tensor:
+        return torch.zeros((), dtype=getattr(torch, kind.dtype)).expand(evaluate_all(kind.shape, self.sizes))
