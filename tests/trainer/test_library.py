@@ -30,9 +30,10 @@ LIBRARY = {
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "trainer.md"
 
 
-def without_a_row() -> list[str]:
+def without_a_row(removed: str = "") -> list[str]:
     own = inspect.signature(transformers.Trainer.__init__).parameters.keys() - {"self"}
-    return sorted((FIELDS.keys() - ARGUMENTS.keys()) | (LIBRARY - METHODS.keys()) | (own - CONSTRUCTOR.keys()))
+    rows = [table.keys() - {removed} for table in (ARGUMENTS, METHODS, CONSTRUCTOR)]
+    return sorted((FIELDS.keys() - rows[0]) | (LIBRARY - rows[1]) | (own - rows[2]))
 
 
 def given(tmp_path, **fields: Any) -> Any:
@@ -50,10 +51,9 @@ def test_every_name_of_the_installed_transformers_has_a_row() -> None:
     assert not without_a_row(), "a release of transformers brought names: give each a row"
 
 
-@pytest.mark.parametrize(("rows", "name"), [(ARGUMENTS, "bf16"), (METHODS, "training_step"), (CONSTRUCTOR, "model")])
-def test_a_row_that_is_removed_is_missed(rows, name, monkeypatch) -> None:
-    monkeypatch.delitem(rows, name)
-    assert without_a_row() == [name]
+@pytest.mark.parametrize("name", ["bf16", "training_step", "model"])
+def test_a_row_that_is_removed_is_missed(name: str) -> None:
+    assert without_a_row(name) == [name]
 
 
 def test_no_row_is_of_a_name_that_the_library_has_not() -> None:
@@ -158,15 +158,17 @@ def test_a_field_that_is_honoured_is_read(tmp_path, monkeypatch) -> None:
         output_dir=str(tmp_path / "run"), max_steps=2, predict_with_generate=True, eval_strategy="steps",
         train_sampling_strategy="group_by_length", use_cpu=True,
     )  # fmt: skip
-    one = made(args, model=transformers.T5ForConditionalGeneration(config), train_dataset=rows, eval_dataset=rows)
+    job = {"parallel": {"auto": False, "schedule": "1f1b", "stages": 1, "replicas": 1, "microbatch": 8}}
+    model = transformers.T5ForConditionalGeneration(config)
+    one = made(args, model=model, train_dataset=rows, eval_dataset=rows, job=job)
     one.prepare()
     one._history()
     one.evaluate()
     honoured = {row.name for row in ARGUMENTS.values() if row.answer == HONOURED}
-    translated = set(defaults())
+    translated = {name for name in defaults() if not ARGUMENTS[name].old}
     # What the Trainer makes of a batch size or a seed it reads itself, from the same arguments.
     assert sorted(translated - one.arguments.names - seen) == []
-    assert sorted(honoured - translated - seen) == []
+    assert sorted(honoured - defaults().keys() - seen) == ["length_column_name"]  # read of Hugging Face's datasets
 
 
 def subclass(name: str, body: Any = None) -> type:

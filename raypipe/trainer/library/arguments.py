@@ -29,8 +29,8 @@ DURATION_AND_BATCH = table(
 )
 OPTIMIZER = table(
     honoured("learning_rate", "`train.lr`", 5e-5),
-    honoured("lr_scheduler_type", "`train.lr_schedule`, or a rate of each step in `train.lr_table`; reduce_lr_on_plateau "
-             "and greedy, which wait for losses, are refused", "linear"),
+    honoured("lr_scheduler_type", "`train.lr_schedule`, or a rate of each step in `train.lr_table`; not "
+             "reduce_lr_on_plateau and greedy, which wait for losses", "linear"),
     honoured("lr_scheduler_kwargs", "`train.lr_table`", None),
     honoured("warmup_steps", "`train.warmup_steps`; below 1 a share of all steps", 0),
     honoured("warmup_ratio", "`train.warmup_steps`", 0.0, old=True),
