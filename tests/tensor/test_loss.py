@@ -11,20 +11,21 @@ from raypipe.tensor.loss import divided_cross_entropy
 from tests.tensor.threads import run_tensor_ranks
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize(("size", "vocabulary"), [(1, 7), (2, 8), (2, 7), (4, 5)])
-def test_divided_cross_entropy(size: int, vocabulary: int) -> None:
+def test_divided_cross_entropy(size: int, vocabulary: int, smoothing: float) -> None:
     """Also where the last members' rows lie beyond the vocabulary, and with logits that overflow unless shifted."""
     torch.manual_seed(0)
     whole = (1000 * torch.randn(6, vocabulary, dtype=torch.float64)).requires_grad_()
     whole.data[3] = torch.randn(vocabulary)
     targets = torch.tensor([0, vocabulary - 1, -100, 2, 1, -100])
-    expected = F.cross_entropy(whole, targets, reduction="sum")
+    expected = F.cross_entropy(whole, targets, reduction="sum", label_smoothing=smoothing)
     (3 * expected).backward()
     shard = Shard(1, (vocabulary,), size, padded=True)
 
     def work(rank: int, tensor_rank: object) -> tuple[float, torch.Tensor]:
         own = shard.cut(whole.detach(), rank).requires_grad_()
-        loss = divided_cross_entropy(own, targets, vocabulary, -100)
+        loss = divided_cross_entropy(own, targets, vocabulary, -100, smoothing)
         (3 * loss).backward()
         return loss.item(), own.grad
 

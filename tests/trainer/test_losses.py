@@ -26,7 +26,7 @@ G = torch.Generator().manual_seed(3)
 LABELS: dict[str, list[Any]] = {
     "several": torch.randint(0, 2, (8, 4), generator=G).float().tolist(),
     "values": torch.randn(8, generator=G).tolist(),
-    "whole": torch.randint(0, 6, (8,), generator=G).tolist(),
+    "whole": torch.randint(0, 3, (8,), generator=G).tolist(),
     "vectors": torch.randn(8, 3, generator=G).tolist(),
     "smooth": torch.randint(0, 3, (8,), generator=G).tolist(),
 }
