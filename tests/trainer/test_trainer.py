@@ -169,7 +169,7 @@ def test_arguments_without_a_counterpart_are_named(tmp_path) -> None:
     with pytest.raises(SpecError, match="not supported") as caught:
         job_of(real(tmp_path, label_names=["target"], neftune_noise_alpha=5.0))
     assert caught.value.where == "args.label_names, args.neftune_noise_alpha"
-    with pytest.warns(UserWarning, match=r"args\.eval_on_start$"):
+    with pytest.raises(SpecError, match=r"args\.eval_on_start: is not supported"):
         job_of(real(tmp_path, eval_strategy="epoch", eval_on_start=True))
     with pytest.warns(UserWarning, match=r"args\.report_to=trackio$"):
         assert job_of(real(tmp_path, report_to=["trackio", "tensorboard"])).train.report_to == ("tensorboard",)
