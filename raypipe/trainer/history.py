@@ -30,14 +30,14 @@ class History:
         """Return the passes over the training data after ``step`` steps."""
         return step / self.per_epoch
 
-    def take(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Take in a row; return its entry, if it has one."""
+    def take(self, row: Mapping[str, Any], now: bool = False) -> dict[str, Any] | None:
+        """Take in a row; return its entry, if it has one, or is to have one ``now``."""
         step = int(row["step"])
         if "val_loss" in row:
             entry = evaluation(row)
         else:
             self._losses.append(row["loss"])
-            if not (self.every and step % self.every == 0) and not (self.first and step == 1):
+            if not (now or (self.every and step % self.every == 0) or (self.first and step == 1)):
                 return None
             entry = {"loss": math.fsum(self._losses) / len(self._losses)}
             entry |= {NAMES[name]: row[name] for name in NAMES if row.get(name) is not None}

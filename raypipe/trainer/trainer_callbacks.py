@@ -16,6 +16,12 @@ from raypipe.launch.callbacks import Callback
 from raypipe.observe.run_dir import ask_to_save
 from raypipe.trainer.history import History, evaluation
 
+NOT_HEARD = {
+    "should_evaluate": "raypipe evaluates by args.eval_strategy",
+    "should_epoch_stop": "the rows of all epochs are chosen before the run; should_training_stop ends it",
+}
+"""Flags of ``TrainerControl`` that a callback sets in vain, and why."""
+
 
 class TrainerCallbacks(Callback):
     """Passes on what ``raypipe.Callback`` hears.
@@ -66,7 +72,8 @@ class TrainerCallbacks(Callback):
         self._state.global_step, self._state.epoch = step, self._history.epoch(step)
         for event in ("on_pre_optimizer_step", "on_optimizer_step", "on_step_end"):
             self._tell(event)
-        entry = self._history.take(metrics)
+        entry = self._history.take(metrics, self._control.should_log)
+        self._control.should_log = False
         if entry is not None:
             self._tell("on_log", logs=entry)
 
@@ -99,6 +106,7 @@ class TrainerCallbacks(Callback):
         if self._control.should_save:
             self._control.should_save = False
             ask_to_save(self._directory)
-        if self._control.should_evaluate:
-            self._control.should_evaluate = False
-            warnings.warn("a callback asked for an evaluation: raypipe evaluates by args.eval_strategy", stacklevel=2)
+        for flag, words in NOT_HEARD.items():
+            if getattr(self._control, flag):
+                setattr(self._control, flag, False)
+                warnings.warn(f"a callback has set control.{flag}, which has no effect: {words}", stacklevel=2)
