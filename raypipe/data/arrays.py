@@ -496,6 +496,6 @@ def _fields(*parts: Columns) -> dict[str, Field]:
         made[name] = Field((*([max(own)] if own else ()), *none.shape[1:]), none.dtype)
     if _masked(parts[0]):
         made[MASK] = Field(made[TOKENS].shape[:1], torch.int64)
-    if any(is_packed(part) for part in parts):
+    if is_packed(*parts):
         made[POSITIONS] = made[POSITIONS]._replace(packed=True)
     return made

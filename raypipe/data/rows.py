@@ -24,8 +24,8 @@ class Rows(Protocol):
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 """A function that makes a batch of rows, as in transformers and torch."""
 _ENDS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens")
-BOUNDARIES = {*_ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"}
-"""What a collator returns of packed documents for kernels of attention on GPUs."""
+BOUNDARIES = {*_ENDS, "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen"}
+"""What a collator returns of packed documents, of a batch as a whole, for kernels of attention on GPUs."""
 
 
 def columns_of(rows: Rows, where: str, collator: Collator | None = None, seed: int = 0) -> dict[str, Column]:
@@ -102,10 +102,11 @@ def _collated_alone(collator: Collator, row: Any, index: int, where: str) -> dic
 
 def _collated(collator: Collator, rows: list[Any], what: str, where: str) -> dict[str, Values]:
     try:
-        made = _as_positions({str(name): np.asarray(value) for name, value in collator(rows).items()})
+        made = {str(name): np.asarray(value) for name, value in collator(rows).items()}
     except Exception as error:  # a user's collator may raise anything
         why = f"data_collator fails on {what}: {type(error).__name__}: {error}"
         raise SpecError(where, why, "correct it, or leave it out if rows hold only numbers") from error
+    made = _with_positions(made, what, where)
     if "labels" in made and "decoder_input_ids" not in rows[0]:
         made.pop("decoder_input_ids", None)  # made of the labels; the model's task makes them again
     lengths = {name: 0 if value.ndim < 1 else len(value) for name, value in made.items()}
@@ -139,17 +140,24 @@ def _with_fills(columns: dict[str, Column], rows: Rows, collator: Collator, wher
     return made
 
 
-def _as_positions(batch: dict[str, Values]) -> dict[str, Values]:
-    """Say by positions where documents begin, instead of by what only kernels of attention on GPUs read."""
+def _with_positions(batch: dict[str, Values], what: str, where: str) -> dict[str, Values]:
+    """Say by positions where documents begin, which all kernels of attention read, and leave out ``BOUNDARIES``."""
     made = {name: value for name, value in batch.items() if name not in BOUNDARIES}
-    if POSITIONS in made or len(made) == len(batch):
-        return made
-    ends = next((batch[name] for name in _ENDS if name in batch), None)
-    numbers = batch.get("seq_idx")
+    ends = next(((name, batch[name]) for name in _ENDS if name in batch), None)
     if ends is not None:
-        made[POSITIONS] = np.concatenate([np.arange(n, dtype=np.int64) for n in np.diff(ends.reshape(-1))])[None]
-    elif numbers is not None:
+        name, offsets = ends[0], ends[1].reshape(-1)
+        begins = np.zeros((1, max(int(offsets[-1]), 1)), dtype=bool)
+        begins[0, offsets[:-1]] = True
+    elif "seq_idx" in made:
+        name, numbers = "seq_idx", made["seq_idx"]
         begins = np.diff(numbers, prepend=numbers[:, :1] - 1, axis=1) != 0
-        at = np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape)
+    else:
+        return made
+    given = made.get(POSITIONS)
+    if given is None:
+        at = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
         made[POSITIONS] = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+    elif given.ndim == 2 and not np.array_equal(np.diff(given, prepend=given[:, :1], axis=1) != 1, begins):
+        why = f"data_collator gives {what} documents by {name} that do not begin where {POSITIONS} restart"
+        raise SpecError(where, why, f"let {POSITIONS} restart where a document begins, or leave them out")
     return made

@@ -91,9 +91,9 @@ def _captured(
     spec = kind.model_validate_json(record)
     arrays: Fields | None = None if given is None else dict(given)
     source: ModelSource = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
-    packed = arrays is not None and isinstance(spec, HfSpec) and is_packed(arrays)
-    if packed and arrays is not None:
-        arrays = apart(arrays)
+    packed = isinstance(spec, HfSpec) and is_packed(arrays or {})
+    if packed:
+        arrays = apart(arrays or {})
     task = source.task(arrays, mask)
     function = source.loss if spec.loss == "task" else loss_function(spec)
     own = spec.loss == "model" or source.own_loss

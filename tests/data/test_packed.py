@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from raypipe.data import declared_fields, known_fields, prepare_arrays
 from raypipe.data.packed import is_packed
 from raypipe.data.ragged import Column, Ragged
+from raypipe.data.rows import columns_of
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 
@@ -54,6 +56,25 @@ def test_other_columns_say_nothing() -> None:
 def test_a_mask_that_hides_part_of_a_document_is_an_error() -> None:
     with pytest.raises(SpecError, match="attention_mask of row 1 hides the beginning"):
         is_packed(columns([[0, 1, 2, 3], [0, 1, 2, 0]], [[1, 1, 1, 1], [0, 1, 1, 1]]))
+
+
+def test_a_mask_of_one_file_is_checked_for_what_another_one_packs() -> None:
+    packed, left = columns([[0, 1, 0]], [[1, 1, 1]]), columns([[0, 1, 2]], [[0, 1, 1]])
+    assert is_packed(packed, columns([[0, 1, 2]], [[1, 1, 1]]))
+    assert not is_packed(left)
+    with pytest.raises(SpecError, match="attention_mask of row 0 hides the beginning"):
+        is_packed(left, packed)
+
+
+@pytest.mark.parametrize("positions", [range(4), [0, 1, 0, 1]])
+@pytest.mark.parametrize("says", [{"cu_seqlens": np.array([0, 3, 4])}, {"seq_idx": np.array([[5, 5, 5, 6]])}])
+def test_a_collator_that_contradicts_itself_is_an_error(says: dict[str, np.ndarray], positions: Sequence[int]) -> None:
+    ids = {"input_ids": np.array([[7, 8, 9, 7]])}
+    with pytest.raises(SpecError, match="do not begin where position_ids restart"):
+        columns_of([{}], "train_dataset", lambda _: {**ids, **says, "position_ids": np.array([positions])})
+    agreeing = columns_of([{}], "train_dataset", lambda _: {**ids, **says, "position_ids": np.array([[0, 1, 2, 0]])})
+    implied = columns_of([{}], "train_dataset", lambda _: {**ids, **says})
+    assert np.array_equal(agreeing["position_ids"], implied["position_ids"])
 
 
 @pytest.mark.parametrize("held_out", [None, [[0, 1, 0]] * 3])

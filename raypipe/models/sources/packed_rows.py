@@ -41,8 +41,8 @@ _MIXES = {
 
 
 def apart(fields: Mapping[str, Field]) -> Mapping[str, Field]:
-    """Return the fields that a model of transformers gets: with a mask it makes no block mask of the positions."""
-    return {n: f for n, f in fields.items() if n != MASK} if is_packed(fields) else fields
+    """Return what a model of transformers gets of packed rows: with a mask it makes no block mask of the positions."""
+    return {name: field for name, field in fields.items() if name != MASK}
 
 
 def is_packed(fields: Mapping[str, Field]) -> bool:
