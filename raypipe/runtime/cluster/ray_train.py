@@ -66,6 +66,8 @@ def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> To
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", POLL_S)
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard's Train page stays empty
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor whose reports nothing here reads
+    if not request.directory.name.isascii():  # Ray's metrics cannot have it as a tag, and its controller would fail
+        os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.backend import Backend
     from ray.train.torch import TorchConfig, TorchTrainer

@@ -149,7 +149,7 @@ class RunMetrics:
                 self._held[metric, tags.get("device", "")] = reading
 
     def _begin(self, run_id: str, places: Sequence[Location]) -> None:
-        name = self.directory.name
+        name = self.directory.name.encode("ascii", "backslashreplace").decode()  # Ray's tags are ASCII
         tags = dict(zip(RUN_TAGS, (name, run_id, name), strict=True))
         for metric in METRICS:
             keys = (*RUN_TAGS, *metric.tags)
