@@ -13,7 +13,7 @@ from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from tests.ray_environment import without_ray
 from tests.runtime.runs.test_train_command import JOB
 
-pytestmark = pytest.mark.own_ray
+pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
 CLOSED = "http://127.0.0.1:9"
 """A proxy that answers nobody."""
 
