@@ -7,12 +7,47 @@ that call each other stand in one file: a change to one of another file would no
 
 from __future__ import annotations
 
+import atexit
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 from numba import njit
 
 F = TypeVar("F", bound=Callable[..., object])
+
+
+_ahead: list[subprocess.Popen[bytes]] = []
+"""The process that compiles ahead, until it has ended."""
+
+
+def compile_ahead(load: Callable[[], None]) -> None:
+    """Begin to call ``load``, which compiles, in a process of its own: this one then finds the code kept.
+
+    Numba takes half a minute of a core on a machine's first plan, while a command imports, captures and waits for Ray.
+    """
+    if _ahead:
+        return
+    quiet = subprocess.DEVNULL
+    program = f"from {load.__module__} import {load.__name__}; {load.__name__}()"
+    # A session of its own: Ctrl-C in a terminal is not for it.
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+    )
+    _ahead.append(process)
+    atexit.register(process.kill)
+
+
+def wait_for_ahead(say: Callable[[str], None]) -> None:
+    """Wait until nothing is compiled ahead any more. If that failed, this process compiles what it calls."""
+    while _ahead:
+        process = _ahead[0]
+        if process.poll() is None:
+            say("compiling the planner, once on this machine")
+            process.wait()
+        atexit.unregister(process.kill)
+        _ahead.clear()
 
 
 def compiled(function: F) -> F:

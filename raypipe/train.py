@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,9 @@ from raypipe.launch.report_to.loggers import check_loggers
 from raypipe.launch.resume import check_resume, mend
 from raypipe.launch.run import execute, run
 from raypipe.launch.run_directory import claim, run_directory, saved_job, unusable
+from raypipe.machine_code import compile_ahead
 from raypipe.observe.run_dir import RECORD, place, put_aside, stillborn
+from raypipe.plan.joint.better_plans import load_kernels
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.signals import end_on_signals
 
@@ -74,6 +77,8 @@ def prepare_run(
             "use parallel: {auto: true}, with the keys that every plan must keep, and no --plan",
         )  # fmt: skip
     planned = _planned_at_once(job, directory if resume else None, plan_file, beside, say)
+    if planned is None:
+        compile_ahead(load_kernels)
     model = JobModel(job) if planned is None else planned.model
     _check_metrics(job, model, validation)
     shard = (job if planned is None else planned.job).parallel.shard
@@ -88,24 +93,34 @@ def prepare_run(
         _check_storage(job.train.checkpoint_storage)
     if resume:
         check_resume(job, where, say)
-    try:
-        if resume:
-            mend(where, say)
-        _prepare_data(model, data, resume)
-        if planned is None:
-            planned = planned_by_measuring(job, model, where, dashboard_port, say)
-        planned.plan.save(where / "plan.json")
-        record = json.dumps(planned.job.model_dump(mode="json"), indent=1) + "\n"
-        write_whole(where / RECORD, record)
-    except OSError as error:
-        raise unusable(where, error) from None
+    with ExitStack() as on_error:
+        try:
+            if resume:
+                mend(where, say)
+            _prepare_data(model, data, resume)
+            if planned is None:
+                on_error.callback(_release_measured)
+                planned = planned_by_measuring(job, model, where, dashboard_port, say)
+            planned.plan.save(where / "plan.json")
+            record = json.dumps(planned.job.model_dump(mode="json"), indent=1) + "\n"
+            write_whole(where / RECORD, record)
+        except OSError as error:
+            raise unusable(where, error) from None
 
-    layers = model.prepared(data)
-    for notice in () if resume else layers.notices:
-        say(notice)
-    _check_slices(planned.plan.parallel.slices, layers, data, job, validation)
-    units = units_of(layers.task, planned.job, data)
+        layers = model.prepared(data)
+        for notice in () if resume else layers.notices:
+            say(notice)
+        _check_slices(planned.plan.parallel.slices, layers, data, job, validation)
+        units = units_of(layers.task, planned.job, data)
+        on_error.pop_all()
     return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, job, units, validation)
+
+
+def _release_measured() -> None:
+    """Release the devices that wait for the run since they were measured for it."""
+    from raypipe.runtime.cluster.reserve import end_idle
+
+    end_idle()
 
 
 def _check_slices(

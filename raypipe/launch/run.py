@@ -104,7 +104,7 @@ def _on_devices(
     """
     from raypipe.runtime.cluster.attempts import RunRequest
     from raypipe.runtime.cluster.rank_order import kinds_of
-    from raypipe.runtime.cluster.reserve import reserve
+    from raypipe.runtime.cluster.reserve import reserve, take_idle
     from raypipe.runtime.saving.copy_index import copies_kept
 
     def hold_for(prepared: Prepared, run_id: str | None = None) -> Reservation:
@@ -121,9 +121,13 @@ def _on_devices(
         finally:
             log.close()
 
-    reservation = hold_for(prepared)
+    # Ray chose the devices that were measured, which are any: those of a plan for several kinds are chosen for it.
+    fixed = prepared.job.train.elastic is None and prepared.plan.parallel.tensor == 1 and not kinds_of(prepared.plan)
+    idle = take_idle(prepared.schedule.devices, devices) if fixed else None
+    reservation = hold_for(prepared) if idle is None else idle.reservation
     request = RunRequest(
-        prepared.job, prepared.directory, prepared.resume, devices, reservation, prepared.validation
+        prepared.job, prepared.directory, prepared.resume, devices, reservation, prepared.validation,
+        {} if idle is None else idle.actors,
     )  # fmt: skip
     with copies_kept(reservation.run_id, prepared.job.train.copy_every):
         if prepared.job.train.elastic is None:

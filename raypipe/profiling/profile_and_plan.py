@@ -28,7 +28,8 @@ SEARCH_S = 1.0
 
 
 def profile_this_machine(
-    job: JobSpec, devices: int | None, data: Path | None, dashboard_port: int | None, say: Callable[[str], None]
+    job: JobSpec, devices: int | None, data: Path | None, dashboard_port: int | None, say: Callable[[str], None],
+    leave: bool = False,
 ) -> Profile:  # fmt: skip
     """Measure a short profile on the Ray cluster, or on this machine if there is none.
 
@@ -38,6 +39,7 @@ def profile_this_machine(
         data: the folder of the prepared data; None prepares it in a temporary folder.
         dashboard_port: port for the dashboard of a Ray started here; None for no dashboard.
         say: called with sentences about the progress.
+        leave: leave the workers on their devices, for the job's run.
 
     Raises:
         SpecError: the cluster that RAY_ADDRESS names does not answer or has too few devices, or the job asks for
@@ -56,7 +58,7 @@ def profile_this_machine(
     wanted = devices or count
     measured = min(wanted, _most_measured())
     began = time.monotonic()
-    profile = measure_profile(job, sizes, measured, quick=True, cached=True, data=data, say=say)
+    profile = measure_profile(job, sizes, measured, quick=True, cached=True, data=data, say=say, leave=leave)
     say(f"measured in {time.monotonic() - began:.1f} s")
     # Where only some of the host's cores were measured, each of them counted too large a share of its memory.
     used = min(wanted, count)
@@ -83,7 +85,7 @@ def profile_and_plan(
     measured: dict[float, Profile] = {}
 
     def measure(one: JobSpec) -> Profile:
-        profile = profile_this_machine(one, None, data, dashboard_port, say)
+        profile = profile_this_machine(one, None, data, dashboard_port, say, leave=True)
         if (warning := profile.noise.warning()) is not None:
             say(warning)
         measured[one.parallel.activation_memory_budget] = profile

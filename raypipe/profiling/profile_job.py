@@ -26,6 +26,7 @@ from raypipe.cost.profile import LinkFit, Profile, Slicing, TakenFor
 from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
+from raypipe.machine_code import wait_for_ahead
 from raypipe.models import LayeredModel, build_model
 from raypipe.partition.slicing import slicing_of
 from raypipe.profiling.disturbances import to_repeat
@@ -33,13 +34,13 @@ from raypipe.profiling.effort import QUICK, STEPS, THOROUGH, Effort
 from raypipe.profiling.kept_profiles import keep, profile_path, read_kept
 from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.link_times import LinkBench
-from raypipe.profiling.profiling_worker import DeviceFacts, ProfilingWorker
+from raypipe.profiling.profiling_worker import DeviceFacts, StageProfiler
 from raypipe.runtime.cluster.connect import connect, connect_all
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.failure import outside_a_run
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.rank_order import devices_of_kinds
-from raypipe.runtime.cluster.reserve import Reservation, reserve
+from raypipe.runtime.cluster.reserve import Reservation, is_idle, leave_idle, reserve
 from raypipe.runtime.cluster.worker_group import start_actors
 
 Say = Callable[[str], None]
@@ -53,7 +54,7 @@ CLEAR_S = 5.0
 
 def measure_profile(
     job: JobSpec, microbatches: Sequence[int], devices: int | None = None, *, quick: bool = False,
-    cached: bool = False, data: Path | None = None, say: Say = lambda _: None,
+    cached: bool = False, data: Path | None = None, say: Say = lambda _: None, leave: bool = False,
 ) -> Profile:  # fmt: skip
     """Measure the job's model on the devices of the Ray cluster; a local Ray is started if there is no cluster.
 
@@ -67,6 +68,7 @@ def measure_profile(
             it, and otherwise to cache the new profile.
         data: folder of the prepared data; None prepares it in a temporary folder.
         say: called with sentences about what is measured and what is left out.
+        leave: leave the workers where they are, for the job's run (``reserve.take_idle``).
 
     Raises:
         SpecError: the micro-batch sizes or the number of devices are invalid, or the measured layers do not fit a
@@ -94,7 +96,8 @@ def measure_profile(
         if len(kinds) > 1:
             why = "some nodes name no accelerator type" if "" in kinds else "only some devices are used"
             say(f"note: devices are measured as if all were of one kind: {why}")
-        return measuring.of_one_kind(count, request, cached=cached)
+        with measuring.reserved(count, request) as place:
+            return measuring.of_one_kind(count, request, place, cached, leave)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,31 +119,32 @@ class _Measuring:
         profiles = []
         for kind, count in kinds.items():
             self.say(f"devices of accelerator type {kind}")
-            with self._reserved((kind,) * count, request) as place:
+            with self.reserved(count, request, (kind,) * count) as place:
                 found = self.of_one_kind(count, request, place)
             profiles.append(found.model_copy(update={"accelerator_type": kind}))
         self.say("messages between devices of different types")
-        with self._reserved(tuple(kinds), request) as place:
+        with self.reserved(len(kinds), request, tuple(kinds)) as place:
             between = self._link_between(len(kinds), request, place)
         return of_kinds([
             p.model_copy(update={"between": between}) if len(p.placed.of_first(p.devices)) == 1 else p for p in profiles
         ])  # fmt: skip
 
     @contextmanager
-    def _reserved(self, kinds: tuple[str, ...], request: DeviceRequest) -> Iterator[Reservation]:
-        """Hold one device of each of these types while the block lasts."""
-        place = reserve(
-            len(kinds), request, self.job.train.wait_for_devices_s, self.say, kinds=kinds
-        )  # fmt: skip
+    def reserved(
+        self, count: int, request: DeviceRequest, kinds: tuple[str, ...] = ()
+    ) -> Iterator[Reservation]:  # fmt: skip
+        """Hold devices, one of each of ``kinds`` if given, while the block lasts; longer if workers stay on them."""
+        place = reserve(count, request, self.job.train.wait_for_devices_s, self.say, kinds=kinds)
         try:
             yield place
         finally:
-            place.give_back()
+            if not is_idle(place):
+                place.give_back()
 
     def _link_between(self, count: int, request: DeviceRequest, place: Reservation) -> LinkFit:
         """Measure messages between hosts, each with one device."""
         titles = [f"links · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, request, ProfilingWorker, self.job.train.wait_for_devices_s, place, self.say)
+        workers = start_actors(titles, request, StageProfiler, self.job.train.wait_for_devices_s, place, self.say)
         try:
             check_hosts(workers)
             links = LinkBench(workers)
@@ -150,31 +154,38 @@ class _Measuring:
             workers.stop()
 
     def of_one_kind(
-        self, count: int, request: DeviceRequest, place: Reservation | None = None, cached: bool = False
+        self, count: int, request: DeviceRequest, place: Reservation, cached: bool = False, leave: bool = False
     ) -> Profile:
-        """Measure ``count`` devices at the same time, those of ``place`` if given; see ``measure_profile``."""
+        """Measure the ``count`` devices of ``place`` at the same time; see ``measure_profile``."""
         job, model, sizes, effort, say = self.job, self.model, self.sizes, self.effort, self.say
         say(f"starting {count} device actor{'s' * (count > 1)}")
         titles = [f"profile · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, request, ProfilingWorker, job.train.wait_for_devices_s, place, say)
+        workers = start_actors(titles, request, StageProfiler, job.train.wait_for_devices_s, place, say)
+        measured = False
         try:
             check_hosts(workers)
+            wait_for_ahead(say)  # it would take a core from what is measured
             on_cpu = all(at.peer.device == "cpu" for at in workers.locations)
             bench = LayerBench(job, model, workers, self.folder, bounded=on_cpu and math.isfinite(effort.whole_s))
             path = profile_path(job, model, sizes, count) if cached else None
             known = read_kept(path) if path is not None else None
             if known is not None and (found := at_present(bench, bench.facts(), *known, effort, say)) is not None:
+                measured = True
                 return found.model_copy(update={"slicing": _slicing(bench)})  # other data may differ in lengths
             profile = profile_by(bench, sizes, effort, say)
             if path is not None and profile.noise.warning() is None:
                 keep(path, profile)
+            measured = True
             return profile
         except Exception as error:
             raise outside_a_run(error, workers.calls, "profile") from None
         finally:
             with suppress(ray.exceptions.RayError):  # a worker may have died
                 ray.get(workers.call("clear"), timeout=CLEAR_S)
-            workers.stop()
+            if measured and leave:
+                leave_idle(place, workers.by_place())
+            else:
+                workers.stop()
 
 
 @contextmanager

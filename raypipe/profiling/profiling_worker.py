@@ -26,6 +26,7 @@ from raypipe.profiling.profiled_steps import Samples, middle_look
 from raypipe.runtime.allocated import PeakMeter, allocated_bytes, host_memory_bytes, process_bytes
 from raypipe.runtime.cluster.failure import raises_device_errors
 from raypipe.runtime.communicators import Communicators, Topology
+from raypipe.runtime.process import give_back_memory
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
 from raypipe.runtime.update.flat_collectives import start_all_gather, start_reduce_scatter
@@ -93,8 +94,8 @@ class FakeChannel:
         """Do nothing, because nothing is open."""
 
 
-class ProfilingWorker(StageWorker):
-    """A worker that measures its device."""
+class StageProfiler(StageWorker):
+    """A worker that measures its device, and may then ``become`` one of the run on it."""
 
     reads_whole = False
 
@@ -103,6 +104,16 @@ class ProfilingWorker(StageWorker):
         self._base_bytes: float | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Folder of the prepared data, on a host that does not share the driver's."""
+
+    def become(self, rank: int, title: str) -> None:
+        """Be the worker of a rank from now on, with nothing left of what was measured."""
+        self._leave()
+        self.__dict__.pop("_described", None)
+        self.reads_whole = True  # type: ignore[misc]
+        super().become(rank, title)
+        gc.unfreeze()
+        gc.collect()
+        give_back_memory(self.device)
 
     @raises_device_errors
     def facts(self, job: JobSpec, fields: Fields | None) -> DeviceFacts:

@@ -48,6 +48,14 @@ def choose_precision(device: torch.device, tf32: bool) -> None:
         torch.backends.cudnn.allow_tf32 = tf32
 
 
+def give_back_memory(device: torch.device) -> None:
+    """Return freed memory to the system and to the device, which other sizes may then be made of."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 class _MallInfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 

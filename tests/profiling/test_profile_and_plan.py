@@ -11,6 +11,7 @@ from raypipe.errors import SpecError
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.plan import load_plan
 from raypipe.profiling import profile_and_plan as profile_and_plan
+from raypipe.runtime.cluster.reserve import end_idle
 from raypipe.runtime.driver import Driver
 from raypipe.train import prepare_run
 from tests.runtime.runs.plain_training import plain_losses
@@ -36,6 +37,7 @@ def test_a_job_that_leaves_everything_to_the_planner(
     saved = json.loads((tmp_path / "run" / "profile.json").read_text())
     assert (saved["source"], saved["devices"]) == ("measured", 2)
     assert load_plan(tmp_path / "run" / "plan.json") == prepared.plan
+    end_idle()  # the run takes others here
 
     log = RunLog(tmp_path / "run")
     driver = Driver(prepared.job, prepared.plan, tmp_path / "run", log, lambda *_: None)

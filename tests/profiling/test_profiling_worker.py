@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from raypipe.data import is_prepared
-from raypipe.profiling.profiling_worker import ProfilingWorker
+from raypipe.profiling.profiling_worker import StageProfiler
 from raypipe.runtime.setup import Setup
 from tests.runtime.runs.small_runs import small_job
 
@@ -16,7 +16,7 @@ def test_a_folder_is_made_only_for_data_that_is_elsewhere_and_removed(tmp_path, 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr("raypipe.runtime.worker.set_up_process", lambda _: None)  # that is for processes of their own
     (tmp_path / "temporary").mkdir()
-    stage = ProfilingWorker(0, "profile · device 0")
+    stage = StageProfiler(0, "profile · device 0")
     stage.clear()
     assert list((tmp_path / "temporary").iterdir()) == []
     held: list[Path] = []

@@ -83,6 +83,12 @@ def better_plans(
     return found
 
 
+def load_kernels() -> None:
+    """Load all machine code of planning: two seconds of a process, half a minute on a machine's first time."""
+    load_machine_code()
+    load_walk()
+
+
 def _targets(ranked: Sequence[Prediction]) -> Iterator[Prediction]:
     """The best plan of each shape that may be arranged anew: one that flushes, and divides and recomputes nothing."""
     seen: set[object] = set()
@@ -99,8 +105,7 @@ def _targets(ranked: Sequence[Prediction]) -> Iterator[Prediction]:
 @no_collection()
 def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: Certifier) -> Prediction | None:
     """The best plan found for one shape, whether or not it is faster than ``like``; None if nothing fits."""
-    load_machine_code()
-    load_walk()
+    load_kernels()
     budget = Budget(seconds)
     rng = random.Random(0)
     own = like.candidate

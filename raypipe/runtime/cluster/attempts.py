@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -31,7 +31,7 @@ from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.failure import failure_message, is_final, keep_traceback, own_error, root_cause
 from raypipe.runtime.cluster.rank_order import by_number, kinds_of, kinds_on_hosts
-from raypipe.runtime.cluster.reserve import Reservation, reserved_by
+from raypipe.runtime.cluster.reserve import Kept, Reservation, reserved_by
 from raypipe.runtime.cluster.worker_group import Survivors, WorkerGroup, start_worker_group
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.recovery.out_of_memory import plan_with_less, ran_out
@@ -65,6 +65,8 @@ class RunRequest:
     """The devices, reserved for all attempts."""
     validation: ValidationMetrics | None = None
     """Functions of the Python API; those of ``train.metrics`` are imported where they run."""
+    waiting: Kept = field(default_factory=dict)
+    """Workers that wait on the devices for the first attempt."""
 
 
 class _Reporter:
@@ -152,7 +154,8 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
     """Run to the end, an elastic run on one set of devices after the other."""
     directory, elastic = request.directory, request.job.train.elastic is not None
     resumes, reservation = request.resume or restarted, request.reservation
-    changes, survivors = devices_changed(directory), Survivors()
+    # A driver that is started again has none: those of an attempt end with it.
+    changes, survivors = devices_changed(directory), Survivors({} if restarted else dict(request.waiting))
     if restarted:
         if not failure_logged(directory):
             log.event("failed", message=DRIVER_DIED)

@@ -57,6 +57,10 @@ class Place(NamedTuple):
     """Its index there."""
 
 
+Kept = dict[tuple[Place, int], Any]
+"""Actors that wait for a plan, by the bundle they run in and their number there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Placement groups with one bundle per tensor-parallel group of devices.
@@ -200,6 +204,7 @@ def reserve(
         DevicesError: they were not free within ``timeout_s``.
         ClusterError: the cluster has no such kinds of device, and does not grow.
     """
+    end_idle()
     run_id = run_id or uuid.uuid4().hex[:8]
     bundles = [request.bundle(together) for _ in range(devices // together)]
     if by_node and not kinds:
@@ -220,6 +225,48 @@ def reserve(
         reservation.give_back()
         raise
     return reservation
+
+
+class Idle(NamedTuple):
+    """Workers that measured their devices and wait there for the run, so that it need not start others."""
+
+    reservation: Reservation
+    actors: Kept
+    cluster: str
+    """Address of the cluster that they are part of."""
+
+
+_idle: list[Idle] = []
+"""At most one, because whatever else this process reserves may need its devices."""
+
+
+def leave_idle(reservation: Reservation, actors: Kept) -> None:
+    """Leave workers on their devices until this process next reserves any."""
+    end_idle()
+    _idle.append(Idle(reservation, actors, ray.get_runtime_context().gcs_address))
+
+
+def is_idle(reservation: Reservation) -> bool:
+    """Return whether workers were left on these devices."""
+    return any(idle.reservation is reservation for idle in _idle)
+
+
+def take_idle(devices: int, request: DeviceRequest) -> Idle | None:
+    """Return the workers that were left, if they have this many devices of this kind; end them otherwise."""
+    if _idle and ray.get_runtime_context().gcs_address == _idle[0].cluster:
+        found = _idle[0].reservation
+        if (found.devices, found.request) == (devices, request) and not found.is_broken():
+            return _idle.pop()
+    end_idle()
+    return None
+
+
+def end_idle() -> None:
+    """End the workers that were left, if any, and release their devices."""
+    while _idle:
+        idle = _idle.pop()
+        if ray.is_initialized() and ray.get_runtime_context().gcs_address == idle.cluster:
+            idle.reservation.give_back()
 
 
 def reserved_by(

@@ -13,7 +13,7 @@ import ray
 from raypipe.cost.hosts import Numbering
 from raypipe.errors import TransportError
 from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.reserve import Notify, Place, Reservation, reserve, silent
+from raypipe.runtime.cluster.reserve import Kept, Notify, Place, Reservation, reserve, silent
 from raypipe.runtime.communicators import Location
 from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.ir import Schedule
@@ -27,10 +27,6 @@ LEAVE_S = 5.0
 CALLS = 64
 """Number of newest calls per worker whose references a group keeps, to find the cause of a failure among them. It is
 more than are ever queued, and few enough that a long run does not keep all results alive."""
-
-
-Kept = dict[tuple[Place, int], Any]
-"""Actors that wait for a plan, by the bundle they run in and their number there."""
 
 
 class Standby(Protocol):
@@ -181,6 +177,11 @@ class WorkerGroup:
             self.standby.stop()
         if self.reservation is not None:
             self.reservation.give_back()
+
+    def by_place(self) -> Kept:
+        """Return the actors by where they run, for another group on the same devices."""
+        assert self.places is not None
+        return dict(zip(self.places.of_ranks(), self.actors, strict=True))
 
     def on_cpus(self) -> bool:
         """Return whether no worker has a GPU, whose collectives may hang when a peer is gone."""

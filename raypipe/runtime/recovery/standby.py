@@ -10,8 +10,8 @@ import ray
 import torch
 from ray.util import list_named_actors
 
-from raypipe.runtime.cluster.reserve import Place, Reservation
-from raypipe.runtime.cluster.worker_group import Kept, Places, WorkerGroup
+from raypipe.runtime.cluster.reserve import Kept, Place, Reservation
+from raypipe.runtime.cluster.worker_group import Places, WorkerGroup
 from raypipe.runtime.process import first_backward
 from raypipe.runtime.update.optimizer import untraced
 from raypipe.runtime.worker import StageWorker

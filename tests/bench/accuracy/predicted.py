@@ -42,7 +42,7 @@ from raypipe.plan.plan import Plan, build_schedule
 from raypipe.profiling.effort import QUICK, THOROUGH
 from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.profile_job import profile_by
-from raypipe.profiling.profiling_worker import ProfilingWorker
+from raypipe.profiling.profiling_worker import StageProfiler
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.cluster.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.driver import Driver
@@ -237,7 +237,7 @@ def main() -> int:
             progress.print(text, style="dim")
 
         effort = QUICK if args.quick else THOROUGH
-        workers = start_actors([f"device {d}" for d in range(2)], request, ProfilingWorker)  # they train as well
+        workers = start_actors([f"device {d}" for d in range(2)], request, StageProfiler)  # they train as well
         try:
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}: profile")
