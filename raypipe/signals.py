@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,6 +97,29 @@ def waiting() -> Iterator[Callable[[], int | None]]:
         yield lambda: handlers.received
     finally:
         handlers.waits = False
+
+
+@contextmanager
+def enough_by_interrupt() -> Iterator[Callable[[], bool]]:
+    """On a terminal, have Ctrl-C say that this block has done enough: yields what returns whether it has.
+
+    The command goes on then, and the next Ctrl-C ends it; a second one in the block ends it at once. Elsewhere, as for
+    SIGTERM, nothing changes.
+    """
+    if _active is None or not sys.stdin.isatty():
+        yield lambda: False
+        return
+    handlers = _active
+
+    def enough() -> bool:
+        if handlers.received not in (None, signal.SIGINT):
+            raise_for(handlers.received)
+        return handlers.received is not None
+
+    with waiting():
+        yield enough
+    if enough():
+        handlers.received = None
 
 
 @contextmanager

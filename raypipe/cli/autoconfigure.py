@@ -177,11 +177,10 @@ def _given_costs(
 
 def _measured_costs(job: JobSpec, devices: int | None) -> Profile:
     from raypipe.machine_code import compile_ahead
-    from raypipe.observe.progress import stderr_console
+    from raypipe.observe.progress import Notes, stderr_console
     from raypipe.plan.joint.better_plans import load_kernels
     from raypipe.profiling.profile_and_plan import profile_this_machine
 
     compile_ahead(load_kernels)
-    console = stderr_console()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices; keep standard output for results
-        return profile_this_machine(job, devices, None, None, lambda text: console.print(text, style="dim"))
+        return profile_this_machine(job, devices, None, None, Notes(stderr_console()))

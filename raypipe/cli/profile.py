@@ -39,7 +39,7 @@ def profile(
     """Measure a job's layers, optimizer, messages and collectives with Ray, on the devices that will train it."""
     from raypipe.job import load_job
     from raypipe.observe.profile_table import profile_tables
-    from raypipe.observe.progress import stderr_console
+    from raypipe.observe.progress import Notes, stderr_console
 
     spec = load_job(job, override or ())
     most = max(1, spec.train.batch)
@@ -53,9 +53,7 @@ def profile(
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices; keep standard output for results
         from raypipe.profiling.profile_job import measure_profile
 
-        found = measure_profile(
-            spec, sizes, devices, quick=quick, say=lambda text: console.print(text, style="dim", soft_wrap=True)
-        )
+        found = measure_profile(spec, sizes, devices, quick=quick, say=Notes(console))
     if (warning := found.noise.warning()) is not None:
         console.print(warning, soft_wrap=True)
     if out is not None:

@@ -50,7 +50,7 @@ def train(
     from raypipe.cli._shared.go_on import advice, resume_command
     from raypipe.errors import InterruptionError, RunError, TerminationError, shortest
     from raypipe.job import GptSpec, load_job
-    from raypipe.observe.progress import ProgressView, stderr_console
+    from raypipe.observe.progress import Notes, ProgressView, stderr_console
     from raypipe.observe.summary import summary_lines
     from raypipe.signals import Terminated
     from raypipe.train import execute, prepare_run
@@ -59,7 +59,7 @@ def train(
     spec = load_job(job, override or ())
     with contextlib.redirect_stdout(sys.stderr):
         prepared = prepare_run(
-            spec, run_dir, resume, plan, dashboard_port, lambda text: console.print(text, style="dim", soft_wrap=True),
+            spec, run_dir, resume, plan, dashboard_port, Notes(console),
             _asked(spec, override or ()) if plan is not None else {},
         )  # fmt: skip
     go_on = resume_command(job, prepared.directory, override or (), plan)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from raypipe.observe.core_wait import CoreWait
@@ -120,6 +121,39 @@ class ProgressView:
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+class _ByClock(Progress):
+    """A bar whose tasks are as far as their time."""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        for task in self.tasks:
+            task.completed = min(task.elapsed or 0.0, task.total or 0.0)
+            task.fields["left"] = f"{(task.total or 0.0) - task.completed:.0f} s left"
+        return super().get_renderables()
+
+
+class Notes:
+    """Notes of a command that prepares something: lines, and on a terminal a bar with the time left."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: Progress | None = None
+
+    def __call__(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, style="dim", soft_wrap=True)
+
+    def left(self, seconds: float) -> None:
+        """Show that the present work takes so many seconds more; 0 ends it, and infinity is not shown."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+        if 0 < seconds < math.inf and self._console.is_terminal:
+            columns = BarColumn(bar_width=24), TextColumn("{task.fields[left]}")
+            self._bar = _ByClock(TextColumn("measuring"), *columns, console=self._console, transient=True)
+            self._bar.add_task("", total=seconds, left="")
+            self._bar.start()
 
 
 def stderr_console() -> Console:

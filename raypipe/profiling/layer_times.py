@@ -101,6 +101,8 @@ class LayerBench:
     """Whether tasks take so long that one measurement of each has to do, and does."""
     estimated: list[int] = field(default_factory=list)
     """Micro-batch sizes whose times are estimated from those of the measured sizes."""
+    interrupted: bool = False
+    """The user ended the measurement early."""
     passes: dict[int, list[Pass]] = field(default_factory=lambda: defaultdict(list))
     """Measurements by micro-batch size."""
     grown: dict[str, dict[int, dict[int, float]]] = field(default_factory=lambda: defaultdict(dict))

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +28,7 @@ from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.machine_code import wait_for_ahead
 from raypipe.models import LayeredModel, build_model
+from raypipe.observe.progress import Notes
 from raypipe.partition.slicing import slicing_of
 from raypipe.profiling.disturbances import to_repeat
 from raypipe.profiling.effort import QUICK, STEPS, THOROUGH, Effort
@@ -42,6 +43,7 @@ from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.rank_order import devices_of_kinds
 from raypipe.runtime.cluster.reserve import Reservation, is_idle, leave_idle, reserve
 from raypipe.runtime.cluster.worker_group import start_actors
+from raypipe.signals import enough_by_interrupt
 
 Say = Callable[[str], None]
 SAME = 0.1
@@ -173,7 +175,7 @@ class _Measuring:
                 measured = True
                 return found.model_copy(update={"slicing": _slicing(bench)})  # other data may differ in lengths
             profile = profile_by(bench, sizes, effort, say)
-            if path is not None and profile.noise.warning() is None:
+            if path is not None and profile.noise.warning() is None and not bench.interrupted:
                 keep(path, profile)
             measured = True
             return profile
@@ -259,7 +261,7 @@ def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> 
 
 def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
     """Measure a profile as ``measure_profile`` does, on running workers; ``sizes`` must be ascending."""
-    workers, model, facts, began = bench.workers, bench.model, bench.facts(), time.monotonic()
+    workers, facts = bench.workers, bench.facts()
     hosts = _hosts(facts)
     sharing = max(hosts)
     memory = min(one.memory_bytes for one in facts)
@@ -268,37 +270,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         memory = min(one.memory_bytes / on_host[one.node] for one in facts)
     base = fmean(one.base_bytes for one in facts)
     bench.check_room(memory - base)
-    layers = f"{len(bench.measured)} of {model.count} layers on each of {len(facts)} devices"
-    if effort.brief:
-        say(f"micro-batches of {', '.join(map(str, sizes))}: {layers}")
-    sizes = list(sizes)
-    waiting, compared = list(sizes), sizes[0] if bench.long else _middle(sizes)
-    while waiting:
-        size = waiting.pop(0)
-        if size > sizes[0] and not bench.fits(size, memory - base):
-            say(f"micro-batches from {size} on do not fit a device: left out")
-            waiting = [other for other in waiting if other < size]
-            sizes = [other for other in sizes if other < size]
-            continue
-        if not effort.brief:
-            say(f"micro-batches of {size}: {layers}")
-        start = time.monotonic()
-        bench.measure(
-            size, effort, effort.every_memory or bench.long or size in (sizes[0], _middle(sizes)),
-            alone=size == compared and sharing > 1,
-        )  # fmt: skip
-        if size == sizes[0]:
-            whole_s = max(effort.whole_s, STEPS * bench.step_seconds(size))
-            took_s = bench.sample_seconds(size) if bench.long else (time.monotonic() - start) / size
-            waiting = _within(whole_s - (time.monotonic() - began), took_s, waiting, say)
-    bench.estimated = [size for size in sizes if size not in bench.passes]
-    sizes = sorted(bench.passes)
-    for number in range(1, effort.passes):
-        say(f"once more, {'from the largest on' if number % 2 else 'from the smallest on'}")
-        for size in sizes[::-1] if number % 2 else sizes:
-            bench.measure(size, effort, memory=False)
-    # Where tasks take long, to measure them again would take as long as the job's own steps.
-    noise = Noise(stolen=max(bench.stolen.values())) if bench.long else measure_again(bench, effort, say, began)
+    noise = measure_sizes(bench, list(sizes), effort, say, memory - base, sharing > 1)
     code = bench.code_bytes()
     inside: list[Timed] = []
     between: list[Timed] = []
@@ -338,6 +310,69 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         between=_link(between or inside),
         collectives=fit(sums),
     )
+
+
+def measure_sizes(
+    bench: LayerBench, sizes: list[int], effort: Effort, say: Say, room: float, shared: bool
+) -> Noise:  # fmt: skip
+    """Measure the sizes that fit ``room`` bytes of a device, within the effort; the others are estimated.
+
+    On a terminal, Ctrl-C after the first size leaves it at what is measured by then.
+
+    Args:
+        bench: measures.
+        sizes: ascending.
+        effort: how much time there is.
+        say: called with sentences, and with the seconds left where it shows them.
+        room: bytes that layers may use on a device.
+        shared: whether a host has several devices, so that one at work alone is compared with all.
+    """
+    began = time.monotonic()
+    layers = f"{len(bench.measured)} of {bench.model.count} layers on each of {len(bench.workers.actors)} devices"
+    if effort.brief:
+        say(f"micro-batches of {', '.join(map(str, sizes))}: {layers}")
+    left = say.left if isinstance(say, Notes) else lambda _: None
+    waiting, compared = list(sizes), sizes[0] if bench.long else _middle(sizes)
+    left(effort.whole_s)
+    with ExitStack() as at_end:
+        at_end.callback(left, 0.0)
+        enough: Callable[[], bool] = bool  # False: a first size there must be
+        while waiting and not enough():
+            size = waiting.pop(0)
+            if size > sizes[0] and not bench.fits(size, room):
+                say(f"micro-batches from {size} on do not fit a device: left out")
+                waiting = [other for other in waiting if other < size]
+                sizes = [other for other in sizes if other < size]
+                continue
+            if not effort.brief:
+                say(f"micro-batches of {size}: {layers}")
+            start = time.monotonic()
+            bench.measure(
+                size, effort, effort.every_memory or bench.long or size in (sizes[0], _middle(sizes)),
+                alone=size == compared and shared,
+            )  # fmt: skip
+            took_s = time.monotonic() - start
+            if size == sizes[0]:
+                enough = at_end.enter_context(enough_by_interrupt())
+                whole_s = max(effort.whole_s, STEPS * bench.step_seconds(size))
+                each_s = bench.sample_seconds(size) if bench.long else took_s / size
+                waiting = _within(whole_s - (time.monotonic() - began), each_s, waiting, say)
+            again = (effort.passes - 1) * len(sizes)
+            left(took_s / size * sum(waiting) if bench.long else took_s * (len(waiting) + again))
+        bench.estimated = [size for size in sizes if size not in bench.passes]
+        sizes = sorted(bench.passes)
+        for number in range(1, effort.passes):
+            say(f"once more, {'from the largest on' if number % 2 else 'from the smallest on'}")
+            for size in sizes[::-1] if number % 2 else sizes:
+                if not enough():
+                    bench.measure(size, effort, memory=False)
+        # Where tasks take long, to measure them again would take as long as the job's own steps.
+        if not bench.long and not enough():
+            return measure_again(bench, effort, say, began)
+        bench.interrupted = enough()
+        if bench.interrupted:
+            say(f"interrupted: going on with micro-batches of {', '.join(map(str, sizes))} as measured")
+    return Noise(stolen=max(bench.stolen.values()))
 
 
 def _within(left_s: float, each_s: float, sizes: list[int], say: Say) -> list[int]:
