@@ -361,7 +361,7 @@ def measure_sizes(
             left(took_s / size * sum(waiting) if bench.long else took_s * (len(waiting) + again))
         bench.estimated = [size for size in sizes if size not in bench.passes]
         sizes = sorted(bench.passes)
-        for number in range(1, effort.passes):
+        for number in range(1, 1 if enough() else effort.passes):
             say(f"once more, {'from the largest on' if number % 2 else 'from the smallest on'}")
             for size in sizes[::-1] if number % 2 else sizes:
                 if not enough():
