@@ -10,6 +10,7 @@ from raypipe.files import is_url
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
+from raypipe.job.no_effect import Parts, without_effect
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, PLANNED, SHAPE, SHARDING, ParallelSpec
 from raypipe.job.requested_schedule import checked_schedule, is_file
 from raypipe.job.size_limits import too_large, too_many
@@ -48,17 +49,12 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
         yield from _gpt(model, data)
     else:
         yield from _captured(model, data)
-    yield from _data(data)
     yield from _train(train)
     yield from _available(parallel)
     yield from _wire(train, parallel)
     yield from _sync(train, parallel)
     yield from _side_stream(train, parallel)
-    if train.compile_first and train.compile == "none":
-        yield Problem("train.compile_first", "has no effect without compiled stages", "set train.compile to inductor")
-    if parallel.activation_memory_budget < 1 and train.compile == "none":
-        why = "has no effect without compiled stages"
-        yield Problem(f"parallel.{BUDGET}", why, "set train.compile to inductor, or use parallel.recompute")
+    yield from (Problem(*found) for found in without_effect(Parts(model, data, train, parallel)))
     yield from _graphs(train, parallel)
     if train.on_nonfinite == "rewind" and parallel.transport == "ray-collective":
         why = "rewind sets all workers up again, and ray-collective can be set up only once in a process"
@@ -72,24 +68,6 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     yield from _shard(parallel)
     yield from _batch(train, parallel)
     yield from _schedule(model, train, parallel)
-
-
-DOCUMENTS_OWN = ("column", "tokenizer", "block_mb", "shuffle_blocks", "num_workers")
-"""Keys of ``data`` that only documents have."""
-
-
-def _data(data: DataSpec) -> Iterator[Problem]:
-    if data.held_out is not None and data.type not in ("arrays", "documents"):
-        yield Problem("data.held_out", "text is split by file", "leave it out")
-    if data.order is not None and data.type != "arrays":
-        yield Problem("data.order", f"has no effect on {data.type}", "leave it out, or use arrays")
-    if data.order is not None and data.group_by_length:
-        yield Problem("data.group_by_length", "has no effect where data.order gives the rows", "leave one of them out")
-    if data.group_by_length and data.type != "arrays":
-        yield Problem("data.group_by_length", f"has no effect on {data.type}", "leave it out, or use arrays")
-    for key in DOCUMENTS_OWN if data.type != "documents" else ():
-        if getattr(data, key) != type(data).model_fields[key].default:
-            yield Problem(f"data.{key}", f"has no effect on {data.type}", "leave it out, or use data.type: documents")
 
 
 def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
@@ -112,10 +90,6 @@ def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
 
 
 def _captured(model: CapturedSpec, data: DataSpec) -> Iterator[Problem]:
-    if model.loss in ("task", "model"):
-        for key, given in (("loss_args", bool(model.loss_args)), ("loss_per", model.loss_per == "microbatch")):
-            if given:
-                yield Problem(f"model.{key}", "is for a loss function, and model.loss names none", "leave it out")
     if data.type != "arrays":
         if model.sequence is None:
             what = "a sample holds" if data.type == "bytes" else "the longest line may have"
@@ -130,9 +104,6 @@ def _rates(train: TrainSpec) -> Iterator[Problem]:
     if len(train.lr_table) != train.steps:
         why = f"has {len(train.lr_table)} learning rates, but the run has {train.steps} steps"
         yield Problem("train.lr_table", why, "give one for each step")
-    for key in ("lr_schedule", "warmup_steps", "warmup_from_zero", "min_lr"):
-        if getattr(train, key) != type(train).model_fields[key].default:
-            yield Problem(f"train.{key}", "has no effect where train.lr_table gives the rates", "leave one of them out")
 
 
 def _train(train: TrainSpec) -> Iterator[Problem]:
@@ -183,9 +154,6 @@ def _available(parallel: ParallelSpec) -> Iterator[Problem]:
 def _sync(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """Keys that cannot be combined with a way to synchronise."""
     sync, key, instead = parallel.sync, "parallel.sync", "use sync: wait-free, or"
-    if parallel.first_k is not None and not parallel.postpones:
-        why = f"has no effect with sync: {sync}"
-        yield Problem("parallel.first_k", why, "leave it out, or use sync: reverse-first-k")
     if parallel.auto:
         if sync in BY_BUCKET and "sync" in parallel.given:
             yield Problem(
@@ -262,13 +230,6 @@ def _graphs(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
 def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
     """Keys that cannot be combined with tensor parallelism."""
     if parallel.tensor == 1:
-        if parallel.tensor_table is not None:
-            yield Problem(
-                "parallel.tensor_table", "no layer is divided with tensor: 1", "leave it out, or raise tensor"
-            )
-        if parallel.sub_pipelined:
-            why = "there is no all-reduce to overlap with tensor: 1"
-            yield Problem("parallel.sub_pipelined", why, "leave it out, or raise tensor")
         return
     if getattr(model, "loss", "task") != "task":
         why = "a loss other than the task's cannot be divided over tensor ranks"
@@ -287,8 +248,6 @@ WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", 
 def _shard(parallel: ParallelSpec) -> Iterator[Problem]:
     """Keys that cannot be combined with sharded data parallelism."""
     if parallel.shard == "none":
-        if parallel.shard_replicas is not None:
-            yield Problem("parallel.shard_replicas", "with shard: none there are no shards", "leave it out")
         return
     if parallel.tensor > 1:
         why = f"{parallel.shard} cannot be combined with tensor: {parallel.tensor}"
@@ -474,14 +433,10 @@ def _keep(parallel: ParallelSpec, placement: Sequence[Sequence[int]]) -> Iterato
 
 
 def _alphas(parallel: ParallelSpec) -> Iterator[Problem]:
-    """``alphas`` and ``memory_cap_mb`` belong to stage-aware recomputation, which needs one of them; ``memory_cap_mb``
-    limits reverse first-k as well."""
+    """Stage-aware recomputation needs one of ``alphas`` and ``memory_cap_mb``, which limits reverse first-k as well."""
     if parallel.recompute != "stage-aware":
-        for key in ("alphas", "memory_cap_mb"):
-            if getattr(parallel, key) is not None and not (key == "memory_cap_mb" and parallel.postpones):
-                why = f"has no effect with recompute: {parallel.recompute}"
-                yield Problem(f"parallel.{key}", why, "use recompute: stage-aware, or leave it out")
-    elif parallel.alphas is None and parallel.memory_cap_mb is None:
+        return
+    if parallel.alphas is None and parallel.memory_cap_mb is None:
         why = "missing; stage-aware recomputation needs to know how much memory it may use"
         yield Problem("parallel.memory_cap_mb", why, "add it, or give alphas")
     elif parallel.alphas is not None and parallel.memory_cap_mb is not None and not parallel.postpones:

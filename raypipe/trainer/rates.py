@@ -77,7 +77,7 @@ def rate_keys(trainer: Any, plain: type, steps: int) -> dict[str, Any]:
     if not own and (kind := kind_of(a)) in SCHEDULES and not a["lr_scheduler_kwargs"]:
         # transformers' constant has no warm-up
         ahead = 0 if kind == "constant" else warmup(a, steps)
-        return {"lr_schedule": SCHEDULES[kind], "warmup_steps": ahead, "warmup_from_zero": True}
+        return {"lr_schedule": SCHEDULES[kind], "warmup_steps": ahead, "warmup_from_zero": ahead > 0}
     where = f"{type(trainer).__name__}.create_scheduler" if own else "args.lr_scheduler_type"
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=float(a["learning_rate"]))
     trainer.optimizer, trainer.lr_scheduler = optimizer, None

@@ -148,7 +148,11 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel.recompute=stage-aware", "parallel.memory_cap_mb", "missing"),
     ("parallel.memory_cap_mb=100", "parallel.memory_cap_mb", "use recompute: stage-aware"),
     ("parallel.alphas=0.5", "parallel.alphas", "use recompute: stage-aware"),
-    ("parallel.keep=[0.5, 0.5, 1.0]", "parallel.keep", "3 shares for 2 stages"),
+    (
+        "parallel={schedule: 1f1b, stages: 2, microbatch: 2, recompute: full, keep: [0.5, 0.5, 1.0]}",
+        "parallel.keep",
+        "3 shares for 2 stages",
+    ),
     ("parallel.keep=[0.5, 1.5]", "parallel.keep", "less than or equal to 1"),
     ("parallel.tensor_table=mine.yaml", "parallel.tensor_table", "no layer is divided"),
     ("parallel.sync=sometimes", "parallel.sync", "known: "),

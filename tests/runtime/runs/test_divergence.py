@@ -22,7 +22,7 @@ from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive
 
 MODELS = "tests.runtime.runs.diverging_models"
-SGD = {"optimizer": "sgd", "lr": 0.2, "weight_decay": 0.0, "betas": [0.0, 0.0], "lr_schedule": "constant"}
+SGD = {"optimizer": "sgd", "lr": 0.2, "weight_decay": 0.0, "lr_schedule": "constant"}
 
 
 def make_job(folder: Path, build: str, parallel: dict[str, Any], scale: float = 1.0, **train: Any) -> JobSpec:

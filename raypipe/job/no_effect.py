@@ -1,0 +1,155 @@
+"""Keys that would have no effect beside the others of a job: refused by name instead of ignored.
+
+One row of ``RULES`` a condition; a key at its default is never refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from raypipe.job.data_spec import DataSpec
+from raypipe.job.model_spec import GptSpec, ModelSpec
+from raypipe.job.parallel_spec import BUDGET, ParallelSpec
+from raypipe.job.train_spec import TrainSpec
+
+
+class Parts(NamedTuple):
+    """The parts of a job that keys are in."""
+
+    model: ModelSpec
+    data: DataSpec
+    train: TrainSpec
+    parallel: ParallelSpec
+
+
+class Rule(NamedTuple):
+    """When some keys have an effect."""
+
+    keys: tuple[str, ...]
+    """As in a job file, with their section."""
+    used: Callable[[Parts], bool]
+    """Returns whether they have an effect."""
+    why: str
+    """Why not, where they have none; may name fields of ``Parts`` in braces."""
+    fix: str
+
+
+def _masks(job: Parts) -> bool:
+    """Return whether tokens may be masked: a captured model without a task in the job finds out what its task is."""
+    return not isinstance(job.model, GptSpec) and getattr(job.model, "task", None) in (None, "masked-lm")
+
+
+def _has_loss_function(job: Parts) -> bool:
+    return isinstance(job.model, GptSpec) or getattr(job.model, "loss", "task") not in ("task", "model")
+
+
+OUT = "leave it out"
+RULES = (
+    Rule(("data.held_out",), lambda job: job.data.type in ("arrays", "documents"), "text is split by file", OUT),
+    Rule(
+        ("data.order", "data.group_by_length"), lambda job: job.data.type == "arrays",
+        "has no effect on {data.type}", f"{OUT}, or use arrays",
+    ),
+    Rule(
+        ("data.group_by_length",), lambda job: job.data.order is None,
+        "has no effect where data.order gives the rows", "leave one of them out",
+    ),
+    Rule(
+        ("data.column", "data.tokenizer", "data.block_mb", "data.shuffle_blocks", "data.num_workers"),
+        lambda job: job.data.type == "documents", "has no effect on {data.type}", f"{OUT}, or use data.type: documents",
+    ),
+    Rule(
+        ("data.pad_to_multiple_of",), lambda job: job.data.type in ("arrays", "lines"),
+        "has no effect on {data.type}, whose samples are equally long", f"{OUT}, or use arrays or lines",
+    ),
+    Rule(("data.mask",), _masks, "has no effect on a model that predicts no masked tokens", OUT),
+    Rule(
+        ("model.loss_args", "model.loss_per"), _has_loss_function,
+        "is for a loss function, and model.loss names none", OUT,
+    ),
+    Rule(
+        ("train.betas", "train.eps"), lambda job: job.train.optimizer != "sgd",
+        "has no effect with optimizer: {train.optimizer}", f"{OUT}, or use adamw or adam",
+    ),
+    Rule(
+        ("train.momentum",), lambda job: job.train.optimizer == "sgd",
+        "has no effect with optimizer: {train.optimizer}", f"{OUT}, or use sgd; Adam's are betas",
+    ),
+    Rule(
+        ("train.lr_schedule", "train.warmup_steps", "train.warmup_from_zero", "train.min_lr"),
+        lambda job: job.train.lr_table is None, "has no effect where train.lr_table gives the rates",
+        "leave one of them out",
+    ),
+    Rule(
+        ("train.min_lr",), lambda job: job.train.lr_schedule != "constant",
+        "has no effect with lr_schedule: {train.lr_schedule}", f"{OUT}, or use cosine or linear",
+    ),
+    Rule(
+        ("train.warmup_from_zero",), lambda job: job.train.warmup_steps > 0, "has no effect without warm-up steps",
+        f"{OUT}, or set train.warmup_steps",
+    ),
+    Rule(
+        ("train.compile_first", "train.compile_timeout_s"), lambda job: job.train.compile != "none",
+        "has no effect without compiled stages", "set train.compile to inductor",
+    ),
+    Rule(
+        (f"parallel.{BUDGET}",), lambda job: job.train.compile != "none", "has no effect without compiled stages",
+        "set train.compile to inductor, or use parallel.recompute",
+    ),
+    Rule(
+        ("train.standby",), lambda job: job.train.recovery == "in-place" or job.train.elastic is not None,
+        "has no effect with recovery: {train.recovery}", f"{OUT}, or use in-place",
+    ),
+    Rule(
+        ("parallel.first_k",), lambda job: job.parallel.postpones, "has no effect with sync: {parallel.sync}",
+        f"{OUT}, or use sync: reverse-first-k",
+    ),
+    Rule(
+        ("parallel.shard_replicas", "parallel.gather"), lambda job: _may_be(job, "shard", "zero1", "zero2", "zero3"),
+        "with shard: none there are no shards", OUT,
+    ),
+    Rule(
+        ("parallel.keep",), lambda job: job.parallel.recompute != "none",
+        "has no effect with recompute: {parallel.recompute}", f"{OUT}, or use recompute: full",
+    ),
+    Rule(
+        ("parallel.alphas",), lambda job: job.parallel.recompute == "stage-aware",
+        "has no effect with recompute: {parallel.recompute}", f"use recompute: stage-aware, or {OUT}",
+    ),
+    Rule(
+        ("parallel.memory_cap_mb",), lambda job: job.parallel.recompute == "stage-aware" or job.parallel.postpones,
+        "has no effect with recompute: {parallel.recompute}", f"use recompute: stage-aware, or {OUT}",
+    ),
+    Rule(
+        ("parallel.tensor_table",), lambda job: _may_be_divided(job), "no layer is divided with tensor: 1",
+        f"{OUT}, or raise tensor",
+    ),
+    Rule(
+        ("parallel.sub_pipelined",), lambda job: _may_be_divided(job),
+        "there is no all-reduce to overlap with tensor: 1", f"{OUT}, or raise tensor",
+    ),
+)  # fmt: skip
+
+
+def _may_be(job: Parts, key: str, *values: str) -> bool:
+    """Return whether a key of ``parallel`` has one of these values, or the planner may choose one."""
+    chosen = job.parallel.auto and key not in job.parallel.given
+    return chosen or getattr(job.parallel, key) in values
+
+
+def _may_be_divided(job: Parts) -> bool:
+    return job.parallel.auto or job.parallel.tensor > 1
+
+
+def without_effect(job: Parts) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys that have no effect in a job, why, and what to do."""
+    for rule in RULES:
+        if rule.used(job):
+            continue
+        for key in rule.keys:
+            section, name = key.split(".")
+            part = getattr(job, section)
+            field = type(part).model_fields.get(name)
+            if field is not None and getattr(part, name) != field.get_default(call_default_factory=True):
+                yield key, rule.why.format(**job._asdict()), rule.fix
