@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT (Ctrl-C): the first one ends a command in order, a second one at once.
 
 While a run trains, the first one asks it for a checkpoint, and the exception follows when that is there. At any other
-time it is raised where the command is. The exit status is 143 or 130, as shells have it.
+time it is raised where the command is, or when Ray has started. The exit status is 143 or 130, as shells have it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+
+from raypipe.errors import InterruptionError, TerminationError
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 SHELL = 128
@@ -36,11 +37,15 @@ class Interrupted(KeyboardInterrupt):
         self.message = message
 
 
+OURS = (Terminated, Interrupted, TerminationError, InterruptionError)
+
+
 class _Handlers:
-    """What this process does about signals; ``received`` is the first one."""
+    """What this process does about signals; ``received`` is the first one, ``raised`` if not only noted."""
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.raised = False
         self.waits = False
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
@@ -48,21 +53,30 @@ class _Handlers:
             os._exit(SHELL + number)  # the processes of a Ray started here end with their parent
         self.received = number
         if not self.waits:
-            raise_for(number)
+            self.raised = True
+            raise ended_by(number)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Have this block end with the exception of the signal, where others have put their own in its place.
+
+        Ray's core does, where it waits (``SystemExit(1)``), as do modules of C++ that are being imported (ImportError).
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.received is None or not self.raised or isinstance(error, OURS):
+                raise
+            raise ended_by(self.received) from None
 
 
 _active: _Handlers | None = None
 
 
-def raise_for(number: int, message: str = "") -> NoReturn:
-    """Raise the exception for a signal.
-
-    Raises:
-        Terminated: it is SIGTERM.
-        Interrupted: it is SIGINT.
-    """
+def ended_by(number: int, message: str = "") -> Terminated | Interrupted:
+    """Return the exception for a signal."""
     kind = Terminated if number == signal.SIGTERM else Interrupted
-    raise kind(message) if message else kind()
+    return kind(message) if message else kind()
 
 
 @contextmanager
@@ -72,8 +86,12 @@ def end_on_signals() -> Iterator[None]:
     Only a process's main thread can have handlers, so in another one nothing changes.
     """
     global _active
-    if _active is not None or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
+        return
+    if _active is not None:
+        with _active.told():
+            yield
         return
     _active = _Handlers()
     before = {number: signal.getsignal(number) for number in HANDLED}
@@ -81,7 +99,8 @@ def end_on_signals() -> Iterator[None]:
     for number in ours:
         signal.signal(number, _active)
     try:
-        yield
+        with _active.told():
+            yield
     finally:
         for number in ours:
             signal.signal(number, before[number] or signal.SIG_DFL)
@@ -113,7 +132,7 @@ def enough_by_interrupt() -> Iterator[Callable[[], bool]]:
 
     def enough() -> bool:
         if handlers.received not in (None, signal.SIGINT):
-            raise_for(handlers.received)
+            raise ended_by(handlers.received)
         return handlers.received is not None
 
     with waiting():
@@ -123,19 +142,14 @@ def enough_by_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def kept_handlers() -> Iterator[None]:
-    """Keep all handlers while Ray starts, which installs two of its own.
-
-    One of them is below Python and prints a stack of C++ on SIGTERM; installing ours again replaces it also.
-    """
-    before = {number: signal.getsignal(number) for number in HANDLED}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                if handler not in (None, signal.SIG_DFL):
-                    signal.signal(number, handler)
+def held() -> Iterator[None]:
+    """Have the first signal wait until this block is over, because what is in it must not be left half done."""
+    with waiting() as received:
+        try:
+            yield
+        finally:
+            if (number := received()) is not None:
+                raise ended_by(number)
 
 
 def _replaceable(handler: object) -> bool:

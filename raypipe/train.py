@@ -21,7 +21,7 @@ from raypipe.launch.plan_file import given_plan, kept_plan
 from raypipe.launch.plans import make_plan, planned_as_asked, planned_by_measuring, with_plan
 from raypipe.launch.prepared import Planned, Prepared, units_of
 from raypipe.launch.report_to.loggers import check_loggers
-from raypipe.launch.resume import check_resume, mend
+from raypipe.launch.resume import check_resume, mend, note
 from raypipe.launch.run import execute, run
 from raypipe.launch.run_directory import claim, run_directory, saved_job, unusable
 from raypipe.machine_code import compile_ahead
@@ -91,12 +91,12 @@ def prepare_run(
         say(f"{where}: the run in it ended before its first step; starting a new run there")
     if job.train.checkpoint_storage is not None:
         _check_storage(job.train.checkpoint_storage)
-    if resume:
-        check_resume(job, where, say)
+    notices = check_resume(job, where, say) if resume else []
     with ExitStack() as on_error:
         try:
             if resume:
                 mend(where, say)
+                note(where, notices)
             _prepare_data(model, data, resume)
             if planned is None:
                 on_error.callback(_release_measured)

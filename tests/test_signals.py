@@ -7,12 +7,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from raypipe.errors import TerminationError
 from raypipe.observe.run_dir import ask_to_end_soon, ask_to_pause, asked_to_stop, go_on
-from raypipe.signals import Interrupted, Terminated, end_on_signals, kept_handlers, waiting
+from raypipe.signals import Interrupted, Terminated, end_on_signals, held, waiting
+
+
+def _answer(error: Exception) -> None:
+    """Raise an error after a signal, whether that is raised or only noted."""
+    with suppress(Terminated):
+        signal.raise_signal(signal.SIGTERM)
+    raise error
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +52,48 @@ def test_a_wait_only_notes_it() -> None:
         assert received() == signal.SIGTERM
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_must_not_be_left_half_done_is_done_first(fails: bool) -> None:
+    done = []
+
+    @held()
+    def work() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        done.append(True)
+        if fails:
+            raise OSError("it fails also")
+
+    with pytest.raises(Terminated), end_on_signals():
+        work()
+    assert done
+
+
+@pytest.mark.parametrize("theirs", [SystemExit(1), ImportError("initialization failed")], ids=["Ray", "ortools"])
+def test_what_others_make_of_a_handlers_exception_is_the_signals_again(theirs: BaseException) -> None:
+    """Ray's core replaces it where it waits, and a module of C++ while it is imported."""
+
+    @end_on_signals()
+    def get() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except Terminated:
+            raise theirs from None
+
+    with pytest.raises(Terminated) as caught, end_on_signals():
+        get()
+    assert (caught.value.code, caught.value.message) == (143, "ended by SIGTERM")
+    said = TerminationError("", "ended after step 3", "raypipe train --resume")
+    with pytest.raises(TerminationError, match="after step 3"), end_on_signals():
+        _answer(said)
+
+
+def test_other_errors_stay() -> None:
+    with pytest.raises(OSError, match="disk"), end_on_signals(), waiting():
+        _answer(OSError("the disk is full"))
+    with pytest.raises(SystemExit, match=r"^3$"), end_on_signals():
+        sys.exit(3)  # a script's own
+
+
 def test_handlers_are_as_before_and_the_users_stay() -> None:
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
@@ -52,9 +103,6 @@ def test_handlers_are_as_before_and_the_users_stay() -> None:
             assert signal.getsignal(signal.SIGTERM) is mine
             assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
             signal.raise_signal(signal.SIGTERM)
-            with kept_handlers():
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Ray does
-            assert signal.getsignal(signal.SIGTERM) is mine
         assert got == [signal.SIGTERM]
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:

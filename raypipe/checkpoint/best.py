@@ -44,14 +44,17 @@ def best(root: str | Path, verify: bool = False) -> Checkpoint | None:
     """Open the best checkpoint; None if none was kept. Its ``meta`` has the validation loss.
 
     Raises:
-        CheckpointError: it is damaged, or its manifest has no validation loss.
+        CheckpointError: it is damaged, its folder is gone, or its manifest has no validation loss.
     """
     pointer = Path(root) / POINTER
-    if not pointer.exists():
+    if not os.path.lexists(pointer):
         return None
+    forget = f"remove {pointer}, then --resume"
+    if not pointer.exists():
+        raise CheckpointError(str(pointer), f"leads to {pointer.readlink()}, which is gone", forget)
     found = open_checkpoint(pointer.resolve(), verify)
     if not isinstance(found.meta.get(LOSS), float | int):
-        raise CheckpointError(str(found.path), f"its manifest has no {LOSS}", f"remove {pointer}, then --resume")
+        raise CheckpointError(str(found.path), f"its manifest has no {LOSS}", forget)
     return found
 
 

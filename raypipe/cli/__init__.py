@@ -95,7 +95,8 @@ def run(argv: Sequence[str]) -> int:
     0: done; 1: it failed while running; 2: the request is wrong; 130: interrupted; 143: terminated.
     """
     try:
-        return _run(list(argv))
+        with end_on_signals():
+            return _run(list(argv))
     except RaypipeError as error:
         return _complain(str(error), error.exit_status)
     except BrokenPipeError:  # the reader closed the pipe, as in `raypipe schedule 1f1b | head`

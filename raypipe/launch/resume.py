@@ -9,18 +9,20 @@ from raypipe.errors import CheckpointError, SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.observe.run_dir import CHECKPOINTS, RECORD, mend_logs
+from raypipe.observe.run_log import RunLog
 
 
-def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda _: None) -> None:
+def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda _: None) -> list[str]:
     """Check that there is a complete checkpoint of the same model and something left to train.
 
-    Where the directory has none, the newest copy is fetched from ``train.checkpoint_storage``; ``say`` reports it.
+    Where the directory has none, the newest copy is fetched from ``train.checkpoint_storage``; ``say`` reports it, and
+    the notice of each newer checkpoint that is damaged. Returns these notices.
 
     Raises:
-        CheckpointError: the storage cannot be read.
+        CheckpointError: the storage cannot be read, or the best checkpoint is damaged or gone.
         SpecError: there is no complete checkpoint, the model differs, or the run has stopped early or done all steps.
     """
-    from raypipe.checkpoint import Storage, latest, open_checkpoint
+    from raypipe.checkpoint import Storage, best, latest, open_checkpoint
     from raypipe.runtime.early_stop import patience_of
 
     root = directory / CHECKPOINTS
@@ -42,6 +44,8 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
         raise SpecError(str(root), why, "start without --resume, in a new --run-dir")
     for notice in notices:
         say(f"note: {notice}")
+    if job.train.keeps_best:
+        best(root)
     saved = directory / RECORD
     if saved.exists() and saved_job(directory).model != job.model:
         raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
@@ -57,6 +61,7 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
         raise SpecError(
             "train.steps", f"is {job.train.steps}, and the run has done {step}", "raise train.steps to train on"
         )
+    return notices
 
 
 def mend(directory: Path, say: Callable[[str], None]) -> None:
@@ -65,3 +70,13 @@ def mend(directory: Path, say: Callable[[str], None]) -> None:
 
     mend_logs(directory, say)
     check_snapshot(directory, say)
+
+
+def note(directory: Path, notices: list[str]) -> None:
+    """Put notices that have been shown into the run's events."""
+    if not notices:
+        return
+    log = RunLog(directory)
+    for notice in notices:
+        log.event("notice", message=notice)
+    log.close()

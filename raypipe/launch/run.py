@@ -18,7 +18,7 @@ from raypipe.launch.report_to.reports import Reports
 from raypipe.observe.run_dir import CHECKPOINTS, ask_to_end_soon, go_on, hold
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
-from raypipe.signals import end_on_signals, raise_for, waiting
+from raypipe.signals import end_on_signals, ended_by, waiting
 
 if TYPE_CHECKING:
     from ray.train import Result
@@ -164,14 +164,14 @@ def _ended(
             thread.join(LOOK_S)
             if not asked and (number := received()) is not None:
                 if not _trains(request.directory):
-                    raise_for(number)
+                    raise ended_by(number)
                 ask_to_end_soon(request.directory, signal.Signals(number).name)
                 asked = True
             for look in watch:
                 look()
     number = received()
     if number is not None and not isinstance(ended[0], BaseException):
-        raise_for(number, _said(request.directory, number))
+        raise ended_by(number, _said(request.directory, number))
     return ended[0]
 
 

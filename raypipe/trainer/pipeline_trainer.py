@@ -16,7 +16,8 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,7 +29,7 @@ from raypipe.errors import SpecError
 from raypipe.job import GivenSpec, JobSpec, job_from
 from raypipe.launch.callbacks import Callback, Callbacks
 from raypipe.observe.run_dir import RECORD, place
-from raypipe.signals import Terminated
+from raypipe.signals import Terminated, end_on_signals
 from raypipe.train import Prepared, claim, prepare_run, run, saved_job
 from raypipe.trainer.arguments import every, read_arguments, recomputes, train_keys
 from raypipe.trainer.datasets import Columns, collator_of
@@ -57,6 +58,17 @@ if TYPE_CHECKING:
     from raypipe.data.rows import Collator, Rows
     from raypipe.trainer.result import TrainResult
     from raypipe.trainer.trainer_callbacks import TrainerCallbacks
+
+
+@contextmanager
+def _in_order() -> Iterator[None]:
+    """Have a signal end this block in order, and say so: the interpreter says nothing of a SystemExit."""
+    try:
+        with end_on_signals():
+            yield
+    except Terminated as error:
+        print(error.message, file=sys.stderr, flush=True)
+        raise
 
 
 class PipelineTrainer:
@@ -144,6 +156,7 @@ class PipelineTrainer:
         self.lr_scheduler: Any = None
         self._rates: dict[int, dict[str, Any]] = {}
 
+    @_in_order()
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
         """Train and return Ray Train's result (metrics, newest checkpoint, path), with ``training_loss``.
 
@@ -168,9 +181,6 @@ class PipelineTrainer:
         try:
             result, _ = run(prepared, None, callbacks.update, self._ray_callbacks)
             callbacks.update()  # what was logged since the last call
-        except Terminated as error:  # the interpreter says nothing of a SystemExit
-            _say(error.message)
-            raise
         finally:
             callbacks.raise_error()
         if self._watched is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypipe.checkpoint import commit, write_shard
+from raypipe import PipelineTrainer
+from raypipe.checkpoint import commit, keep_best, write_shard
+from raypipe.cli import run as main
 from raypipe.errors import CheckpointError, SpecError
 from raypipe.job.load import load_job
+from raypipe.observe.run_dir import RECORD
 from raypipe.trained import last_checkpoint
+
+ROWS = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
 
 
 @pytest.fixture
@@ -75,3 +81,27 @@ def test_damage(damage: Callable[[Path], None], run: Path, capsys: pytest.Captur
         last_checkpoint(run, job, 20)
     with pytest.raises(SpecError, match=r"no checkpoint of step 17 in .*\n.*nearest is of step 20"):
         last_checkpoint(run, job, 17)
+
+
+@pytest.mark.parametrize("verb", ["sample", "export", "evaluate", "train"])
+def test_a_best_one_that_is_gone_is_not_replaced_by_another(
+    verb: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["train.load_best_at_end=true"]
+    (run / RECORD).write_text(json.dumps(load_job(Path("jobs/gpt2.yaml"), overrides).model_dump(mode="json")))
+    root = run / "checkpoints"
+    keep_best(root, root / "step-00000010")
+    shutil.rmtree(root / "best-00000010")
+    words = {
+        "sample": [str(run), "--ids", "1,2"],
+        "export": [str(run), "-o", str(tmp_path / "exported")],
+        "train": ["jobs/gpt2.yaml", "--set", *overrides, "--run-dir", str(run), "--resume"],
+    }
+    if verb == "evaluate":
+        trainer = PipelineTrainer(model={"hf": "gpt2"}, args={"output_dir": str(run)}, train_dataset=ROWS)
+        with pytest.raises(CheckpointError, match="best-00000010, which is gone"):
+            trainer.evaluate(ROWS)
+        return
+    assert main([verb, *words[verb]]) != 0
+    said = capsys.readouterr().err
+    assert f"{root / 'best'}: leads to best-00000010, which is gone\n  fix: remove {root / 'best'}" in said

@@ -172,8 +172,10 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
         if from_copies:
             done, checkpoint = checkpoints.newest
         lost = rewind(directory, done)
+        known = {event.get("message") for event in read_rows(directory / EVENTS)}  # resuming has shown and noted some
         for notice in notices:
-            log.event("notice", message=notice)
+            if notice not in known:
+                log.event("notice", message=notice)
         if restarted:
             where = str(checkpoint) if checkpoint else None
             source = "neighbour" if from_copies else "checkpoint"

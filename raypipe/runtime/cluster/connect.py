@@ -21,11 +21,12 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 
 from raypipe.errors import RunError, SpecError
 from raypipe.runtime.cluster.autoscaler import autoscales
 from raypipe.runtime.cluster.devices import DeviceRequest, check_room, local_cpus, request_devices
-from raypipe.signals import kept_handlers
+from raypipe.signals import held
 
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
 LOCKED = "check the port; where the cluster asks for a token, set RAY_AUTH_MODE=token (Ray does not, for a named one)"
@@ -100,7 +101,7 @@ def _join_running(quiet: dict[str, Any]) -> bool:
     if named not in ("", "auto"):
         _check_reachable(named)
     try:
-        with kept_handlers():
+        with _starting():
             ray.init(address=address, **quiet)
     except ConnectionError as error:
         if named:
@@ -162,7 +163,7 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
     cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
     _have_token()
     try:
-        with on_loopback(), kept_handlers():
+        with on_loopback(), _starting():
             ray.init(
                 address="local",
                 num_cpus=cpus,
@@ -203,12 +204,33 @@ def on_loopback() -> Iterator[None]:
     ``_node_ip_address`` alone does not do it: ``ray.init`` replaces a loopback address by one of the host's others,
     unless clusters are off, as they are on systems other than Linux.
     """
-    clusters = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
+        yield
+
+
+@contextlib.contextmanager
+def _starting() -> Iterator[None]:
+    """Have ``ray.init`` install no handlers of signals in this process, and a signal wait until it is over.
+
+    Ray's own would end this process without a word, one of them, below Python, with a stack of C++; and what a signal
+    interrupts in ``ray.init`` leaves processes behind. Ray's other processes keep theirs.
+    """
+    with (
+        held(),
+        _replaced(ray_utils, "set_sigterm_handler", lambda _: None),
+        _replaced(ray_constants, "RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = clusters
+        setattr(module, name, before)
 
 
 def _first_line(error: BaseException) -> str:

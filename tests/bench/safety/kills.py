@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from raypipe.checkpoint import latest, open_checkpoint
+from raypipe.checkpoint.manifest import NAME
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from tests.listening import session_of
 from tests.ray_environment import without_ray
@@ -32,7 +33,8 @@ parallel: {parallel}
 """
 GIVEN = "{schedule: 1f1b, stages: 2, replicas: 1, microbatch: 2}"
 PLAIN = {"evals": 100, "batches": 2, "saves": 50, "parallel": GIVEN}
-START_S, END_S, GONE_S = 120.0, 60.0, 20.0
+EVERY = 20
+START_S, END_S, GONE_S = 300.0, 60.0, 20.0
 
 
 def _steps(run: Path) -> int:
@@ -44,7 +46,15 @@ def _begun(run: Path, event: str) -> bool:
 
 
 def _saving(run: Path) -> bool:
-    return any(not (folder / "manifest.json").exists() for folder in (run / "checkpoints").glob("step-*"))
+    """Some of the newest checkpoint is there, and its manifest is not."""
+    newest = max((run / "checkpoints").glob("step-*"), default=None)
+    return newest is not None and any(newest.iterdir()) and not (newest / NAME).exists()
+
+
+def _evaluating(run: Path) -> bool:
+    """A step is done that a validation follows, of which there is no loss yet."""
+    rows = read_rows(run / METRICS)
+    return bool(rows) and "loss" in rows[-1] and rows[-1]["step"] % EVERY == 0
 
 
 MOMENTS: dict[str, tuple[Callable[[Path], bool], tuple[float, ...], dict[str, object]]] = {
@@ -52,10 +62,10 @@ MOMENTS: dict[str, tuple[Callable[[Path], bool], tuple[float, ...], dict[str, ob
     "profiling": (lambda run: (run / "data").is_dir(), (1.0, 6.0), {"parallel": "auto"}),
     "step 1": (lambda run: _begun(run, "started"), (0.0, 0.1), {}),
     "mid-run": (lambda run: _steps(run) >= 60, (0.0, 0.3), {}),
-    "save": (_saving, (0.0, 0.01), {"saves": 10}),
-    "evaluation": (lambda run: _steps(run) >= 20, (0.0, 0.2), {"evals": 20, "batches": 400}),
+    "save": (_saving, (0.0, 0.3), {"saves": 5}),
+    "evaluation": (_evaluating, (0.0, 0.2), {"evals": EVERY, "batches": 400}),
 }
-"""When it is sent, how long after that in seconds, and what the job then has."""
+"""When it is sent, how long after that in seconds, at least, and what the job then has: it is sent when that is so."""
 
 
 def cases() -> Iterator[tuple[str, float, signal.Signals]]:
@@ -94,13 +104,16 @@ def trial(moment: str, delay: float, number: signal.Signals, folder: Path) -> st
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )  # fmt: skip
     deadline = time.monotonic() + START_S
-    while not due(run):
-        assert process.poll() is None, (folder / "err").read_text()
-        assert time.monotonic() < deadline, f"no {moment}"
-        time.sleep(0.005)
-    time.sleep(delay)
-    family = session_of(process.pid)
+    for wait in (delay, None):  # when it is due for the first time, and again
+        while not due(run):
+            assert process.poll() is None, (folder / "err").read_text()
+            assert time.monotonic() < deadline, f"no {moment}"
+            time.sleep(0.002)
+        if wait is not None:
+            time.sleep(wait)
+            family = session_of(process.pid)
     process.send_signal(number)
+    family |= session_of(process.pid)
     began = time.monotonic()
     status = process.wait(END_S)
     took = time.monotonic() - began

@@ -131,12 +131,19 @@ def test_run_directory_and_result(undisturbed) -> None:
 
 @pytest.mark.runs
 def test_resumed_run_is_bit_identical(undisturbed, driver_here, job: Path, tmp_path: Path, capsys) -> None:
-    """As after a crash: the log has more steps than the newest checkpoint."""
+    """As after a crash: the log has more steps than the newest checkpoint that is whole, and a notice names both."""
+    from raypipe.cli import run
+
     result, done = undisturbed
     directory = tmp_path / "stopped"
     shutil.copytree(done, directory)
-    shutil.rmtree(directory / "checkpoints" / "step-00000040")
-    rest = train(capsys, job, directory, "--resume")
+    (directory / "checkpoints" / "step-00000040" / "manifest.json").write_text("{")
+    assert run(["train", str(job), "--run-dir", str(directory), "--json", "--resume"]) == 0
+    said = capsys.readouterr()
+    rest = json.loads(said.out)
+    (notice,) = [e["message"] for e in _events(directory) if "step-00000040" in e.get("message", "")]
+    assert notice.endswith("using step-00000030")
+    assert said.err.replace("\n", "").count("using step-00000030") == 1, said.err
     assert rest["resumed_from"] == 30
     assert rest["losses"] == result["losses"]  # to the last bit
     assert rest["val_loss"] == result["val_loss"]

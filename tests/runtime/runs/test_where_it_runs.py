@@ -43,15 +43,20 @@ def job(text_folder: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_little_shared_memory_proxies_and_a_name_with_umlauts(job: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("everything", [False, True])
+def test_little_shared_memory_proxies_and_a_name_with_umlauts(job: Path, tmp_path: Path, everything: bool) -> None:
+    """And with ``everything``, a locale of ASCII alone and a home directory in which not even root can write."""
     small = "mount -t tmpfs -o size=64m tmpfs /dev/shm" if may_mount() else ""
     directory = tmp_path / "mit Umläuten" / "läuft 1"
-    proxies = {name: CLOSED for proxy in ("http_proxy", "https_proxy") for name in (proxy, proxy.upper())}
-    done = run(small, "train", str(job), "--run-dir", str(directory), **proxies)
+    poor = {name: CLOSED for proxy in ("http_proxy", "https_proxy") for name in (proxy, proxy.upper())}
+    if everything:
+        poor |= {"LC_ALL": "C", "LANG": "C", "HOME": "/proc/self"}
+    done = run(small, "train", str(job), "--run-dir", str(directory), **poor)
     assert done.returncode == 0, done.stderr
     assert sum("loss" in row for row in read_rows(directory / METRICS)) == 40
     notices = [e["message"] for e in read_rows(directory / EVENTS) if e["event"] == "notice"]
     assert not [text for text in notices if "failed" in text], "metrics are exported under such a name too"
+    assert "Traceback" not in done.stderr
 
 
 def test_a_disk_that_fills_is_one_error_and_the_run_goes_on_from_the_checkpoint_before(

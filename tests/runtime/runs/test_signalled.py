@@ -1,0 +1,105 @@
+"""SIGTERM while Ray starts, and to a script that trains by the Python API."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+from tests.listening import session_of
+from tests.ray_environment import without_ray
+from tests.runtime.runs.test_train_command import JOB
+
+pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
+SCRIPT = """
+import raypipe
+rows = [{{"input_ids": [n % 7, 3, 5, n % 5], "labels": [n % 7, 3, 5, n % 5]}} for n in range(32)]
+config = {{"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 16}}
+args = {{"output_dir": {directory!r}, "max_steps": 100000, "per_device_train_batch_size": 8, "save_strategy": "no"}}
+raypipe.init({degrees})
+raypipe.PipelineTrainer(model={{"hf": "gpt2", "config": config}}, args=args, train_dataset=rows).train()
+print("never")
+"""
+
+
+def script_for(directory: Path, degrees: str) -> str:
+    return SCRIPT.format(directory=str(directory), degrees=degrees)
+
+
+@contextmanager
+def signalled(words: list[str], number: int, there: Callable[[set[int]], bool]) -> Iterator[tuple[int, str, str]]:
+    """Start a Python, send the signal when it is ``there``, by its processes; yield status and both outputs."""
+    with subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=without_ray(RAY_ADDRESS="local"),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        deadline = time.monotonic() + 240
+        while process.poll() is None and not there(family := session_of(process.pid)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+    yield process.returncode, out, err
+    deadline = time.monotonic() + 20
+    while left := {pid for pid in family if Path(f"/proc/{pid}").exists()}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def named(pids: set[int], name: str) -> bool:
+    found = []
+    for pid in pids:
+        try:
+            found.append(Path(f"/proc/{pid}/comm").read_text().strip())
+        except OSError:  # it has ended meanwhile
+            continue
+    return name in found
+
+
+@pytest.mark.parametrize(
+    ("number", "script", "status", "said"),
+    [
+        (signal.SIGTERM, False, 143, "ended by SIGTERM"),
+        (signal.SIGINT, False, 130, "interrupted"),
+        (signal.SIGTERM, True, 143, "ended by SIGTERM"),
+    ],
+)
+def test_while_ray_starts(number: int, script: bool, status: int, said: str, text_folder: Path, tmp_path: Path) -> None:
+    job, directory = tmp_path / "job.yaml", tmp_path / "run"
+    job.write_text(JOB.format(path=text_folder, steps=100000))
+    words = (
+        ["-c", script_for(directory, "")]
+        if script
+        else ["-m", "raypipe", "train", str(job), "--run-dir", str(directory)]
+    )
+    with signalled(words, number, lambda pids: named(pids, "gcs_server") and not named(pids, "raylet")) as ended:
+        assert (ended[0], ended[1]) == (status, "")
+        assert ended[2].count(said) == 1, ended[2]
+        assert "Traceback" not in ended[2]
+    assert not read_rows(directory / METRICS)
+
+
+def test_a_script_of_the_python_api(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    words = ["-c", script_for(directory, "pp=2")]
+    with signalled(words, signal.SIGTERM, lambda _: len(read_rows(directory / METRICS)) >= 3) as (status, out, err):
+        assert status == 143, err
+        assert "never" not in out
+        (event,) = [row for row in read_rows(directory / EVENTS) if row["event"] == "interrupted"]
+        assert err.splitlines()[-1] == f"ended by SIGTERM after step {event['step']}, with a checkpoint of it"
+        assert err.count("SIGTERM") == 1
+        assert "Traceback" not in err
+        assert "stack" not in err
+    assert (directory / "checkpoints" / f"step-{event['step']:08d}" / "manifest.json").exists()
