@@ -59,6 +59,17 @@ class ProfileSpec(Spec):
     """Number of steps."""
 
 
+class GroupSpec(Spec):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    parameters: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """Their names, which are those in a checkpoint; of a tied one that has several, all."""
+    scale: Annotated[float, Field(ge=0)] = 1.0
+    """Factor of each step's learning rate; 0: they stay as they are."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay; null: as ``train.weight_decay`` and ``train.decay`` say."""
+
+
 class TrainSpec(Spec):
     """Optimizer, length, precision, validation and checkpoints."""
 
@@ -81,6 +92,9 @@ class TrainSpec(Spec):
     decay: Literal["all", "matrices"] = "all"
     """Parameters that decay. ``all``, as in PyTorch's optimizers; ``matrices``: those of two dimensions or more, but no
     norms and biases, as in nanoGPT and Hugging Face's Trainer."""
+    groups: Annotated[tuple[GroupSpec, ...], Field(strict=False)] = ()
+    """Parameters with a learning rate or a weight decay of their own, as the parameter groups of PyTorch's optimizers;
+    the others have ``lr`` and ``weight_decay``."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up; ``cosine`` and ``linear`` fall from ``lr`` to ``min_lr`` at the last step."""
     warmup_steps: Count = 0
@@ -187,6 +201,14 @@ class TrainSpec(Spec):
     """What gets the run's figures beside metrics.jsonl: ``tensorboard`` (event files in the run directory), ``mlflow``
     (``MLFLOW_TRACKING_URI``, else the run directory), ``wandb`` (the run directory; offline unless ``WANDB_MODE`` says
     otherwise)."""
+
+    @model_validator(mode="after")
+    def _one_group_each(self) -> TrainSpec:
+        named = [name for group in self.groups for name in group.parameters]
+        if len(set(named)) < len(named):
+            twice = next(name for name in named if named.count(name) > 1)
+            raise ValueError(f"names {twice} twice in groups; name it once")
+        return self
 
     @property
     def crossing_dtype(self) -> str:

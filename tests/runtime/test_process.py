@@ -35,7 +35,7 @@ for name, kind, options in (
 ):
     theirs.load_state_dict(ours.state_dict())
     train = TrainSpec(steps=1, batch=1, optimizer=name, lr=0.1, weight_decay=0.1, momentum=0.9, decay="all")
-    mine = make_optimizer(train, ours.parameters())
+    mine = make_optimizer(train, dict(ours.named_parameters()))
     for step in range(3):
         ours(torch.full((2, 4), step + 1.0, dtype=torch.float64)).square().sum().backward()
         mine.step()
