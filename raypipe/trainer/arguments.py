@@ -13,7 +13,7 @@ from typing import Any
 
 from raypipe.errors import SpecError, nearest
 from raypipe.trainer.library.arguments import check_fields, defaults, text
-from raypipe.trainer.optimizers import momentum
+from raypipe.trainer.optimization.optimizers import momentum
 
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 

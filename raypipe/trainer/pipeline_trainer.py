@@ -13,7 +13,6 @@ Datasets are written to the run directory as plain arrays, so neither code nor p
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from raypipe.trainer.arguments import every, read_arguments, recomputes, train_k
 from raypipe.trainer.datasets import Columns, collator_of
 from raypipe.trainer.degrees import degrees, microbatch
 from raypipe.trainer.epochs import Epochs, given_loader, trainers_loader
+from raypipe.trainer.figures import Figures
 from raypipe.trainer.given_callbacks import by_kind, early_stop, stops_early
 from raypipe.trainer.given_model import (
     capture_given,
@@ -45,10 +45,8 @@ from raypipe.trainer.given_model import (
 )
 from raypipe.trainer.history import History, PrintedLog
 from raypipe.trainer.in_process import generates
-from raypipe.trainer.library.constructor import check_constructor
 from raypipe.trainer.library.methods import check_overrides
-from raypipe.trainer.optimizers import check_decay
-from raypipe.trainer.rates import rate_keys, scheduler_of
+from raypipe.trainer.optimization.methods import Optimization
 from raypipe.trainer.row_files import write_rows
 from raypipe.trainer.run_state import state_of, steps_of
 from raypipe.trainer.script_loss import script_loss, smoothing_loss, trainers_loss, with_script_loss
@@ -59,7 +57,7 @@ if TYPE_CHECKING:
     from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 
 
-class PipelineTrainer:
+class PipelineTrainer(Optimization, Figures):
     """Trains a model with pipeline parallelism; the result does not depend on the number of stages.
 
     The arguments are those of ``transformers.Trainer``, in its order. The mini-batch is per_device_train_batch_size *
@@ -87,9 +85,11 @@ class PipelineTrainer:
             training goes on it runs in the driver's process.
         callbacks: instances of ``raypipe.Callback``; of ``transformers.TrainerCallback`` (or classes); of
             ``ray.train.UserCallback``, which hear of every checkpoint and failure in Ray Train's controller.
+        optimizers: an optimizer over the model's parameters and a scheduler of it, as the Trainer's, or None for
+            either; class, options, parameter groups and rates are read off them.
+        optimizer_cls_and_kwargs: class and options of the optimizer, instead of ``args.optim``.
         preprocess_logits_for_metrics: from logits and labels to what ``compute_metrics`` gets; runs on the devices.
         job: further keys of a job file by section, such as ``{"parallel": {"schedule": "zb-h1"}}``.
-        refused: arguments of the Trainer that are refused by name.
 
     Raises:
         SpecError: an argument is invalid, or a subclass defines a method that would not be called.
@@ -108,11 +108,11 @@ class PipelineTrainer:
         compute_loss_func: Callable[..., Any] | None = None,
         compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         job: Mapping[str, Mapping[str, Any]] | None = None,
-        **refused: Any,
     ) -> None:
-        check_constructor(refused, [*inspect.signature(PipelineTrainer.__init__).parameters][1:-1])
         check_overrides(type(self), PipelineTrainer)
         if train_dataset is None:
             raise SpecError("train_dataset", "is missing", "give a dataset of dicts")
@@ -140,9 +140,7 @@ class PipelineTrainer:
         self._early_stop = early_stop(theirs)
         self._watched = self._followed([one for one in theirs if not stops_early(one)])
         self._loaded: tuple[Path, Any] | None = None
-        self.optimizer: Any = None
-        self.lr_scheduler: Any = None
-        self._rates: dict[int, dict[str, Any]] = {}
+        self._take_optimizers(optimizers, optimizer_cls_and_kwargs)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
         """Train and return Ray Train's result (metrics, newest checkpoint, path), with ``training_loss``.
@@ -253,16 +251,6 @@ class PipelineTrainer:
         smoothing = float(self.arguments["label_smoothing_factor"] or 0.0)
         return trainers_loss(model, inputs, self.compute_loss_func, return_outputs, num_items_in_batch, smoothing)
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return the scheduler of ``args.lr_scheduler_type``, as the Trainer's; a subclass may return another.
-
-        It does all its steps before training, over an optimizer of one parameter; the rates are those of the run.
-        """
-        if self.lr_scheduler is None:
-            chosen = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = scheduler_of(self.arguments, chosen, num_training_steps)
-        return self.lr_scheduler
-
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Refuse, because a trainer here is one run with one directory.
 
@@ -325,28 +313,6 @@ class PipelineTrainer:
             self.processing_class.save_pretrained(str(made))
         return made
 
-    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Print metrics as the Trainer's scripts do."""
-        from transformers.trainer_pt_utils import log_metrics
-
-        log_metrics(self, split, metrics)
-
-    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        """Write metrics to ``SPLIT_results.json`` in ``output_dir``, and with ``combined`` to ``all_results.json``."""
-        from transformers.trainer_pt_utils import save_metrics
-
-        save_metrics(_Saves(self), split, metrics, combined)
-
-    def save_state(self) -> None:
-        """Write ``state`` to ``trainer_state.json`` in ``output_dir``."""
-        self.state.save_to_json(str(self.directory / "trainer_state.json"))
-
-    def is_world_process_zero(self) -> bool:
-        """Return True: the process that calls ``train`` is the only one that runs the script."""
-        return True
-
-    is_local_process_zero = is_world_process_zero
-
     def prepare(self, resume: bool = False) -> Prepared:
         """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
         claim(self.directory, resume=resume)  # check the directory before writing into it
@@ -385,12 +351,7 @@ class PipelineTrainer:
         held_out = len(self._eval) if self._eval is not None else None
         train = train_keys(a, self._epochs.steps, held_out, dp, self._early_stop)
         more = self._more.get("train", {})
-        if "decay" not in more and "weight_decay" not in more:
-            check_decay(self._model, train["weight_decay"])
-        train |= self._rates_of(int(more.get("steps", train["steps"])))
-        if "lr_table" in train and "lr" in more:
-            fix = "give args.learning_rate, or a scheduler"
-            raise SpecError("job.train.lr", "has no effect where a scheduler gives the rates", fix)
+        train |= self._optimization(int(more.get("steps", train["steps"])), more)
         if "dtype" not in more:
             train["dtype"] = training_dtype(self._model, train["dtype"], _say)
         if train["best_metric"] != "loss" and (self._metrics is None or self._generates):
@@ -420,11 +381,6 @@ class PipelineTrainer:
         for name, keys in self._more.items():
             sections[name] = {**sections.get(name, {}), **keys}
         return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
-
-    def _rates_of(self, steps: int) -> dict[str, Any]:
-        if steps not in self._rates:
-            self._rates[steps] = rate_keys(self, PipelineTrainer, steps)
-        return self._rates[steps]
 
     def _in_process(self) -> Any:
         """Return a ``transformers.Trainer`` of the model as it is now."""
@@ -472,16 +428,6 @@ class PipelineTrainer:
             from raypipe.trained import fill
 
             fill(self._model, self.directory, saved_job(self.directory))
-
-
-class _Saves:
-    """What ``transformers.trainer_pt_utils`` needs of a Trainer to write its files."""
-
-    def __init__(self, trainer: PipelineTrainer) -> None:
-        from types import SimpleNamespace
-
-        self.args = SimpleNamespace(output_dir=str(trainer.directory))
-        self.is_world_process_zero = trainer.is_world_process_zero
 
 
 def _say(text: str) -> None:

@@ -37,7 +37,7 @@ OPTIMIZER = table(
     honoured("optim", "`train.optimizer`: adamw_torch, adamw_torch_fused, sgd; others are refused", "adamw_torch"),
     honoured("optim_args", "`train.momentum` of sgd; others are refused", None),
     refused("optim_target_modules", "freeze the other parameters by requires_grad, or train adapters with peft"),
-    honoured("weight_decay", "`train.weight_decay`; norms and biases do not decay", 0.0),
+    honoured("weight_decay", "`train.weight_decay`, of the parameters that decay in the Trainer", 0.0),
     honoured("adam_beta1", "`train.betas`", 0.9),
     honoured("adam_beta2", "`train.betas`", 0.999),
     honoured("adam_epsilon", "`train.eps`", 1e-8),
