@@ -7,20 +7,14 @@ tokenizer.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from raypipe.errors import SpecError
 from raypipe.launch.callbacks import Callback
-from raypipe.observe.run_dir import ask_to_save
+from raypipe.observe.run_dir import ask_to_evaluate, ask_to_save
 from raypipe.trainer.history import History, evaluation
-
-NOT_HEARD = {
-    "should_evaluate": "raypipe evaluates by args.eval_strategy",
-    "should_epoch_stop": "the rows of all epochs are chosen before the run; should_training_stop ends it",
-}
-"""Flags of ``TrainerControl`` that a callback sets in vain, and why."""
 
 
 class TrainerCallbacks(Callback):
@@ -53,6 +47,7 @@ class TrainerCallbacks(Callback):
         self._state.global_step, self._state.epoch = step, self._history.epoch(step)
         self._control.should_training_stop = False
         self._tell("on_train_begin")
+        self._control.should_save = self._control.should_evaluate = False  # as the Trainer's first step does
 
     def end(self) -> None:
         """The run has ended."""
@@ -66,7 +61,7 @@ class TrainerCallbacks(Callback):
         if epoch > self._epoch:
             if self._epoch >= 0:
                 self._tell("on_epoch_end")
-            self._epoch = epoch
+            self._epoch, self._control.should_epoch_stop = epoch, False
             self._tell("on_epoch_begin")
         self._tell("on_step_begin")
         self._state.global_step, self._state.epoch = step, self._history.epoch(step)
@@ -76,12 +71,15 @@ class TrainerCallbacks(Callback):
         self._control.should_log = False
         if entry is not None:
             self._tell("on_log", logs=entry)
+        self._hear()
 
     def on_evaluate(self, step: int, metrics: dict[str, Any]) -> None:
         """See Callback."""
         entry = self._history.take(metrics)
         self._tell("on_log", logs=entry)
         self.evaluated(evaluation(metrics))
+        self._control.should_evaluate = False
+        self._hear()
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         """``evaluate`` was called, or the run has validated."""
@@ -103,10 +101,18 @@ class TrainerCallbacks(Callback):
         for callback in self._callbacks:
             answer = getattr(callback, event)(self._args, self._state, self._control, **self._given, **more)
             self._control = self._control if answer is None else answer
+
+    def _hear(self) -> None:
+        """Carry out what callbacks ask for.
+
+        Raises:
+            SpecError: one ends the epoch, which is not over; at its end the flag has no effect, as in the Trainer.
+        """
         if self._control.should_save:
-            self._control.should_save = False
             ask_to_save(self._directory)
-        for flag, words in NOT_HEARD.items():
-            if getattr(self._control, flag):
-                setattr(self._control, flag, False)
-                warnings.warn(f"a callback has set control.{flag}, which has no effect: {words}", stacklevel=2)
+        if self._control.should_evaluate:
+            ask_to_evaluate(self._directory)
+        self._control.should_save = self._control.should_evaluate = False
+        if self._control.should_epoch_stop and self._state.epoch % 1:
+            why = "is set by a callback, and the rows of all epochs are chosen before the run"
+            raise SpecError("control.should_epoch_stop", why, "set should_training_stop, which ends the run")

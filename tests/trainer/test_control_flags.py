@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from raypipe.errors import SpecError
+from raypipe.observe.run_dir import asked_to_evaluate, asked_to_save
 from raypipe.trainer.history import History
 from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 
 transformers = pytest.importorskip("transformers")
 
 
-def followed(flag: str, step: int, directory: Path) -> list[dict[str, Any]]:
+def followed(flag: str, step: int, directory: Path, per_epoch: float = 10.0) -> list[dict[str, Any]]:
     """Tell of six steps of a log every four; a callback sets the flag after one of them."""
 
     class Sets(transformers.TrainerCallback):
@@ -21,7 +23,7 @@ def followed(flag: str, step: int, directory: Path) -> list[dict[str, Any]]:
             if state.global_step == step:
                 setattr(control, flag, True)
 
-    history = History(4, 10.0)
+    history = History(4, per_epoch)
     told = TrainerCallbacks([Sets()], None, transformers.TrainerState(), history, directory, {})
     told.begin(0)
     for number in range(1, 7):
@@ -34,9 +36,31 @@ def test_a_log_that_is_asked_for_has_the_losses_since_the_one_before(tmp_path: P
     assert [(entry["step"], entry["loss"]) for entry in entries] == [(2, 1.5), (4, 3.5)]
 
 
-@pytest.mark.parametrize("flag", ["should_evaluate", "should_epoch_stop"])
-def test_what_is_not_heard_is_said_once(flag: str, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=f"control.{flag}, which has no effect") as said:
-        entries = followed(flag, 3, tmp_path)
-    assert len(said) == 1
+def test_a_validation_and_a_checkpoint_are_asked_for(tmp_path: Path) -> None:
+    assert not asked_to_evaluate(tmp_path)
+    entries = followed("should_evaluate", 3, tmp_path)
     assert [entry["step"] for entry in entries] == [4]
+    assert asked_to_evaluate(tmp_path)
+    assert not asked_to_evaluate(tmp_path)
+    assert not asked_to_save(tmp_path)
+    followed("should_save", 3, tmp_path)
+    assert asked_to_save(tmp_path)
+
+
+def test_a_validation_does_not_ask_for_another(tmp_path: Path) -> None:
+    """A callback that asks at each log would never end, as a validation is logged."""
+
+    class Asks(transformers.TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_evaluate = True
+
+    told = TrainerCallbacks([Asks()], None, transformers.TrainerState(), History(4, 10.0), tmp_path, {})
+    told.begin(0)
+    told.on_evaluate(1, {"step": 1, "val_loss": 1.0})
+    assert not asked_to_evaluate(tmp_path)
+
+
+def test_an_epoch_does_not_end_early(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"control\.should_epoch_stop: is set by a callback"):
+        followed("should_epoch_stop", 3, tmp_path)
+    assert [entry["step"] for entry in followed("should_epoch_stop", 3, tmp_path, per_epoch=3.0)] == [4]
