@@ -353,7 +353,7 @@ class PipelineTrainer(Optimization, Figures):
         more = self._more.get("train", {})
         train |= self._optimization(int(more.get("steps", train["steps"])), more)
         if "dtype" not in more:
-            train["dtype"] = training_dtype(self._model, train["dtype"], _say)
+            train["dtype"] = self._dtype
         if train["best_metric"] != "loss" and (self._metrics is None or self._generates):
             without = "without compute_metrics" if self._metrics is None else "that generates nothing while training"
             why = f"{train['best_metric']} is no figure of a validation {without}"
@@ -415,6 +415,11 @@ class PipelineTrainer(Optimization, Figures):
         per_epoch = self._epochs.steps
         keys = train_keys(a, per_epoch, None, self.degrees.dp or 1, None)
         steps = every(a, "logging", a["logging_steps"], keys["steps"], per_epoch)
+    @cached_property
+    def _dtype(self) -> str:
+        """``train.dtype``; a line says once what becomes of a bfloat16 instance."""
+        return training_dtype(self._model, "bfloat16" if self.arguments["bf16"] else "float32", _say)
+
         return History(steps, per_epoch, bool(a["logging_first_step"]))
 
     def _trained_job(self) -> JobSpec:
