@@ -34,7 +34,7 @@ from raypipe.trainer.datasets import Columns, collator_of
 from raypipe.trainer.degrees import degrees, microbatch
 from raypipe.trainer.epochs import Epochs, given_loader, trainers_loader
 from raypipe.trainer.figures import Figures
-from raypipe.trainer.given_callbacks import by_kind, early_stop, stops_early
+from raypipe.trainer.given_callbacks import GivenCallbacks
 from raypipe.trainer.given_model import (
     capture_given,
     columns_read,
@@ -136,9 +136,10 @@ class PipelineTrainer(Optimization, Figures):
             loader = self._loader = given_loader(self.get_train_dataloader())
             self._train = cast("Rows", loader.dataset)
             self._collator = None if loader.collate_fn is default_collate else loader.collate_fn
-        self._callbacks, self._ray_callbacks, theirs = by_kind(callbacks or ())
-        self._early_stop = early_stop(theirs)
-        self._watched = self._followed([one for one in theirs if not stops_early(one)])
+        self._callbacks = GivenCallbacks(callbacks or ())
+        self._watched = self._followed()
+        if self._watched is not None:
+            self._watched.made()
         self._loaded: tuple[Path, Any] | None = None
         self._take_optimizers(optimizers, optimizer_cls_and_kwargs)
 
@@ -159,12 +160,12 @@ class PipelineTrainer(Optimization, Figures):
         began = time.monotonic()
         prepared = self.prepare(bool(resume_from_checkpoint))
         done = len(steps_of(self.directory))
-        followers: list[Callback] = [PrintedLog(self._history()), *self._callbacks]
+        followers: list[Callback] = [PrintedLog(self._history()), *self._callbacks.own]
         callbacks = Callbacks([*followers, *([] if self._watched is None else [self._watched])], self.directory)
         if self._watched is not None:
             self._watched.begin(done)
         try:
-            result, _ = run(prepared, None, callbacks.update, self._ray_callbacks)
+            result, _ = run(prepared, None, callbacks.update, self._callbacks.rays)
             callbacks.update()  # what was logged since the last call
         except Terminated as error:  # the interpreter says nothing of a SystemExit
             _say(error.message)
@@ -250,6 +251,38 @@ class PipelineTrainer(Optimization, Figures):
         """
         smoothing = float(self.arguments["label_smoothing_factor"] or 0.0)
         return trainers_loss(model, inputs, self.compute_loss_func, return_outputs, num_items_in_batch, smoothing)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, an instance or a class, before ``train``.
+
+        Raises:
+            SpecError: it is none.
+        """
+        self._callbacks.add(callback)
+        if self._watched is None:
+            self._watched = self._followed()
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, an instance or the first one of a class, and return it; None if there is none."""
+        return self._callbacks.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, an instance or the first one of a class; of a class that has none, nothing is removed.
+
+        Raises:
+            ValueError: the instance is not among the callbacks.
+        """
+        if self._callbacks.pop(callback) is None and not isinstance(callback, type):
+            raise ValueError(f"{callback} is not among the callbacks")
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Refuse, because nothing is uploaded.
+
+        Raises:
+            SpecError: always; it says what to do instead.
+        """
+        fix = "upload the directory that save_model returns, by huggingface_hub's upload_folder"
+        raise SpecError("push_to_hub", "is not available: nothing is uploaded", fix)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Refuse, because a trainer here is one run with one directory.
@@ -349,7 +382,7 @@ class PipelineTrainer(Optimization, Figures):
         a = self.arguments
         dp = self.degrees.dp or 1
         held_out = len(self._eval) if self._eval is not None else None
-        train = train_keys(a, self._epochs.steps, held_out, dp, self._early_stop)
+        train = train_keys(a, self._epochs.steps, held_out, dp, self._callbacks.early_stop)
         more = self._more.get("train", {})
         train |= self._optimization(int(more.get("steps", train["steps"])), more)
         if "dtype" not in more:
@@ -382,6 +415,11 @@ class PipelineTrainer(Optimization, Figures):
             sections[name] = {**sections.get(name, {}), **keys}
         return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
 
+    @cached_property
+    def _dtype(self) -> str:
+        """``train.dtype``; a line says once what becomes of a bfloat16 instance."""
+        return training_dtype(self._model, "bfloat16" if self.arguments["bf16"] else "float32", _say)
+
     def _in_process(self) -> Any:
         """Return a ``transformers.Trainer`` of the model as it is now."""
         from raypipe.trainer.in_process import trainer_of
@@ -394,9 +432,9 @@ class PipelineTrainer(Optimization, Figures):
         made.state.epoch = self._history().epoch(len(steps_of(self.directory)))
         return made
 
-    def _followed(self, theirs: Sequence[Any]) -> TrainerCallbacks | None:
+    def _followed(self) -> TrainerCallbacks | None:
         """Return what tells the Trainer's callbacks of the run; None without any."""
-        if not theirs:
+        if not self._callbacks.theirs:
             return None
         from transformers import TrainerState
 
@@ -408,18 +446,13 @@ class PipelineTrainer(Optimization, Figures):
         args = self.args if hasattr(self.args, "output_dir") else training_arguments(self.args, str(self.directory))
         steps = train_keys(self.arguments, self._epochs.steps, None, self.degrees.dp or 1, None)["steps"]
         state = TrainerState(max_steps=steps, logging_steps=history.every)
-        return TrainerCallbacks(theirs, args, state, history, self.directory, given)
+        return TrainerCallbacks(self._callbacks, args, state, history, self.directory, given)
 
     def _history(self) -> History:
         a = self.arguments
         per_epoch = self._epochs.steps
         keys = train_keys(a, per_epoch, None, self.degrees.dp or 1, None)
         steps = every(a, "logging", a["logging_steps"], keys["steps"], per_epoch)
-    @cached_property
-    def _dtype(self) -> str:
-        """``train.dtype``; a line says once what becomes of a bfloat16 instance."""
-        return training_dtype(self._model, "bfloat16" if self.arguments["bf16"] else "float32", _say)
-
         return History(steps, per_epoch, bool(a["logging_first_step"]))
 
     def _trained_job(self) -> JobSpec:

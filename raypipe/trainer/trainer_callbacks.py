@@ -7,13 +7,13 @@ tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from raypipe.errors import SpecError
 from raypipe.launch.callbacks import Callback
 from raypipe.observe.run_dir import ask_to_evaluate, ask_to_save
+from raypipe.trainer.given_callbacks import GivenCallbacks
 from raypipe.trainer.history import History, evaluation
 
 
@@ -21,7 +21,7 @@ class TrainerCallbacks(Callback):
     """Passes on what ``raypipe.Callback`` hears.
 
     Args:
-        callbacks: the Trainer's, instances.
+        callbacks: those of a trainer; of transformers' among them each event is told.
         args: ``transformers.TrainingArguments``.
         state: ``transformers.TrainerState``, kept up to date.
         history: takes in the run's rows.
@@ -30,16 +30,19 @@ class TrainerCallbacks(Callback):
     """
 
     def __init__(
-        self, callbacks: Sequence[Any], args: Any, state: Any, history: History, directory: Path, given: dict[str, Any]
+        self, callbacks: GivenCallbacks, args: Any, state: Any, history: History, directory: Path, given: dict[str, Any]
     ) -> None:
         from transformers import TrainerControl
 
-        self._callbacks, self._args, self._state = tuple(callbacks), args, state
+        self._callbacks, self._args, self._state = callbacks, args, state
         self._history, self._directory = history, directory
         self._control = TrainerControl()
         self._given = dict.fromkeys(("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")) | given
         self._epoch = -1
         self._state.log_history = history.entries
+
+    def made(self) -> None:
+        """The trainer is made."""
         self._tell("on_init_end")
 
     def begin(self, step: int) -> None:
@@ -98,7 +101,7 @@ class TrainerCallbacks(Callback):
         return bool(self._control.should_training_stop)
 
     def _tell(self, event: str, **more: Any) -> None:
-        for callback in self._callbacks:
+        for callback in self._callbacks.theirs:
             answer = getattr(callback, event)(self._args, self._state, self._control, **self._given, **more)
             self._control = self._control if answer is None else answer
 
