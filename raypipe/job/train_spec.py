@@ -77,16 +77,20 @@ class TrainSpec(Spec):
     """Optimizer steps of the run."""
     batch: Annotated[int, Field(ge=1, le=10_000_000)]
     """Mini-batch size: sequences per step, over all replicas."""
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    """Optimizer. ``adamw`` decouples weight decay from the gradient; ``adam`` and ``sgd`` add it to the gradient."""
+    optimizer: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop"] = "adamw"
+    """Optimizer, as PyTorch's. ``adamw`` decouples weight decay from the gradient; the others add it to the gradient.
+    ``adagrad`` and ``rmsprop`` have no fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no
+    ``cuda_graphs: step`` or ``auto``."""
     lr: Annotated[float, Field(gt=0)] = 0.001
     """Peak learning rate."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
     """Adam's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam's term that avoids division by zero."""
+    """Term that avoids division by zero, of all but SGD."""
     momentum: Share = 0.0
-    """SGD's momentum."""
+    """Momentum of SGD and RMSprop."""
+    alpha: Share = 0.99
+    """RMSprop's decay rate of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Weight decay."""
     decay: Literal["all", "matrices"] = "all"
@@ -201,6 +205,14 @@ class TrainSpec(Spec):
     """What gets the run's figures beside metrics.jsonl: ``tensorboard`` (event files in the run directory), ``mlflow``
     (``MLFLOW_TRACKING_URI``, else the run directory), ``wandb`` (the run directory; offline unless ``WANDB_MODE`` says
     otherwise)."""
+
+    @model_validator(mode="after")
+    def _fused(self) -> TrainSpec:
+        if self.optimizer in ("adagrad", "rmsprop"):
+            for key in (f"on_nonfinite: {self.on_nonfinite}", f"cuda_graphs: {self.cuda_graphs}"):
+                if key in ("on_nonfinite: skip", "cuda_graphs: step", "cuda_graphs: auto"):
+                    raise ValueError(f"combines {key} with {self.optimizer}, which has no fused kernels; use adamw")
+        return self
 
     @model_validator(mode="after")
     def _one_group_each(self) -> TrainSpec:

@@ -111,6 +111,13 @@ class Plain:
         return torch.optim.Adam, {"lr": args.learning_rate, "betas": (0.7, 0.8), "eps": 1e-4}
 
 
+class Root:
+    def create_optimizer(self) -> Any:
+        groups = layerwise(self.model)  # type: ignore[attr-defined]
+        self.optimizer = torch.optim.RMSprop(groups, alpha=0.9, momentum=0.5)
+        return self.optimizer
+
+
 def scheduled(trained: nn.Module) -> dict[str, Any]:
     """Half of the parameters; the others are not in it."""
     first = [p for name, p in trained.named_parameters() if "layer.0" in name]
@@ -133,6 +140,10 @@ CASES: dict[str, tuple[type | None, Callable[[nn.Module], dict[str, Any]], dict[
     "head": (HeadTenTimesFaster, nothing, {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.2}),
     "decay": (AllDecay, nothing, {"weight_decay": 0.2}),
     "class": (Plain, nothing, {"weight_decay": 0.1}),
+    "adagrad": (None, nothing, {"optim": "adagrad", "weight_decay": 0.1, "optim_args": "eps=1e-3"}),
+    "adagrad-eps": (None, nothing, {"optim": "adagrad", "adam_epsilon": 0.1}),
+    "rmsprop": (None, nothing, {"optim": "rmsprop", "learning_rate": 1e-3, "optim_args": "momentum=0.9,alpha=0.8"}),
+    "rmsprop-class": (Root, nothing, {"weight_decay": 0.1}),
     "given": (None, scheduled, {"max_grad_norm": 0.5}),
     "cls-and-kwargs": (None, of_class, {"weight_decay": 0.1, "max_grad_norm": 0.5}),
 }

@@ -18,6 +18,24 @@ MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of torch's optimizers that ``torch.compile`` is not to trace."""
 
 
+class Kind(NamedTuple):
+    """An optimizer of PyTorch's."""
+
+    made_by: Any
+    options: tuple[str, ...]
+    """Keys of ``train`` that it reads, beside rate and weight decay."""
+    fused: bool = True
+    """Whether it has fused kernels on CPU and CUDA alike."""
+
+
+OPTIMIZERS = {
+    "adamw": Kind(torch.optim.AdamW, ("betas", "eps")),
+    "adam": Kind(torch.optim.Adam, ("betas", "eps")),
+    "sgd": Kind(torch.optim.SGD, ("momentum",)),
+    "adagrad": Kind(torch.optim.Adagrad, ("eps",), fused=False),
+    "rmsprop": Kind(torch.optim.RMSprop, ("alpha", "eps", "momentum"), fused=False),
+}
+"""Those that ``train.optimizer`` has."""
 SCALE = "scale"
 """Key of a parameter group: the factor of each step's learning rate."""
 
@@ -35,7 +53,7 @@ class Piece(NamedTuple):
 def make_optimizer(
     train: TrainSpec, parameters: Mapping[str, nn.Parameter], pieces: Iterable[Piece] = ()
 ) -> torch.optim.Optimizer:
-    """Make ``train.optimizer`` over the parameters of one stage. Its fused kernels exist on CPU and CUDA alike.
+    """Make ``train.optimizer`` over the parameters of one stage.
 
     What decays, and at which rate a parameter is updated, follows from its name and its number of dimensions, which
     tensor parallelism and tying do not change. Where the parameters are bfloat16, the optimizer updates float32 master
@@ -73,15 +91,16 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _optimizer(train: TrainSpec, held: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if train.optimizer == "sgd":
-        sgd: type[torch.optim.SGD] = untraced(torch.optim.SGD)
-        return sgd(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
-    kind: type[torch.optim.Adam] = untraced(torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam)
-    return kind(held, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, fused=True)
+    kind = OPTIMIZERS[train.optimizer]
+    options: dict[str, Any] = {key: getattr(train, key) for key in kind.options}
+    if kind.fused:
+        options["fused"] = True
+    made: torch.optim.Optimizer = untraced(kind.made_by)(held, lr=train.lr, weight_decay=train.weight_decay, **options)
+    return made
 
 
 @cache
-def untraced(kind: type[torch.optim.Optimizer]) -> Any:
+def untraced(kind: Any) -> Any:
     """Return a subclass of an optimizer without the marks that keep ``torch.compile`` out; its updates are the same.
 
     To set them, the first call of a method imports the tracer (``torch._dynamo`` with SymPy): 1.9 s of processor time

@@ -16,6 +16,9 @@ CONSTRUCTOR: dict[str, Row] = table(
     honoured("compute_metrics", "in each validation"),
     honoured("callbacks", "of `transformers.TrainerCallback`, `raypipe.Callback` and `ray.train.UserCallback`"),
     honoured("preprocess_logits_for_metrics", "on the devices"),
-    honoured("optimizers", "read off once: of torch's AdamW, Adam and SGD, groups that differ in lr and weight_decay"),
+    honoured(
+        "optimizers",
+        "read off once: of torch's AdamW, Adam, SGD, Adagrad or RMSprop, groups that differ in lr and weight_decay",
+    ),
     honoured("optimizer_cls_and_kwargs", "as `optimizers`"),
 )

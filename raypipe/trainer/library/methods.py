@@ -11,7 +11,7 @@ from raypipe.trainer.library.row import Row, honoured, refuse, refused, table, w
 _SCRIPT = "only scripts call it"
 _OWN_LOSS = "compute the loss by compute_loss, which is captured with the model"
 _FIGURES = "compute figures by compute_metrics, and reduce logits by preprocess_logits_for_metrics"
-_OPTIMIZER = "asked once: of torch's AdamW, Adam and SGD, groups that differ in lr and weight_decay (`train.groups`)"
+_OPTIMIZER = "asked once: its class (`train.optimizer`), and groups that differ in lr and weight_decay (`train.groups`)"
 _COLLATE = "give a data_collator, which is called once per row"
 _MESH = "use raypipe.init(dp=, tp=, pp=)"
 _SAVED = "follow checkpoints by a callback's on_save, and name your method otherwise"

@@ -14,7 +14,7 @@ from raypipe.trainer.optimization.rates import rate_keys, scheduler_of
 
 MAKE_OPTIMIZERS = ("create_optimizer", "get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
 SAY_DECAY = frozenset({"weight_decay", "decay", "groups"})
-SAID_BY_OPTIMIZER = SAY_DECAY | {"optimizer", "betas", "eps", "momentum", "lr"}
+SAID_BY_OPTIMIZER = SAY_DECAY | {"optimizer", "betas", "eps", "momentum", "alpha", "lr"}
 """Keys of ``train`` that follow from an optimizer."""
 
 

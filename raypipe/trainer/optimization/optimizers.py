@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from raypipe.errors import SpecError
+from raypipe.runtime.update.optimizer import OPTIMIZERS
 from raypipe.trainer.given_model import without_peft
 
-CLASSES: dict[type[torch.optim.Optimizer], tuple[str, tuple[str, ...]]] = {
-    torch.optim.AdamW: ("adamw", ("betas", "eps")),
-    torch.optim.Adam: ("adam", ("betas", "eps")),
-    torch.optim.SGD: ("sgd", ("momentum",)),
-}
+CLASSES = {kind.made_by: (name, kind.options) for name, kind in OPTIMIZERS.items()}
 """PyTorch's optimizers that ``train.optimizer`` has, each with its name and the keys of ``train`` that it reads."""
+EPS = {"adagrad": 1e-10, "rmsprop": 1e-8}
+"""PyTorch's default of optimizers for which the Trainer does not pass on ``adam_epsilon``."""
+BY_OPTIM_ARGS = {"sgd": ("momentum",), "adagrad": ("eps",), "rmsprop": ("alpha", "eps", "momentum")}
+"""Options that ``optim_args`` gives to an optimizer."""
 OF_GROUPS = ("lr", "weight_decay")
 """Options that groups may differ in."""
 WAYS_TO_COMPUTE = ("foreach", "fused", "capturable", "differentiable")
@@ -57,7 +58,7 @@ def check_optimizer(optimizer: Any, where: str) -> None:
         names = ", ".join(f"torch.optim.{kind.__name__}" for kind in CLASSES)
         raise SpecError(where, f"makes {type(optimizer).__name__}, which is not available", f"make one of {names}")
     _, options = CLASSES[type(optimizer)]
-    if optimizer.state:
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad's begins at 0
         raise SpecError(where, "its optimizer has made steps already, whose state is not carried", "make a new one")
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise SpecError(where, "its optimizer has hooks, which no worker has", "remove them")
@@ -114,22 +115,29 @@ def optimizer_keys(optimizer: torch.optim.Optimizer, model: nn.Module, where: st
     return {"optimizer": name, **of_all, "lr": base, "weight_decay": usual[1], "decay": "all", "groups": made}
 
 
-def momentum(a: Mapping[str, Any], optimizer: str) -> float:
-    """Return the momentum of ``optim_args``, such as ``momentum=0.9``, which sgd alone reads.
+def options(a: Mapping[str, Any], optimizer: str) -> dict[str, float]:
+    """Return the keys of ``train`` that the arguments give to an optimizer beside Adam's, such as ``momentum``.
+
+    Args:
+        a: values of the arguments; ``optim_args`` is a text such as ``momentum=0.9``.
+        optimizer: ``train.optimizer``.
 
     Raises:
-        SpecError: they say anything else.
+        SpecError: ``optim_args`` says anything else.
     """
-    fix = "give momentum=NUMBER with optim sgd, and what AdamW has as adam_beta1, adam_beta2, adam_epsilon"
-    found = 0.0
+    takes = BY_OPTIM_ARGS.get(optimizer, ())
+    found = {"eps": EPS.get(optimizer, float(a["adam_epsilon"])), "momentum": 0.0}
     for one in str(a["optim_args"] or "").replace(" ", "").split(","):
         key, _, value = one.partition("=")
         if not one:
             continue
         try:
-            if key != "momentum" or optimizer != "sgd":
+            if key not in takes:
                 raise ValueError
-            found = float(value)
+            found[key] = float(value)
         except ValueError:
+            fix = "give what AdamW has as adam_beta1, adam_beta2, adam_epsilon"
+            if takes:
+                fix = f"give {' or '.join(f'{name}=NUMBER' for name in takes)} alone"
             raise SpecError("args.optim_args", f"{one} is not available for {a['optim']}", fix) from None
     return found

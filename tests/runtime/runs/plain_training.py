@@ -6,7 +6,9 @@ forward, loss scaling, accumulation, clipping, optimizer and tying are written h
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +36,11 @@ def plain_val_loss(job: JobSpec, data: Path, steps: int) -> float:
 
 def _trained(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None) -> tuple[list[float], torch.nn.Module]:
     model, _ = _model(job)
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    kinds: dict[str, Any] = {
+        "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD,
+        "adagrad": partial(torch.optim.Adagrad, eps=job.train.eps),
+        "rmsprop": partial(torch.optim.RMSprop, alpha=job.train.alpha, momentum=job.train.momentum),
+    }  # fmt: skip
     groups = [{"params": [p], "times": 1.0, "weight_decay": job.train.weight_decay} for p in model.parameters()]
     for (name, p), group in zip(model.named_parameters(), groups, strict=True):
         if p.dim() == 1 and job.train.decay == "matrices":

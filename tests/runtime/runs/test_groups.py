@@ -65,6 +65,27 @@ def test_loss_curve_is_that_of_plain_pytorch(parallel, stage_pool, text_folder, 
     assert abs(without[-1] - expected[-1]) > 1e-3
 
 
+@pytest.mark.runs
+@pytest.mark.parametrize("optimizer", ["adagrad", "rmsprop"])
+def test_other_optimizers_in_pieces_and_from_a_checkpoint(optimizer, stage_pool, text_folder, tmp_path) -> None:
+    train = {"optimizer": optimizer, "momentum": 0.5, "alpha": 0.9, "checkpoint_every": 2}
+    sharded = job(text_folder, {"schedule": "1f1b", "stages": 2, "replicas": 2, "shard": "zero3"}, **train)
+    prepare(sharded.data, sharded.model.sequence, tmp_path / "plain")
+    expected = plain_losses(sharded, tmp_path / "plain", STEPS)
+    done = drive(sharded, stage_pool, tmp_path / "a")
+    assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
+    other = job(text_folder, {"schedule": "zb-h1", "stages": 2}, **train)
+    again = drive(other, stage_pool, tmp_path / "b", done.checkpoints[2], 2)
+    assert again.losses == pytest.approx(expected[2:], abs=1e-9, rel=0)
+
+
+@pytest.mark.parametrize("key", [{"on_nonfinite": "skip"}, {"cuda_graphs": "step"}])
+def test_an_optimizer_without_fused_kernels_cannot_do_all(key) -> None:
+    TrainSpec(steps=1, batch=1, **key)
+    with pytest.raises(ValueError, match="with rmsprop, which has no fused kernels"):
+        TrainSpec(steps=1, batch=1, optimizer="rmsprop", **key)
+
+
 def test_pieces_are_updated_as_their_parameters() -> None:
     groups = [{"parameters": ["b"], "scale": 2.0, "weight_decay": 0.5}]
     train = TrainSpec(steps=1, batch=1, optimizer="sgd", lr=0.1, weight_decay=0.25, decay="matrices", groups=groups)
