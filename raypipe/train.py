@@ -17,6 +17,7 @@ from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError, nearest
 from raypipe.job.spec import JobSpec
 from raypipe.launch.job_model import JobModel
+from raypipe.launch.parameter_groups import check_groups
 from raypipe.launch.plan_file import given_plan, kept_plan
 from raypipe.launch.plans import make_plan, planned_as_asked, planned_by_measuring, with_plan
 from raypipe.launch.prepared import Planned, Prepared, units_of
@@ -81,6 +82,8 @@ def prepare_run(
         compile_ahead(load_kernels)
     model = JobModel(job) if planned is None else planned.model
     _check_metrics(job, model, validation)
+    if job.train.groups:
+        check_groups(job.train, model.declared, say)
     shard = (job if planned is None else planned.job).parallel.shard
     check_statistics(shard, shard != "none" and model.declared.batch_statistics)
 

@@ -69,12 +69,20 @@ RULES = (
         "is for a loss function, and model.loss names none", OUT,
     ),
     Rule(
-        ("train.betas", "train.eps"), lambda job: job.train.optimizer != "sgd",
+        ("train.betas",), lambda job: job.train.optimizer in ("adamw", "adam"),
         "has no effect with optimizer: {train.optimizer}", f"{OUT}, or use adamw or adam",
     ),
     Rule(
-        ("train.momentum",), lambda job: job.train.optimizer == "sgd",
-        "has no effect with optimizer: {train.optimizer}", f"{OUT}, or use sgd; Adam's are betas",
+        ("train.eps",), lambda job: job.train.optimizer != "sgd", "has no effect with optimizer: {train.optimizer}",
+        f"{OUT}, or use another optimizer",
+    ),
+    Rule(
+        ("train.momentum",), lambda job: job.train.optimizer in ("sgd", "rmsprop"),
+        "has no effect with optimizer: {train.optimizer}", f"{OUT}, or use sgd or rmsprop; Adam's are betas",
+    ),
+    Rule(
+        ("train.alpha",), lambda job: job.train.optimizer == "rmsprop",
+        "has no effect with optimizer: {train.optimizer}", f"{OUT}, or use rmsprop",
     ),
     Rule(
         ("train.lr_schedule", "train.warmup_steps", "train.warmup_from_zero", "train.min_lr"),

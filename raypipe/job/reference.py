@@ -21,6 +21,7 @@ from raypipe.atomic_write import write_whole
 from raypipe.job import DataSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec, ParallelSpec, TrainSpec
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, HostGroup, LinkModel
 from raypipe.job.field_types import MOST, Spec
+from raypipe.job.train_spec import GroupSpec
 
 COMMAND = "python -m raypipe.job.reference docs/reference"
 JOBS = """\
@@ -55,6 +56,7 @@ JOB_SECTIONS: dict[str, type[Spec]] = {
     "model: an instance that was captured": GivenSpec,
     "data": DataSpec,
     "train": TrainSpec,
+    "train.groups": GroupSpec,
     "train.early_stop": _optional(TrainSpec, "early_stop"),
     "train.elastic": _optional(TrainSpec, "elastic"),
     "train.profile": _optional(TrainSpec, "profile"),

@@ -59,6 +59,17 @@ class ProfileSpec(Spec):
     """Number of steps."""
 
 
+class GroupSpec(Spec):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    parameters: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """Their names, which are those in a checkpoint; of a tied one that has several, all."""
+    scale: Annotated[float, Field(ge=0)] = 1.0
+    """Factor of each step's learning rate; 0: they stay as they are."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay; null: as ``train.weight_decay`` and ``train.decay`` say."""
+
+
 class TrainSpec(Spec):
     """Optimizer, length, precision, validation and checkpoints."""
 
@@ -66,21 +77,28 @@ class TrainSpec(Spec):
     """Optimizer steps of the run."""
     batch: Annotated[int, Field(ge=1, le=10_000_000)]
     """Mini-batch size: sequences per step, over all replicas."""
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    """Optimizer. ``adamw`` decouples weight decay from the gradient; ``adam`` and ``sgd`` add it to the gradient."""
+    optimizer: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop"] = "adamw"
+    """Optimizer, as PyTorch's. ``adamw`` decouples weight decay from the gradient; the others add it to the gradient.
+    ``adagrad`` and ``rmsprop`` have no fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no
+    ``cuda_graphs: step`` or ``auto``."""
     lr: Annotated[float, Field(gt=0)] = 0.001
     """Peak learning rate."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
     """Adam's decay rates of the first and second moment."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam's term that avoids division by zero."""
+    """Term that avoids division by zero, of all but SGD."""
     momentum: Share = 0.0
-    """SGD's momentum."""
+    """Momentum of SGD and RMSprop."""
+    alpha: Share = 0.99
+    """RMSprop's decay rate of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Weight decay."""
     decay: Literal["all", "matrices"] = "all"
     """Parameters that decay. ``all``, as in PyTorch's optimizers; ``matrices``: those of two dimensions or more, but no
     norms and biases, as in nanoGPT and Hugging Face's Trainer."""
+    groups: Annotated[tuple[GroupSpec, ...], Field(strict=False)] = ()
+    """Parameters with a learning rate or a weight decay of their own, as the parameter groups of PyTorch's optimizers;
+    the others have ``lr`` and ``weight_decay``."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up; ``cosine`` and ``linear`` fall from ``lr`` to ``min_lr`` at the last step."""
     warmup_steps: Count = 0
@@ -187,6 +205,22 @@ class TrainSpec(Spec):
     """What gets the run's figures beside metrics.jsonl: ``tensorboard`` (event files in the run directory), ``mlflow``
     (``MLFLOW_TRACKING_URI``, else the run directory), ``wandb`` (the run directory; offline unless ``WANDB_MODE`` says
     otherwise)."""
+
+    @model_validator(mode="after")
+    def _fused(self) -> TrainSpec:
+        if self.optimizer in ("adagrad", "rmsprop"):
+            for key in (f"on_nonfinite: {self.on_nonfinite}", f"cuda_graphs: {self.cuda_graphs}"):
+                if key in ("on_nonfinite: skip", "cuda_graphs: step", "cuda_graphs: auto"):
+                    raise ValueError(f"combines {key} with {self.optimizer}, which has no fused kernels; use adamw")
+        return self
+
+    @model_validator(mode="after")
+    def _one_group_each(self) -> TrainSpec:
+        named = [name for group in self.groups for name in group.parameters]
+        if len(set(named)) < len(named):
+            twice = next(name for name in named if named.count(name) > 1)
+            raise ValueError(f"names {twice} twice in groups; name it once")
+        return self
 
     @property
     def crossing_dtype(self) -> str:

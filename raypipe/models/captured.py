@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
 from typing import NamedTuple
@@ -113,6 +113,10 @@ class CapturedModel(LayeredModel):
     def parameters(self, i: int) -> int:
         """Count the elements of sub-graph ``i``'s parameters; tied ones count in each holder."""
         return sum(self.graph.parameters[name] for name in self.held[i])
+
+    def parameter_names(self, i: int) -> Collection[str]:
+        """See ``LayeredModel.parameter_names``."""
+        return self.held[i]
 
     def trained_parameters(self, i: int) -> int:
         """Count those of ``parameters`` that are trained."""

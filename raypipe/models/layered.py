@@ -8,7 +8,7 @@ so any consecutive ones can be a stage of a chain; in a graph of branches a stag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -135,6 +135,10 @@ class LayeredModel(ABC):
     @abstractmethod
     def parameters(self, i: int) -> int:
         """Count the elements of layer ``i``'s parameters; tied ones count in each holder."""
+
+    @abstractmethod
+    def parameter_names(self, i: int) -> Collection[str]:
+        """Return the names of layer ``i``'s parameters."""
 
     def trained_parameters(self, i: int) -> int:
         """Count those of ``parameters`` that are trained; by default all are."""

@@ -23,8 +23,8 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 STOP, PAUSE, INTERRUPT = "stop", "pause", "interrupt"
 """The files that ask a run to end, to end for now, and to end as its process has to; they say why."""
-SAVE = "save"
-"""The file that asks a run for a checkpoint."""
+SAVE, EVALUATE = "save", "evaluate"
+"""The files that ask a run for a checkpoint and for a validation."""
 MOST_REASON = 4096
 """Largest size of these files, in bytes."""
 
@@ -143,10 +143,24 @@ def ask_to_save(directory: Path) -> None:
     write_whole(directory / SAVE, "")
 
 
+def ask_to_evaluate(directory: Path) -> None:
+    """Ask the run in a directory for a validation after the steps that it has queued."""
+    write_whole(directory / EVALUATE, "")
+
+
 def asked_to_save(directory: Path) -> bool:
     """Return whether the run was asked for a checkpoint since the last call."""
+    return _asked(directory / SAVE)
+
+
+def asked_to_evaluate(directory: Path) -> bool:
+    """Return whether the run was asked for a validation since the last call."""
+    return _asked(directory / EVALUATE)
+
+
+def _asked(path: Path) -> bool:
     try:
-        (directory / SAVE).unlink()
+        path.unlink()
     except FileNotFoundError:
         return False
     return True
@@ -154,7 +168,7 @@ def asked_to_save(directory: Path) -> bool:
 
 def go_on(directory: Path) -> None:
     """Forget what the run was asked for."""
-    for name in (STOP, PAUSE, INTERRUPT, SAVE):
+    for name in (STOP, PAUSE, INTERRUPT, SAVE, EVALUATE):
         (directory / name).unlink(missing_ok=True)
 
 

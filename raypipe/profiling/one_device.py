@@ -23,7 +23,7 @@ from raypipe.job import JobSpec
 from raypipe.models import LayeredModel, StageBody, build_model
 from raypipe.models.build import DTYPES
 from raypipe.models.keyed_random import random_keys
-from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from raypipe.runtime.update.optimizer import learning_rate, make_optimizer, set_rate
 
 Say = Callable[[str], None]
 
@@ -79,15 +79,14 @@ class OneDevice:
         warmup = math.ceil(self.job.train.warmup_steps * piece / batch)
         train = self.job.train.model_copy(update={"lr": lr, "steps": steps, "warmup_steps": warmup, "seed": seed})
         stage = self.model.build_stage(range(self.model.count), seed)
-        parameters = [p for p in stage.parameters() if p.requires_grad]
+        parameters = {name: p for name, p in stage.named().items() if p.requires_grad}
         optimizer = make_optimizer(train, parameters)
         best = math.inf
         for step in range(steps):
             self._gradients(stage, seed, step, batch)
             if train.clip is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, train.clip)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(train, step)
+                torch.nn.utils.clip_grad_norm_(parameters.values(), train.clip)
+            set_rate(optimizer, learning_rate(train, step))
             optimizer.step()
             optimizer.zero_grad()
             if (step + 1) % every == 0 or step + 1 == steps:

@@ -96,7 +96,7 @@ class _Bench:
         self.kinds = alike(self.model)
         self.stages = [StageModule(self.model, (n,), job.train.seed, device, True) for n in range(self.model.count)]
         self.optimizers: list[Any] = [
-            make_optimizer(job.train, list(stage.trained.values())) if stage.trained else None for stage in self.stages
+            make_optimizer(job.train, stage.trained) if stage.trained else None for stage in self.stages
         ]
         self._arrived: list[Payload] = [()]
         self._gradients: list[Payload] = []

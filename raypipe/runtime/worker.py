@@ -58,7 +58,7 @@ from raypipe.runtime.update.collective import wait_for
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from raypipe.runtime.update.optimizer import Piece, learning_rate, make_optimizer
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.runtime.validation.predictions import Preprocess
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
@@ -252,13 +252,8 @@ class StageWorker:
             for stage, device in enumerate(devices)
             if device == setup.device
         }
-        self.shards = shards = divide(
-            self.modules, setup.sharding, setup.placement, setup.tied, groups, dtype_of_sums(job)
-        )
-        pieces = {piece: dims for stage in shards.stages.values() for piece, dims in stage.dims.items()}
-        self.optimizers = {
-            key: make_optimizer(job.train, self._updated(key), lambda p: pieces.get(p, p.dim())) for key in self.modules
-        }
+        self.shards = divide(self.modules, setup.sharding, setup.placement, setup.tied, groups, dtype_of_sums(job))
+        self.optimizers = {key: make_optimizer(job.train, *self._updated(key)) for key in self.modules}
 
     def _assemble(self, setup: Setup, checkpoint: Checkpoint | None = None) -> None:
         """Make the executor of the stages, on the open communicators."""
@@ -301,11 +296,11 @@ class StageWorker:
         if setup.recovers and communicators.world is not None:
             self.executor.ledger = Ledger(communicators.world, self.modules, setup.done)
 
-    def _updated(self, key: StageKey) -> list[nn.Parameter]:
+    def _updated(self, key: StageKey) -> tuple[dict[str, nn.Parameter], list[Piece]]:
         """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""
         divided = self._divided(key)
-        whole = [p for name, p in self.modules[key].trained.items() if name not in divided]
-        return [*whole, *self.shards.stages[key].pieces] if divided else whole
+        whole = {name: p for name, p in self.modules[key].trained.items() if name not in divided}
+        return whole, self.shards.stages[key].named_pieces if divided else []
 
     def _tensor_group(self, groups: Mapping[str, dist.ProcessGroup]) -> TensorGroup:
         """Make the device's tensor-parallel group known to the divided layers."""

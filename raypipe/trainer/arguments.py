@@ -13,9 +13,11 @@ from typing import Any
 
 from raypipe.errors import SpecError, nearest
 from raypipe.trainer.library.arguments import check_fields, defaults, text
-from raypipe.trainer.optimizers import momentum
+from raypipe.trainer.optimization.optimizers import options
 
-OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+OPTIMIZERS = {
+    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop",
+}  # fmt: skip
 
 
 def read_arguments(args: Any) -> dict[str, Any]:
@@ -67,9 +69,9 @@ def train_keys(
     optimizer = _one_of(OPTIMIZERS, a["optim"], "optim")
     keys = {
         "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
-        "optimizer": optimizer, "momentum": momentum(a, optimizer), "weight_decay": float(a["weight_decay"]),
+        "optimizer": optimizer, **options(a, optimizer), "weight_decay": float(a["weight_decay"]),
         "decay": "matrices",  # as the Trainer does: neither norms nor biases
-        "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": float(a["adam_epsilon"]),
+        "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])],
         "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
         "label_smoothing": float(a["label_smoothing_factor"] or 0.0),
         "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, per_epoch),

@@ -13,7 +13,6 @@ Datasets are written to the run directory as plain arrays, so neither code nor p
 
 from __future__ import annotations
 
-import inspect
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +34,8 @@ from raypipe.trainer.arguments import every, read_arguments, recomputes, train_k
 from raypipe.trainer.datasets import Columns, collator_of
 from raypipe.trainer.degrees import degrees, microbatch
 from raypipe.trainer.epochs import Epochs, given_loader, trainers_loader
-from raypipe.trainer.given_callbacks import by_kind, early_stop, stops_early
+from raypipe.trainer.figures import Figures
+from raypipe.trainer.given_callbacks import GivenCallbacks
 from raypipe.trainer.given_model import (
     capture_given,
     columns_read,
@@ -46,10 +46,8 @@ from raypipe.trainer.given_model import (
 )
 from raypipe.trainer.history import History, PrintedLog
 from raypipe.trainer.in_process import generates
-from raypipe.trainer.library.constructor import check_constructor
 from raypipe.trainer.library.methods import check_overrides
-from raypipe.trainer.optimizers import check_decay
-from raypipe.trainer.rates import rate_keys, scheduler_of
+from raypipe.trainer.optimization.methods import Optimization
 from raypipe.trainer.row_files import write_rows
 from raypipe.trainer.run_state import state_of, steps_of
 from raypipe.trainer.script_loss import script_loss, smoothing_loss, trainers_loss, with_script_loss
@@ -71,7 +69,7 @@ def _in_order() -> Iterator[None]:
         raise
 
 
-class PipelineTrainer:
+class PipelineTrainer(Optimization, Figures):
     """Trains a model with pipeline parallelism; the result does not depend on the number of stages.
 
     The arguments are those of ``transformers.Trainer``, in its order. The mini-batch is per_device_train_batch_size *
@@ -99,9 +97,11 @@ class PipelineTrainer:
             training goes on it runs in the driver's process.
         callbacks: instances of ``raypipe.Callback``; of ``transformers.TrainerCallback`` (or classes); of
             ``ray.train.UserCallback``, which hear of every checkpoint and failure in Ray Train's controller.
+        optimizers: an optimizer over the model's parameters and a scheduler of it, as the Trainer's, or None for
+            either; class, options, parameter groups and rates are read off them.
+        optimizer_cls_and_kwargs: class and options of the optimizer, instead of ``args.optim``.
         preprocess_logits_for_metrics: from logits and labels to what ``compute_metrics`` gets; runs on the devices.
         job: further keys of a job file by section, such as ``{"parallel": {"schedule": "zb-h1"}}``.
-        refused: arguments of the Trainer that are refused by name.
 
     Raises:
         SpecError: an argument is invalid, or a subclass defines a method that would not be called.
@@ -120,11 +120,11 @@ class PipelineTrainer:
         compute_loss_func: Callable[..., Any] | None = None,
         compute_metrics: Callable[[Any], dict[str, Any]] | None = None,
         callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         job: Mapping[str, Mapping[str, Any]] | None = None,
-        **refused: Any,
     ) -> None:
-        check_constructor(refused, [*inspect.signature(PipelineTrainer.__init__).parameters][1:-1])
         check_overrides(type(self), PipelineTrainer)
         if train_dataset is None:
             raise SpecError("train_dataset", "is missing", "give a dataset of dicts")
@@ -148,13 +148,12 @@ class PipelineTrainer:
             loader = self._loader = given_loader(self.get_train_dataloader())
             self._train = cast("Rows", loader.dataset)
             self._collator = None if loader.collate_fn is default_collate else loader.collate_fn
-        self._callbacks, self._ray_callbacks, theirs = by_kind(callbacks or ())
-        self._early_stop = early_stop(theirs)
-        self._watched = self._followed([one for one in theirs if not stops_early(one)])
+        self._callbacks = GivenCallbacks(callbacks or ())
+        self._watched = self._followed()
+        if self._watched is not None:
+            self._watched.made()
         self._loaded: tuple[Path, Any] | None = None
-        self.optimizer: Any = None
-        self.lr_scheduler: Any = None
-        self._rates: dict[int, dict[str, Any]] = {}
+        self._take_optimizers(optimizers, optimizer_cls_and_kwargs)
 
     @_in_order()
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainResult:
@@ -174,12 +173,12 @@ class PipelineTrainer:
         began = time.monotonic()
         prepared = self.prepare(bool(resume_from_checkpoint))
         done = len(steps_of(self.directory))
-        followers: list[Callback] = [PrintedLog(self._history()), *self._callbacks]
+        followers: list[Callback] = [PrintedLog(self._history()), *self._callbacks.own]
         callbacks = Callbacks([*followers, *([] if self._watched is None else [self._watched])], self.directory)
         if self._watched is not None:
             self._watched.begin(done)
         try:
-            result, _ = run(prepared, None, callbacks.update, self._ray_callbacks)
+            result, _ = run(prepared, None, callbacks.update, self._callbacks.rays)
             callbacks.update()  # what was logged since the last call
         finally:
             callbacks.raise_error()
@@ -263,15 +262,37 @@ class PipelineTrainer:
         smoothing = float(self.arguments["label_smoothing_factor"] or 0.0)
         return trainers_loss(model, inputs, self.compute_loss_func, return_outputs, num_items_in_batch, smoothing)
 
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return the scheduler of ``args.lr_scheduler_type``, as the Trainer's; a subclass may return another.
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, an instance or a class, before ``train``.
 
-        It does all its steps before training, over an optimizer of one parameter; the rates are those of the run.
+        Raises:
+            SpecError: it is none.
         """
-        if self.lr_scheduler is None:
-            chosen = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = scheduler_of(self.arguments, chosen, num_training_steps)
-        return self.lr_scheduler
+        self._callbacks.add(callback)
+        if self._watched is None:
+            self._watched = self._followed()
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, an instance or the first one of a class, and return it; None if there is none."""
+        return self._callbacks.pop(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, an instance or the first one of a class; of a class that has none, nothing is removed.
+
+        Raises:
+            ValueError: the instance is not among the callbacks.
+        """
+        if self._callbacks.pop(callback) is None and not isinstance(callback, type):
+            raise ValueError(f"{callback} is not among the callbacks")
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Refuse, because nothing is uploaded.
+
+        Raises:
+            SpecError: always; it says what to do instead.
+        """
+        fix = "upload the directory that save_model returns, by huggingface_hub's upload_folder"
+        raise SpecError("push_to_hub", "is not available: nothing is uploaded", fix)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Refuse, because a trainer here is one run with one directory.
@@ -335,28 +356,6 @@ class PipelineTrainer:
             self.processing_class.save_pretrained(str(made))
         return made
 
-    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
-        """Print metrics as the Trainer's scripts do."""
-        from transformers.trainer_pt_utils import log_metrics
-
-        log_metrics(self, split, metrics)
-
-    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        """Write metrics to ``SPLIT_results.json`` in ``output_dir``, and with ``combined`` to ``all_results.json``."""
-        from transformers.trainer_pt_utils import save_metrics
-
-        save_metrics(_Saves(self), split, metrics, combined)
-
-    def save_state(self) -> None:
-        """Write ``state`` to ``trainer_state.json`` in ``output_dir``."""
-        self.state.save_to_json(str(self.directory / "trainer_state.json"))
-
-    def is_world_process_zero(self) -> bool:
-        """Return True: the process that calls ``train`` is the only one that runs the script."""
-        return True
-
-    is_local_process_zero = is_world_process_zero
-
     def prepare(self, resume: bool = False) -> Prepared:
         """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
         claim(self.directory, resume=resume)  # check the directory before writing into it
@@ -393,16 +392,11 @@ class PipelineTrainer:
         a = self.arguments
         dp = self.degrees.dp or 1
         held_out = len(self._eval) if self._eval is not None else None
-        train = train_keys(a, self._epochs.steps, held_out, dp, self._early_stop)
+        train = train_keys(a, self._epochs.steps, held_out, dp, self._callbacks.early_stop)
         more = self._more.get("train", {})
-        if "decay" not in more and "weight_decay" not in more:
-            check_decay(self._model, train["weight_decay"])
-        train |= self._rates_of(int(more.get("steps", train["steps"])))
-        if "lr_table" in train and "lr" in more:
-            fix = "give args.learning_rate, or a scheduler"
-            raise SpecError("job.train.lr", "has no effect where a scheduler gives the rates", fix)
+        train |= self._optimization(int(more.get("steps", train["steps"])), more)
         if "dtype" not in more:
-            train["dtype"] = training_dtype(self._model, train["dtype"], _say)
+            train["dtype"] = self._dtype
         if train["best_metric"] != "loss" and (self._metrics is None or self._generates):
             without = "without compute_metrics" if self._metrics is None else "that generates nothing while training"
             why = f"{train['best_metric']} is no figure of a validation {without}"
@@ -431,10 +425,10 @@ class PipelineTrainer:
             sections[name] = {**sections.get(name, {}), **keys}
         return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
 
-    def _rates_of(self, steps: int) -> dict[str, Any]:
-        if steps not in self._rates:
-            self._rates[steps] = rate_keys(self, PipelineTrainer, steps)
-        return self._rates[steps]
+    @cached_property
+    def _dtype(self) -> str:
+        """``train.dtype``; a line says once what becomes of a bfloat16 instance."""
+        return training_dtype(self._model, "bfloat16" if self.arguments["bf16"] else "float32", _say)
 
     def _in_process(self) -> Any:
         """Return a ``transformers.Trainer`` of the model as it is now."""
@@ -448,9 +442,9 @@ class PipelineTrainer:
         made.state.epoch = self._history().epoch(len(steps_of(self.directory)))
         return made
 
-    def _followed(self, theirs: Sequence[Any]) -> TrainerCallbacks | None:
+    def _followed(self) -> TrainerCallbacks | None:
         """Return what tells the Trainer's callbacks of the run; None without any."""
-        if not theirs:
+        if not self._callbacks.theirs:
             return None
         from transformers import TrainerState
 
@@ -462,7 +456,7 @@ class PipelineTrainer:
         args = self.args if hasattr(self.args, "output_dir") else training_arguments(self.args, str(self.directory))
         steps = train_keys(self.arguments, self._epochs.steps, None, self.degrees.dp or 1, None)["steps"]
         state = TrainerState(max_steps=steps, logging_steps=history.every)
-        return TrainerCallbacks(theirs, args, state, history, self.directory, given)
+        return TrainerCallbacks(self._callbacks, args, state, history, self.directory, given)
 
     def _history(self) -> History:
         a = self.arguments
@@ -482,16 +476,6 @@ class PipelineTrainer:
             from raypipe.trained import fill
 
             fill(self._model, self.directory, saved_job(self.directory))
-
-
-class _Saves:
-    """What ``transformers.trainer_pt_utils`` needs of a Trainer to write its files."""
-
-    def __init__(self, trainer: PipelineTrainer) -> None:
-        from types import SimpleNamespace
-
-        self.args = SimpleNamespace(output_dir=str(trainer.directory))
-        self.is_world_process_zero = trainer.is_world_process_zero
 
 
 def _say(text: str) -> None:

@@ -7,27 +7,21 @@ tokenizer.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from raypipe.errors import SpecError
 from raypipe.launch.callbacks import Callback
-from raypipe.observe.run_dir import ask_to_save
+from raypipe.observe.run_dir import ask_to_evaluate, ask_to_save
+from raypipe.trainer.given_callbacks import GivenCallbacks
 from raypipe.trainer.history import History, evaluation
-
-NOT_HEARD = {
-    "should_evaluate": "raypipe evaluates by args.eval_strategy",
-    "should_epoch_stop": "the rows of all epochs are chosen before the run; should_training_stop ends it",
-}
-"""Flags of ``TrainerControl`` that a callback sets in vain, and why."""
 
 
 class TrainerCallbacks(Callback):
     """Passes on what ``raypipe.Callback`` hears.
 
     Args:
-        callbacks: the Trainer's, instances.
+        callbacks: those of a trainer; of transformers' among them each event is told.
         args: ``transformers.TrainingArguments``.
         state: ``transformers.TrainerState``, kept up to date.
         history: takes in the run's rows.
@@ -36,16 +30,19 @@ class TrainerCallbacks(Callback):
     """
 
     def __init__(
-        self, callbacks: Sequence[Any], args: Any, state: Any, history: History, directory: Path, given: dict[str, Any]
+        self, callbacks: GivenCallbacks, args: Any, state: Any, history: History, directory: Path, given: dict[str, Any]
     ) -> None:
         from transformers import TrainerControl
 
-        self._callbacks, self._args, self._state = tuple(callbacks), args, state
+        self._callbacks, self._args, self._state = callbacks, args, state
         self._history, self._directory = history, directory
         self._control = TrainerControl()
         self._given = dict.fromkeys(("optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")) | given
         self._epoch = -1
         self._state.log_history = history.entries
+
+    def made(self) -> None:
+        """The trainer is made."""
         self._tell("on_init_end")
 
     def begin(self, step: int) -> None:
@@ -53,6 +50,7 @@ class TrainerCallbacks(Callback):
         self._state.global_step, self._state.epoch = step, self._history.epoch(step)
         self._control.should_training_stop = False
         self._tell("on_train_begin")
+        self._control.should_save = self._control.should_evaluate = False  # as the Trainer's first step does
 
     def end(self) -> None:
         """The run has ended."""
@@ -66,7 +64,7 @@ class TrainerCallbacks(Callback):
         if epoch > self._epoch:
             if self._epoch >= 0:
                 self._tell("on_epoch_end")
-            self._epoch = epoch
+            self._epoch, self._control.should_epoch_stop = epoch, False
             self._tell("on_epoch_begin")
         self._tell("on_step_begin")
         self._state.global_step, self._state.epoch = step, self._history.epoch(step)
@@ -76,12 +74,15 @@ class TrainerCallbacks(Callback):
         self._control.should_log = False
         if entry is not None:
             self._tell("on_log", logs=entry)
+        self._hear()
 
     def on_evaluate(self, step: int, metrics: dict[str, Any]) -> None:
         """See Callback."""
         entry = self._history.take(metrics)
         self._tell("on_log", logs=entry)
         self.evaluated(evaluation(metrics))
+        self._control.should_evaluate = False
+        self._hear()
 
     def evaluated(self, metrics: dict[str, Any]) -> None:
         """``evaluate`` was called, or the run has validated."""
@@ -100,13 +101,21 @@ class TrainerCallbacks(Callback):
         return bool(self._control.should_training_stop)
 
     def _tell(self, event: str, **more: Any) -> None:
-        for callback in self._callbacks:
+        for callback in self._callbacks.theirs:
             answer = getattr(callback, event)(self._args, self._state, self._control, **self._given, **more)
             self._control = self._control if answer is None else answer
+
+    def _hear(self) -> None:
+        """Carry out what callbacks ask for.
+
+        Raises:
+            SpecError: one ends the epoch, which is not over; at its end the flag has no effect, as in the Trainer.
+        """
         if self._control.should_save:
-            self._control.should_save = False
             ask_to_save(self._directory)
-        for flag, words in NOT_HEARD.items():
-            if getattr(self._control, flag):
-                setattr(self._control, flag, False)
-                warnings.warn(f"a callback has set control.{flag}, which has no effect: {words}", stacklevel=2)
+        if self._control.should_evaluate:
+            ask_to_evaluate(self._directory)
+        self._control.should_save = self._control.should_evaluate = False
+        if self._control.should_epoch_stop and self._state.epoch % 1:
+            why = "is set by a callback, and the rows of all epochs are chosen before the run"
+            raise SpecError("control.should_epoch_stop", why, "set should_training_stop, which ends the run")

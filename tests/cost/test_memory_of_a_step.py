@@ -96,15 +96,17 @@ def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=Non
     )  # fmt: skip
     shards = divide(modules, schedule.sharding, schedule.placement, tuple(tied), groups or {})
     sync = GradientSync(0, modules, schedule.placement, tuple(tied), {}, sharded=shards.stages)
-    updated = {k: shards.stages[k].pieces if k in shards.stages else m.named.values() for k, m in modules.items()}
+    pieces = {k: stage.named_pieces for k, stage in shards.stages.items()}
+    optimizers = {
+        k: make_optimizer(train, {} if k in pieces else m.named, pieces.get(k, ())) for k, m in modules.items()
+    }
     reads = {name for module in modules.values() for name in module.reads}
     tokens = Noise(spec.vocabulary if gpt else 256, model.positions)
     feed = Feed(tokens, model.task, reads, 0, train.batch, samples, cpu, weights)
     if slices > 1:
         feed.cut(slices, model.slice_lengths(slices))
     return Executor(
-        settings, modules, {k: make_optimizer(train, some) for k, some in updated.items()}, model.task, feed,
-        sync, Shares(None), {}, {}, StageIOSpecs(model, cut, samples),
+        settings, modules, optimizers, model.task, feed, sync, Shares(None), {}, {}, StageIOSpecs(model, cut, samples),
         {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
         shards,
     )  # fmt: skip

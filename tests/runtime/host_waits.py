@@ -38,7 +38,7 @@ from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups
 from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from raypipe.runtime.update.optimizer import Piece, learning_rate, make_optimizer
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import Program, programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
@@ -140,7 +140,6 @@ def executor(
     groups = create_groups(wanted, "gloo") if copy is not None else {}
     shards = divide(modules, schedule.sharding, schedule.placement, tied, groups)
     assert set(shards.stages) == (set(modules) if copy is not None else set())
-    dims = {piece: n for stage in shards.stages.values() for piece, n in stage.dims.items()}
     fields = {name for stage in stages for name in stage.reads}
     settings = StepSettings(
         seed=train.seed, microbatches=microbatches, samples_per_microbatch=MICROBATCH, clip=train.clip,
@@ -150,7 +149,7 @@ def executor(
     made = Executor(
         settings, modules,
         {
-            key: make_optimizer(train, updated(m, shards.stages.get(key)), lambda p: dims.get(p, p.dim()))
+            key: make_optimizer(train, *updated(m, shards.stages.get(key)))
             for key, m in modules.items()
         },
         model.task, feed, GradientSync(own, modules, schedule.placement, tied, groups, sharded=shards.stages),
@@ -159,11 +158,11 @@ def executor(
     return made, programs(schedule)[own], train
 
 
-def updated(module: StageModule, divided: ShardedStage | None) -> list[torch.nn.Parameter]:
+def updated(module: StageModule, divided: ShardedStage | None) -> tuple[dict[str, torch.nn.Parameter], list[Piece]]:
     """What the optimizer of a stage updates: whole parameters, and this device's pieces of divided ones."""
     if divided is None:
-        return list(module.trained.values())
-    return [*(p for name, p in module.trained.items() if name not in divided.names), *divided.pieces]
+        return module.trained, []
+    return {name: p for name, p in module.trained.items() if name not in divided.names}, divided.named_pieces
 
 
 def numbers(result: StepResult) -> list[float]:

@@ -30,12 +30,15 @@ from raypipe.runtime.update.optimizer import make_optimizer
 ours = torch.nn.Linear(4, 4, dtype=torch.float64)
 theirs = torch.nn.Linear(4, 4, dtype=torch.float64)
 for name, kind, options in (
-    ("adamw", torch.optim.AdamW, {"weight_decay": 0.1}), ("adam", torch.optim.Adam, {"weight_decay": 0.1}),
-    ("sgd", torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9}),
+    ("adamw", torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
+    ("adam", torch.optim.Adam, {"weight_decay": 0.1, "fused": True}),
+    ("sgd", torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9, "fused": True}),
+    ("adagrad", torch.optim.Adagrad, {"weight_decay": 0.1, "eps": 1e-8}),
+    ("rmsprop", torch.optim.RMSprop, {"weight_decay": 0.1, "momentum": 0.9}),
 ):
     theirs.load_state_dict(ours.state_dict())
     train = TrainSpec(steps=1, batch=1, optimizer=name, lr=0.1, weight_decay=0.1, momentum=0.9, decay="all")
-    mine = make_optimizer(train, ours.parameters())
+    mine = make_optimizer(train, dict(ours.named_parameters()))
     for step in range(3):
         ours(torch.full((2, 4), step + 1.0, dtype=torch.float64)).square().sum().backward()
         mine.step()
@@ -48,7 +51,7 @@ for (name, kind, options, expected), start in zip(after, starts):
     with torch.no_grad():
         for p, value in zip(theirs.parameters(), start):
             p.copy_(value)
-    plain = kind(theirs.parameters(), lr=0.1, fused=True, **options)
+    plain = kind(theirs.parameters(), lr=0.1, **options)
     for step in range(3):
         theirs(torch.full((2, 4), step + 1.0, dtype=torch.float64)).square().sum().backward()
         plain.step()

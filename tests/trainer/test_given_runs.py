@@ -12,6 +12,7 @@ from torch import nn
 import raypipe
 from raypipe.observe.run_log import METRICS, read_rows
 from tests.driver_here import without_ray_train
+from tests.trainer import three_steps
 from tests.trainer.test_given import ROWS, Doubled, bert, by_loss, head, of_logits, own, summed
 from tests.trainer.three_steps import Outcome, arguments, assert_alike, plain
 
@@ -80,3 +81,28 @@ def test_the_scripts_own_train_under_every_schedule(case: str, schedule: str, dr
     made = trained(model, tmp_path / "run", schedule, **more)
     assert_alike(outcome(tmp_path / "run", model), plain(make(), right), 1e-9)
     assert (made.save_model(str(tmp_path / "saved")) / "model.safetensors").exists()
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("case", "stages", "shard"),
+    [("layerwise", 2, "zero3"), ("given", 1, "zero1"), ("layerwise", 1, "none"), ("head", 2, "zero2")],
+)
+def test_a_scripts_optimizer_over_copies_and_their_pieces(
+    case: str, stages: int, shard: str, driver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the Hugging Face Trainer; a piece of a divided parameter is updated as the parameter."""
+    from tests.trainer.test_epochs import model
+    from tests.trainer.test_optimizers import both
+
+    mine, theirs, more = both(monkeypatch, case)
+    rows, one, two = three_steps.rows_of(), model().double(), model().double()
+    raypipe.init(pp=stages, dp=2)
+    try:
+        args = three_steps.arguments(tmp_path / "mine", 4, 1)
+        mine(model=one, args=args, train_dataset=rows, eval_dataset=rows, job={"parallel": {"shard": shard}},
+             **more(one)).train()  # fmt: skip
+    finally:
+        raypipe.init()
+    right = three_steps.hugging_face(two, rows, tmp_path / "theirs", 8, trainer=theirs, **more(two))
+    assert_alike(outcome(tmp_path / "mine", one), right, 1e-7)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from raypipe.cost.stages import gradient_width
 from raypipe.errors import SpecError, nearest
 
-OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 0}
-"""Values of optimizer state per parameter; SGD with momentum has one more."""
+OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1}
+"""Values of optimizer state per parameter; SGD and RMSprop with momentum have one more."""
 
 MASTER = 4
 """Bytes of a master weight, and at least of a value of optimizer state: float32."""
@@ -38,14 +38,14 @@ def optimizer_values(optimizer: str, momentum: float) -> int:
 
     Args:
         optimizer: ``train.optimizer``.
-        momentum: ``train.momentum``; only whether ``sgd`` has any matters.
+        momentum: ``train.momentum``; only whether ``sgd`` or ``rmsprop`` has any matters.
 
     Raises:
         SpecError: the optimizer is unknown.
     """
     if optimizer not in OPTIMIZER_VALUES:
         raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, OPTIMIZER_VALUES))
-    return OPTIMIZER_VALUES[optimizer] + (optimizer == "sgd" and momentum > 0)
+    return OPTIMIZER_VALUES[optimizer] + (optimizer in ("sgd", "rmsprop") and momentum > 0)
 
 
 def parameter_bytes(dtype: str, optimizer: str = "adamw", momentum: float = 0.0) -> ParameterBytes:

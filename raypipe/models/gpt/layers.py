@@ -6,7 +6,7 @@ Start values depend only on (seed, layer, parameter), so they are the same for e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,10 @@ class GptLayers(LayeredModel):
     def parameters(self, i: int) -> int:
         """Count the elements of layer ``i``'s parameters; tied ones count in each holder."""
         return sum(p.numel() for p in self._empty(i).parameters())
+
+    def parameter_names(self, i: int) -> Collection[str]:
+        """See ``LayeredModel.parameter_names``."""
+        return [f"{i}.{path}" for path, _ in self._empty(i).named_parameters()]
 
     def _empty(self, i: int) -> nn.Module:
         """Construct layer ``i`` on the meta device."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from raypipe.job.train_spec import TrainSpec
-from raypipe.observe.run_dir import Stop, asked_to_save
+from raypipe.observe.run_dir import Stop, asked_to_evaluate, asked_to_save
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.saves import Saves
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
@@ -44,11 +44,13 @@ class Dues:
     def after(self, done: int, stop: Stop | None) -> Due:
         """Return what is due after ``done`` steps; ``stop``: what ends the run there, or None.
 
-        A save that was asked for from outside is due once: after the step that this is called for.
+        A save or a validation that was asked for from outside is due once: after the step that this is called for.
         """
         train = self._train
         last = done == train.steps or (stop is not None and not stop.pauses)
-        evaluates = last or bool(train.eval_every and done % train.eval_every == 0)
+        evaluates = (
+            asked_to_evaluate(self._directory) or last or bool(train.eval_every and done % train.eval_every == 0)
+        )
         forced = asked_to_save(self._directory) or last or stop is not None or self._saves.overdue
         saves = forced or bool(train.checkpoint_every and done % train.checkpoint_every == 0)
         return Due(evaluates, saves, self._copies.due(done))

@@ -30,6 +30,7 @@ from raypipe.runtime.graphs.step_keys import StepKeys
 from raypipe.runtime.late.side_updates import SideUpdates
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.started_step import StartedStep
+from raypipe.runtime.update.optimizer import set_rate
 from raypipe.schedule.lowering.programs import Program
 
 UNCAPTURED = 2
@@ -260,8 +261,7 @@ class StepExecutor(Executor):
         self.split, self.training, self.lr = "train", True, lr
         self.step, self.base, self.program = step, step * self.microbatches, program
         for optimizer in self.updates.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = lr  # what a checkpoint, or a step without a graph, reads
+            set_rate(optimizer, lr)  # what a checkpoint, or a step without a graph, reads
         marks = np.empty((len(program.actions), 2))
         marks[:, 0] = self.clock.mark()
         known.graph.replay()

@@ -25,6 +25,7 @@ from raypipe.runtime.late.side_stream import Done, SideStream
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.update.collective import Push
 from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.optimizer import set_rate
 from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Program
 
@@ -140,8 +141,7 @@ class SideUpdates:
         for key in sorted(group):
             step.squares.append(self.sync.norm_squared(self.modules[key].trained.values()))
             optimizer = self.optimizers[key]
-            for each in optimizer.param_groups:
-                each["lr"] = step.lr
+            set_rate(optimizer, step.lr)
             optimizer.step()
             self.sync.drop(key)
 

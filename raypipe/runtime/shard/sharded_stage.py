@@ -12,6 +12,7 @@ from raypipe.runtime.shard.flat_weights import FlatWeights
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.cast_sum import start_all_reduce
 from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.optimizer import Piece
 
 
 class ShardedStage:
@@ -57,13 +58,13 @@ class ShardedStage:
         return [piece for flat in self.flats for piece in flat.pieces]
 
     @property
-    def dims(self) -> dict[nn.Parameter, int]:
-        """Per piece, the number of dimensions of the parameter that it is a part of."""
-        return {
-            piece: flat.parameters[part.name].dim() if part.name is not None else 1
+    def named_pieces(self) -> list[Piece]:
+        """The same, each with the parameter that it is a part of."""
+        return [
+            Piece(piece, "", 1) if part.name is None else Piece(piece, part.name, flat.parameters[part.name].dim())
             for flat in self.flats
             for part, piece in zip(flat.parts, flat.pieces, strict=True)
-        }
+        ]
 
     def gather(self) -> None:
         """Start to gather the weights (AG)."""

@@ -24,6 +24,7 @@ from raypipe.runtime.clocks.clock import Clock, HostClock, Mark
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.update.collective import Push
 from raypipe.runtime.update.gradients import GradientSync, StageKey, TieSum
+from raypipe.runtime.update.optimizer import set_rate
 from raypipe.schedule.lowering.programs import Program
 
 
@@ -196,8 +197,7 @@ class LayerUpdates:
         part.take()
         self._late[deferred.step].squares.append(self.sync.norm_squared(part.parameters))
         optimizer = self.optimizers[key]
-        for group in optimizer.param_groups:
-            group["lr"] = deferred.lr
+        set_rate(optimizer, deferred.lr)
         optimizer.step()  # of the parameters that have a gradient: this part's
         for p in part.parameters:
             p.grad = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,37 +18,89 @@ MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of torch's optimizers that ``torch.compile`` is not to trace."""
 
 
-def make_optimizer(
-    train: TrainSpec, parameters: Iterable[nn.Parameter], dims: Callable[[nn.Parameter], int] = nn.Parameter.dim
-) -> torch.optim.Optimizer:
-    """Make ``train.optimizer`` over the parameters of one stage. Its fused kernels exist on CPU and CUDA alike.
+class Kind(NamedTuple):
+    """An optimizer of PyTorch's."""
 
-    What decays follows from a parameter's number of dimensions, which tensor parallelism and tying do not change;
-    ``dims`` says it where an optimizer updates flat pieces of parameters. Where the parameters are bfloat16, the
-    optimizer updates float32 master weights (``master_weights``).
+    made_by: Any
+    options: tuple[str, ...]
+    """Keys of ``train`` that it reads, beside rate and weight decay."""
+    fused: bool = True
+    """Whether it has fused kernels on CPU and CUDA alike."""
+
+
+OPTIMIZERS = {
+    "adamw": Kind(torch.optim.AdamW, ("betas", "eps")),
+    "adam": Kind(torch.optim.Adam, ("betas", "eps")),
+    "sgd": Kind(torch.optim.SGD, ("momentum",)),
+    "adagrad": Kind(torch.optim.Adagrad, ("eps",), fused=False),
+    "rmsprop": Kind(torch.optim.RMSprop, ("alpha", "eps", "momentum"), fused=False),
+}
+"""Those that ``train.optimizer`` has."""
+SCALE = "scale"
+"""Key of a parameter group: the factor of each step's learning rate."""
+
+
+class Piece(NamedTuple):
+    """A part of a parameter that an optimizer updates, flat."""
+
+    values: nn.Parameter
+    name: str
+    """The whole parameter's; empty for padding."""
+    dims: int
+    """The whole parameter's number of dimensions."""
+
+
+def make_optimizer(
+    train: TrainSpec, parameters: Mapping[str, nn.Parameter], pieces: Iterable[Piece] = ()
+) -> torch.optim.Optimizer:
+    """Make ``train.optimizer`` over the parameters of one stage.
+
+    What decays, and at which rate a parameter is updated, follows from its name and its number of dimensions, which
+    tensor parallelism and tying do not change. Where the parameters are bfloat16, the optimizer updates float32 master
+    weights (``master_weights``).
+
+    Args:
+        train: says the optimizer.
+        parameters: those that are updated whole, by name.
+        pieces: of those that are divided.
     """
-    every = list(parameters)
-    decaying = [p for p in every if train.decay == "all" or dims(p) > 1]
-    held: list[dict[str, Any]] = [{"params": decaying}]  # a group may be empty, where a stage is frozen
-    if len(decaying) < len(every):
-        held.append({"params": [p for p in every if dims(p) <= 1], "weight_decay": 0.0})
+    groups = {name: group for group in train.groups for name in group.parameters}
+    held: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, train.weight_decay): []}  # of a frozen stage, too
+    for values, name, dims in (*(Piece(p, name, p.dim()) for name, p in parameters.items()), *pieces):
+        group = groups.get(name)
+        decay = train.weight_decay if train.decay == "all" or dims > 1 else 0.0
+        if group is not None and group.weight_decay is not None:
+            decay = group.weight_decay
+        held.setdefault((1.0 if group is None else group.scale, decay), []).append(values)
+    made = [{"params": some, SCALE: scale, "weight_decay": decay} for (scale, decay), some in held.items()]
     if train.dtype != "bfloat16-true":
-        return _optimizer(train, held)
-    made = _optimizer(train, master_groups(held))
-    round_after_step(made)
-    return made
+        return _optimizer(train, made)
+    optimizer = _optimizer(train, master_groups(made))
+    round_after_step(optimizer)
+    return optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of the next step, that of each group by its factor.
+
+    ``rate`` is a tensor while a step is captured.
+    """
+    for group in optimizer.param_groups:
+        scale = group.get(SCALE, 1.0)
+        group["lr"] = rate if scale == 1.0 else rate * scale
 
 
 def _optimizer(train: TrainSpec, held: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if train.optimizer == "sgd":
-        sgd: type[torch.optim.SGD] = untraced(torch.optim.SGD)
-        return sgd(held, lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay, fused=True)
-    kind: type[torch.optim.Adam] = untraced(torch.optim.AdamW if train.optimizer == "adamw" else torch.optim.Adam)
-    return kind(held, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay, fused=True)
+    kind = OPTIMIZERS[train.optimizer]
+    options: dict[str, Any] = {key: getattr(train, key) for key in kind.options}
+    if kind.fused:
+        options["fused"] = True
+    made: torch.optim.Optimizer = untraced(kind.made_by)(held, lr=train.lr, weight_decay=train.weight_decay, **options)
+    return made
 
 
 @cache
-def untraced(kind: type[torch.optim.Optimizer]) -> Any:
+def untraced(kind: Any) -> Any:
     """Return a subclass of an optimizer without the marks that keep ``torch.compile`` out; its updates are the same.
 
     To set them, the first call of a method imports the tracer (``torch._dynamo`` with SymPy): 1.9 s of processor time

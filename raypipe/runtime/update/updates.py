@@ -30,6 +30,7 @@ from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.master_weights import ROUNDED, round_all
 from raypipe.runtime.update.norm import Forecast, Shares, clip_factor, norm_of
+from raypipe.runtime.update.optimizer import set_rate
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.lowering.norm_policy import NormPolicy, RequestedNormPolicy
 
@@ -152,8 +153,7 @@ class Updates:
     def make(self, key: StageKey, lr: float) -> None:
         """Update one stage replica, by the policy that ``begin`` chose."""
         optimizer = self.optimizers[key]
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(optimizer, lr)
         if key in self.versions:
             self.versions[key].expect()
         if self._policy != "optimistic":

@@ -11,7 +11,7 @@ from raypipe.trainer.library.row import Row, honoured, refuse, refused, table, w
 _SCRIPT = "only scripts call it"
 _OWN_LOSS = "compute the loss by compute_loss, which is captured with the model"
 _FIGURES = "compute figures by compute_metrics, and reduce logits by preprocess_logits_for_metrics"
-_OPTIMIZER = "choose one by args.optim and optim_args; its rates may come from create_scheduler"
+_OPTIMIZER = "asked once: its class (`train.optimizer`), and groups that differ in lr and weight_decay (`train.groups`)"
 _COLLATE = "give a data_collator, which is called once per row"
 _MESH = "use raypipe.init(dp=, tp=, pp=)"
 _SAVED = "follow checkpoints by a callback's on_save, and name your method otherwise"
@@ -19,6 +19,9 @@ METHODS: dict[str, Row] = table(
     honoured("compute_loss", "captured together with the model"),
     honoured("get_train_dataloader", "its sampler gives the rows of the whole run, its collator each row"),
     honoured("_get_train_sampler", "gives the rows of the whole run"),
+    honoured("create_optimizer", _OPTIMIZER),
+    honoured("get_optimizer_cls_and_kwargs", _OPTIMIZER),
+    honoured("get_decay_parameter_names", "weight decay by parameter (`train.groups`)"),
     honoured("create_scheduler", "asked once for the rates of the whole run"),
     honoured("train", _SCRIPT),
     honoured("predict", _SCRIPT),
@@ -28,11 +31,11 @@ METHODS: dict[str, Row] = table(
     honoured("save_state", _SCRIPT),
     honoured("hyperparameter_search", _SCRIPT + "; without one of your own it is refused"),
     honoured("create_model_card", _SCRIPT),
-    honoured("push_to_hub", _SCRIPT),
+    honoured("push_to_hub", _SCRIPT + "; without one of your own it is refused"),
     honoured("init_hf_repo", _SCRIPT),
-    honoured("add_callback", _SCRIPT),
-    honoured("pop_callback", _SCRIPT),
-    honoured("remove_callback", _SCRIPT),
+    honoured("add_callback", "before `train`"),
+    honoured("pop_callback", "before `train`"),
+    honoured("remove_callback", "before `train`"),
     honoured("get_learning_rates", _SCRIPT),
     honoured("get_num_trainable_parameters", _SCRIPT),
     honoured("get_optimizer_group", _SCRIPT),
@@ -43,10 +46,7 @@ METHODS: dict[str, Row] = table(
     refused("training_step", _OWN_LOSS),
     refused("compute_loss_context_manager", 'use args.bf16, or job={"train": {"dtype": ...}}'),
     refused("autocast_smart_context_manager", 'use args.bf16, or job={"train": {"dtype": ...}}'),
-    refused("create_optimizer", _OPTIMIZER),
-    refused("create_optimizer_and_scheduler", _OPTIMIZER),
-    refused("get_optimizer_cls_and_kwargs", _OPTIMIZER),
-    refused("get_decay_parameter_names", 'choose by job={"train": {"decay": "all"}}, or "matrices"'),
+    refused("create_optimizer_and_scheduler", "define create_optimizer and create_scheduler, which are called here"),
     refused("get_batch_samples", "order the rows by _get_train_sampler or get_train_dataloader"),
     refused("set_initial_training_values", "set args.max_steps or args.num_train_epochs"),
     refused("get_total_train_batch_size", "set args.per_device_train_batch_size and gradient_accumulation_steps"),

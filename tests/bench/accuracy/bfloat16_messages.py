@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypipe.job.load import load_job
 from raypipe.models import GptLayers, cross_entropy, random_keys
-from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from raypipe.runtime.update.optimizer import learning_rate, make_optimizer, set_rate
 
 STEPS, BATCH = 100, 8
 
@@ -39,7 +39,7 @@ def losses(casts: bool) -> list[float]:
     built = [layers.build(i, train.seed) for i in range(layers.count)]
     built[-1].project.weight = built[0].token.weight
     model = torch.nn.Sequential(*built)
-    optimizer = make_optimizer(train, model.parameters())
+    optimizer = make_optimizer(train, dict(model.named_parameters()))
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40])
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     cut, found = layers.count // 2, []
@@ -53,8 +53,7 @@ def losses(casts: bool) -> list[float]:
             loss = cross_entropy(x, rows[:, 1:]) / rows[:, 1:].numel()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(train, step)
+        set_rate(optimizer, learning_rate(train, step))
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.item())

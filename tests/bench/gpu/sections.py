@@ -197,7 +197,7 @@ def _plain_loop(device: torch.device, train: Any, count: int, compiled: bool) ->
     layers = GptLayers(spec)
     model: Any = torch.nn.Sequential(*(layers.build(i, train.seed) for i in range(layers.count))).to(device)
     model[-1].project.weight = model[0].token.weight
-    optimizer = make_optimizer(train, model.parameters())
+    optimizer = make_optimizer(train, dict(model.named_parameters()))
     if compiled:
         # Keyed dropout reads Python numbers that change with every step, which torch.compile would compile anew.
         model = torch.compile(model.eval())

@@ -58,7 +58,8 @@ def updates(parameters: list[nn.Parameter], compiled: bool) -> dict[str, Callabl
     assert flat_gradient is not None
     ways: dict[str, Callable[[], object]] = {
         "norm today": lambda: norm_squared(gradients), "norm flat": lambda: norm_squared([flat_gradient]),
-        "step today": make_optimizer(train, parameters).step, "step flat": make_optimizer(train, [flat]).step,
+        "step today": make_optimizer(train, {str(i): p for i, p in enumerate(parameters)}).step,
+        "step flat": make_optimizer(train, {"flat": flat}).step,
     }  # fmt: skip
     if compiled:
         first, second, count = torch.zeros_like(flat), torch.zeros_like(flat), torch.ones(())

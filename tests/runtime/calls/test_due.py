@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raypipe.job.train_spec import TrainSpec
-from raypipe.observe.run_dir import ask_to_save
+from raypipe.observe.run_dir import ask_to_evaluate, ask_to_save
 from raypipe.runtime.calls.due import Due, Dues
 from raypipe.runtime.calls.steps_per_call import CALL_S, MOST_STEPS, StepsPerCall
 
@@ -43,6 +43,9 @@ def test_what_users_ask_for_is_due_after_the_next_step(tmp_path: Path) -> None:
     ask_to_save(tmp_path)
     assert asked.next_call(10, 4, True, True, None).due == Due(False, True, False)
     assert len(asked.next_call(11, 4, True, True, None).parts) == 4  # once
+    ask_to_evaluate(tmp_path)
+    assert asked.next_call(11, 4, True, True, None).due == Due(True, False, False)
+    assert len(asked.next_call(12, 4, True, True, None).parts) == 4
     stop: Any = SimpleNamespace(pauses=True, why="asked")
     found = asked.next_call(15, 4, True, True, stop)
     assert (len(found.parts), found.due) == (1, Due(False, True, False))

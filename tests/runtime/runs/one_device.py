@@ -131,7 +131,7 @@ def one_device(
     optimizers: dict[Any, torch.optim.Optimizer] = {
         key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR)
         if train is None
-        else make_optimizer(train, m.trained.values())
+        else make_optimizer(train, m.trained)
         for key, m in modules.items()
     }
     tied = tuple(

@@ -6,7 +6,9 @@ forward, loss scaling, accumulation, clipping, optimizer and tying are written h
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,10 +36,19 @@ def plain_val_loss(job: JobSpec, data: Path, steps: int) -> float:
 
 def _trained(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None) -> tuple[list[float], torch.nn.Module]:
     model, _ = _model(job)
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
-    bare = [p for p in model.parameters() if p.dim() == 1 and job.train.decay == "matrices"]
-    rest = [p for p in model.parameters() if all(p is not q for q in bare)]
-    groups = [{"params": rest, "weight_decay": job.train.weight_decay}, {"params": bare, "weight_decay": 0.0}]
+    kinds: dict[str, Any] = {
+        "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD,
+        "adagrad": partial(torch.optim.Adagrad, eps=job.train.eps),
+        "rmsprop": partial(torch.optim.RMSprop, alpha=job.train.alpha, momentum=job.train.momentum),
+    }  # fmt: skip
+    groups = [{"params": [p], "times": 1.0, "weight_decay": job.train.weight_decay} for p in model.parameters()]
+    for (name, p), group in zip(model.named_parameters(), groups, strict=True):
+        if p.dim() == 1 and job.train.decay == "matrices":
+            group["weight_decay"] = 0.0
+        for own in job.train.groups:
+            if name in own.parameters:
+                group["times"] = own.scale
+                group["weight_decay"] = group["weight_decay"] if own.weight_decay is None else own.weight_decay
     optimizer = kinds[job.train.optimizer](groups, lr=job.train.lr)
     corpus = Corpus.open(data) if corpus is None else corpus
     losses = []
@@ -48,7 +59,7 @@ def _trained(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None)
         if job.train.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(job.train, step)
+            group["lr"] = group["times"] * learning_rate(job.train, step)
         optimizer.step()
         losses.append(loss.item())
     return losses, model

@@ -173,7 +173,7 @@ def test_messages_are_as_narrow_as_they_can_be(text_folder) -> None:
 def test_an_update_smaller_than_the_last_bit_is_not_lost_and_can_be_undone(gradient) -> None:
     train = TrainSpec(steps=1, batch=1, optimizer="sgd", lr=2**-12, weight_decay=0.0, dtype="bfloat16-true")
     p = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    optimizer = make_optimizer(train, [p])
+    optimizer = make_optimizer(train, {"p": p})
     for step in range(1, 17):
         p.grad = None if gradient is None else torch.full_like(p, gradient)
         kept = OptimizerSnapshot(optimizer)

@@ -129,7 +129,7 @@ def test_optimizers_are_pytorchs_with_the_jobs_settings(name, kind) -> None:
     spec = TrainSpec(
         steps=1, batch=1, optimizer=name, lr=0.5, betas=(0.8, 0.9), eps=1e-6, momentum=0.7, weight_decay=0.3
     )
-    made = make_optimizer(spec, [torch.nn.Parameter(torch.ones(2))])
+    made = make_optimizer(spec, {"p": torch.nn.Parameter(torch.ones(2))})
     assert type(made).__bases__ == (kind,)  # without what would import the tracer
     wanted = {"lr": 0.5, "weight_decay": 0.3}
     wanted |= {"momentum": 0.7} if name == "sgd" else {"betas": (0.8, 0.9), "eps": 1e-6}

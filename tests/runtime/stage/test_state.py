@@ -104,7 +104,7 @@ TRAIN = TrainSpec(steps=1, batch=1)
 def stage(layers: range, hidden: int = 16, depth: int = 2) -> tuple[StageModule, torch.optim.Optimizer]:
     model = GptSpec(layers=depth, hidden=hidden, heads=2, sequence=8)
     module = StageModule(GptLayers(model), layers, 0, torch.device("cpu"), split=False)
-    return module, make_optimizer(TRAIN, module.named.values())
+    return module, make_optimizer(TRAIN, module.named)
 
 
 TIED = (TiedHolders("0.token.weight", ("0.token.weight", "3.project.weight"), (0, 1), 0),)

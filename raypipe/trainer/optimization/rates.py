@@ -6,6 +6,7 @@ The schedules that a job file has by name keep their name.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from raypipe.errors import SpecError, nearest
+from raypipe.trainer.optimization.optimizers import reference_group, start_rate
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
 """Schedules of transformers that ``train.lr_schedule`` has."""
@@ -65,7 +67,7 @@ def rate_keys(trainer: Any, plain: type, steps: int) -> dict[str, Any]:
     """Return the keys of ``train`` that say the learning rates of a trainer's run.
 
     Args:
-        trainer: the trainer.
+        trainer: the trainer; its ``optimizer`` and ``lr_scheduler`` are those that the script makes or gives, or None.
         plain: the class whose ``create_scheduler`` is transformers' own.
         steps: of the run.
 
@@ -74,32 +76,32 @@ def rate_keys(trainer: Any, plain: type, steps: int) -> dict[str, Any]:
     """
     a = trainer.arguments
     own = "create_scheduler" in vars(trainer) or type(trainer).create_scheduler is not plain.create_scheduler  # type: ignore[attr-defined]
-    if not own and (kind := kind_of(a)) in SCHEDULES and not a["lr_scheduler_kwargs"]:
+    given = trainer.lr_scheduler is not None
+    if not (own or given) and (kind := kind_of(a)) in SCHEDULES and not a["lr_scheduler_kwargs"]:
         # transformers' constant has no warm-up
         ahead = 0 if kind == "constant" else warmup(a, steps)
         return {"lr_schedule": SCHEDULES[kind], "warmup_steps": ahead, "warmup_from_zero": ahead > 0}
-    where = f"{type(trainer).__name__}.create_scheduler" if own else "args.lr_scheduler_type"
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=float(a["learning_rate"]))
-    trainer.optimizer, trainer.lr_scheduler = optimizer, None
-    try:
-        made = trainer.create_scheduler(num_training_steps=steps)
-        return {"lr_table": table(trainer.lr_scheduler or made, optimizer, steps, where)}
-    finally:
-        trainer.optimizer = trainer.lr_scheduler = None
+    where = f"{type(trainer).__name__}.create_scheduler" if own else "optimizers" if given else "args.lr_scheduler_type"
+    if trainer.optimizer is None:
+        trainer.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=float(a["learning_rate"]))
+    made = trainer.create_scheduler(num_training_steps=steps)
+    return {"lr_table": table(trainer.lr_scheduler or made, trainer.optimizer, steps, where)}
 
 
 def table(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int, where: str) -> list[float]:
-    """Return the learning rates of a run's steps, by doing the steps of its scheduler.
+    """Return the learning rates of a run's steps, by doing the steps of its scheduler; it is as before afterwards.
+
+    They are those of the optimizer's ``reference_group``, and the other groups' are multiples of them.
 
     Args:
         scheduler: of ``optimizer``.
-        optimizer: with one parameter, which has no gradient.
+        optimizer: its gradients are dropped, as the Trainer does before its first step.
         steps: of the run.
         where: names the scheduler in errors.
 
     Raises:
         SpecError: it is no scheduler of the optimizer, it waits for the losses of the run, changes more than the rate,
-            or a rate is negative or not finite.
+            rates of groups are no multiples of one another, or a rate is negative or not finite.
     """
     from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -111,22 +113,45 @@ def table(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int, where: s
         raise SpecError(where, f"makes {name}, which is no scheduler of torch", fix)
     if getattr(scheduler, "optimizer", None) is not optimizer:
         raise SpecError(where, "its scheduler is of another optimizer", "make it of self.optimizer")
-    held = _others(optimizer)
+    before = copy.deepcopy(scheduler.state_dict()), [{**group} for group in optimizer.param_groups]
+    try:
+        return _rates(scheduler, optimizer, steps, where)
+    finally:
+        scheduler.load_state_dict(before[0])
+        for group, values in zip(optimizer.param_groups, before[1], strict=True):
+            group.update(values)
+
+
+def _rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int, where: str) -> list[float]:
+    optimizer.zero_grad()
+    held, groups, name = _others(optimizer), optimizer.param_groups, type(scheduler).__name__
+    reference = groups[reference_group(optimizer)]
+    highest = start_rate(reference)
     found: list[float] = []
     for step in range(steps):
-        rate = float(optimizer.param_groups[0]["lr"])
+        rate = float(reference["lr"])
         if not (math.isfinite(rate) and rate >= 0):
             raise SpecError(where, f"gives step {step + 1} a learning rate of {rate}", "give finite rates of 0 or more")
+        for group in groups:
+            if not math.isclose(group["lr"], rate * (start_rate(group) / highest), rel_tol=1e-12):
+                why = f"{name} gives step {step + 1} rates of groups that are no multiples of those they begin with"
+                raise SpecError(
+                    where, why, "multiply the rates of all groups by the same, as LambdaLR with one function"
+                )
         found.append(rate)
         optimizer.step()  # of no gradient: a scheduler asks for it
         scheduler.step()
         if (now := _others(optimizer)) != held:
-            changed = next(key for key in now if now[key] != held.get(key))
+            changed = next(key for (number, key), value in now.items() if value != held.get((number, key)))
             raise SpecError(where, f"{name} changes {changed}, and here only the learning rate can change", STEP_ALONE)
     return found
 
 
-def _others(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer is told beside its rate; ``initial_lr`` and the like belong to schedulers."""
-    group = optimizer.param_groups[0]
-    return {key: value for key, value in group.items() if key in optimizer.defaults and key != "lr"}
+def _others(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Any]:
+    """What an optimizer is told beside its rates; ``initial_lr`` and the like belong to schedulers."""
+    return {
+        (number, key): value
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key in optimizer.defaults and key != "lr"
+    }

@@ -1,0 +1,1 @@
+"""Optimizer and learning rates of a trainer, as keys of ``train``."""
