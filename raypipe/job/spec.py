@@ -11,11 +11,11 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from raypipe.errors import SpecError
-from raypipe.job.check import problems
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, ReduceDtype, Spec, WireDtype
 from raypipe.job.model_spec import ModelSpec
 from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.rules.check import problems
 from raypipe.job.train_spec import TrainSpec
 
 

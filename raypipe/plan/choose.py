@@ -13,9 +13,9 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
-from raypipe.job.check import Problem, stash
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING
+from raypipe.job.rules.check import Problem, stash
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, slices_refused, ways_to_recompute

@@ -18,7 +18,7 @@ from raypipe.job.cluster import cluster_from
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.load import EXAMPLE
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.size_limits import MOST_LAYERS
+from raypipe.job.rules.size_limits import MOST_LAYERS
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.job.yaml_text import parse_yaml

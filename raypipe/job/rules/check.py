@@ -10,10 +10,10 @@ from raypipe.files import is_url
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
-from raypipe.job.no_effect import Parts, without_effect
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, PLANNED, SHAPE, SHARDING, ParallelSpec
 from raypipe.job.requested_schedule import checked_schedule, is_file
-from raypipe.job.size_limits import too_large, too_many
+from raypipe.job.rules.no_effect import Parts, without_effect
+from raypipe.job.rules.size_limits import too_large, too_many
 from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.passes.sync import BY_BUCKET, BY_LAYER

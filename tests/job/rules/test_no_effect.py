@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from
-from raypipe.job.no_effect import RULES
+from raypipe.job.rules.no_effect import RULES
 
 CAPTURED = {"hf": "bert", "config": {}, "sequence": 16}
 
