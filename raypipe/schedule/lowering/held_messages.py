@@ -12,9 +12,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
+from raypipe.schedule.deps import Direction, transfers
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING
 
 _Place = tuple[int, int]
 """(device, position in its order)."""
@@ -31,33 +31,40 @@ def held_messages(schedule: Schedule, sizes: Sequence[float]) -> list[list[float
         schedule: a step that drains.
         sizes: per stage, the bytes of the message with its output, and of the gradient of that.
     """
-    outputs, answers = schedule.graph.outputs(), schedule.backwards
-    forwards: list[dict[int, _Place]] = [{} for _ in sizes]
-    first: list[dict[int, _Place]] = [{} for _ in sizes]
-    """Where a backward begins, by B, BW or W: it receives the gradient."""
-    backwards: list[dict[int, _Place]] = [{} for _ in sizes]
+    taken, given = transfers(schedule.graph, schedule.rules)
+    # Per tensor (direction, from stage, to stage) and micro-batch: where it is made, and where it is first used.
+    made: dict[tuple[Direction, int, int], dict[int, _Place]] = {}
+    used: dict[tuple[Direction, int, int], dict[int, _Place]] = {}
+    for kind, stage in given:
+        for way, to in given[kind, stage]:
+            made[way, stage, to], used[way, stage, to] = {}, {}
+    touched = {
+        key: (
+            [used[way, source, key[1]] for way, source in taken.get(key, ())],
+            [made[way, key[1], to] for way, to in given.get(key, ())],
+        )
+        for key in taken.keys() | given.keys()
+    }
     for d, order in enumerate(schedule.orders):
         for i, (kind, stage, mbs, _) in enumerate(order):
-            if kind in BOOKKEEPING or kind == "R":
+            if (kind, stage) not in touched:
                 continue
+            uses, makes = touched[kind, stage]
             place = (d, i)
             for mb in mbs:
-                if kind == "F":
-                    forwards[stage][mb] = place
-                    continue
-                first[stage].setdefault(mb, place)
-                if kind in BACKWARD:
-                    backwards[stage][mb] = place
+                for first in uses:
+                    first.setdefault(mb, place)
+                for last in makes:
+                    last[mb] = place
     # (sender, position there, receiver, position there, bytes), in no order.
     ways: list[tuple[int, int, int, int, float]] = []
-    for stage, size in enumerate(sizes):
-        for n in outputs[stage]:
-            gradients = backwards[n] if stage in answers[n].sends_to else {}
-            for made, used in ((forwards[stage], forwards[n]), (gradients, first[stage])):
-                for mb, (d, i) in made.items():
-                    e, j = used.get(mb, (d, i))
-                    if d != e:
-                        ways.append((d, i, e, j, size))
+    for tensor, places in made.items():
+        way, source, to = tensor
+        size, first = sizes[source if way == "act" else to], used[tensor]
+        for mb, (d, i) in places.items():
+            e, j = first.get(mb, (d, i))
+            if d != e:
+                ways.append((d, i, e, j, size))
     return _held(schedule, ways)
 
 

@@ -8,12 +8,13 @@ tasks could deadlock, which ``verify`` excludes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from raypipe.schedule.deps import Direction, transfers
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
+from raypipe.schedule.kinds import WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.lowering.asynchronous import Part, parts
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 
@@ -21,7 +22,7 @@ from raypipe.schedule.lowering.run_ahead import tasks_ahead
 class Message(NamedTuple):
     """The tensors of one micro-batch that one stage sends to another; inside a device they are passed by reference."""
 
-    direction: Literal["act", "grad"]
+    direction: Direction
     src_stage: int
     dst_stage: int
     mb: int
@@ -90,56 +91,63 @@ class Program:
 def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> list[Program]:
     """Lower a schedule to one program per device, in time linear in tasks.
 
-    A gradient is received by the first task that needs it: B, BW, or a W that comes before. With ``ahead``, devices may
-    begin a step while the last update is pending.
+    Messages follow from the dependency rule (``deps.transfers``); the first task that takes a tensor receives it, such
+    as a W that comes before its B. With ``ahead``, devices may begin a step while the last update is pending.
     """
+    taken, given = transfers(schedule.graph, schedule.rules)
     heads = tasks_ahead(schedule) if ahead else [0] * schedule.devices
     early: list[dict[int, int]] = [{} for _ in schedule.orders]
-    inputs, outputs, backwards = schedule.graph.inputs(), schedule.graph.outputs(), schedule.backwards
-    frozen: dict[int, Literal["F", "B"]] = {
-        s: "B" if b.exists else "F" for s, b in enumerate(backwards) if not b.weight_grad
-    }
     arrivals: list[dict[int, list[Message]]] = [{} for _ in schedule.orders]
-    lowered: list[tuple[tuple[Action, ...], frozenset[tuple[int, int]], frozenset[tuple[int, int]]]] = []
+    actions: list[list[Action]] = [[] for _ in schedule.orders]
     for device, order in enumerate(schedule.orders):
-        actions: list[Action] = []
-        begun: set[tuple[int, int]] = set()  # backwards, by B, BW or W
-        weights_first: set[tuple[int, int]] = set()
-        recomputed: set[tuple[int, int]] = set()
+        received: set[tuple[Direction, int, int, int]] = set()
         for position, task in enumerate(order):
+            kind, s, mbs, replica = task
+            held = schedule.placement[replica]
             receives: list[Message] = []
-            sends: list[Message] = []
-            held, s = schedule.placement[task.replica], task.stage
-            for mb in task.mbs:
-                if task.kind == "F":
-                    receives += [Message("act", p, s, mb, held[p], device) for p in inputs[s]]
-                    sends += [Message("act", s, n, mb, device, held[n]) for n in outputs[s]]
-                elif task.kind == "R":
-                    recomputed.add((s, mb))
-                else:
-                    if (s, mb) not in begun:
-                        begun.add((s, mb))
-                        receives += [Message("grad", n, s, mb, held[n], device) for n in outputs[s]]
-                        if task.kind == "W":
-                            weights_first.add((s, mb))
-                    if task.kind in BACKWARD:
-                        sends += [Message("grad", s, p, mb, device, held[p]) for p in backwards[s].sends_to]
-            actions.append(Action(task, tuple(receives), tuple(sends)))
+            for mb in mbs:
+                for way, p in taken.get((kind, s), ()):
+                    if (tensor := (way, p, s, mb)) not in received:
+                        received.add(tensor)
+                        receives.append(Message(*tensor, held[p], device))
+            sends = [Message(way, s, n, mb, device, held[n]) for mb in mbs for way, n in given.get((kind, s), ())]
+            actions[device].append(Action(task, tuple(receives), tuple(sends)))
             for message in sends:
                 if not message.local:
                     arrivals[message.dst_device].setdefault(device, []).append(message)
                     if position < heads[device] or schedule.versions == "2bw":
                         at = early[message.dst_device]
                         at[device] = at.get(device, 0) + 1
-        with_b = {(t.stage, mb) for t in order if t.kind == "B" for mb in t.mbs}
-        lowered.append((tuple(actions), frozenset(recomputed), frozenset(weights_first & with_b)))
+    ends_at: dict[int, Literal["F", "B"]] = {
+        s: "B" if b.exists else "F" for s, b in enumerate(schedule.backwards) if not b.weight_grad
+    }
     return [
         Program(
-            d, actions, {src: tuple(m) for src, m in arrivals[d].items()}, recomputed, weights_first, drains,
-            RunAhead(heads[d], early[d]) if ahead else None, ends_at=frozen,
+            d,
+            tuple(actions[d]),
+            {source: tuple(messages) for source, messages in arrivals[d].items()},
+            recomputed=frozenset(_pairs(order, "R")),
+            weights_first=frozenset(_weights_first(order)),
+            drains=drains,
+            ahead=RunAhead(heads[d], early[d]) if ahead else None,
+            ends_at=ends_at,
         )
-        for d, (actions, recomputed, weights_first) in enumerate(lowered)
-    ]  # fmt: skip
+        for d, order in enumerate(schedule.orders)
+    ]
+
+
+def _pairs(order: Sequence[Task], kind: Kind) -> Iterator[tuple[int, int]]:
+    return ((t.stage, mb) for t in order if t.kind == kind for mb in t.mbs)
+
+
+def _weights_first(order: Sequence[Task]) -> Iterator[tuple[int, int]]:
+    """Yield the (stage, micro-batch) pairs whose B comes after their W."""
+    weights_done: set[tuple[int, int]] = set()
+    for task in order:
+        if task.kind == "W":
+            weights_done.update(_pairs((task,), "W"))
+        elif task.kind == "B":
+            yield from (pair for pair in _pairs((task,), "B") if pair in weights_done)
 
 
 def step_programs(schedule: Schedule, ahead: bool = False) -> dict[Part, list[Program]]:
