@@ -58,12 +58,16 @@ def _stages(found: dict[str, Any]) -> Table:
         first, end = stage["subgraphs"]
         colour = COLOURS[number % len(COLOURS)]
         table.add_row(
-            Text(str(number), colour), ", ".join(map(str, stage["devices"])), f"{first}-{end - 1}",
-            _contents(found["subgraphs"][first:end]), f"{stage['parameters']:,}",
-            _time(stage["forward_s"]), _time(stage["backward_s"]),
+            Text(str(number), colour),
+            ", ".join(map(str, stage["devices"])),
+            f"{first}-{end - 1}",
+            _contents(found["subgraphs"][first:end]),
+            f"{stage['parameters']:,}",
+            _time(stage["forward_s"]),
+            _time(stage["backward_s"]),
             Text("█" * max(1, round(BAR * stage["seconds"] / slowest)), colour),
             "" if cut is None else "\n".join(map(_tensor, cut["tensors"])),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -84,11 +88,11 @@ def _balance(found: dict[str, Any]) -> list[Text]:
     for name in ("even", "balanced"):
         assigned = found["balance"][name]
         sizes = "/".join(str(n) for n in assigned["subgraphs"])
-        lines.append(Text(f"{name:>8}: {sizes} sub-graphs, slowest device {_time(max(assigned['device_seconds']))}, "
-                          f"step {_time(assigned['step_s'])}"))  # fmt: skip
-    proof = "proven optimal: no assignment has a faster slowest device" if found["balance"]["proven"] else (
-        f"no assignment can be below {_time(found['balance']['bound_s'])}"
-    )  # fmt: skip
+        slowest, step = _time(max(assigned["device_seconds"])), _time(assigned["step_s"])
+        lines.append(Text(f"{name:>8}: {sizes} sub-graphs, slowest device {slowest}, step {step}"))
+    proof = f"no assignment can be below {_time(found['balance']['bound_s'])}"
+    if found["balance"]["proven"]:
+        proof = "proven optimal: no assignment has a faster slowest device"
     lines.append(Text(f"balanced is {found['balance']['speedup']:.3f} times as fast as even; {proof}"))
     where = f"times of a micro-batch of {found['microbatch']} on {found['device']} ({found['seconds_from']})"
     lines.append(Text(f"{where}; a step is {found['schedule']} of {found['microbatches']}", "dim"))

@@ -46,9 +46,18 @@ def _cells(number: int, row: Row, shared: bool) -> list[str]:
     p, c = row.prediction, row.prediction.candidate
     across = f"{c.stages} x {c.replicas}" + (f" x {c.tensor}" if shared else "")
     return [
-        str(number), label(c), across, str(c.microbatch), str(c.microbatches), details(p),
-        seconds(p.step_s), f"{p.throughput:,.4g}", f"{p.bubble_ratio:.1%}", gib(max(p.memory_bytes)), row.why,
-    ]  # fmt: skip
+        str(number),
+        label(c),
+        across,
+        str(c.microbatch),
+        str(c.microbatches),
+        details(p),
+        seconds(p.step_s),
+        f"{p.throughput:,.4g}",
+        f"{p.bubble_ratio:.1%}",
+        gib(max(p.memory_bytes)),
+        row.why,
+    ]
 
 
 def details(p: Prediction) -> str:
@@ -126,8 +135,9 @@ def show_decision(decision: Decision, console: Console) -> None:
     console.print(
         f"\n{decision.searched:,} candidates, {decision.timed:,} simulated, the others ruled out by bounds; "
         f"{decision.seconds:.1f} s\n",
-        markup=False, highlight=False,
-    )  # fmt: skip
+        markup=False,
+        highlight=False,
+    )
     for note in decision.notes:
         console.print(note + "\n", markup=False, highlight=False)
     drawn = [row.prediction for row in decision.rows if row.prediction.fits][:3]

@@ -1,4 +1,4 @@
-"""What joint scheduling has decided, for people and as JSON."""
+"""The decisions of joint scheduling, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from raypipe.plan.regions.profile import RegionProfile
 def document(profile: RegionProfile, joint: Joint) -> dict[str, Any]:
     """Return the decision as plain data: times in seconds, memory in bytes."""
     return {
-        "usual_step_s": joint.usual.step_s, "step_s": joint.found.step_s, "gains": joint.gains,
-        "usual_peak_bytes": joint.usual.peak_bytes, "peak_bytes": joint.found.peak_bytes, "eager": joint.eager,
+        "usual_step_s": joint.usual.step_s,
+        "step_s": joint.found.step_s,
+        "gains": joint.gains,
+        "usual_peak_bytes": joint.usual.peak_bytes,
+        "peak_bytes": joint.found.peak_bytes,
+        "eager": joint.eager,
         "regions": [
             {"name": region.name, "main_s": profile.main_s(n), "weight_gradients": list(joint.assigned[n])}
             for n, region in enumerate(profile.regions)
         ],
-    }  # fmt: skip
+    }
 
 
 def regions_table(profile: RegionProfile, joint: Joint) -> RenderableType:

@@ -32,70 +32,82 @@ _CHUNKS, _MEMORY, _SLICES = frozenset({"chunks"}), frozenset({"memory_limit"}), 
 SCHEDULES: dict[str, Family] = {
     "gpipe": Family(make=gpipe.gpipe, about="all forwards, then all backwards", options=_SLICES, fills=True),
     "1f1b": Family(
-        make=one_f_one_b.one_f_one_b, about="warm up, then one forward for one backward, then drain", options=_SLICES,
+        make=one_f_one_b.one_f_one_b, about="warm up, then one forward for one backward, then drain", options=_SLICES
     ),
     "dapple": Family(make=one_f_one_b.one_f_one_b, about="the same as 1f1b", options=_SLICES),
     "interleaved-1f1b": Family(
-        make=one_f_one_b.interleaved, about="1F1B with several stages a device: smaller bubbles, more messages",
+        make=one_f_one_b.interleaved,
+        about="1F1B with several stages a device: smaller bubbles, more messages",
         options=_CHUNKS | _SLICES,
     ),
     "bfs": Family(
-        make=gpipe.breadth_first, about="breadth-first: a stage takes all micro-batches in a row; for sharded weights",
+        make=gpipe.breadth_first,
+        about="breadth-first: a stage takes all micro-batches in a row; for sharded weights",
         options=_CHUNKS,
         fills=True,
     ),
     "chimera": Family(
-        make=chimera.chimera, about="bidirectional pipelines: half the bubbles for two copies of the weights",
+        make=chimera.chimera,
+        about="bidirectional pipelines: half the bubbles for two copies of the weights",
         options=frozenset({"pipelines", "concat"}),
     ),
     "chimera-tight": Family(
-        make=chimera.tight, about="Chimera's placement in an order without bubbles between units, for BW = 2F",
+        make=chimera.tight, about="Chimera's placement in an order without bubbles between units, for BW = 2F"
     ),
     "gems": Family(make=gems.gems, about="two opposite replicas take turns: one activation per device"),
     "pipedream": Family(
-        make=pipedream.pipedream, about="asynchronous 1F1B: an update per micro-batch on stashed weights",
+        make=pipedream.pipedream, about="asynchronous 1F1B: an update per micro-batch on stashed weights"
     ),
     "pipedream-2bw": Family(
-        make=pipedream.pipedream_2bw, about="asynchronous 1F1B with two weight versions: gradients one step old",
+        make=pipedream.pipedream_2bw, about="asynchronous 1F1B with two weight versions: gradients one step old"
     ),
     "zb-h1": Family(
-        make=zero_bubble.h1, about="zero bubble in 1F1B's memory: split backward, least makespan",
+        make=zero_bubble.h1,
+        about="zero bubble in 1F1B's memory: split backward, least makespan",
         options=_MEMORY | _SLICES,
         placement=greedy.ring,
     ),
     "zb-h2": Family(
-        make=zero_bubble.h2, about="zero bubble in twice 1F1B's memory: no idle time inside a device's span",
+        make=zero_bubble.h2,
+        about="zero bubble in twice 1F1B's memory: no idle time inside a device's span",
         options=_MEMORY,
         placement=greedy.ring,
     ),
     "zb-v": Family(
-        make=zb_v.zb_v, about="zero bubble in 1F1B's memory: two stages a device in a V", fixed_chunks=2,
+        make=zb_v.zb_v,
+        about="zero bubble in 1F1B's memory: two stages a device in a V",
+        fixed_chunks=2,
         options=_MEMORY,
         placement=zb_v.vee,
     ),
     "zeropp": Family(
-        make=zeropp.zeropp, about="units of U micro-batches, stage by stage, W's in the bubbles; for sharded weights",
+        make=zeropp.zeropp,
+        about="units of U micro-batches, stage by stage, W's in the bubbles; for sharded weights",
         options=frozenset({"chunks", "unit", "memory_limit"}),
         placement=greedy.ring,
         fills=True,
     ),
     "early-recompute": Family(make=merak.early_recompute, about="1F1B that recomputes while it waits for a gradient"),
     "shifted-critical-path": Family(
-        make=merak.shifted_critical_path, about="early recompute with none on the last stage (Merak)",
+        make=merak.shifted_critical_path, about="early recompute with none on the last stage (Merak)"
     ),
     "model-parallel": Family(
-        make=out_of_order.model_parallel, about="one micro-batch at a time through all devices", options=_CHUNKS,
+        make=out_of_order.model_parallel, about="one micro-batch at a time through all devices", options=_CHUNKS
     ),
     "fast-forward": Family(
-        make=out_of_order.fast_forward, about="input gradients before weight gradients (OOO-Pipe1)", options=_CHUNKS,
+        make=out_of_order.fast_forward,
+        about="input gradients before weight gradients (OOO-Pipe1)",
+        options=_CHUNKS,
         placement=out_of_order.blocks,
         fills=True,
     ),
     "modulo": Family(
-        make=out_of_order.modulo, about="fast-forwarding with stage s on device s mod D (OOO-Pipe2)", options=_CHUNKS,
+        make=out_of_order.modulo,
+        about="fast-forwarding with stage s on device s mod D (OOO-Pipe2)",
+        options=_CHUNKS,
         placement=greedy.ring,
     ),
-}  # fmt: skip
+}
 """All named schedules."""
 
 

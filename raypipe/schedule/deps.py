@@ -152,7 +152,7 @@ def link(schedule: Schedule) -> TaskGraph:
                 f"device {at[0]}, position {at[1]}, task {tasks[i]}",
                 f"stage {stage} does not exist\n{grid(schedule, at)}",
                 f"use 0 to {schedule.stages - 1}",
-            )  # fmt: skip
+            )
         if kind in BOOKKEEPING:
             bookkeeping.append(i)
             continue

@@ -56,9 +56,11 @@ def check_ran(graph: TaskGraph, done: Walk) -> None:
     first = min(cycle, key=lambda i: _position(graph, i))
     if first not in waits:
         raise fault_at(
-            graph, first, "waits for the all-reduce of the stage's other devices, which they never reach",
+            graph,
+            first,
+            "waits for the all-reduce of the stage's other devices, which they never reach",
             "issue the all-reduces in the same order on every device",
-        )  # fmt: skip
+        )
     chain = ", ".join(f"{graph.tasks[i]} waits for {graph.tasks[waits[i]]}" for i in cycle if i in waits)
     raise fault_at(graph, first, f"can never run, the devices wait in a circle: {chain}", "reorder one of these tasks")
 

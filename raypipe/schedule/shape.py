@@ -17,7 +17,7 @@ MOST = 10_000_000
 
 
 def told(metavar: str, help: str, *, order_only: bool = False) -> dict[str, Any]:
-    """What there is to know of a field besides its type and its default.
+    """Return the metadata of a field: its name and its help on the command line.
 
     Args:
         metavar: what stands for its value on the command line.
@@ -29,7 +29,7 @@ def told(metavar: str, help: str, *, order_only: bool = False) -> dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """What a schedule family may be told besides devices and micro-batches; ``parallel`` has the same keys.
+    """Options of schedule families besides devices and micro-batches; ``parallel`` has the same keys.
 
     A default is neutral: what a family that has no use for the option must be given.
     """
@@ -83,9 +83,8 @@ class Shape(ScheduleOptions):
             )
         if self.unit is not None and not 1 <= self.unit <= self.microbatches:
             raise ScheduleError(
-                "unit", f"{self.unit} micro-batches a unit, {self.microbatches} in all",
-                f"use 1 to {self.microbatches}",
-            )  # fmt: skip
+                "unit", f"{self.unit} micro-batches a unit, {self.microbatches} in all", f"use 1 to {self.microbatches}"
+            )
         if self.pipelines < 2 or self.pipelines % 2:
             raise ScheduleError("pipelines", f"{self.pipelines} is not 2f", "use an even number >= 2")
         if self.concat not in get_args(Concat):
@@ -131,7 +130,7 @@ class Grid:
 
     @property
     def groups(self) -> int:
-        """What the schedule calls devices: each is ``tensor`` of them."""
+        """The devices of the schedule: each stands for ``tensor`` of them."""
         return self.stages * self.replicas
 
     @property

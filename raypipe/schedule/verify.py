@@ -17,9 +17,11 @@ from raypipe.schedule.walk import walk
 
 
 def verify(
-    schedule: Schedule, memory_limit: float | None = None, version_limit: int | None = None,
+    schedule: Schedule,
+    memory_limit: float | None = None,
+    version_limit: int | None = None,
     graph: TaskGraph | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Check placement, completeness, dependencies, freedom from deadlock, and the budgets.
 
     A schedule is complete if every stage runs, for every micro-batch, exactly one F and one BW or one B and one W, as
@@ -60,9 +62,10 @@ def _check_slices(schedule: Schedule) -> None:
         return
     if slices < 1 or count % slices or schedule.share_of_samples != 1:
         raise ScheduleError(
-            "slices", f"{slices} slices for {count} ids, each {schedule.size} of a micro-batch",
+            "slices",
+            f"{slices} slices for {count} ids, each {schedule.size} of a micro-batch",
             f"give k slices, size 1/k and a multiple of k ids, such as {max(1, count // max(1, slices)) * slices}",
-        )  # fmt: skip
+        )
     if schedule.versions != "flush":
         raise ScheduleError("slices", f'weight versions ("{schedule.versions}")', "use a synchronous schedule")
     replica_of: dict[int, int] = {}
@@ -81,15 +84,17 @@ def _check_placement(schedule: Schedule) -> None:
     for replica, row in enumerate(schedule.placement):
         if len(row) != schedule.stages:
             raise ScheduleError(
-                f"placement of replica {replica}", f"{len(row)} devices for {schedule.stages} stages",
+                f"placement of replica {replica}",
+                f"{len(row)} devices for {schedule.stages} stages",
                 "give one device per stage",
-            )  # fmt: skip
+            )
         for stage, device in enumerate(row):
             if not 0 <= device < schedule.devices:
                 raise ScheduleError(
-                    f"placement of replica {replica}", f"stage {stage} is on device {device}, which does not exist",
+                    f"placement of replica {replica}",
+                    f"stage {stage} is on device {device}, which does not exist",
                     f"use 0 to {schedule.devices - 1}, or add an order",
-                )  # fmt: skip
+                )
 
 
 def _check_edges(schedule: Schedule) -> None:
@@ -108,9 +113,10 @@ def _check_frozen(schedule: Schedule) -> None:
     frozen = schedule.rules.frozen
     if list(frozen) != sorted(set(frozen)) or not all(0 <= s < schedule.stages for s in frozen):
         raise ScheduleError(
-            "frozen", f"{' '.join(map(str, frozen))} of {schedule.stages} stages",
+            "frozen",
+            f"{' '.join(map(str, frozen))} of {schedule.stages} stages",
             f"name each once, in ascending order, of 0 to {schedule.stages - 1}",
-        )  # fmt: skip
+        )
     if len(frozen) == schedule.stages:
         raise ScheduleError(
             "frozen", "all stages: nothing would be trained", "leave out those that have weights to train"

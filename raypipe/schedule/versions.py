@@ -52,6 +52,7 @@ def check_versions(schedule: Schedule, limit: int) -> None:
     for device, versions in enumerate(weight_versions(schedule)):
         if versions > limit:
             raise ScheduleError(
-                f"device {device}", f"{schedule.name} keeps {versions} versions of its weights, the limit is {limit}",
+                f"device {device}",
+                f"{schedule.name} keeps {versions} versions of its weights, the limit is {limit}",
                 "raise the limit, or use pipedream-2bw (2 versions) or a synchronous schedule (1)",
-            )  # fmt: skip
+            )

@@ -130,7 +130,7 @@ class _Origins:
         return found
 
     def _latest(self, i: int) -> tuple[int | None, int]:
-        """What ``i`` waited for longest: a task of the step before, else (None, a task of this step).
+        """Return what ``i`` waited for longest: a task of the step before, else (None, a task of this step).
 
         Of equally late ones: a dependency without a message, then the task before it on its lane.
         """
@@ -170,7 +170,7 @@ class _Origins:
 
 
 def gains_ahead(schedule: Schedule, costs: CostTable) -> bool:
-    """Whether steps follow one another faster when devices run ahead of the global gradient norm than when they wait.
+    """Return whether steps follow one another faster if devices run ahead of the gradient norm than if they wait.
 
     ``schedule`` with its updates. False for PipeDream, whose updates know no global norm. The latency of the norm
     itself, which every schedule could hide, is left out: it does not pay for the copies that running ahead takes.

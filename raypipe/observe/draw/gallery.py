@@ -85,8 +85,10 @@ def section(drawn: Drawn) -> str:
     """Return one section of the page, in Markdown."""
     entry, timeline = drawn.entry, drawn.timeline
     options = {**entry.shape, **entry.costs}
-    command = " ".join(f"--{key.replace('_', '-')} {value:g}" if not isinstance(value, str) else f"--{key} {value}"
-                       for key, value in options.items())  # fmt: skip
+    command = " ".join(
+        f"--{key.replace('_', '-')} {value:g}" if not isinstance(value, str) else f"--{key} {value}"
+        for key, value in options.items()
+    )
     lines = [f"## {drawn.title}", "", f"{_sentence(SCHEDULES[entry.schedule].about)} {entry.when}".strip(), ""]
     lines += [
         f"![{drawn.title}](schedules/{drawn.file})",

@@ -30,9 +30,13 @@ def hybrid_plot(found: Comparison, title: str, width: float = 7.0) -> Figure:
     if found.tipping_point is not None:
         axes.axvline(found.tipping_point, color="0.5", linestyle="--", linewidth=1)
         axes.annotate(
-            f"tipping point: {found.tipping_point} devices", (found.tipping_point, 0.02), (4, 0),
-            xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
-        )  # fmt: skip
+            f"tipping point: {found.tipping_point} devices",
+            (found.tipping_point, 0.02),
+            (4, 0),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            fontsize=8,
+        )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])

@@ -41,10 +41,15 @@ def trace(timeline: Timeline, graph: TaskGraph | None = None) -> dict[str, Any]:
         for task, start, end in spans:
             args = {"kind": task.kind, "stage": task.stage, "mb": list(task.mbs), "replica": task.replica}
             event = {
-                "name": str(task), "cat": task.kind, "ph": "X", "pid": 0,
+                "name": str(task),
+                "cat": task.kind,
+                "ph": "X",
+                "pid": 0,
                 "tid": d + NETWORK_THREAD * (task.kind in NETWORK),
-                "ts": start * SECOND, "dur": (end - start) * SECOND, "args": args,
-            }  # fmt: skip
+                "ts": start * SECOND,
+                "dur": (end - start) * SECOND,
+                "args": args,
+            }
             events.append({**event, "cname": COLOURS[task.kind]} if task.kind in COLOURS else event)
     events += _messages(timeline, graph)
     events += _live(timeline)

@@ -25,16 +25,30 @@ from raypipe.simulate.timeline import Span, Timeline
 
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
 STYLES: dict[Kind, str] = {
-    "F": "black on bright_blue", "B": "black on bright_green", "BW": "black on green", "W": "black on yellow",
-    "R": "black on white", "AG": "black on bright_magenta", "RS": "white on blue", "FREE": "white on black",
-    "AR": "white on magenta", "U": "black on cyan",
-}  # fmt: skip
+    "F": "black on bright_blue",
+    "B": "black on bright_green",
+    "BW": "black on green",
+    "W": "black on yellow",
+    "R": "black on white",
+    "AG": "black on bright_magenta",
+    "RS": "white on blue",
+    "FREE": "white on black",
+    "AR": "white on magenta",
+    "U": "black on cyan",
+}
 """Named colours, so that kinds stay distinct on terminals with 16 colours."""
 WORDS: dict[Kind, tuple[str, str]] = {
-    "F": ("digit", "forward of that micro-batch"), "B": ("letter", "input gradient"), "BW": ("letter", "backward"),
-    "W": ("capital", "weight gradient"), "R": ("raised digit", "recompute"), "AG": ("v", "weight gather"),
-    "RS": ("^", "gradient reduce-scatter"), "FREE": ("_", "reshard"), "AR": ("~", "all-reduce"), "U": ("=", "update"),
-}  # fmt: skip
+    "F": ("digit", "forward of that micro-batch"),
+    "B": ("letter", "input gradient"),
+    "BW": ("letter", "backward"),
+    "W": ("capital", "weight gradient"),
+    "R": ("raised digit", "recompute"),
+    "AG": ("v", "weight gather"),
+    "RS": ("^", "gradient reduce-scatter"),
+    "FREE": ("_", "reshard"),
+    "AR": ("~", "all-reduce"),
+    "U": ("=", "update"),
+}
 
 
 def glyph(task: Task) -> str:

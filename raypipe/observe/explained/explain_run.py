@@ -56,12 +56,16 @@ class Explained:
     def as_json(self) -> dict[str, Any]:
         """Return what ``raypipe explain --json`` prints."""
         return {
-            "step_s": self.why.step_s, "ideal_s": self.why.ideal_s,
+            "step_s": self.why.step_s,
+            "ideal_s": self.why.ideal_s,
             "causes": [lost.as_json() for lost in self.why.causes],
-            "best_change": self.best.as_json(), "changes": [change.as_json() for change in self.changes],
-            "steps": list(self.steps), "devices": self.schedule.devices, "schedule": self.schedule.name,
+            "best_change": self.best.as_json(),
+            "changes": [change.as_json() for change in self.changes],
+            "steps": list(self.steps),
+            "devices": self.schedule.devices,
+            "schedule": self.schedule.name,
             "notes": list(self.notes),
-        }  # fmt: skip
+        }
 
 
 def explain_run(run: RunRecord, profile: Path | None = None) -> Explained:
@@ -94,9 +98,12 @@ def explain_run(run: RunRecord, profile: Path | None = None) -> Explained:
                 raise
             notes.append(f"the run's profile does not fit its plan, so it is not used: {error}")
     of = Measured(
-        schedule=recorded.schedule, steps=tuple(recorded.steps), norm=_norm(value, where),
-        planned=costs or {}, earlier=_earlier(run.timelines.get("predicted")),
-    )  # fmt: skip
+        schedule=recorded.schedule,
+        steps=tuple(recorded.steps),
+        norm=_norm(value, where),
+        planned=costs or {},
+        earlier=_earlier(run.timelines.get("predicted")),
+    )
     return explained(of, _planned(run, plan, known, of), [*notes, *_notes(run, recorded, costs is not None)])
 
 
@@ -114,14 +121,22 @@ def explained(of: Measured, planned: Planned | None = None, notes: list[str] | N
     newest = of.steps[-1]
     zero = min(float(t[:, 0].min()) for t in newest.times if len(t))
     spans = tuple(
-        tuple(sorted((Span(task, float(a) - zero, float(b) - zero) for task, (a, b) in zip(order, t, strict=True)),
-                     key=lambda span: span.start))
+        tuple(
+            sorted(
+                (Span(task, float(a) - zero, float(b) - zero) for task, (a, b) in zip(order, t, strict=True)),
+                key=lambda span: span.start,
+            )
+        )
         for order, t in zip(of.schedule.orders, newest.times, strict=True)
-    )  # fmt: skip
+    )
     return Explained(
-        found, tuple(changes(found, replay, planned)), of.schedule, (counted[0].number, counted[-1].number),
-        Timeline(of.schedule, spans), tuple(notes or ()),
-    )  # fmt: skip
+        found,
+        tuple(changes(found, replay, planned)),
+        of.schedule,
+        (counted[0].number, counted[-1].number),
+        Timeline(of.schedule, spans),
+        tuple(notes or ()),
+    )
 
 
 def _norm(value: Mapping[str, Any], where: str) -> Any:
@@ -149,7 +164,7 @@ def _profile(run: RunRecord, given: Path | None) -> Profile | None:
 
 
 def _planned_times(plan: Plan, profile: Profile, schedule: Schedule) -> TaskTimes:
-    """What the profile says of each stage's tasks.
+    """Return the times of each stage's tasks by the profile.
 
     Raises:
         RaypipeError: it is of another model.

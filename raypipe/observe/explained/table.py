@@ -34,9 +34,12 @@ def explanation_table(of: Explained) -> RenderableType:
     for one in why.causes:
         place = "all devices" if one.device is None else f"{'link' if one.links else 'device'} {one.device}"
         table.add_row(
-            one.cause, place, seconds(one.seconds) if one.seconds >= 0 else f"-{seconds(-one.seconds)}",
-            f"{one.seconds / why.step_s:.1%}" if why.step_s else "", seconds(one.what_if_step_s),
-        )  # fmt: skip
+            one.cause,
+            place,
+            seconds(one.seconds) if one.seconds >= 0 else f"-{seconds(-one.seconds)}",
+            f"{one.seconds / why.step_s:.1%}" if why.step_s else "",
+            seconds(one.what_if_step_s),
+        )
     parts: list[RenderableType] = [Text(f"{title}{seconds(why.ideal_s)}{share}", style="bold"), table]
     parts += [Text(f"{one.cause}: {MEANING[one.cause]}", style="dim") for one in why.causes[:TOLD]]
     parts += [Text(line, style="dim") for line in heat_map(of)]
@@ -51,8 +54,10 @@ def sentence(of: Explained) -> str:
     best = of.best
     if not of.changes:
         return f"Best change: {best.what}."
-    return f"Best change: {best.what}: {seconds(best.predicted_step_s)} a step instead of {seconds(of.why.step_s)} " \
-           f"({best.gain:.1%} less)."  # fmt: skip
+    return (
+        f"Best change: {best.what}: {seconds(best.predicted_step_s)} a step instead of {seconds(of.why.step_s)} "
+        f"({best.gain:.1%} less)."
+    )
 
 
 def heat_map(of: Explained) -> Iterator[str]:

@@ -25,16 +25,21 @@ def explanation(run: RunRecord) -> Markup:
 
 def _section(found: Explained) -> Markup:
     why, (first, last) = found.why, found.steps
-    about = f"Steps {first} to {last}: {seconds(why.step_s)} a step; the same work divided evenly over all devices " \
-            f"that never wait would take {seconds(why.ideal_s)}. What is between, by cause:"  # fmt: skip
+    about = (
+        f"Steps {first} to {last}: {seconds(why.step_s)} a step; the same work divided evenly over all devices "
+        f"that never wait would take {seconds(why.ideal_s)}. What is between, by cause:"
+    )
     rows: list[list[object]] = [
         [
-            lost.cause, "all devices" if lost.device is None else str(lost.device), _signed(lost.seconds),
-            f"{lost.seconds / why.step_s:.1%}" if why.step_s else "", seconds(lost.what_if_step_s),
+            lost.cause,
+            "all devices" if lost.device is None else str(lost.device),
+            _signed(lost.seconds),
+            f"{lost.seconds / why.step_s:.1%}" if why.step_s else "",
+            seconds(lost.what_if_step_s),
             MEANING[lost.cause],
         ]
         for lost in why.causes
-    ]  # fmt: skip
+    ]
     head = ["cause", "where", "lost", "of the step", "step if mended alone", "what it is"]
     changes: list[list[object]] = [
         [change.what, seconds(change.predicted_step_s), f"{change.gain:.1%}"] for change in found.changes

@@ -86,11 +86,19 @@ def curves(run: RunRecord) -> Markup:
     validation = [(row["step"], row["val_loss"]) for row in run.validations]
     return joined(
         chart("loss", [Curve("training", of("loss"), "first"), Curve("validation", validation, "second")]),
-        chart("step time", [Curve("measured", of("step_s"), "first"),
-                            Curve("predicted", level(predicted.get("step_s")), "level")], " s"),
-        chart("bubble ratio", [Curve("measured", of("bubble_ratio"), "first"),
-                               Curve("predicted", level(predicted.get("bubble_ratio")), "level")]),
-    )  # fmt: skip
+        chart(
+            "step time",
+            [Curve("measured", of("step_s"), "first"), Curve("predicted", level(predicted.get("step_s")), "level")],
+            " s",
+        ),
+        chart(
+            "bubble ratio",
+            [
+                Curve("measured", of("bubble_ratio"), "first"),
+                Curve("predicted", level(predicted.get("bubble_ratio")), "level"),
+            ],
+        ),
+    )
 
 
 def plans(run: RunRecord) -> Markup:
@@ -117,11 +125,17 @@ def _candidate(number: int, row: dict[str, Any]) -> list[object]:
     ]
     step_s, idle, sizes = (row.get(key) for key in ("predicted_step_s", "bubble_ratio", "memory_bytes"))
     return [
-        str(number), row.get("schedule"), f"{row.get('stages')} x {row.get('replicas')}", row.get("microbatch"),
-        ", ".join(filter(None, options)), None if step_s is None else seconds(step_s),
-        None if idle is None else f"{idle:.1%}", gib(max(sizes)) if sizes else None,
-        "yes" if row.get("fits") else "no", row.get("why"),
-    ]  # fmt: skip
+        str(number),
+        row.get("schedule"),
+        f"{row.get('stages')} x {row.get('replicas')}",
+        row.get("microbatch"),
+        ", ".join(filter(None, options)),
+        None if step_s is None else seconds(step_s),
+        None if idle is None else f"{idle:.1%}",
+        gib(max(sizes)) if sizes else None,
+        "yes" if row.get("fits") else "no",
+        row.get("why"),
+    ]
 
 
 def memory(run: RunRecord) -> Markup:
@@ -135,10 +149,15 @@ def memory(run: RunRecord) -> Markup:
     for row in rows:
         planned, measured = row.planned_bytes, row.measured_bytes
         error = f"{planned / measured - 1:+.1%}" if planned and measured else ""
-        cells.append([
-            row.name, _bar(planned, most, "second"), _bar(measured, most, "first"), error,
-            gib(row.limit_bytes) if row.limit_bytes else "",
-        ])  # fmt: skip
+        cells.append(
+            [
+                row.name,
+                _bar(planned, most, "second"),
+                _bar(measured, most, "first"),
+                error,
+                gib(row.limit_bytes) if row.limit_bytes else "",
+            ]
+        )
     head = ["device", "planned", "measured (peak)", "planned against measured", "limit"]
     used = [n for n in range(len(head)) if any(row[n] not in (None, "") for row in cells)]
     return table([head[n] for n in used], [[row[n] for n in used] for row in cells])
@@ -152,7 +171,7 @@ def _bar(value: float | None, most: float, style: str) -> Markup | None:
 
 
 def events(run: RunRecord) -> Markup:
-    """What happened: starts, plan changes with predicted and realised gain, undone updates, failures, restarts."""
+    """List the events: starts, plan changes with predicted and realised gain, undone updates, failures, restarts."""
     rows: list[list[object]] = []
     for event in run.events:
         lines = event_sentences(event)
@@ -180,14 +199,15 @@ def environment(run: RunRecord) -> Markup:
     ]
     train = run.job.get("train") or {}
     facts: list[list[object]] = [
-        ["devices", begun.get("devices")], ["cores", begun.get("cores") or "on several hosts, or not counted"],
+        ["devices", begun.get("devices")],
+        ["cores", begun.get("cores") or "on several hosts, or not counted"],
         ["planned for", (run.plan.get("made_for") or {}).get("device") or "not planned"],
-        ["dtype", train.get("dtype")], ["seed", train.get("seed")], ["run directory", str(run.directory)],
-    ]  # fmt: skip
+        ["dtype", train.get("dtype")],
+        ["seed", train.get("seed")],
+        ["run directory", str(run.directory)],
+    ]
     job = tag("details", tag("summary", "the job, with all defaults"), tag("pre", _keys(run.job)))
-    return joined(
-        table(["", ""], facts), table(["stage", "device", "parameters", "node"], rows) if rows else None, job
-    )  # fmt: skip
+    return joined(table(["", ""], facts), table(["stage", "device", "parameters", "node"], rows) if rows else None, job)
 
 
 def _keys(value: Any, depth: int = 0) -> str:

@@ -47,9 +47,11 @@ def timeline_svg(lanes: Lanes, end_s: float, title: str) -> Markup:
     names = [tag("div", f"device {d}", style=f"height:{LANE}px") for d in range(len(lanes))]
     picture = tag("svg", *shapes, height=height, width="100%", role="img", aria_label=title)
     return tag(
-        "div", tag("div", *names, class_="names"), tag("div", tag("div", picture, class_="zoomed"), class_="scroll"),
+        "div",
+        tag("div", *names, class_="names"),
+        tag("div", tag("div", picture, class_="zoomed"), class_="scroll"),
         class_="lanes",
-    )  # fmt: skip
+    )
 
 
 def _box(task: Task, start: float, end: float, end_s: float, top: int, colour: RGB, device: int) -> Markup:

@@ -63,10 +63,14 @@ def _steps(run: RunRecord) -> Table:
         table.add_column(name, justify="right")
     for row in run.steps[-STEPS:]:
         table.add_row(
-            str(row["step"]), _number(row["loss"], ".4f"), _number(row.get("grad_norm"), ".3g"),
-            _number(row.get("lr"), ".3g"), _number(row["step_s"], ".4f"), _number(row["tokens_per_s"], ",.0f"),
+            str(row["step"]),
+            _number(row["loss"], ".4f"),
+            _number(row.get("grad_norm"), ".3g"),
+            _number(row.get("lr"), ".3g"),
+            _number(row["step_s"], ".4f"),
+            _number(row["tokens_per_s"], ",.0f"),
             _number(row["bubble_ratio"], ".1%"),
-        )  # fmt: skip
+        )
     predicted = run.last("predicted")
     if predicted is not None:
         step_s, idle = _number(predicted.get("step_s"), ".4f"), _number(predicted.get("bubble_ratio"), ".1%")

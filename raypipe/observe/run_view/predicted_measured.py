@@ -19,7 +19,10 @@ def comparison_lines(run: RunRecord) -> list[str]:
         beside = f" (predicted {predicted['bubble_ratio']:.1%})" if predicted.get("bubble_ratio") is not None else ""
         lines.append(f"bubbles          {summary['bubble_ratio']:.1%}{beside}")
     for row in memory_rows(run):
-        known = [f"{gib(size)} {word}" for size, word in
-                 ((row.planned_bytes, "planned"), (row.measured_bytes, "measured")) if size is not None]  # fmt: skip
+        known = [
+            f"{gib(size)} {word}"
+            for size, word in ((row.planned_bytes, "planned"), (row.measured_bytes, "measured"))
+            if size is not None
+        ]
         lines.append(f"{row.name:<16} {', '.join(known)}")
     return lines

@@ -21,7 +21,7 @@ OF_PLAN = ("schedule", "stages", "replicas", "microbatch")
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What the files of a run directory hold; what a run has not written yet is empty."""
+    """The contents of a run directory's files; what a run has not written yet is empty."""
 
     directory: Path
     job: dict[str, Any]
@@ -58,10 +58,16 @@ class RunRecord:
     def state(self) -> str:
         """Return what the run is doing, by its last decisive event: ``finished``, ``failed``, ``running`` and so on."""
         words = {
-            "finished": "finished", "interrupted": "interrupted", "failed": "failed", "error": "failed",
-            "restarted": "restarting", "started": "running", "run": "starting", "waiting": "waiting for devices",
+            "finished": "finished",
+            "interrupted": "interrupted",
+            "failed": "failed",
+            "error": "failed",
+            "restarted": "restarting",
+            "started": "running",
+            "run": "starting",
+            "waiting": "waiting for devices",
             "resized": "restarting with another plan",
-        }  # fmt: skip
+        }
         return next((words[e["event"]] for e in reversed(self.events) if e["event"] in words), "not started")
 
     def summary(self) -> dict[str, Any]:
@@ -119,9 +125,15 @@ def read_run(directory: Path) -> RunRecord:
     job, plan, timelines = read(RECORD), read(PLAN), read(TIMELINE)
     rows = read_rows(directory / METRICS)
     return RunRecord(
-        directory, job, plan, timelines, [r for r in rows if "val_loss" not in r and r.keys() >= STEP],
-        [r for r in rows if "val_loss" in r], read_rows(directory / EVENTS), tuple(damaged),
-    )  # fmt: skip
+        directory,
+        job,
+        plan,
+        timelines,
+        [r for r in rows if "val_loss" not in r and r.keys() >= STEP],
+        [r for r in rows if "val_loss" in r],
+        read_rows(directory / EVENTS),
+        tuple(damaged),
+    )
 
 
 def _section(of: dict[str, Any], key: str) -> dict[str, Any]:

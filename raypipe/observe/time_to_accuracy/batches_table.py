@@ -14,11 +14,20 @@ def as_document(found: ByTime) -> dict[str, Any]:
     rows = []
     for one in found.ranked:
         c = one.decision.best.candidate
-        rows.append({
-            "batch": one.batch, "lr": one.lr, "epochs": one.epochs, "steps": one.steps,
-            "predicted_step_s": one.decision.best.step_s, "seconds": one.seconds,
-            "schedule": c.schedule, "stages": c.stages, "replicas": c.replicas, "microbatch": c.microbatch,
-        })  # fmt: skip
+        rows.append(
+            {
+                "batch": one.batch,
+                "lr": one.lr,
+                "epochs": one.epochs,
+                "steps": one.steps,
+                "predicted_step_s": one.decision.best.step_s,
+                "seconds": one.seconds,
+                "schedule": c.schedule,
+                "stages": c.stages,
+                "replicas": c.replicas,
+                "microbatch": c.microbatch,
+            }
+        )
     return {"target": found.target, "batches": rows, "left_out": {str(b): why for b, why in found.left_out.items()}}
 
 
@@ -31,7 +40,12 @@ def batches_table(found: ByTime) -> Table:
         c = one.decision.best.candidate
         plan = f"{c.schedule}, {c.stages} x {c.replicas}, micro-batches of {c.microbatch}"
         table.add_row(
-            str(one.batch), "" if one.lr is None else f"{one.lr:.3g}", f"{one.epochs:.2f}", f"{one.steps:,.0f}",
-            f"{one.decision.best.step_s:.4g} s", f"{one.seconds:,.4g} s", plan,
-        )  # fmt: skip
+            str(one.batch),
+            "" if one.lr is None else f"{one.lr:.3g}",
+            f"{one.epochs:.2f}",
+            f"{one.steps:,.0f}",
+            f"{one.decision.best.step_s:.4g} s",
+            f"{one.seconds:,.4g} s",
+            plan,
+        )
     return table

@@ -17,9 +17,12 @@ def hybrid_document(found: Comparison) -> dict[str, Any]:
     rows = []
     for row in found.rows:
         entry: dict[str, Any] = {
-            "devices": row.devices, "dp": row.dp, "hybrid": {str(m): su for m, su in row.hybrid.items()},
-            "best": row.best, "gain": row.gain,
-        }  # fmt: skip
+            "devices": row.devices,
+            "dp": row.dp,
+            "hybrid": {str(m): su for m, su in row.hybrid.items()},
+            "best": row.best,
+            "gain": row.gain,
+        }
         if found.single_device_s is not None:
             entry["converge_s"] = found.single_device_s / max(row.dp, *_known(row.hybrid))
         rows.append(entry)

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.passes.recompute import add_recompute
 from raypipe.schedule.shape import Shape
 
@@ -117,11 +117,13 @@ def chimera(shape: Shape, costs: CostTable) -> Schedule:
         unit = groups[first : first + depth]
         slotted += basic_unit(depth, shape.pipelines, unit, slot)
         slot += 2 * depth * max(map(len, unit))
-    schedule = Schedule(
-        name="chimera", placement=placement(depth, shape.pipelines), orders=merge_by_slot(depth, slotted),
-        microbatches=sum(map(len, groups)), graph=StageGraph.chain(depth),
-        size=Fraction(1, 2) if shape.concat == "halving" else Fraction(1),
-    )  # fmt: skip
+    schedule = Schedule.of_chain(
+        "chimera",
+        placement(depth, shape.pipelines),
+        merge_by_slot(depth, slotted),
+        sum(map(len, groups)),
+        size=Fraction(1, 2) if shape.concat == "halving" else None,
+    )
     return add_recompute(schedule, "late") if shape.concat == "doubling" else schedule
 
 
@@ -145,10 +147,7 @@ def tight(shape: Shape, costs: CostTable) -> Schedule:
             device = where[replica][s]
             slotted.append((device, start + 3 * s, Task("F", s, (m,), replica)))
             slotted.append((device, start + 3 * (2 * depth - 1 - s) - 2, Task("BW", s, (m,), replica)))
-    return Schedule(
-        name="chimera-tight", placement=where, orders=merge_by_slot(depth, slotted), microbatches=count,
-        graph=StageGraph.chain(depth),
-    )  # fmt: skip
+    return Schedule.of_chain("chimera-tight", where, merge_by_slot(depth, slotted), count)
 
 
 def merge_by_slot(devices: int, slotted: Iterable[Slotted]) -> tuple[tuple[Task, ...], ...]:

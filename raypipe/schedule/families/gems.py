@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.chimera import check_bidirectional, placement
-from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.shape import Shape
 
 
@@ -22,7 +22,4 @@ def gems(shape: Shape, costs: CostTable) -> Schedule:
     for m in range(count):
         for stage, device in enumerate(where[m % 2]):
             orders[device] += [Task("F", stage, (m,), m % 2), Task("BW", stage, (m,), m % 2)]
-    return Schedule(
-        name="gems", placement=where, orders=tuple(map(tuple, orders)), microbatches=count,
-        graph=StageGraph.chain(depth),
-    )  # fmt: skip
+    return Schedule.of_chain("gems", where, orders, count)

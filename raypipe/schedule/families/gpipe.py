@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.sliced import forward_ids, returning_ids
-from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, Task
 from raypipe.schedule.shape import Shape
 
 
@@ -24,11 +22,7 @@ def gpipe(shape: Shape, costs: CostTable) -> Schedule:
         [Task("F", s, (m,)) for m in forward_ids(shape)] + [Task("BW", s, (m,)) for m in returning_ids(shape)]
         for s in range(depth)
     ]
-    return Schedule(
-        name="gpipe", placement=(tuple(range(depth)),), orders=tuple(map(tuple, orders)),
-        microbatches=shape.microbatches * slices, graph=StageGraph.chain(depth), rules=Rules(slices=slices),
-        size=Fraction(1, slices),
-    )  # fmt: skip
+    return Schedule.of_chain("gpipe", [range(depth)], orders, shape.microbatches * slices, Rules(slices=slices))
 
 
 def breadth_first(shape: Shape, costs: CostTable) -> Schedule:
@@ -47,7 +41,4 @@ def breadth_first(shape: Shape, costs: CostTable) -> Schedule:
         forwards = [Task("F", s, (m,)) for s in stages for m in range(count)]
         backwards = [Task("BW", s, (m,)) for s in reversed(stages) for m in range(count)]
         orders.append(tuple(forwards + backwards))
-    return Schedule(
-        name="bfs", placement=(tuple(s % depth for s in range(depth * chunks)),), orders=tuple(orders),
-        microbatches=count, graph=StageGraph.chain(depth * chunks),
-    )  # fmt: skip
+    return Schedule.of_chain("bfs", [[s % depth for s in range(depth * chunks)]], orders, count)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
 from raypipe.schedule.costs import CostTable
@@ -60,10 +59,7 @@ def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules |
     for stage, device in enumerate(placement):
         kinds: tuple[Kind, ...] = KINDS if needs[stage].input_grad else ("F", "W")
         rows[device] += [Task(kind, stage, (m,)) for kind in kinds for m in range(count)]
-    return Schedule(
-        name=name, placement=(placement,), orders=tuple(map(tuple, rows)), microbatches=count,
-        graph=graph, rules=rules, size=Fraction(1, rules.slices),
-    )  # fmt: skip
+    return Schedule.of_chain(name, [placement], rows, count, rules)
 
 
 class Unordered:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from fractions import Fraction
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.sliced import forward_ids, returning_ids
-from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, Task
 from raypipe.schedule.shape import Shape
 
 
@@ -39,10 +38,7 @@ def one_f_one_b(shape: Shape, costs: CostTable) -> Schedule:
         forwards = [Task("F", s, (m,)) for m in forward_ids(shape)]
         backwards = [Task("BW", s, (m,)) for m in returning_ids(shape)]
         orders.append(tuple(alternate(forwards, backwards, depth - 1 - s + slices - 1)))
-    return Schedule(
-        name="1f1b", placement=(tuple(range(depth)),), orders=tuple(orders), microbatches=shape.microbatches * slices,
-        graph=StageGraph.chain(depth), rules=Rules(slices=slices), size=Fraction(1, slices),
-    )  # fmt: skip
+    return Schedule.of_chain("1f1b", [range(depth)], orders, shape.microbatches * slices, Rules(slices=slices))
 
 
 def interleaved(shape: Shape, costs: CostTable) -> Schedule:
@@ -69,11 +65,9 @@ def interleaved(shape: Shape, costs: CostTable) -> Schedule:
         at = {task[1:]: k for k, task in enumerate(forwards)}
         ahead = max(at[task[1:]] - k for k, task in enumerate(backwards))  # so that each comes after its own forward
         orders.append(tuple(alternate(forwards, backwards, 2 * (depth - 1 - d) + ahead)))
-    return Schedule(
-        name="interleaved-1f1b", placement=(tuple(s % depth for s in range(depth * chunks)),), orders=tuple(orders),
-        microbatches=count, graph=StageGraph.chain(depth * chunks), rules=Rules(slices=slices),
-        size=Fraction(1, slices),
-    )  # fmt: skip
+    return Schedule.of_chain(
+        "interleaved-1f1b", [[s % depth for s in range(depth * chunks)]], orders, count, Rules(slices=slices)
+    )
 
 
 def _rounds(count: int, rounds: int) -> list[range]:

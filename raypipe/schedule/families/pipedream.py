@@ -35,6 +35,7 @@ def pipedream_2bw(shape: Shape, costs: CostTable) -> Schedule:
 def _check_full(shape: Shape, why: str) -> None:
     if shape.microbatches < shape.devices:
         raise ScheduleError(
-            "microbatches", f"{shape.microbatches} micro-batches a step on {shape.devices} devices; {why}",
+            "microbatches",
+            f"{shape.microbatches} micro-batches a step on {shape.devices} devices; {why}",
             f"use {shape.devices} or more",
-        )  # fmt: skip
+        )

@@ -45,7 +45,7 @@ def repeat_steady_state(schedule: Schedule, count: int, costs: CostTable, turn: 
 
 
 def _repeats(order: tuple[Task, ...], before: int, begin: int, end: int, turn: int) -> bool:
-    """Whether the tasks from ``begin`` to ``end`` equal those from ``before``, ``turn`` micro-batches later."""
+    """Return whether the tasks from ``begin`` to ``end`` equal those from ``before``, ``turn`` micro-batches later."""
     if end - begin != 3 * turn or begin - before != 3 * turn:
         return False
     return all(_later(t, turn) == u for t, u in zip(order[before:begin], order[begin:end], strict=True))
@@ -68,7 +68,7 @@ def _repeated(schedule: Schedule, places: list[tuple[int, int]], extra: int, tur
 
 
 def _steady(schedule: Schedule, places: list[tuple[int, int]], costs: CostTable, turn: int) -> bool:
-    """Whether further turns can run and take no longer than the busiest device's work in them.
+    """Return whether further turns can run and take no longer than the busiest device's work in them.
 
     As many turns as devices are simulated, and two more, because a delay takes one turn per device to propagate.
     """

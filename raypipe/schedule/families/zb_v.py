@@ -8,7 +8,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.families.greedy import KINDS, Policy, Unordered, ordered, whole_step
-from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import Kind
 from raypipe.schedule.shape import Shape
 from raypipe.schedule.walk import walk
@@ -101,10 +101,7 @@ def _textbook(placement: tuple[int, ...], count: int) -> Schedule:
         row.repeat(count, "Wu")
         row.repeat(count, "Wd")
         rows.append(tuple(row.tasks))
-    return Schedule(
-        name="zb-v", placement=(placement,), orders=tuple(rows), microbatches=count,
-        graph=StageGraph.chain(2 * depth),
-    )  # fmt: skip
+    return Schedule.of_chain("zb-v", [placement], rows, count)
 
 
 class _Row:

@@ -98,9 +98,14 @@ def _timed(schedule: Schedule, costs: CostTable) -> Ordered:
 
 
 def _search(
-    name: str, shape: Shape, costs: CostTable, policies: list[Policy], score: Score, done: Callable[[Ordered], bool],
+    name: str,
+    shape: Shape,
+    costs: CostTable,
+    policies: list[Policy],
+    score: Score,
+    done: Callable[[Ordered], bool],
     warm_up: int = 0,
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """The order of the best policy. With many micro-batches, only a short step is ordered and then extended."""
     depth, count = shape.devices, shape.microbatches
     placement = tuple(range(depth))

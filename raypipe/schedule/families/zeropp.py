@@ -27,9 +27,10 @@ def zeropp(shape: Shape, costs: CostTable) -> Schedule:
     if shape.memory_limit is not None:
         if shape.memory_limit < chunks:
             raise ScheduleError(
-                "memory_limit", f"{shape.memory_limit:g} activations; one micro-batch needs {chunks}",
+                "memory_limit",
+                f"{shape.memory_limit:g} activations; one micro-batch needs {chunks}",
                 f"use {chunks} or more",
-            )  # fmt: skip
+            )
         unit = min(unit, math.floor(shape.memory_limit) // chunks)
     placement = ring(shape)
     units = {n: _unit(placement, n, costs) for n in {unit, count % unit} if n}

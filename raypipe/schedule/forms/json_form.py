@@ -25,16 +25,45 @@ from raypipe.schedule.kinds import BOOKKEEPING, JOINT, KINDS, TRAITS, Kind
 from raypipe.schedule.latency import Comm
 
 RESULTS = (
-    "makespan", "span", "period", "bubble_ratio", "peak_activations", "weight_versions", "lower_bound", "critical_path",
-    "critical_forwards", "critical_backwards", "objective", "objective_value", "objective_bound", "gap",
-    "search_seconds", "recompute_stages",
-)  # fmt: skip
+    "makespan",
+    "span",
+    "period",
+    "bubble_ratio",
+    "peak_activations",
+    "weight_versions",
+    "lower_bound",
+    "critical_path",
+    "critical_forwards",
+    "critical_backwards",
+    "objective",
+    "objective_value",
+    "objective_bound",
+    "gap",
+    "search_seconds",
+    "recompute_stages",
+)
 """Keys that a simulation or a search adds; a reader ignores them."""
 KEYS = (
-    "name", "placement", "orders", "durations", "comm", "microbatches",
-    "recompute", "w_dep", "skip_first_B", "frozen", "slices", "attention", "attention_grad",
-    "edges", "size", "versions", "zero", "copies", "shard_group",
-)  # fmt: skip
+    "name",
+    "placement",
+    "orders",
+    "durations",
+    "comm",
+    "microbatches",
+    "recompute",
+    "w_dep",
+    "skip_first_B",
+    "frozen",
+    "slices",
+    "attention",
+    "attention_grad",
+    "edges",
+    "size",
+    "versions",
+    "zero",
+    "copies",
+    "shard_group",
+)
 
 
 def to_json(
@@ -69,9 +98,13 @@ def to_json(
                 entry["dur"] = _whole(length)
             orders[-1].append(entry)
     found: dict[str, Any] = {
-        "name": schedule.name, "placement": [list(p) for p in schedule.placement], "orders": orders,
-        "durations": durations, "comm": _short(costs.links), "microbatches": schedule.microbatches,
-    }  # fmt: skip
+        "name": schedule.name,
+        "placement": [list(p) for p in schedule.placement],
+        "orders": orders,
+        "durations": durations,
+        "comm": _short(costs.links),
+        "microbatches": schedule.microbatches,
+    }
     rules = schedule.rules
     if rules.recompute != "early":
         found["recompute"] = rules.recompute
@@ -137,12 +170,16 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
     name, versions = top.get("name"), top.get("versions")
     seen = 1 + max((mb for order in orders for task in order for mb in task.mbs), default=-1)
     schedule = Schedule(
-        name=PurePath(source).stem if name is None else name.text(), placement=placement, orders=orders,
+        name=PurePath(source).stem if name is None else name.text(),
+        placement=placement,
+        orders=orders,
         microbatches=seen if microbatches is None else microbatches.whole(),
         graph=StageGraph.chain(stages) if edges is None else StageGraph(stages, _edges(edges, stages)),
-        rules=_rules(top), size=Fraction(1, _slices(top)) if size is None else size.fraction(),
-        versions="flush" if versions is None else versions.choice(VERSIONS), sharding=_sharding(top),
-    )  # fmt: skip
+        rules=_rules(top),
+        size=Fraction(1, _slices(top)) if size is None else size.fraction(),
+        versions="flush" if versions is None else versions.choice(VERSIONS),
+        sharding=_sharding(top),
+    )
     costs = _costs(top, stages)
     _check_lengths(top, schedule, costs)
     return schedule, costs
@@ -202,8 +239,9 @@ def _sharding(top: Field) -> Sharding | None:
         return None
     return Sharding(
         levels=tuple(level.whole() for level in levels.items("levels")),
-        copies=1 if copies is None else copies.whole(), group=None if group is None else group.whole(),
-    )  # fmt: skip
+        copies=1 if copies is None else copies.whole(),
+        group=None if group is None else group.whole(),
+    )
 
 
 def _costs(top: Field, stages: int) -> CostTable:
@@ -224,11 +262,18 @@ def _costs(top: Field, stages: int) -> CostTable:
                 given.need("BW").fail(f"BW is {bw:g} where B + W is {b + w:g}", "leave BW out, or make it B + W")
     comm = top.get("comm")
     return CostTable(
-        forward=times["F"], input_grad=times["B"], weight_grad=times["W"], recompute=times["R"],
-        all_reduce=times["AR"], update=times["U"], gather=times["AG"], reduce_scatter=times["RS"],
-        attention=_part(top, "attention", times["F"]), attention_grad=_part(top, "attention_grad", times["B"]),
+        forward=times["F"],
+        input_grad=times["B"],
+        weight_grad=times["W"],
+        recompute=times["R"],
+        all_reduce=times["AR"],
+        update=times["U"],
+        gather=times["AG"],
+        reduce_scatter=times["RS"],
+        attention=_part(top, "attention", times["F"]),
+        attention_grad=_part(top, "attention_grad", times["B"]),
         comm=0.0 if comm is None else _links(comm, stages),
-    )  # fmt: skip
+    )
 
 
 def _part(top: Field, key: str, whole: tuple[float, ...]) -> tuple[float, ...]:

@@ -75,8 +75,10 @@ def _check(which: str, work: Work, before: Work | None, schedule: Schedule, *wha
             for mb in range(microbatches):
                 if count[mb] != 1:
                     raise ScheduleError(
-                        "programs", f"in {which}, the {what} of micro-batch {mb} on stage {stage} runs {count[mb]} "
-                        "times instead of once", _REPORT,
-                    )  # fmt: skip
+                        "programs",
+                        f"in {which}, the {what} of micro-batch {mb} on stage {stage} runs {count[mb]} "
+                        "times instead of once",
+                        _REPORT,
+                    )
             if len(count) > microbatches:
                 raise ScheduleError("programs", f"in {which}, stage {stage} has unknown micro-batches", _REPORT)

@@ -42,7 +42,7 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What all processes issue; the arguments of ``find_circle``."""
+    """All that the processes issue; the arguments of ``find_circle``."""
 
     processes: list[list[Operation]]
     """Per process, in rank order."""

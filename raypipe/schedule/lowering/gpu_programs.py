@@ -19,9 +19,12 @@ FILLS, RUNS, DRAINS = (True, False), (False, False), (False, True)
 
 
 def gpu_programs(
-    train: Mapping[Part, Sequence[Program]], evaluate: Sequence[Program], microbatches: int, versions: Versions,
+    train: Mapping[Part, Sequence[Program]],
+    evaluate: Sequence[Program],
+    microbatches: int,
+    versions: Versions,
     shards: Mapping[StageKey, ShardMember] | None = None,
-) -> tuple[dict[Part, list[Program]], list[Program]]:  # fmt: skip
+) -> tuple[dict[Part, list[Program]], list[Program]]:
     """Order the transfers of a plan's programs, and check that no execution of them on GPUs can deadlock.
 
     It is checked for a single hardware queue, which covers any number (``stream_order``). One tensor rank stands for

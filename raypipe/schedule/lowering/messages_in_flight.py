@@ -47,9 +47,7 @@ class _Way(NamedTuple):
 
 
 @no_collection()
-def messages_in_flight(
-    programs: Sequence[Program], size: Callable[[Message], float] = lambda _: 1.0
-) -> list[InFlight]:  # fmt: skip
+def messages_in_flight(programs: Sequence[Program], size: Callable[[Message], float] = lambda _: 1.0) -> list[InFlight]:
     """Return the most that each device can hold of a step's messages at once, over all executions.
 
     Time and space grow as tasks times devices.

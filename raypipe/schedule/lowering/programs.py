@@ -31,7 +31,7 @@ class Message(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Whether both stages are on one device."""
+        """True if both stages are on one device."""
         return self.src_device == self.dst_device
 
 

@@ -48,9 +48,11 @@ class _Entry:
 
 @no_collection()
 def safe_order(
-    steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool = False,
+    steps: Sequence[Sequence[Program]],
+    microbatches: int,
+    stashes: bool = False,
     shards: Mapping[StageKey, ShardMember] | None = None,
-) -> list[list[Program]]:  # fmt: skip
+) -> list[list[Program]]:
     """Return the programs with receives moved forward and all-reduces moved back, as far as is needed.
 
     ``stream_order.check_streams`` can then prove them; programs that no such moves help come back unfinished, and the
@@ -72,7 +74,7 @@ def safe_order(
 
 def _with(
     program: Program, step: int, inserted: dict[tuple[int, int], list[Inserted]], deferred: set[tuple[int, int]]
-) -> Program:  # fmt: skip
+) -> Program:
     return replace(
         program,
         ordered=True,
@@ -84,10 +86,13 @@ def _with(
 
 
 def _entries(
-    steps: Sequence[Sequence[Program]], device: int, microbatches: int, stashes: bool,
+    steps: Sequence[Sequence[Program]],
+    device: int,
+    microbatches: int,
+    stashes: bool,
     shards: Mapping[StageKey, ShardMember],
-) -> list[_Entry]:  # fmt: skip
-    """What a device does, receives where the runtime issues them: with the first task that needs it or a later one."""
+) -> list[_Entry]:
+    """List what a device does; it receives where the runtime does, with the first task that needs it or a later one."""
     found: list[_Entry] = []
     received: set[Hashable] = set()
     posted: dict[int, deque[Message]] = {}
@@ -132,9 +137,12 @@ class _Run:
     """Runs the entries of all devices with blocking transfers, and moves some where all devices wait."""
 
     def __init__(
-        self, steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool,
+        self,
+        steps: Sequence[Sequence[Program]],
+        microbatches: int,
+        stashes: bool,
         shards: Mapping[StageKey, ShardMember],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.steps, self.microbatches = steps, microbatches
         devices = range(len(steps[0]))
         self.entries = entries = [_entries(steps, d, microbatches, stashes, shards) for d in devices]
@@ -155,7 +163,7 @@ class _Run:
                     self.receives[d][e.key] = e
 
     def head(self, d: int) -> _Entry | None:
-        """What the device does next."""
+        """Return what the device does next."""
         row = self.entries[d]
         while self.at[d] < len(row) and row[self.at[d]].kind == "receive" and row[self.at[d]].key in self.moved:
             self.at[d] += 1
@@ -234,7 +242,9 @@ class _Run:
         row.append(Inserted(position, what))
 
     def announced(self, d: int, place: _Place, e: _Entry) -> bool:
-        """Whether the device knows at ``place`` that the message will come: its step has begun, or its head sends it.
+        """Return whether the device knows at ``place`` that the message will come.
+
+        It does once its step has begun, or if its head sends the message.
 
         While an update is pending, devices announce and wait for messages of heads only.
         """

@@ -133,8 +133,9 @@ class _Waits:
                 i = ends[0]
                 raise ScheduleError(
                     f"device {self.process[i]}, {self.operations[i].name}",
-                    f"{len(ends)} of {members.get(key, 2)} devices take part", "give it one end on each of them",
-                )  # fmt: skip
+                    f"{len(ends)} of {members.get(key, 2)} devices take part",
+                    "give it one end on each of them",
+                )
             for other in ends[1:]:
                 self._shared[self._find(other)] = self._find(ends[0])
         base = 0

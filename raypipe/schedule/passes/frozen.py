@@ -45,14 +45,14 @@ def without_frozen(schedule: Schedule, frozen: Collection[int]) -> Schedule:
 
 
 def _left(task: Task, backward: Backward) -> Task | None:
-    """What is left of a task."""
+    """Return what is left of a task, if anything."""
     kind = task.kind
     if kind in JOINT and backward.input_grad and not backward.weight_grad:
         return task._replace(kind="B")
-    needed = (
-        backward.exists if kind == "R" or kind in JOINT
-        else backward.input_grad if kind in BACKWARD
-        else backward.weight_grad if kind in WEIGHT_GRADIENTS | SHARDED
-        else True
-    )  # fmt: skip
+    if kind == "R" or kind in JOINT:
+        needed = backward.exists
+    elif kind in BACKWARD:
+        needed = backward.input_grad
+    else:
+        needed = backward.weight_grad or kind not in WEIGHT_GRADIENTS | SHARDED
     return task if needed else None

@@ -28,9 +28,11 @@ def check_sharding(graph: TaskGraph) -> None:
         for i, task in enumerate(graph.tasks):
             if task.kind in SHARDED:
                 raise fault_at(
-                    graph, i, f"the schedule is not sharded, so it has no use for {task.kind}",
+                    graph,
+                    i,
+                    f"the schedule is not sharded, so it has no use for {task.kind}",
                     "state the ZeRO level of every stage, or remove it",
-                )  # fmt: skip
+                )
         return
     _check_levels(schedule, schedule.sharding)
     for d in range(schedule.devices):
@@ -50,9 +52,10 @@ def _check_levels(schedule: Schedule, sharding: Sharding) -> None:
         raise ScheduleError("zero", f"shard groups of {group} among {copies} copies", "use a divisor of the copies")
     if schedule.versions != "flush":
         raise ScheduleError(
-            "zero", f"{schedule.name} keeps older versions of its weights, which shards do not have",
+            "zero",
+            f"{schedule.name} keeps older versions of its weights, which shards do not have",
             "use a synchronous schedule, or zero: 0",
-        )  # fmt: skip
+        )
 
 
 def _check_device(graph: TaskGraph, device: int) -> None:
@@ -115,6 +118,7 @@ def _check_groups(graph: TaskGraph) -> None:
             twin = schedule.placement[first][stage]
             if rows[device] != rows[twin]:
                 raise ScheduleError(
-                    f"device {device}", f"issues other collectives than device {twin}, its shard group's first member",
+                    f"device {device}",
+                    f"issues other collectives than device {twin}, its shard group's first member",
                     "give data-parallel copies the same order (passes.replicate)",
-                )  # fmt: skip
+                )
