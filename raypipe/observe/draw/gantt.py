@@ -18,8 +18,7 @@ from raypipe.observe.draw.caption import folded
 from raypipe.observe.draw.palette import colour, grey, ink
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import NETWORK, TRAITS, Kind
-from raypipe.simulate.critical import critical_path
-from raypipe.simulate.timeline import Span, Timeline
+from raypipe.simulate.timeline import Span, Timeline, critical_path
 
 HATCHES = ("", "////", "\\\\\\\\", "xxxx", "----", "||||", "++++", "//")
 NAMES: dict[Kind, str] = {kind: f"{kind} {traits.what}" for kind, traits in TRAITS.items()}

@@ -15,8 +15,7 @@ from raypipe.errors import RequestError
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.kinds import BOOKKEEPING, NETWORK
-from raypipe.simulate.activations import live_activations
-from raypipe.simulate.timeline import Timeline
+from raypipe.simulate.timeline import Timeline, live_activations
 
 COLOURS = {"F": "thread_state_running", "B": "rail_response", "BW": "rail_response", "W": "rail_animation", "R": "grey"}
 """Chrome's colour names; Perfetto ignores them and picks colours by slice name."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from raypipe.explain.mending import MEANING
 from raypipe.observe.explained.explain_run import Explained
 from raypipe.observe.plan_table import seconds
+from raypipe.observe.tables import text_table
 
 SHADES = " .:-=+*#%@"
 """From nothing to the largest of the map: plain characters, which every terminal and log file has."""
@@ -28,9 +28,7 @@ def explanation_table(of: Explained) -> RenderableType:
     lost = why.step_s - why.ideal_s
     share = f", {lost / why.step_s:.1%} of it lost" if why.step_s else ""
     title = f"{of.schedule.name} on {of.schedule.devices} devices, {steps}: {seconds(why.step_s)} a step, ideal "
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
-    for name in ("cause", "where", "lost", "of the step", "mended alone"):
-        table.add_column(name, justify="right" if name in ("lost", "of the step", "mended alone") else "left")
+    table = text_table(("cause", "where", "lost", "of the step", "mended alone"), left=("cause", "where"))
     for one in why.causes:
         place = "all devices" if one.device is None else f"{'link' if one.links else 'device'} {one.device}"
         table.add_row(

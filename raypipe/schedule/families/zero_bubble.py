@@ -12,7 +12,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.families.greedy import (
     KINDS,
-    Ordered,
+    GreedyOrder,
     Policy,
     Unordered,
     order_greedily,
@@ -27,7 +27,7 @@ from raypipe.schedule.passes.backward import split_backward
 from raypipe.schedule.shape import Shape
 from raypipe.schedule.walk import walk
 
-Score = Callable[[Ordered], tuple[float, float]]
+Score = Callable[[GreedyOrder], tuple[float, float]]
 
 
 def h1(shape: Shape, costs: CostTable) -> Schedule:
@@ -46,7 +46,7 @@ def h1(shape: Shape, costs: CostTable) -> Schedule:
     f, b, w = times.pop()
     uniform = not times
 
-    def optimal(found: Ordered) -> bool:
+    def optimal(found: GreedyOrder) -> bool:
         if slices > 1:  # the formula is that of slices of even cost
             return False
         goal = found.schedule.microbatches * (f + b + w) + (depth - 1) * (max(f, f + b - w) + 4 * min(costs.links))
@@ -67,7 +67,7 @@ def h2(shape: Shape, costs: CostTable) -> Schedule:
     cap = _cap(shape, 2 * shape.devices - 1)
     work = max(map(sum, zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)))
 
-    def optimal(found: Ordered) -> bool:
+    def optimal(found: GreedyOrder) -> bool:
         return found.span <= found.schedule.microbatches * work * (1 + 1e-12)
 
     policies = _policies(cap, lambda s: max(1, cap - 2 * s), (("B", "F", "W"), ("F", "B", "W")), leads_first=False)
@@ -97,12 +97,12 @@ def _policies(
     ]
 
 
-def _timed(schedule: Schedule, costs: CostTable) -> Ordered:
+def _timed(schedule: Schedule, costs: CostTable) -> GreedyOrder:
     """An order with its length; W right after B leaves the bubbles of 1F1B, and is shorter where policies find none."""
     graph = link(schedule)
     done = walk(graph, costs.durations(schedule, graph.tasks), costs.comm)
     spans = [max(done.end[a:b]) - done.start[a] for a, b in itertools.pairwise(graph.first)]
-    return Ordered(schedule, max(done.end), max(spans))
+    return GreedyOrder(schedule, max(done.end), max(spans))
 
 
 def _search(
@@ -111,7 +111,7 @@ def _search(
     costs: CostTable,
     policies: list[Policy],
     score: Score,
-    done: Callable[[Ordered], bool],
+    done: Callable[[GreedyOrder], bool],
     warm_up: int = 0,
 ) -> Schedule:
     """The order of the best policy. With many micro-batches, only a short step is ordered and then extended."""
@@ -121,7 +121,7 @@ def _search(
     if shape.slices > 1:  # backwards do not run in ascending order, so there is no turn that repeats
         count = rounds = count * shape.slices
     step = Unordered(whole_step(name, placement, min(count, rounds), Rules(slices=shape.slices)), costs)
-    best: tuple[Ordered, Policy] | None = None
+    best: tuple[GreedyOrder, Policy] | None = None
     for policy in policies:
         found = ordered(step, policy)
         if found is not None and (best is None or score(found) < score(best[0])):

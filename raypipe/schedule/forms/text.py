@@ -124,7 +124,7 @@ def from_text(text: str, source: str = "schedule") -> Schedule:
     Raises:
         ScheduleError: the text is not in this form; it names line and column.
     """
-    return _Reader(source).read(text)
+    return _TextReader(source).read(text)
 
 
 def infer_placement(orders: Sequence[Sequence[Task]], source: str) -> tuple[tuple[int, ...], ...]:
@@ -155,7 +155,7 @@ def _words(head: str, items: Iterable[object]) -> str:
     return " ".join([head, *map(str, items)])
 
 
-class _Reader:
+class _TextReader:
     """Parses a text line by line and keeps the line number for messages."""
 
     KEYS = (

@@ -68,7 +68,7 @@ def safe_order(
         stashes: updates are made per micro-batch, without sums and norm (PipeDream).
         shards: the schedule's sharded stage replicas.
     """
-    run = _Run(steps, microbatches, stashes, shards or {})
+    run = _BlockingRun(steps, microbatches, stashes, shards or {})
     run.all()
     return [
         [_with(program, step, run.inserted[d], run.deferred[d]) for d, program in enumerate(rows)]
@@ -137,7 +137,7 @@ def _key(message: Message, shift: int) -> Hashable:
     return (message.direction, message.src_stage, message.dst_stage, message.mb + shift)
 
 
-class _Run:
+class _BlockingRun:
     """Runs the entries of all devices with blocking transfers, and moves some where all devices wait."""
 
     def __init__(
