@@ -33,7 +33,7 @@ NEVER = float("-inf")
 
 
 @dataclass(slots=True)
-class Walk:
+class WalkTimes:
     """Times of every task, by its number in the graph; those that can never run end at ``NEVER``."""
 
     start: list[float]
@@ -49,7 +49,7 @@ def walk(
     comm: Comm = 0.0,
     also: Waits | None = None,
     begin: Mapping[int, float] | None = None,
-) -> Walk:
+) -> WalkTimes:
     """Run each task as early as its lane and its dependencies allow.
 
     Linear in tasks plus dependencies: a lane that waits sleeps on the one task it waits for.
@@ -108,7 +108,7 @@ def walk(
             break
         position[lane], free[lane] = k, now
     stuck = [lanes[n][position[n]] for n in range(len(lanes)) if position[n] < len(lanes[n])]
-    return Walk(start, end, stuck)
+    return WalkTimes(start, end, stuck)
 
 
 class _More:

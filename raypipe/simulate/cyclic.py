@@ -18,8 +18,8 @@ from raypipe.schedule.kinds import BOOKKEEPING, NETWORK, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
-from raypipe.schedule.unroll import unroll
-from raypipe.schedule.walk import Walk, walk
+from raypipe.schedule.versions import unroll
+from raypipe.schedule.walk import WalkTimes, walk
 
 Edges = dict[int, list[tuple[int, float]]]
 """Task -> (task that it waits for, time from the end of that one to the earliest start of this one)."""
@@ -39,7 +39,7 @@ class CyclicGraph:
     steps: int = 1
     """Training steps that one turn of this graph stands for."""
 
-    def turn(self, end: Mapping[int, float] | Sequence[float] | None) -> Walk:
+    def turn(self, end: Mapping[int, float] | Sequence[float] | None) -> WalkTimes:
         """Time one turn that follows one whose tasks ended at ``end``, or the very first one (None).
 
         Raises:

@@ -20,7 +20,7 @@ from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.sharding.collectives import Collective
 from raypipe.schedule.sharding.collectives import collectives as collectives_of
-from raypipe.schedule.walk import Walk, dependency_lags
+from raypipe.schedule.walk import WalkTimes, dependency_lags
 from raypipe.simulate.cyclic import CyclicGraph, cyclic
 from raypipe.simulate.engine import simulate
 
@@ -97,7 +97,7 @@ def _rate(cycle: CyclicGraph) -> tuple[float, dict[int, float]]:
 class _Origins:
     """Which time of the step before decided when a task ends: the origin of the longest path to it."""
 
-    def __init__(self, cycle: CyclicGraph, done: Walk, state: dict[int, float]) -> None:
+    def __init__(self, cycle: CyclicGraph, done: WalkTimes, state: dict[int, float]) -> None:
         self.cycle, self.tasks, self.done, self.state = cycle, cycle.graph.tasks, done, state
         self.dependencies = dependency_lags(cycle.graph, cycle.comm)
         self.known: dict[int, int] = {}

@@ -47,7 +47,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Per device, most activations alive at once, in units of one stage's; see ``schedule.memory``."""
+        """Per device, most activations alive at once, in units of one stage's; see ``schedule.live_activations``."""
         return peak_activations(self.schedule)
 
     @property

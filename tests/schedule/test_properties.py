@@ -29,8 +29,8 @@ from raypipe.schedule.passes import (
     replicate,
     split_backward,
 )
-from raypipe.schedule.unroll import unroll
 from raypipe.schedule.verify import verify
+from raypipe.schedule.versions import unroll
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period

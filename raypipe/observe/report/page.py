@@ -8,8 +8,7 @@ from typing import Any
 from raypipe import __version__
 from raypipe.errors import RaypipeError
 from raypipe.explain.mending import MEANING
-from raypipe.observe.explained.explain_run import Explained, explain_run
-from raypipe.observe.explained.table import sentence
+from raypipe.observe.explained_run import Explained, explain_run, sentence
 from raypipe.observe.plan_table import seconds
 from raypipe.observe.report.markup import Curve, Markup, chart, joined, lanes_of, legend, table, tag, timeline_svg
 from raypipe.observe.run_view.event_sentences import event_sentences

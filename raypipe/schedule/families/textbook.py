@@ -137,7 +137,7 @@ def _rounds(count: int, rounds: int) -> list[range]:
 def pipedream(shape: Shape, costs: CostTable) -> Schedule:
     """Run 1F1B with an update after every micro-batch; a backward uses the weights of its forward.
 
-    The tasks are those of N micro-batches of 1F1B. ``schedule.unroll`` joins steps to the continuous order, in which
+    The tasks are those of N micro-batches of 1F1B. ``versions.unroll`` joins steps to the continuous order, in which
     devices idle only in the first fill and the last drain. Stage s keeps D - s versions of its weights.
 
     Source: Narayanan et al. 2019 (PipeDream), sections 3.2 and 3.3; Chimera section 2.

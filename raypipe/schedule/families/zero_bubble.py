@@ -236,7 +236,7 @@ def zb_v(shape: Shape, costs: CostTable) -> Schedule:
             raise ScheduleError("memory_limit", f"{shape.memory_limit:g} activations; a V needs two", "use 2 or more")
         cap = min(cap, math.floor(shape.memory_limit))
     placement = vee(shape)
-    best = _textbook(placement, count)
+    best = _order_of_paper(placement, count)
     span = _timed(best, costs).span if cap == 2 * depth else math.inf
     work = max(
         count * sum(c[s] for c in (costs.forward, costs.input_grad, costs.weight_grad) for s in (d, 2 * depth - 1 - d))
@@ -282,7 +282,7 @@ def _oldest(task: Task) -> tuple[int, ...]:
     return task.mbs[0], -task.stage
 
 
-def _textbook(placement: tuple[int, ...], count: int) -> Schedule:
+def _order_of_paper(placement: tuple[int, ...], count: int) -> Schedule:
     """The paper's order: fill with forwards, turn at the bottom of the V, alternate both chunks, then drain."""
     depth = len(placement) // 2
     rows = []

@@ -12,7 +12,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import transfers
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.passes.sync import held
-from raypipe.schedule.unroll import unroll
+from raypipe.schedule.versions import unroll
 
 Part = tuple[bool, bool]
 """(fills an empty pipeline, drains it at the end)."""
