@@ -17,7 +17,7 @@ end holds at most the bytes in flight on its side:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -57,52 +57,53 @@ def held_messages(schedule: Schedule, sizes: Sequence[float]) -> list[list[float
     }
     for d, order in enumerate(schedule.orders):
         for i, (kind, stage, mbs, _) in enumerate(order):
-            if (kind, stage) not in touched:
+            here = touched.get((kind, stage))
+            if here is None:
                 continue
-            uses, makes = touched[kind, stage]
+            uses, makes = here
             place = (d, i)
             for mb in mbs:
                 for first in uses:
                     first.setdefault(mb, place)
                 for last in makes:
                     last[mb] = place
-    # (sender, position there, receiver, position there, bytes), in no order.
-    ways: list[tuple[int, int, int, int, float]] = []
+    # Per sender and receiver: positions in their orders, and bytes.
+    ways: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
     for tensor, places in made.items():
         way, source, to = tensor
         size, first = sizes[source if way == "act" else to], used[tensor]
         for mb, (d, i) in places.items():
             e, j = first.get(mb, (d, i))
             if d != e:
-                ways.append((d, i, e, j, size))
+                ways.setdefault((d, e), []).append((i, j, size))
     return _held(schedule, ways)
 
 
-def _held(schedule: Schedule, ways: Sequence[tuple[int, int, int, int, float]]) -> list[list[float]]:
+def _held(schedule: Schedule, ways: Mapping[tuple[int, int], Sequence[tuple[int, int, float]]]) -> list[list[float]]:
     # Per (device, other one): at which positions it receives, and how many tasks that one has then run at least.
-    told: dict[tuple[int, int], dict[int, int]] = {}
-    for d, i, e, j, _ in ways:
-        own = told.setdefault((e, d), {})
-        if own.get(j, 0) <= i:
-            own[j] = i + 1
     steps: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for pair, own in told.items():
-        places = sorted(own)
-        steps[pair] = (places, list(accumulate((own[k] for k in places), max)))
+    for (d, e), messages in ways.items():
+        shown: dict[int, int] = {}
+        for i, j, _ in messages:
+            if shown.get(j, 0) <= i:
+                shown[j] = i + 1
+        places = sorted(shown)
+        steps[e, d] = (places, list(accumulate((shown[k] for k in places), max)))
     change = [[0.0] * (len(order) + 1) for order in schedule.orders]
-    nothing: tuple[list[int], list[int]] = ([], [])
-    for d, i, e, j, size in ways:
-        places, ran = steps.get((d, e), nothing)
-        # The sender holds it until it has received something that the receiver sent after it used the message.
-        at = bisect_left(ran, j + 1)
-        change[d][i] += size
-        change[d][places[at] if at < len(places) else -1] -= size
-        # The receiver may have it as soon as it has done what the sender's task waited for.
-        at = bisect_left(places, i + 1)
-        since = ran[at - 1] if at else 0
-        if since < j:
-            change[e][since] += size
-            change[e][j] -= size
+    for (d, e), messages in ways.items():
+        sent, arriving = change[d], change[e]
+        places, ran = steps.get((d, e), ([], []))
+        for i, j, size in messages:
+            # The sender holds it until it has received something that the receiver sent after it used the message.
+            at = bisect_left(ran, j + 1)
+            sent[i] += size
+            sent[places[at] if at < len(places) else -1] -= size
+            # The receiver may have it as soon as it has done what the sender's task waited for.
+            at = bisect_left(places, i + 1)
+            since = ran[at - 1] if at else 0
+            if since < j:
+                arriving[since] += size
+                arriving[j] -= size
     return [list(accumulate(row[:-1])) for row in change]
 
 
