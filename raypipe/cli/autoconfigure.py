@@ -77,7 +77,7 @@ def autoconfigure(
     """Choose the schedule, pipeline depth, replicas, micro-batch size and further options for a job. Without --cluster
     and --profile, plan for the running Ray cluster or else this machine, after a short profile."""
     from raypipe.job import load_job
-    from raypipe.observe.time_to_accuracy.batches_table import as_document, batches_table
+    from raypipe.observe.tables import batches_document, batches_table
     from raypipe.plan.choose import POLICIES, choose
     from raypipe.plan.decision_json import as_json
     from raypipe.plan.hybrid import load_epochs
@@ -129,7 +129,9 @@ def autoconfigure(
         write(out, decision.plan.text())
         print(f"wrote {out}", file=sys.stderr)
     if json:
-        print(strict_json(as_json(decision) | ({} if batches is None else {"time_to_target": as_document(batches)})))
+        print(
+            strict_json(as_json(decision) | ({} if batches is None else {"time_to_target": batches_document(batches)}))
+        )
         return
     from rich.console import Console
 

@@ -67,16 +67,16 @@ def hybrid(
     found = compare(table, counts)
     if plot is not None:
         from raypipe.observe.draw.figure_file import save
-        from raypipe.observe.draw.hybrid_plot import hybrid_plot
+        from raypipe.observe.draw.plots import hybrid_plot
 
         save(hybrid_plot(found, epochs.stem), plot)
     if json:
-        from raypipe.observe.time_to_accuracy.hybrid_table import hybrid_document
+        from raypipe.observe.tables import hybrid_document
 
         print(strict_json(hybrid_document(found)))
         return
     from rich.console import Console
 
-    from raypipe.observe.time_to_accuracy.hybrid_table import hybrid_table
+    from raypipe.observe.tables import hybrid_table
 
     Console(highlight=False).print(hybrid_table(found))

@@ -59,6 +59,6 @@ def partition(
         return
     from rich.console import Console
 
-    from raypipe.observe.partition_view import partition_view
+    from raypipe.observe.tables import partition_view
 
     Console(width=max(WIDTH, Console().width), highlight=False).print(partition_view(found, spec.name))

@@ -37,6 +37,6 @@ def place(
         return
     from rich.console import Console
 
-    from raypipe.observe.placement_view import placement_view
+    from raypipe.observe.tables import placement_view
 
     Console(highlight=False).print(placement_view(operations, machine, found))

@@ -38,8 +38,8 @@ def profile(
 ) -> None:
     """Measure a job's layers, optimizer, messages and collectives with Ray, on the devices that will train it."""
     from raypipe.job import load_job
-    from raypipe.observe.profile_table import profile_tables
     from raypipe.observe.progress import Notes, stderr_console
+    from raypipe.observe.tables import profile_tables
 
     spec = load_job(job, override or ())
     most = max(1, spec.train.batch)

@@ -45,7 +45,7 @@ def regions(
     """Measure regions of a step beside weight gradients, on this machine's GPU or two of its cores, and plan both."""
     from raypipe.job import load_job
     from raypipe.observe.progress import stderr_console
-    from raypipe.observe.regions_view import document, regions_table
+    from raypipe.observe.tables import regions_document, regions_table
     from raypipe.plan.regions.as_plan import check_same, plan_of
     from raypipe.plan.regions.joint import joint_schedule
     from raypipe.plan.regions.profile import load_regions
@@ -77,7 +77,7 @@ def regions(
     if plan is not None:
         write(plan, plan_of(spec, found, joint).text())
     if json:
-        print(json_module.dumps(document(found, joint)))
+        print(json_module.dumps(regions_document(found, joint)))
         return
     from rich.console import Console
 

@@ -140,10 +140,10 @@ def _show(
         save(gantt(timelines, critical=critical), plot)
         _said(plot)
     if memory_plot is not None:
-        from raypipe.observe.draw import memory_plot as memory
         from raypipe.observe.draw.figure_file import save
+        from raypipe.observe.draw.plots import memory_plot as drawn_memory
 
-        save(memory.memory_plot(timelines), memory_plot)
+        save(drawn_memory(timelines), memory_plot)
         _said(memory_plot)
     if trace is not None:
         from raypipe.observe.draw.perfetto import write_trace

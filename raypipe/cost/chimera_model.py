@@ -18,9 +18,8 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BOOKKEEPING, JOINT
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync, held
-from raypipe.simulate.critical import critical_path
 from raypipe.simulate.engine import simulate
-from raypipe.simulate.timeline import Timeline
+from raypipe.simulate.timeline import Timeline, critical_path
 
 
 @dataclass(frozen=True, slots=True)

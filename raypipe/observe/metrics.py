@@ -50,9 +50,10 @@ LEARNING_RATE = Metric("raypipe_learning_rate", "Learning rate of the newest ste
 BUBBLE = Metric("raypipe_bubble_ratio", "Share of the newest step in which devices computed nothing.")
 BUBBLE_PREDICTED = Metric("raypipe_bubble_ratio_predicted", "The same as the plan, then the calibration, predicts it.")
 TASK_SECONDS = Metric(
-    "raypipe_task_seconds", "Time in tasks of one kind (F, B, W, BW, R) in the newest step.",
+    "raypipe_task_seconds",
+    "Time in tasks of one kind (F, B, W, BW, R) in the newest step.",
     ("stage", "replica", "device", "task"),
-)  # fmt: skip
+)
 WAIT = Metric("raypipe_wait_seconds", "Time in which a device computed nothing in the newest step.", ("device",))
 ALL_REDUCE_EXPOSED = Metric(
     "raypipe_all_reduce_exposed_seconds", "Time of gradient all-reduces that no compute overlapped.", ("device",)
@@ -66,9 +67,10 @@ DATA_WAIT = Metric(
     "raypipe_data_wait_ratio", "Share of the newest step for which the device that waited longest waited for samples."
 )
 LOST = Metric(
-    "raypipe_lost_seconds", "Seconds of a step above the ideal one, by cause, as `raypipe explain` finds them.",
+    "raypipe_lost_seconds",
+    "Seconds of a step above the ideal one, by cause, as `raypipe explain` finds them.",
     ("cause",),
-)  # fmt: skip
+)
 RECOVERIES = Metric("raypipe_recoveries", "Restarts, and workers replaced in place, since the run began.")
 REPLANS = Metric("raypipe_replans", "Plans changed while the run went on, since it began.")
 SKIPPED = Metric("raypipe_skipped_steps", "Steps without an update, for a number that was not finite, in this run.")
@@ -77,11 +79,7 @@ CHECKPOINT_STALL = Metric(
     "raypipe_checkpoint_stall_seconds", "Time for which training waited for the newest checkpoint."
 )
 
-METRICS: Final = (
-    STEP, STEP_SECONDS, STEP_PREDICTED, STEP_DURATION, TOKENS, SAMPLES, MFU, LOSS, VALIDATION_LOSS, GRAD_NORM,
-    LEARNING_RATE, BUBBLE, BUBBLE_PREDICTED, TASK_SECONDS, WAIT, ALL_REDUCE_EXPOSED, MEMORY, MEMORY_PLANNED,
-    MEMORY_LIMIT, DATA_WAIT, LOST, RECOVERIES, REPLANS, SKIPPED, REWINDS, CHECKPOINT_STALL,
-)  # fmt: skip
+METRICS: Final = tuple(one for one in list(globals().values()) if isinstance(one, Metric))
 """All of them. Counts are gauges, too: a driver that is started again goes on with the run's counts, where a counter
 of its process would begin at zero."""
 

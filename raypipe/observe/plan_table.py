@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypipe.observe.draw.terminal import show
+from raypipe.observe.tables import text_table
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import Decision, Row, label
 from raypipe.plan.decision_json import recompute_word, schedule_of, terms_beside
@@ -31,12 +32,10 @@ WORDED = ("chunks", "unit", "pipelines", "concat", "memory_limit")
 
 def ranked_table(decision: Decision) -> Table:
     """Return a table with one row per candidate, the chosen one first."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
     shared = any(row.prediction.candidate.tensor > 1 for row in decision.rows)
     across = "D x W x T" if shared else "D x W"
-    for name in ("", "schedule", across, "B", "N", "details", "step", "samples/s", "bubbles", "memory", "why"):
-        justify = "right" if name in ("", across, "B", "N", "step", "samples/s", "bubbles", "memory") else "left"
-        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    headings = ("", "schedule", across, "B", "N", "details", "step", "samples/s", "bubbles", "memory", "why")
+    table = text_table(headings, left=("schedule", "details", "why"))
     for number, row in enumerate(decision.rows):
         table.add_row(*_cells(number + 1, row, shared), style="" if row.prediction.fits else "dim")
     return table
@@ -46,9 +45,18 @@ def _cells(number: int, row: Row, shared: bool) -> list[str]:
     p, c = row.prediction, row.prediction.candidate
     across = f"{c.stages} x {c.replicas}" + (f" x {c.tensor}" if shared else "")
     return [
-        str(number), label(c), across, str(c.microbatch), str(c.microbatches), details(p),
-        seconds(p.step_s), f"{p.throughput:,.4g}", f"{p.bubble_ratio:.1%}", gib(max(p.memory_bytes)), row.why,
-    ]  # fmt: skip
+        str(number),
+        label(c),
+        across,
+        str(c.microbatch),
+        str(c.microbatches),
+        details(p),
+        seconds(p.step_s),
+        f"{p.throughput:,.4g}",
+        f"{p.bubble_ratio:.1%}",
+        gib(max(p.memory_bytes)),
+        row.why,
+    ]
 
 
 def details(p: Prediction) -> str:
@@ -107,9 +115,7 @@ def closed_model(p: Prediction) -> RenderableType | None:
     if not rows:
         return None
     c = p.candidate
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    for name in ("", "Eq. 1", "simulated", "why they differ"):
-        table.add_column(name, justify="right" if name in ("Eq. 1", "simulated") else "left")
+    table = text_table(("", "Eq. 1", "simulated", "why they differ"), left=("", "why they differ"))
     for row in rows:
         table.add_row(row.what, seconds(row.closed_s), seconds(row.simulated_s), row.why)
     table.add_row("step", seconds(sum(r.closed_s for r in rows)), seconds(sum(r.simulated_s for r in rows)), "")
@@ -126,8 +132,9 @@ def show_decision(decision: Decision, console: Console) -> None:
     console.print(
         f"\n{decision.searched:,} candidates, {decision.timed:,} simulated, the others ruled out by bounds; "
         f"{decision.seconds:.1f} s\n",
-        markup=False, highlight=False,
-    )  # fmt: skip
+        markup=False,
+        highlight=False,
+    )
     for note in decision.notes:
         console.print(note + "\n", markup=False, highlight=False)
     drawn = [row.prediction for row in decision.rows if row.prediction.fits][:3]

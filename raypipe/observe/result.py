@@ -8,10 +8,9 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.forms.json_form import to_json
 from raypipe.schedule.versions import weight_versions
-from raypipe.simulate.critical import critical_path
 from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period
-from raypipe.simulate.timeline import Timeline
+from raypipe.simulate.timeline import Timeline, critical_path
 
 
 def result(timeline: Timeline, costs: CostTable) -> dict[str, Any]:

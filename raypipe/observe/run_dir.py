@@ -116,7 +116,7 @@ def ask_to_end_soon(directory: Path, why: str) -> None:
 
 
 class Stop(NamedTuple):
-    """What asks a run to end."""
+    """A request that a run end."""
 
     why: str
     pauses: bool

@@ -31,9 +31,12 @@ OF_TEXT = Units()
 
 
 def summarise(
-    directory: Path, plan: dict[str, Any], planned_step_s: float | None = None, planned_on: str | None = None,
+    directory: Path,
+    plan: dict[str, Any],
+    planned_step_s: float | None = None,
+    planned_on: str | None = None,
     units: Units = OF_TEXT,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Return the object that ``raypipe train --json`` prints (CONTRACT.md); figures that do not exist are None.
 
     Its ``predicted_step_s`` is ``planned_step_s`` or, if that is None, ``calibrated_step_s``: the schedule simulated

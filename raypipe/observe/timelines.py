@@ -26,9 +26,13 @@ SHARE = 0.005
 
 
 def save_timelines(
-    directory: Path, predicted: Timeline | None, measured: Timeline | None, recorded: RecordedSteps | None = None,
-    norm: NormPolicy = "none", trace: bool = True,
-) -> None:  # fmt: skip
+    directory: Path,
+    predicted: Timeline | None,
+    measured: Timeline | None,
+    recorded: RecordedSteps | None = None,
+    norm: NormPolicy = "none",
+    trace: bool = True,
+) -> None:
     """Write both steps, in seconds from the start of the step, and the measured one also as a trace.
 
     ``recorded`` are the newest steps, which did ``norm`` about the global gradient norm.
@@ -61,9 +65,12 @@ class LiveTimelines:
         self._next = 0.0
 
     def write(
-        self, predicted: Timeline | None, measured: Callable[[], Timeline | None], recorded: RecordedSteps | None,
+        self,
+        predicted: Timeline | None,
+        measured: Callable[[], Timeline | None],
+        recorded: RecordedSteps | None,
         norm: NormPolicy,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Write what there is, unless that was done a moment ago; ``measured`` is only called then."""
         began = time.monotonic()
         if began < self._next or recorded is None or len(recorded.steps) < FEWEST:

@@ -26,9 +26,8 @@ from raypipe.runtime.tensor_ranks import tensor_rank_edges, tensor_rank_groups, 
 from raypipe.runtime.update.gradients import TiedHolders, shared_groups
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
-from raypipe.schedule.lowering.counted import check_counted
-from raypipe.schedule.lowering.gpu_programs import gpu_programs
-from raypipe.schedule.lowering.programs import Program, edges, programs, step_programs
+from raypipe.schedule.lowering.programs import Program, check_counted, edges, programs, step_programs
+from raypipe.schedule.lowering.safe_order import gpu_programs
 from raypipe.schedule.sharding.members import shard_members
 
 

@@ -2,100 +2,141 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families import (
-    chimera,
-    gems,
-    gpipe,
-    greedy,
-    merak,
-    one_f_one_b,
-    out_of_order,
-    pipedream,
-    zb_v,
-    zero_bubble,
-    zeropp,
-)
-from raypipe.schedule.family import Family
+from raypipe.schedule.families import chimera, greedy, out_of_order, textbook, zero_bubble
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import check_memory
-from raypipe.schedule.shape import Shape
+from raypipe.schedule.shape import NEUTRAL, Shape
 
 __all__ = ["SCHEDULES", "Family", "Shape", "generate", "stages_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A named schedule: how to make it and one line about it."""
+
+    make: Callable[[Shape, CostTable], Schedule]
+    about: str
+    options: frozenset[str] = frozenset()
+    """Fields of a Shape it reads besides devices and microbatches."""
+    fixed_chunks: int | None = None
+    """Stages per device where the placement decides it (ZB-V: 2)."""
+    placement: Callable[[Shape], tuple[int, ...]] | None = None
+    """Device of each stage, for families that search for their orders, so that nobody has to wait for an order to learn
+    where stages are; such a family exists for every number of devices and chunks."""
+    fills: bool = False
+    """Every device runs all forwards of a unit (without units: of the step) before its first weight gradient, in
+    an order made for even costs; so it holds all their activations at one moment."""
+
+    def stages(self, shape: Shape) -> int:
+        """Stages of one replica: devices times chunks."""
+        return shape.devices * (self.fixed_chunks or shape.chunks)
+
+    def check(self, name: str, shape: Shape) -> None:
+        """Refuse an option that this family would have to ignore.
+
+        Raises:
+            ScheduleError: naming the option.
+        """
+        for option, neutral in NEUTRAL.items():
+            value = getattr(shape, option)
+            if option in self.options or value == neutral:
+                continue
+            if option == "chunks" and value == self.fixed_chunks:
+                continue
+            if option == "memory_limit":  # any schedule can be held against a limit; see generate
+                continue
+            raise ScheduleError(option, f"{name} has no use for {option} = {value}", f"leave {option} out")
+
 
 _CHUNKS, _MEMORY, _SLICES = frozenset({"chunks"}), frozenset({"memory_limit"}), frozenset({"slices"})
 
 SCHEDULES: dict[str, Family] = {
-    "gpipe": Family(make=gpipe.gpipe, about="all forwards, then all backwards", options=_SLICES, fills=True),
+    "gpipe": Family(make=textbook.gpipe, about="all forwards, then all backwards", options=_SLICES, fills=True),
     "1f1b": Family(
-        make=one_f_one_b.one_f_one_b, about="warm up, then one forward for one backward, then drain", options=_SLICES,
+        make=textbook.one_f_one_b, about="warm up, then one forward for one backward, then drain", options=_SLICES
     ),
-    "dapple": Family(make=one_f_one_b.one_f_one_b, about="the same as 1f1b", options=_SLICES),
+    "dapple": Family(make=textbook.one_f_one_b, about="the same as 1f1b", options=_SLICES),
     "interleaved-1f1b": Family(
-        make=one_f_one_b.interleaved, about="1F1B with several stages a device: smaller bubbles, more messages",
+        make=textbook.interleaved,
+        about="1F1B with several stages a device: smaller bubbles, more messages",
         options=_CHUNKS | _SLICES,
     ),
     "bfs": Family(
-        make=gpipe.breadth_first, about="breadth-first: a stage takes all micro-batches in a row; for sharded weights",
+        make=textbook.breadth_first,
+        about="breadth-first: a stage takes all micro-batches in a row; for sharded weights",
         options=_CHUNKS,
         fills=True,
     ),
     "chimera": Family(
-        make=chimera.chimera, about="bidirectional pipelines: half the bubbles for two copies of the weights",
+        make=chimera.chimera,
+        about="bidirectional pipelines: half the bubbles for two copies of the weights",
         options=frozenset({"pipelines", "concat"}),
     ),
     "chimera-tight": Family(
-        make=chimera.tight, about="Chimera's placement in an order without bubbles between units, for BW = 2F",
+        make=chimera.tight, about="Chimera's placement in an order without bubbles between units, for BW = 2F"
     ),
-    "gems": Family(make=gems.gems, about="two opposite replicas take turns: one activation per device"),
+    "gems": Family(make=chimera.gems, about="two opposite replicas take turns: one activation per device"),
     "pipedream": Family(
-        make=pipedream.pipedream, about="asynchronous 1F1B: an update per micro-batch on stashed weights",
+        make=textbook.pipedream, about="asynchronous 1F1B: an update per micro-batch on stashed weights"
     ),
     "pipedream-2bw": Family(
-        make=pipedream.pipedream_2bw, about="asynchronous 1F1B with two weight versions: gradients one step old",
+        make=textbook.pipedream_2bw, about="asynchronous 1F1B with two weight versions: gradients one step old"
     ),
     "zb-h1": Family(
-        make=zero_bubble.h1, about="zero bubble in 1F1B's memory: split backward, least makespan",
+        make=zero_bubble.h1,
+        about="zero bubble in 1F1B's memory: split backward, least makespan",
         options=_MEMORY | _SLICES,
         placement=greedy.ring,
     ),
     "zb-h2": Family(
-        make=zero_bubble.h2, about="zero bubble in twice 1F1B's memory: no idle time inside a device's span",
+        make=zero_bubble.h2,
+        about="zero bubble in twice 1F1B's memory: no idle time inside a device's span",
         options=_MEMORY,
         placement=greedy.ring,
     ),
     "zb-v": Family(
-        make=zb_v.zb_v, about="zero bubble in 1F1B's memory: two stages a device in a V", fixed_chunks=2,
+        make=zero_bubble.zb_v,
+        about="zero bubble in 1F1B's memory: two stages a device in a V",
+        fixed_chunks=2,
         options=_MEMORY,
-        placement=zb_v.vee,
+        placement=zero_bubble.vee,
     ),
     "zeropp": Family(
-        make=zeropp.zeropp, about="units of U micro-batches, stage by stage, W's in the bubbles; for sharded weights",
+        make=zero_bubble.zeropp,
+        about="units of U micro-batches, stage by stage, W's in the bubbles; for sharded weights",
         options=frozenset({"chunks", "unit", "memory_limit"}),
         placement=greedy.ring,
         fills=True,
     ),
-    "early-recompute": Family(make=merak.early_recompute, about="1F1B that recomputes while it waits for a gradient"),
+    "early-recompute": Family(
+        make=textbook.early_recompute, about="1F1B that recomputes while it waits for a gradient"
+    ),
     "shifted-critical-path": Family(
-        make=merak.shifted_critical_path, about="early recompute with none on the last stage (Merak)",
+        make=textbook.shifted_critical_path, about="early recompute with none on the last stage (Merak)"
     ),
     "model-parallel": Family(
-        make=out_of_order.model_parallel, about="one micro-batch at a time through all devices", options=_CHUNKS,
+        make=out_of_order.model_parallel, about="one micro-batch at a time through all devices", options=_CHUNKS
     ),
     "fast-forward": Family(
-        make=out_of_order.fast_forward, about="input gradients before weight gradients (OOO-Pipe1)", options=_CHUNKS,
+        make=out_of_order.fast_forward,
+        about="input gradients before weight gradients (OOO-Pipe1)",
+        options=_CHUNKS,
         placement=out_of_order.blocks,
         fills=True,
     ),
     "modulo": Family(
-        make=out_of_order.modulo, about="fast-forwarding with stage s on device s mod D (OOO-Pipe2)", options=_CHUNKS,
+        make=out_of_order.modulo,
+        about="fast-forwarding with stage s on device s mod D (OOO-Pipe2)",
+        options=_CHUNKS,
         placement=greedy.ring,
     ),
-}  # fmt: skip
+}
 """All named schedules."""
 
 

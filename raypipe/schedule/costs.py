@@ -57,9 +57,14 @@ class CostTable:
         """Return a table with the same costs for every stage."""
         zeros = (0.0,) * stages
         return CostTable(
-            forward=(forward,) * stages, input_grad=(input_grad,) * stages, weight_grad=(weight_grad,) * stages,
-            recompute=(recompute,) * stages, all_reduce=zeros, update=zeros, comm=comm,
-        )  # fmt: skip
+            forward=(forward,) * stages,
+            input_grad=(input_grad,) * stages,
+            weight_grad=(weight_grad,) * stages,
+            recompute=(recompute,) * stages,
+            all_reduce=zeros,
+            update=zeros,
+            comm=comm,
+        )
 
     def __post_init__(self) -> None:
         for name in ("gather", "reduce_scatter", "attention", "attention_grad"):

@@ -1,20 +1,22 @@
 """The dependency rule and the task graph of a schedule.
 
-``dependencies`` states the rule, and ``link`` applies it to a whole schedule. Verifier, simulator and drawings all use
-the resulting ``TaskGraph``, so there is only one copy of the rule.
+``dependencies`` states the rule. ``link`` applies it to a whole schedule: verifier, simulator and drawings use the
+resulting ``TaskGraph``. ``transfers`` reads from it which tensors pass between stages: programs, their messages and the
+memory that those take follow from these. So there is only one copy of the rule.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Backward, Rules, Schedule, Task
-from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, KINDS, READS_WEIGHTS, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.ir import Backward, Rules, Schedule, StageGraph, Task, backwards
+from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, GRADIENTS, KINDS, READS_WEIGHTS, WEIGHT_GRADIENTS, Kind
 
 
 class Need(NamedTuple):
@@ -65,6 +67,49 @@ def dependencies(
     return []
 
 
+Direction = Literal["act", "grad"]
+"""An output that a later stage reads, or the gradient of one on its way back."""
+
+
+class Transfers(NamedTuple):
+    """Which tensors tasks take from other stages and give to them, for each of their micro-batches.
+
+    By (kind, stage): pairs of a direction and the other stage. Several tasks may take the same tensor (W and B of one
+    micro-batch); it is sent once, for the first of them.
+    """
+
+    taken: dict[tuple[Kind, int], tuple[tuple[Direction, int], ...]]
+    given: dict[tuple[Kind, int], tuple[tuple[Direction, int], ...]]
+
+
+@lru_cache(maxsize=256)
+def transfers(graph: StageGraph, rules: Rules) -> Transfers:
+    """Derive the tensors that pass between stages: whatever a task needs of another stage is one.
+
+    R takes none. Where it waits for the gradient (``Rules.recompute``), that is for the backward that follows.
+
+    >>> transfers(StageGraph.chain(2), Rules()).given
+    {('B', 1): (('grad', 0),), ('BW', 1): (('grad', 0),), ('F', 0): (('act', 1),)}
+    """
+    inputs, outputs = graph.inputs(), graph.outputs()
+    taken: dict[tuple[Kind, int], tuple[tuple[Direction, int], ...]] = {}
+    given: dict[tuple[Kind, int], dict[tuple[Direction, int], None]] = {}
+    for stage, backward in enumerate(backwards(graph, rules)):
+        for kind in KINDS:
+            if kind != "F" and not (kind in GRADIENTS and backward.exists):
+                continue
+            own: list[tuple[Direction, int]] = []
+            for need in dependencies(kind, stage, inputs[stage], outputs[stage], False, rules, backward):
+                if need.stage != stage:
+                    direction: Direction = "act" if need.kinds == ("F",) else "grad"
+                    own.append((direction, need.stage))
+                    for maker in need.kinds:
+                        given.setdefault((maker, need.stage), {})[direction, stage] = None
+            if own:
+                taken[kind, stage] = tuple(own)
+    return Transfers(taken, {key: tuple(to) for key, to in given.items()})
+
+
 @dataclass(slots=True)
 class TaskGraph:
     """A schedule with its dependencies resolved; tasks are numbered device by device, in order."""
@@ -107,7 +152,7 @@ def link(schedule: Schedule) -> TaskGraph:
                 f"device {at[0]}, position {at[1]}, task {tasks[i]}",
                 f"stage {stage} does not exist\n{grid(schedule, at)}",
                 f"use 0 to {schedule.stages - 1}",
-            )  # fmt: skip
+            )
         if kind in BOOKKEEPING:
             bookkeeping.append(i)
             continue

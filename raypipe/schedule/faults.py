@@ -5,7 +5,7 @@ from __future__ import annotations
 from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import TaskGraph
 from raypipe.schedule.grid import grid
-from raypipe.schedule.walk import Walk
+from raypipe.schedule.walk import WalkTimes
 
 
 def fault_at(graph: TaskGraph, task: int, why: str, fix: str) -> ScheduleError:
@@ -33,7 +33,7 @@ def check_links(graph: TaskGraph) -> None:
         raise fault_at(graph, task, f"waits for {needed}, which no device runs", f"add {needed} to an order")
 
 
-def check_ran(graph: TaskGraph, done: Walk) -> None:
+def check_ran(graph: TaskGraph, done: WalkTimes) -> None:
     """Check that the schedule does not deadlock.
 
     Raises:
@@ -56,9 +56,11 @@ def check_ran(graph: TaskGraph, done: Walk) -> None:
     first = min(cycle, key=lambda i: _position(graph, i))
     if first not in waits:
         raise fault_at(
-            graph, first, "waits for the all-reduce of the stage's other devices, which they never reach",
+            graph,
+            first,
+            "waits for the all-reduce of the stage's other devices, which they never reach",
             "issue the all-reduces in the same order on every device",
-        )  # fmt: skip
+        )
     chain = ", ".join(f"{graph.tasks[i]} waits for {graph.tasks[waits[i]]}" for i in cycle if i in waits)
     raise fault_at(graph, first, f"can never run, the devices wait in a circle: {chain}", "reorder one of these tasks")
 

@@ -27,7 +27,7 @@ FREE may occur several times per step; equal tasks are told apart by their order
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -105,7 +105,7 @@ Versions = Literal["flush", "stash", "2bw"]
 
 
 class Backward(NamedTuple):
-    """What the backward of a stage consists of, for every micro-batch."""
+    """The parts of a stage's backward, for every micro-batch."""
 
     input_grad: bool
     """It has a B: a trained parameter lies before it, or in it (unless its W runs the whole backward)."""
@@ -116,7 +116,7 @@ class Backward(NamedTuple):
 
     @property
     def exists(self) -> bool:
-        """Whether there is any task of the backward."""
+        """True if there is any task of the backward."""
         return self.input_grad or self.weight_grad
 
     @property
@@ -156,7 +156,7 @@ ZERO_LEVELS = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """What the data-parallel copies of each stage divide among themselves (ZeRO, Rajbhandari et al. 2020, section 5).
+    """The share that data-parallel copies keep of each stage's state (ZeRO, Rajbhandari et al. 2020, section 5).
 
     The schedule's tasks say when: a stage of level 1 or 2 has one AG, before its first use in a step, which brings the
     weights that the shards' updates made; one of level 3 has an AG before and a FREE after every window of use. Levels
@@ -203,6 +203,28 @@ class Schedule:
     versions: Versions = "flush"
     sharding: Sharding | None = None
     """What data-parallel copies divide; None: nothing, and there are no AG, RS and FREE."""
+
+    @classmethod
+    def of_chain(
+        cls,
+        name: str,
+        placement: Sequence[Sequence[int]],
+        orders: Iterable[Iterable[Task]],
+        microbatches: int,
+        rules: Rules | None = None,
+        size: Fraction | None = None,
+    ) -> Schedule:
+        """Return a schedule whose stages form a chain, with whole micro-batches or, where ``rules`` say so, slices."""
+        rules = rules or Rules()
+        return cls(
+            name=name,
+            placement=tuple(map(tuple, placement)),
+            orders=tuple(map(tuple, orders)),
+            microbatches=microbatches,
+            graph=StageGraph.chain(len(placement[0])),
+            rules=rules,
+            size=size or Fraction(1, rules.slices),
+        )
 
     @property
     def devices(self) -> int:

@@ -41,7 +41,12 @@ TRAITS: Final[dict[Kind, Traits]] = {
     "B": Traits("input gradient", ("input_grad",), 1.0, input_grad=True, weights=True, torch_letter="I"),
     "W": Traits("weight gradient", ("weight_grad",), 1.0, weight_grad=True, torch_letter="W"),
     "BW": Traits(
-        "backward", ("input_grad", "weight_grad"), 2.0, input_grad=True, weight_grad=True, weights=True,
+        "backward",
+        ("input_grad", "weight_grad"),
+        2.0,
+        input_grad=True,
+        weight_grad=True,
+        weights=True,
         torch_letter="B",
     ),
     "R": Traits("recompute", ("recompute",), 0.0, weights=True),
@@ -50,7 +55,7 @@ TRAITS: Final[dict[Kind, Traits]] = {
     "FREE": Traits("reshard", (), 0.0, microbatches=False, compute=False),
     "AR": Traits("all-reduce", ("all_reduce",), 0.0, microbatches=False, compute=False, network=True),
     "U": Traits("update", ("update",), 0.0, microbatches=False, compute=False),
-}  # fmt: skip
+}
 KINDS: Final[tuple[Kind, ...]] = tuple(TRAITS)
 """All kinds, in the order of files and legends."""
 COMPUTE: Final = frozenset(k for k, t in TRAITS.items() if t.compute)

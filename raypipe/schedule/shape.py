@@ -16,8 +16,8 @@ MOST = 10_000_000
 """Stages times micro-batches: what is above would fill the memory of any machine, and is a typing error."""
 
 
-def told(metavar: str, help: str, *, order_only: bool = False) -> dict[str, Any]:
-    """What there is to know of a field besides its type and its default.
+def cli_option(metavar: str, help: str, *, order_only: bool = False) -> dict[str, Any]:
+    """Return the metadata of a field: its name and its help on the command line.
 
     Args:
         metavar: what stands for its value on the command line.
@@ -29,25 +29,25 @@ def told(metavar: str, help: str, *, order_only: bool = False) -> dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """What a schedule family may be told besides devices and micro-batches; ``parallel`` has the same keys.
+    """Options of schedule families besides devices and micro-batches; ``parallel`` has the same keys.
 
     A default is neutral: what a family that has no use for the option must be given.
     """
 
-    chunks: int = field(default=1, metadata=told("V", "Stages per device [1]."))
+    chunks: int = field(default=1, metadata=cli_option("V", "Stages per device [1]."))
     """Stages per device, V."""
-    unit: int | None = field(default=None, metadata=told("U", "Micro-batches a unit.", order_only=True))
+    unit: int | None = field(default=None, metadata=cli_option("U", "Micro-batches a unit.", order_only=True))
     """Micro-batches of a scheduling unit, U (ZeroPP); none: all of them."""
-    pipelines: int = field(default=2, metadata=told("2F", "Pipelines, both directions [2]."))
+    pipelines: int = field(default=2, metadata=cli_option("2F", "Pipelines, both directions [2]."))
     """Pipelines of a bidirectional schedule, 2f: f down and f up (Chimera)."""
-    concat: Concat = field(default="direct", metadata=told("HOW", "direct, doubling or halving."))
+    concat: Concat = field(default="direct", metadata=cli_option("HOW", "direct, doubling or halving."))
     """How basic units follow one another (Chimera section 3.3)."""
     memory_limit: float | None = field(
-        default=None, metadata=told("M", "Activations a device may hold at once.", order_only=True)
+        default=None, metadata=cli_option("M", "Activations a device may hold at once.", order_only=True)
     )
     """Activations a device may hold at once, in units of one stage's for one micro-batch."""
 
-    slices: int = field(default=1, metadata=told("K", "Slices of a micro-batch along the sequence [1]."))
+    slices: int = field(default=1, metadata=cli_option("K", "Slices of a micro-batch along the sequence [1]."))
     """Slices that a micro-batch is cut into along the sequence, k; for causal models."""
 
     @property
@@ -66,9 +66,9 @@ OPTIONS = tuple(NEUTRAL)
 class Shape(ScheduleOptions):
     """Devices, micro-batches and a family's own options. What a family cannot use must keep its default."""
 
-    devices: int = field(metadata=told("D", "Devices [4]."))
+    devices: int = field(metadata=cli_option("D", "Devices [4]."))
     """Devices of one pipeline, D."""
-    microbatches: int = field(metadata=told("N", "Micro-batches [8]."))
+    microbatches: int = field(metadata=cli_option("N", "Micro-batches [8]."))
     """Full micro-batches of a step, N, over all replicas of the family's own (not data-parallel copies)."""
 
     def __post_init__(self) -> None:
@@ -83,9 +83,8 @@ class Shape(ScheduleOptions):
             )
         if self.unit is not None and not 1 <= self.unit <= self.microbatches:
             raise ScheduleError(
-                "unit", f"{self.unit} micro-batches a unit, {self.microbatches} in all",
-                f"use 1 to {self.microbatches}",
-            )  # fmt: skip
+                "unit", f"{self.unit} micro-batches a unit, {self.microbatches} in all", f"use 1 to {self.microbatches}"
+            )
         if self.pipelines < 2 or self.pipelines % 2:
             raise ScheduleError("pipelines", f"{self.pipelines} is not 2f", "use an even number >= 2")
         if self.concat not in get_args(Concat):
@@ -131,7 +130,7 @@ class Grid:
 
     @property
     def groups(self) -> int:
-        """What the schedule calls devices: each is ``tensor`` of them."""
+        """The devices of the schedule: each stands for ``tensor`` of them."""
         return self.stages * self.replicas
 
     @property

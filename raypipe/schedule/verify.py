@@ -8,18 +8,20 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran, fault_at
 from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Backward, Schedule
-from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, SHARDED, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.ir import ZERO_LEVELS, Backward, Schedule, Sharding
+from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, READS_WEIGHTS, SHARDED, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.live_activations import check_memory
-from raypipe.schedule.sharding.check import check_sharding
+from raypipe.schedule.sharding.collectives import collectives
 from raypipe.schedule.versions import check_versions
 from raypipe.schedule.walk import walk
 
 
 def verify(
-    schedule: Schedule, memory_limit: float | None = None, version_limit: int | None = None,
+    schedule: Schedule,
+    memory_limit: float | None = None,
+    version_limit: int | None = None,
     graph: TaskGraph | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Check placement, completeness, dependencies, freedom from deadlock, and the budgets.
 
     A schedule is complete if every stage runs, for every micro-batch, exactly one F and one BW or one B and one W, as
@@ -60,9 +62,10 @@ def _check_slices(schedule: Schedule) -> None:
         return
     if slices < 1 or count % slices or schedule.share_of_samples != 1:
         raise ScheduleError(
-            "slices", f"{slices} slices for {count} ids, each {schedule.size} of a micro-batch",
+            "slices",
+            f"{slices} slices for {count} ids, each {schedule.size} of a micro-batch",
             f"give k slices, size 1/k and a multiple of k ids, such as {max(1, count // max(1, slices)) * slices}",
-        )  # fmt: skip
+        )
     if schedule.versions != "flush":
         raise ScheduleError("slices", f'weight versions ("{schedule.versions}")', "use a synchronous schedule")
     replica_of: dict[int, int] = {}
@@ -81,15 +84,17 @@ def _check_placement(schedule: Schedule) -> None:
     for replica, row in enumerate(schedule.placement):
         if len(row) != schedule.stages:
             raise ScheduleError(
-                f"placement of replica {replica}", f"{len(row)} devices for {schedule.stages} stages",
+                f"placement of replica {replica}",
+                f"{len(row)} devices for {schedule.stages} stages",
                 "give one device per stage",
-            )  # fmt: skip
+            )
         for stage, device in enumerate(row):
             if not 0 <= device < schedule.devices:
                 raise ScheduleError(
-                    f"placement of replica {replica}", f"stage {stage} is on device {device}, which does not exist",
+                    f"placement of replica {replica}",
+                    f"stage {stage} is on device {device}, which does not exist",
                     f"use 0 to {schedule.devices - 1}, or add an order",
-                )  # fmt: skip
+                )
 
 
 def _check_edges(schedule: Schedule) -> None:
@@ -108,9 +113,10 @@ def _check_frozen(schedule: Schedule) -> None:
     frozen = schedule.rules.frozen
     if list(frozen) != sorted(set(frozen)) or not all(0 <= s < schedule.stages for s in frozen):
         raise ScheduleError(
-            "frozen", f"{' '.join(map(str, frozen))} of {schedule.stages} stages",
+            "frozen",
+            f"{' '.join(map(str, frozen))} of {schedule.stages} stages",
             f"name each once, in ascending order, of 0 to {schedule.stages - 1}",
-        )  # fmt: skip
+        )
     if len(frozen) == schedule.stages:
         raise ScheduleError(
             "frozen", "all stages: nothing would be trained", "leave out those that have weights to train"
@@ -217,3 +223,118 @@ def _check_bookkeeping(graph: TaskGraph) -> None:
         for other in range(schedule.replicas):
             if (kind, stage, other) not in first:
                 raise fault_at(graph, i, f"replica {other} has no {kind} of stage {stage}", "add it, or remove this")
+
+
+_Key = tuple[int, int]
+"""(stage, replica)"""
+
+
+def check_sharding(graph: TaskGraph) -> None:
+    """Check the AG, RS and FREE tasks of a schedule against its ``sharding``.
+
+    No task computes on a resharded stage; every AG of level 3 is matched by one FREE before the next; levels 1 and 2
+    gather once and never reshard; every weight gradient is followed by an RS, and U comes after all of these; and the
+    members of a shard group issue the same collectives in the same order, which copies of one order do.
+
+    Raises:
+        ScheduleError: a check fails; the task is marked in the device grid.
+    """
+    schedule = graph.schedule
+    if schedule.sharding is None:
+        for i, task in enumerate(graph.tasks):
+            if task.kind in SHARDED:
+                raise fault_at(
+                    graph,
+                    i,
+                    f"the schedule is not sharded, so it has no use for {task.kind}",
+                    "state the ZeRO level of every stage, or remove it",
+                )
+        return
+    _check_levels(schedule, schedule.sharding)
+    for d in range(schedule.devices):
+        _check_device(graph, d)
+    _check_groups(graph)
+
+
+def _check_levels(schedule: Schedule, sharding: Sharding) -> None:
+    if len(sharding.levels) != schedule.stages or not set(sharding.levels) <= set(ZERO_LEVELS):
+        raise ScheduleError(
+            "zero", f"levels {sharding.levels} for {schedule.stages} stages", "give one of 0 to 3 per stage"
+        )
+    copies, group = sharding.copies, sharding.group
+    if copies < 1 or schedule.replicas % copies:
+        raise ScheduleError("zero", f"{copies} copies in {schedule.replicas} replicas", "use a divisor of the replicas")
+    if group is not None and (group < 1 or (copies > 1 and copies % group)):
+        raise ScheduleError("zero", f"shard groups of {group} among {copies} copies", "use a divisor of the copies")
+    if schedule.versions != "flush":
+        raise ScheduleError(
+            "zero",
+            f"{schedule.name} keeps older versions of its weights, which shards do not have",
+            "use a synchronous schedule, or zero: 0",
+        )
+
+
+def _check_device(graph: TaskGraph, device: int) -> None:
+    """Play one device's order and follow the state of each stage replica."""
+    schedule = graph.schedule
+    gathered: dict[_Key, int | None] = {}  # its AG, until a task has read the weights: None
+    seen: set[_Key] = set()
+    graded: dict[_Key, int] = {}  # weight gradients that no RS has taken yet
+    scattered: set[_Key] = set()
+    for i in range(graph.first[device], graph.first[device + 1]):
+        kind, stage, _, replica = graph.tasks[i]
+        level, key = schedule.zero_level(stage), (stage, replica)
+        if level == 0 and kind not in SHARDED:
+            continue
+        if kind in SHARDED and level < (3 if kind == "FREE" else 1):
+            raise fault_at(graph, i, f"stage {stage} has ZeRO level {level}", f"remove {kind}, or raise the level")
+        if kind in READS_WEIGHTS and key not in gathered:
+            raise fault_at(graph, i, f"the weights of stage {stage} are sharded here", f"put {stage}AG before it")
+        if kind in READS_WEIGHTS:
+            gathered[key] = None
+        if kind in WEIGHT_GRADIENTS:
+            graded[key] = i
+        elif kind == "AG":
+            if key in gathered:
+                raise fault_at(graph, i, f"stage {stage} is gathered already", "put FREE before it, or remove it")
+            gathered[key] = i
+            seen.add(key)
+        elif kind == "FREE":
+            if gathered.get(key, i) is not None:  # not gathered, or gathered for nothing
+                raise fault_at(graph, i, "no task has read the weights that it frees", "remove it and its AG")
+            del gathered[key]
+        elif kind == "RS":
+            if key not in graded and key in scattered:
+                raise fault_at(graph, i, f"stage {stage} has no gradients since its last RS", "remove it")
+            graded.pop(key, None)
+            scattered.add(key)
+        elif kind == "U" and (key in graded or key not in scattered or (level == 3 and key in gathered)):
+            why = "is still gathered" if key not in graded and key in scattered else "has gradients without an RS"
+            raise fault_at(graph, i, f"stage {stage} {why}", f"put {stage}{'FREE' if 'still' in why else 'RS'} before")
+    for key, i in graded.items():
+        raise fault_at(graph, i, f"its gradients are never reduce-scattered (stage {key[0]})", f"add {key[0]}RS")
+    for key in gathered:
+        if schedule.zero_level(key[0]) == 3:
+            raise ScheduleError(f"device {device}", f"stage {key[0]} stays gathered", f"end with {key[0]}FREE")
+
+
+def _check_groups(graph: TaskGraph) -> None:
+    """Check that the members of every shard group issue the same collectives in the same order."""
+    schedule, sharding = graph.schedule, graph.schedule.sharding
+    if sharding is None or sharding.copies == 1:
+        return
+    rows: list[list[tuple[object, ...]]] = [[] for _ in range(schedule.devices)]
+    of_copy = schedule.replicas // sharding.copies
+    for i, (kind, stage, (row, _), n) in collectives(graph).items():
+        rows[graph.device[i]].append((kind, stage, graph.tasks[i].replica % of_copy if kind == "AR" else row, n))
+    for replica, held in enumerate(schedule.placement):
+        row, number = sharding.group_of(replica, schedule.replicas)
+        first = number * (sharding.group or sharding.copies) * of_copy + row
+        for stage, device in enumerate(held):
+            twin = schedule.placement[first][stage]
+            if rows[device] != rows[twin]:
+                raise ScheduleError(
+                    f"device {device}",
+                    f"issues other collectives than device {twin}, its shard group's first member",
+                    "give data-parallel copies the same order (passes.replicate)",
+                )

@@ -33,7 +33,7 @@ NEVER = float("-inf")
 
 
 @dataclass(slots=True)
-class Walk:
+class WalkTimes:
     """Times of every task, by its number in the graph; those that can never run end at ``NEVER``."""
 
     start: list[float]
@@ -44,9 +44,12 @@ class Walk:
 
 @no_collection()
 def walk(
-    graph: TaskGraph, durations: Sequence[float], comm: Comm = 0.0, also: Waits | None = None,
+    graph: TaskGraph,
+    durations: Sequence[float],
+    comm: Comm = 0.0,
+    also: Waits | None = None,
     begin: Mapping[int, float] | None = None,
-) -> Walk:  # fmt: skip
+) -> WalkTimes:
     """Run each task as early as its lane and its dependencies allow.
 
     Linear in tasks plus dependencies: a lane that waits sleeps on the one task it waits for.
@@ -105,11 +108,11 @@ def walk(
             break
         position[lane], free[lane] = k, now
     stuck = [lanes[n][position[n]] for n in range(len(lanes)) if position[n] < len(lanes[n])]
-    return Walk(start, end, stuck)
+    return WalkTimes(start, end, stuck)
 
 
 class _More:
-    """What few tasks wait for besides their lane and the dependency rule."""
+    """Waits of few tasks beside their lane and the dependency rule."""
 
     def __init__(self, also: Waits, begin: Mapping[int, float], end: list[float]) -> None:
         self.also, self.begin, self.end = also, begin, end
@@ -173,9 +176,16 @@ class _Collectives:
             lanes.append(network)
 
     def advance(
-        self, lane: int, position: list[int], free: list[float], start: list[float], end: list[float],
-        durations: Sequence[float], waiting: dict[int, list[int]], awake: list[int],
-    ) -> None:  # fmt: skip
+        self,
+        lane: int,
+        position: list[int],
+        free: list[float],
+        start: list[float],
+        end: list[float],
+        durations: Sequence[float],
+        waiting: dict[int, list[int]],
+        awake: list[int],
+    ) -> None:
         """Let the lane's next collective arrive; when the last member arrives, all of them run."""
         sequence, k = self.lanes[lane], position[lane]
         if k == len(sequence):

@@ -18,8 +18,8 @@ from raypipe.schedule.kinds import BOOKKEEPING, NETWORK, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
-from raypipe.schedule.unroll import unroll
-from raypipe.schedule.walk import Walk, walk
+from raypipe.schedule.versions import unroll
+from raypipe.schedule.walk import WalkTimes, walk
 
 Edges = dict[int, list[tuple[int, float]]]
 """Task -> (task that it waits for, time from the end of that one to the earliest start of this one)."""
@@ -39,7 +39,7 @@ class CyclicGraph:
     steps: int = 1
     """Training steps that one turn of this graph stands for."""
 
-    def turn(self, end: Mapping[int, float] | Sequence[float] | None) -> Walk:
+    def turn(self, end: Mapping[int, float] | Sequence[float] | None) -> WalkTimes:
         """Time one turn that follows one whose tasks ended at ``end``, or the very first one (None).
 
         Raises:
@@ -120,7 +120,7 @@ _MAKE_WEIGHTS = WEIGHT_GRADIENTS | BOOKKEEPING - {"AG", "FREE"}
 
 
 def carried(graph: TaskGraph, before: TaskGraph) -> Edges:
-    """What the tasks of a step wait for of the step before, which has the same devices.
+    """Return the waits of a step's tasks for the step before, which has the same devices.
 
     A lane's first task waits for the lane's last one. In synchronous schedules the first forward of a stage also waits
     for the stage's weights, and so does its first gather. A collective at the head of an order is issued when the
@@ -174,9 +174,10 @@ def wait_for_norm(
         update = next(i for i in range(first, last) if graph.tasks[i].kind == "U")
         if any(i > update for i in complete[d]):
             raise ScheduleError(
-                "schedule", f"{graph.tasks[update]} on device {d} comes before the gradients that the norm is made of",
+                "schedule",
+                f"{graph.tasks[update]} on device {d} comes before the gradients that the norm is made of",
                 "add_updates() puts updates at the end",
-            )  # fmt: skip
+            )
         also[update] = [*((i, 0.0) for i in complete[d]), *away]
     return also, after
 
@@ -218,7 +219,7 @@ def _endless(schedule: Schedule, costs: CostTable) -> CyclicGraph:
 
 
 def _missing(graph: TaskGraph, count: int, comm: Comm) -> Edges:
-    """What tasks of a window wait for that the window before ran, whose micro-batch ids are lower by ``count``."""
+    """Return the waits of a window's tasks for the window before, whose micro-batch ids are lower by ``count``."""
     ran = {(t.kind, t.stage, mb): i for i, t in enumerate(graph.tasks) for mb in t.mbs}
     latency = delays(graph.schedule.placement, graph.schedule.graph, comm)
     found: Edges = {}

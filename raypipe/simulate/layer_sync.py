@@ -19,7 +19,7 @@ Reverse first-k is an order of tasks (``families.reverse_first_k``) under ``prio
 _WARM, _STEPS = 8, 24
 
 
-class _Link:
+class _SumLink:
     """Sums that wait for the link or are on it; it works as far as it is asked to."""
 
     def __init__(self, durations: tuple[float, ...], priority: bool, piece: float | None) -> None:
@@ -97,7 +97,7 @@ def layer_step_ends(
         raise ScheduleError("piece", f"{piece} is no time", "use a number above 0, or None")
     tasks = list(schedule.orders[0])
     durations = costs.durations(schedule, tasks)
-    link = _Link(costs.all_reduce, sync == "prioritised", piece)
+    link = _SumLink(costs.all_reduce, sync == "prioritised", piece)
     last = max((n for n, t in enumerate(tasks) if t.kind != "AR"), default=0)
     late = [t.stage for t in tasks if t.kind == "AR"] if sync == "lazy" else []
     summed: set[int] = set()

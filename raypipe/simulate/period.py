@@ -20,7 +20,7 @@ from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.sharding.collectives import Collective
 from raypipe.schedule.sharding.collectives import collectives as collectives_of
-from raypipe.schedule.walk import Walk, dependency_lags
+from raypipe.schedule.walk import WalkTimes, dependency_lags
 from raypipe.simulate.cyclic import CyclicGraph, cyclic
 from raypipe.simulate.engine import simulate
 
@@ -97,7 +97,7 @@ def _rate(cycle: CyclicGraph) -> tuple[float, dict[int, float]]:
 class _Origins:
     """Which time of the step before decided when a task ends: the origin of the longest path to it."""
 
-    def __init__(self, cycle: CyclicGraph, done: Walk, state: dict[int, float]) -> None:
+    def __init__(self, cycle: CyclicGraph, done: WalkTimes, state: dict[int, float]) -> None:
         self.cycle, self.tasks, self.done, self.state = cycle, cycle.graph.tasks, done, state
         self.dependencies = dependency_lags(cycle.graph, cycle.comm)
         self.known: dict[int, int] = {}
@@ -130,7 +130,7 @@ class _Origins:
         return found
 
     def _latest(self, i: int) -> tuple[int | None, int]:
-        """What ``i`` waited for longest: a task of the step before, else (None, a task of this step).
+        """Return what ``i`` waited for longest: a task of the step before, else (None, a task of this step).
 
         Of equally late ones: a dependency without a message, then the task before it on its lane.
         """
@@ -170,7 +170,7 @@ class _Origins:
 
 
 def gains_ahead(schedule: Schedule, costs: CostTable) -> bool:
-    """Whether steps follow one another faster when devices run ahead of the global gradient norm than when they wait.
+    """Return whether steps follow one another faster if devices run ahead of the gradient norm than if they wait.
 
     ``schedule`` with its updates. False for PipeDream, whose updates know no global norm. The latency of the norm
     itself, which every schedule could hide, is left out: it does not pay for the copies that running ahead takes.

@@ -77,7 +77,7 @@ def steady(schedule: Schedule, costs: CostTable, occupancy: float = 0.0, norm: N
 
 
 @dataclass(slots=True)
-class _Step:
+class _SeriesStep:
     """The tasks of a step, followed by the messages they send: a link is a lane behind those of the devices."""
 
     graph: TaskGraph
@@ -86,7 +86,7 @@ class _Step:
     """(stage that sends, stage that receives, micro-batch) -> the message between two devices."""
 
 
-def _on_links(schedule: Schedule, programs: list[Program], links: list[tuple[int, int]]) -> _Step:
+def _on_links(schedule: Schedule, programs: list[Program], links: list[tuple[int, int]]) -> _SeriesStep:
     """Link a step and let what one device needs of another wait for the message instead of the task that sends it.
 
     A message is a task with its sender's name, so that its receiver waits for the latency between their stages.
@@ -115,10 +115,10 @@ def _on_links(schedule: Schedule, programs: list[Program], links: list[tuple[int
         away = [(tasks[p].stage, stage, mb) for p in needs if p not in here for mb in tasks[p].mbs if mb in mbs]
         preds.append(here + [sent[name] for name in away])
     preds += [[i] for lane in lanes.values() for i, _ in lane]
-    return _Step(replace(graph, tasks=tasks, first=first, preds=preds), count, sent)
+    return _SeriesStep(replace(graph, tasks=tasks, first=first, preds=preds), count, sent)
 
 
-def _turn(step: _Step, before: _Step, costs: CostTable, occupancy: float, norm: NormPolicy) -> CyclicGraph:
+def _turn(step: _SeriesStep, before: _SeriesStep, costs: CostTable, occupancy: float, norm: NormPolicy) -> CyclicGraph:
     """A step that follows ``before``."""
     graph, schedule = step.graph, step.graph.schedule
     durations = costs.durations(schedule, graph.tasks[: step.tasks])

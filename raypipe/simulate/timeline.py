@@ -5,13 +5,16 @@ Everything people ask about a step is a function of it: makespan, bubble ratio, 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import COMPUTE
+from raypipe.schedule.kinds import BACKWARD, COMPUTE, NETWORK
 from raypipe.schedule.latency import Comm
-from raypipe.schedule.live_activations import peak_activations
+from raypipe.schedule.live_activations import births, deaths, peak_activations, recomputed_pairs
+from raypipe.schedule.walk import dependency_lags
 
 
 class Span(NamedTuple):
@@ -44,7 +47,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """Per device, most activations alive at once, in units of one stage's; see ``schedule.memory``."""
+        """Per device, most activations alive at once, in units of one stage's; see ``schedule.live_activations``."""
         return peak_activations(self.schedule)
 
     @property
@@ -61,3 +64,89 @@ class Timeline:
 
 def _end(spans: tuple[Span, ...]) -> float:
     return max(s.end for s in spans)  # not the last one's: a collective may outlast later compute
+
+
+def live_activations(timeline: Timeline) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """Return, per device, (time, activations alive from then on), in units of one stage's full micro-batch.
+
+    Starts at (0, 0); one entry per moment of change. Its highest value is ``Timeline.peak_activations`` where tasks
+    take time.
+    """
+    schedule = timeline.schedule
+    again = recomputed_pairs(schedule)
+    size = float(schedule.size)
+    rows = []
+    for row in timeline.spans:
+        changes: list[tuple[float, int]] = []
+        for task, start, end in row:
+            if born := births(task, again):
+                changes.append((start, born))
+            if dead := deaths(task, schedule.backwards):
+                changes.append((end, -dead))
+        curve = [(0.0, 0.0)]
+        alive = 0
+        for time, change in sorted(changes):  # at equal times the deaths come first
+            alive += change
+            if curve[-1][0] == time:
+                curve[-1] = (time, alive * size)
+            else:
+                curve.append((time, alive * size))
+        rows.append(tuple(curve))
+    return tuple(rows)
+
+
+class CriticalPath(NamedTuple):
+    """Tasks from the start of the step to its end, each waiting for the one before."""
+
+    spans: tuple[Span, ...]
+
+    @property
+    def forwards(self) -> int:
+        """C_f of Chimera's Eq. 1: forwards on the path, recomputed ones not counted."""
+        return sum(s.task.kind == "F" for s in self.spans)
+
+    @property
+    def backwards(self) -> int:
+        """C_b of Chimera's Eq. 1: backwards on the path; a split one counts by its input gradient."""
+        return sum(s.task.kind in BACKWARD for s in self.spans)
+
+
+def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> CriticalPath:
+    """Walk back from the last task to end, each time to what ended last among all the task waited for.
+
+    Of equally late ones a dependency wins over the device's previous task, and one on another device over one here:
+    the path then follows micro-batches through the pipeline. Works for measured timelines too, where messages show
+    as gaps.
+
+    Source: Li and Hoefler 2021 (Chimera), section 3.4 (C_f and C_b).
+    """
+    graph = link(timeline.schedule) if graph is None else graph
+    number: dict[Task, deque[int]] = {}
+    for i, task in enumerate(graph.tasks):  # equal tasks (AG, RS, FREE) of a device run in the order they are in
+        number.setdefault(task, deque()).append(i)
+    spans: list[Span] = [Span(t, 0.0, 0.0) for t in graph.tasks]
+    dependencies = dependency_lags(graph, timeline.comm)
+    before: dict[int, int] = {}
+    for row in timeline.spans:
+        previous = -1
+        for span in row:
+            i = number[span.task].popleft()
+            spans[i] = span
+            if span.task.kind not in NETWORK:
+                if previous >= 0:
+                    before[i] = previous
+                previous = i
+    if not spans:
+        return CriticalPath(())
+    i = max(range(len(spans)), key=lambda k: spans[k].end)
+    path = [i]
+    while True:
+        here = graph.device[i]
+        waits = [(spans[p].end + lag, 1 + (graph.device[p] != here), p) for p, lag in dependencies(i)]
+        if i in before:
+            waits.append((spans[before[i]].end, 0, before[i]))
+        if not waits:
+            break
+        i = max(waits)[2]
+        path.append(i)
+    return CriticalPath(tuple(spans[i] for i in reversed(path)))

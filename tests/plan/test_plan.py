@@ -17,8 +17,7 @@ from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE
-from raypipe.schedule.lowering.counted import check_counted
-from raypipe.schedule.lowering.programs import Program, programs, step_programs
+from raypipe.schedule.lowering.programs import Program, check_counted, programs, step_programs
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "1f1b": {}, "gpipe": {}, "zb-h1": {}, "zb-v": {}, "interleaved-1f1b": {"chunks": 2}, "chimera": {},

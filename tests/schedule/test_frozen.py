@@ -17,10 +17,8 @@ from raypipe.schedule.forms.json_form import from_json, to_json
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.live_activations import peak_activations
-from raypipe.schedule.lowering.counted import check_counted
-from raypipe.schedule.lowering.gpu_programs import gpu_programs
-from raypipe.schedule.lowering.messages_in_flight import messages_in_flight
-from raypipe.schedule.lowering.programs import programs, step_programs
+from raypipe.schedule.lowering.programs import check_counted, programs, step_programs
+from raypipe.schedule.lowering.safe_order import gpu_programs
 from raypipe.schedule.passes import (
     add_recompute,
     add_updates,
@@ -36,6 +34,7 @@ from raypipe.schedule.versions import weight_versions
 from raypipe.search import search
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
+from tests.schedule.lowering.exact_bound import messages_in_flight
 
 FROZEN = {"first half": lambda s: range(s // 2), "all but the last": lambda s: range(s - 1), "second": lambda s: [1]}
 

@@ -29,12 +29,12 @@ from raypipe.schedule.passes import (
     replicate,
     split_backward,
 )
-from raypipe.schedule.unroll import unroll
 from raypipe.schedule.verify import verify
-from raypipe.simulate.critical import critical_path
+from raypipe.schedule.versions import unroll
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period
+from raypipe.simulate.timeline import critical_path
 
 COSTS = functools.partial(CostTable.even, comm=0.5)
 Pass = Callable[[Schedule], Schedule]

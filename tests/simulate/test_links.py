@@ -18,12 +18,12 @@ from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, StageGraph, Task
 from raypipe.schedule.passes import split_backward
-from raypipe.schedule.unroll import unroll
+from raypipe.schedule.versions import unroll
 from raypipe.search import search
-from raypipe.simulate.critical import critical_path
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period
+from raypipe.simulate.timeline import critical_path
 
 Key = tuple[int, Task]
 """(training step, task)."""

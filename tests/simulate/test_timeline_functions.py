@@ -9,10 +9,9 @@ from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, StageGraph, Task
 from raypipe.schedule.passes import split_backward
-from raypipe.simulate.activations import live_activations
-from raypipe.simulate.critical import critical_path
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.lower_bound import lower_bound, one_machine
+from raypipe.simulate.timeline import critical_path, live_activations
 
 
 @pytest.mark.parametrize("depth", [4, 6, 8, 12])

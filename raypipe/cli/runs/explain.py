@@ -38,7 +38,7 @@ def explain(
 
     Reads the run's directory only, while the run goes on or afterwards.
     """
-    from raypipe.observe.explained.explain_run import explain_run
+    from raypipe.observe.explained_run import explain_run
     from raypipe.observe.run_view.run_record import as_runs_write, read_run
     from raypipe.observe.strict_json import strict_json
 
@@ -65,6 +65,6 @@ def explain(
         return
     from rich.console import Console
 
-    from raypipe.observe.explained.table import explanation_table
+    from raypipe.observe.explained_run import explanation_table
 
     Console().print(explanation_table(found), highlight=False, soft_wrap=True)

@@ -25,7 +25,7 @@ from raypipe.cost.stages import Cut, check_cut, gradient_width, reduced_width
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs
-from raypipe.schedule.lowering.held_messages import held_messages
+from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes.sync import held
 from raypipe.schedule.sharding.live import LiveShards

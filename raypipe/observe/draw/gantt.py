@@ -18,8 +18,7 @@ from raypipe.observe.draw.caption import folded
 from raypipe.observe.draw.palette import colour, grey, ink
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import NETWORK, TRAITS, Kind
-from raypipe.simulate.critical import critical_path
-from raypipe.simulate.timeline import Span, Timeline
+from raypipe.simulate.timeline import Span, Timeline, critical_path
 
 HATCHES = ("", "////", "\\\\\\\\", "xxxx", "----", "||||", "++++", "//")
 NAMES: dict[Kind, str] = {kind: f"{kind} {traits.what}" for kind, traits in TRAITS.items()}
@@ -78,10 +77,13 @@ def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float 
             PolyCollection(
                 [_corners(device, span) for device, span in members],
                 facecolors=[colour(span.task, schedule) for _, span in members],
-                edgecolors=(1, 1, 1, 0.75), linewidths=0.5 if total < 2000 else 0.0,
-                hatch=HATCHES[replica % len(HATCHES)], hatch_linewidth=0.6, rasterized=total > MANY,
+                edgecolors=(1, 1, 1, 0.75),
+                linewidths=0.5 if total < 2000 else 0.0,
+                hatch=HATCHES[replica % len(HATCHES)],
+                hatch_linewidth=0.6,
+                rasterized=total > MANY,
             )
-        )  # fmt: skip
+        )
     _feet(axes, schedule, boxes)
     if total <= 3000:
         _labels(axes, schedule, boxes, points, lane_points)
@@ -98,8 +100,10 @@ def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float 
     axes.set_title(
         f"makespan {timeline.makespan:.5g} · bubble {100 * timeline.bubble_ratio:.1f} % · "
         f"activations {folded(timeline.peak_activations)}",
-        loc="right", fontsize=8, pad=4,
-    )  # fmt: skip
+        loc="right",
+        fontsize=8,
+        pad=4,
+    )
 
 
 def _corners(device: int, span: Span) -> list[tuple[float, float]]:
@@ -158,9 +162,14 @@ def _labels(
             text = str(task.stage) if schedule.microbatches == 1 and task.mbs else ",".join(map(str, task.mbs))
             if text and (span.end - span.start) * points >= 0.62 * size * len(text):
                 axes.text(
-                    (span.start + span.end) / 2, device, text,
-                    fontsize=size, color=ink(span.task.kind), ha="center", va="center_baseline",
-                )  # fmt: skip
+                    (span.start + span.end) / 2,
+                    device,
+                    text,
+                    fontsize=size,
+                    color=ink(span.task.kind),
+                    ha="center",
+                    va="center_baseline",
+                )
 
 
 def _legend(figure: Figure, timelines: Sequence[Timeline], bottom: float, critical: bool) -> None:
@@ -177,6 +186,13 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], bottom: float, critic
         entries.append(Patch(facecolor="none", edgecolor=OUTLINE, linewidth=1.2, label="critical path"))
     entries.append(Patch(facecolor=IDLE, edgecolor="#cccccc", label="idle"))
     figure.legend(
-        handles=entries, loc="lower center", bbox_to_anchor=(0.5, bottom), ncols=min(len(entries), 8), frameon=False,
-        fontsize=7.5, handlelength=1.4, handleheight=1.0, columnspacing=1.6,
-    )  # fmt: skip
+        handles=entries,
+        loc="lower center",
+        bbox_to_anchor=(0.5, bottom),
+        ncols=min(len(entries), 8),
+        frameon=False,
+        fontsize=7.5,
+        handlelength=1.4,
+        handleheight=1.0,
+        columnspacing=1.6,
+    )

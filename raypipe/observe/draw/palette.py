@@ -12,9 +12,17 @@ from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import Kind
 
 SHADES: dict[Kind, tuple[float, float]] = {
-    "F": (0.88, 0.075), "B": (0.74, 0.125), "BW": (0.68, 0.13), "W": (0.55, 0.13), "R": (0.95, 0.03),
-    "AG": (0.85, 0.0), "RS": (0.70, 0.0), "FREE": (0.98, 0.0), "AR": (0.80, 0.0), "U": (0.45, 0.0),
-}  # fmt: skip
+    "F": (0.88, 0.075),
+    "B": (0.74, 0.125),
+    "BW": (0.68, 0.13),
+    "W": (0.55, 0.13),
+    "R": (0.95, 0.03),
+    "AG": (0.85, 0.0),
+    "RS": (0.70, 0.0),
+    "FREE": (0.98, 0.0),
+    "AR": (0.80, 0.0),
+    "U": (0.45, 0.0),
+}
 """Lightness and chroma of each kind."""
 
 RGB = tuple[float, float, float]

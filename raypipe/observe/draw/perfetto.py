@@ -15,8 +15,7 @@ from raypipe.errors import RequestError
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.kinds import BOOKKEEPING, NETWORK
-from raypipe.simulate.activations import live_activations
-from raypipe.simulate.timeline import Timeline
+from raypipe.simulate.timeline import Timeline, live_activations
 
 COLOURS = {"F": "thread_state_running", "B": "rail_response", "BW": "rail_response", "W": "rail_animation", "R": "grey"}
 """Chrome's colour names; Perfetto ignores them and picks colours by slice name."""
@@ -41,10 +40,15 @@ def trace(timeline: Timeline, graph: TaskGraph | None = None) -> dict[str, Any]:
         for task, start, end in spans:
             args = {"kind": task.kind, "stage": task.stage, "mb": list(task.mbs), "replica": task.replica}
             event = {
-                "name": str(task), "cat": task.kind, "ph": "X", "pid": 0,
+                "name": str(task),
+                "cat": task.kind,
+                "ph": "X",
+                "pid": 0,
                 "tid": d + NETWORK_THREAD * (task.kind in NETWORK),
-                "ts": start * SECOND, "dur": (end - start) * SECOND, "args": args,
-            }  # fmt: skip
+                "ts": start * SECOND,
+                "dur": (end - start) * SECOND,
+                "args": args,
+            }
             events.append({**event, "cname": COLOURS[task.kind]} if task.kind in COLOURS else event)
     events += _messages(timeline, graph)
     events += _live(timeline)

@@ -1,1 +1,1 @@
-"""What people see of a run from its directory: its record, its events in words, the live table."""
+"""A run as its directory shows it: its record, its events in words, the live table."""

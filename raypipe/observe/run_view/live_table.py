@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raypipe.observe.run_view.event_sentences import event_sentences
-from raypipe.observe.run_view.memory_rows import memory_rows
-from raypipe.observe.run_view.run_record import RunRecord
+from raypipe.observe.run_view.run_record import RunRecord, memory_rows
+from raypipe.observe.tables import text_table
 from raypipe.plan.reasons import gib
 
 STEPS, EVENTS = 10, 6
@@ -58,15 +58,17 @@ def _silence_s(run: RunRecord, now: float) -> float | None:
 
 
 def _steps(run: RunRecord) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
-    for name in ("step", "loss", "grad norm", "lr", "step s", "tokens/s", "idle"):
-        table.add_column(name, justify="right")
+    table = text_table(("step", "loss", "grad norm", "lr", "step s", "tokens/s", "idle"))
     for row in run.steps[-STEPS:]:
         table.add_row(
-            str(row["step"]), _number(row["loss"], ".4f"), _number(row.get("grad_norm"), ".3g"),
-            _number(row.get("lr"), ".3g"), _number(row["step_s"], ".4f"), _number(row["tokens_per_s"], ",.0f"),
+            str(row["step"]),
+            _number(row["loss"], ".4f"),
+            _number(row.get("grad_norm"), ".3g"),
+            _number(row.get("lr"), ".3g"),
+            _number(row["step_s"], ".4f"),
+            _number(row["tokens_per_s"], ",.0f"),
             _number(row["bubble_ratio"], ".1%"),
-        )  # fmt: skip
+        )
     predicted = run.last("predicted")
     if predicted is not None:
         step_s, idle = _number(predicted.get("step_s"), ".4f"), _number(predicted.get("bubble_ratio"), ".1%")
@@ -79,9 +81,8 @@ def _devices(run: RunRecord) -> Table | None:
     memory = memory_rows(run)
     if not started:
         return None
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
-    for name in ("worker", "device", "parameters", "memory planned", "memory measured"):
-        table.add_column(name, justify="left" if name in ("worker", "device") else "right")
+    headings = ("worker", "device", "parameters", "memory planned", "memory measured")
+    table = text_table(headings, left=("worker", "device"))
     for rank, device in enumerate(started):
         row = memory[rank] if rank < len(memory) else None
         sizes = [gib(size) if size is not None else "" for size in (row[1:3] if row else (None, None))]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypipe.errors import SpecError
 from raypipe.files import read_json, short
@@ -14,6 +14,7 @@ from raypipe.observe.run_dir import RECORD, is_run
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.observe.summary import STEP, Units, summarise
 from raypipe.observe.timelines import FILE as TIMELINE
+from raypipe.plan.reasons import gib
 
 PLAN = "plan.json"
 OF_PLAN = ("schedule", "stages", "replicas", "microbatch")
@@ -21,7 +22,7 @@ OF_PLAN = ("schedule", "stages", "replicas", "microbatch")
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What the files of a run directory hold; what a run has not written yet is empty."""
+    """The contents of a run directory's files; what a run has not written yet is empty."""
 
     directory: Path
     job: dict[str, Any]
@@ -58,10 +59,16 @@ class RunRecord:
     def state(self) -> str:
         """Return what the run is doing, by its last decisive event: ``finished``, ``failed``, ``running`` and so on."""
         words = {
-            "finished": "finished", "interrupted": "interrupted", "failed": "failed", "error": "failed",
-            "restarted": "restarting", "started": "running", "run": "starting", "waiting": "waiting for devices",
+            "finished": "finished",
+            "interrupted": "interrupted",
+            "failed": "failed",
+            "error": "failed",
+            "restarted": "restarting",
+            "started": "running",
+            "run": "starting",
+            "waiting": "waiting for devices",
             "resized": "restarting with another plan",
-        }  # fmt: skip
+        }
         return next((words[e["event"]] for e in reversed(self.events) if e["event"] in words), "not started")
 
     def summary(self) -> dict[str, Any]:
@@ -119,11 +126,69 @@ def read_run(directory: Path) -> RunRecord:
     job, plan, timelines = read(RECORD), read(PLAN), read(TIMELINE)
     rows = read_rows(directory / METRICS)
     return RunRecord(
-        directory, job, plan, timelines, [r for r in rows if "val_loss" not in r and r.keys() >= STEP],
-        [r for r in rows if "val_loss" in r], read_rows(directory / EVENTS), tuple(damaged),
-    )  # fmt: skip
+        directory,
+        job,
+        plan,
+        timelines,
+        [r for r in rows if "val_loss" not in r and r.keys() >= STEP],
+        [r for r in rows if "val_loss" in r],
+        read_rows(directory / EVENTS),
+        tuple(damaged),
+    )
 
 
 def _section(of: dict[str, Any], key: str) -> dict[str, Any]:
     value = of.get(key)
     return value if isinstance(value, dict) else {}
+
+
+class MemoryRow(NamedTuple):
+    """One device, or with tensor parallelism one rank of it."""
+
+    name: str
+    planned_bytes: float | None
+    """Of the planner's prediction; None if the plan was given."""
+    measured_bytes: float | None
+    """Peak of the whole run; None until the run has finished."""
+    limit_bytes: float | None
+
+
+def memory_rows(run: RunRecord) -> list[MemoryRow]:
+    """Return a row per rank; empty if memory was neither planned nor measured.
+
+    The planner predicts one data-parallel copy of D devices; device ``w * D + d`` of copy ``w`` has device ``d``'s
+    prediction.
+    """
+    decision, finished = run.last("planned") or {}, run.last("finished") or {}
+    chosen: dict[str, Any] = next(iter(decision.get("candidates") or []), {})
+    planned, measured = chosen.get("memory_bytes") or [], finished.get("memory_bytes") or []
+    tensor = run.parallel.get("tensor") or 1
+    count = len(measured) or len(planned) * (run.parallel.get("replicas") or 1) * tensor
+    rows = []
+    for rank in range(count):
+        device = rank // tensor
+        name = f"device {device}" + (f", tensor rank {rank % tensor}" if tensor > 1 else "")
+        expected = planned[device % len(planned)] if planned else None
+        rows.append(MemoryRow(name, expected, measured[rank] if measured else None, chosen.get("capacity_bytes")))
+    return rows
+
+
+def comparison_lines(run: RunRecord) -> list[str]:
+    """Return step time, bubbles and peak memory, predicted and measured; what is not known is left out."""
+    summary, predicted = run.summary(), run.last("predicted") or {}
+    lines = [f"run              {run.name}: {run.state()}, {summary['steps']} steps"]
+    if (measured_s := summary["measured_step_s"]) is not None:
+        lines.append(f"step measured    {measured_s:.4f} s (median)")
+        for word, value in (("planned", run.plan.get("predicted_step_s")), ("predicted", predicted.get("step_s"))):
+            if value is not None:
+                lines.append(f"step {word:<11} {value:.4f} s ({value / measured_s - 1:+.1%})")
+        beside = f" (predicted {predicted['bubble_ratio']:.1%})" if predicted.get("bubble_ratio") is not None else ""
+        lines.append(f"bubbles          {summary['bubble_ratio']:.1%}{beside}")
+    for row in memory_rows(run):
+        known = [
+            f"{gib(size)} {word}"
+            for size, word in ((row.planned_bytes, "planned"), (row.measured_bytes, "measured"))
+            if size is not None
+        ]
+        lines.append(f"{row.name:<16} {', '.join(known)}")
+    return lines

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.passes.recompute import add_recompute
 from raypipe.schedule.shape import Shape
 
@@ -117,11 +117,13 @@ def chimera(shape: Shape, costs: CostTable) -> Schedule:
         unit = groups[first : first + depth]
         slotted += basic_unit(depth, shape.pipelines, unit, slot)
         slot += 2 * depth * max(map(len, unit))
-    schedule = Schedule(
-        name="chimera", placement=placement(depth, shape.pipelines), orders=merge_by_slot(depth, slotted),
-        microbatches=sum(map(len, groups)), graph=StageGraph.chain(depth),
-        size=Fraction(1, 2) if shape.concat == "halving" else Fraction(1),
-    )  # fmt: skip
+    schedule = Schedule.of_chain(
+        "chimera",
+        placement(depth, shape.pipelines),
+        merge_by_slot(depth, slotted),
+        sum(map(len, groups)),
+        size=Fraction(1, 2) if shape.concat == "halving" else None,
+    )
     return add_recompute(schedule, "late") if shape.concat == "doubling" else schedule
 
 
@@ -145,10 +147,7 @@ def tight(shape: Shape, costs: CostTable) -> Schedule:
             device = where[replica][s]
             slotted.append((device, start + 3 * s, Task("F", s, (m,), replica)))
             slotted.append((device, start + 3 * (2 * depth - 1 - s) - 2, Task("BW", s, (m,), replica)))
-    return Schedule(
-        name="chimera-tight", placement=where, orders=merge_by_slot(depth, slotted), microbatches=count,
-        graph=StageGraph.chain(depth),
-    )  # fmt: skip
+    return Schedule.of_chain("chimera-tight", where, merge_by_slot(depth, slotted), count)
 
 
 def merge_by_slot(devices: int, slotted: Iterable[Slotted]) -> tuple[tuple[Task, ...], ...]:
@@ -160,3 +159,20 @@ def merge_by_slot(devices: int, slotted: Iterable[Slotted]) -> tuple[tuple[Task,
     for n, (device, slot, task) in enumerate(slotted):
         rows[device].append((slot, n, task))
     return tuple(tuple(task for _, _, task in sorted(row, key=lambda x: x[:2])) for row in rows)
+
+
+def gems(shape: Shape, costs: CostTable) -> Schedule:
+    """Alternate micro-batches between the directions; the next one's forward overlaps the current one's backward.
+
+    With even costs, the makespan is (D-1)F + N(F + D*BW). A device holds one activation.
+
+    Source: Jain et al. 2020 (GEMS); as a baseline in Chimera section 2.
+    """
+    check_bidirectional(shape)
+    depth, count = shape.devices, shape.microbatches
+    where = placement(depth, 2)
+    orders: list[list[Task]] = [[] for _ in range(depth)]
+    for m in range(count):
+        for stage, device in enumerate(where[m % 2]):
+            orders[device] += [Task("F", stage, (m,), m % 2), Task("BW", stage, (m,), m % 2)]
+    return Schedule.of_chain("gems", where, orders, count)

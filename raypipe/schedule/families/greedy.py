@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
 from raypipe.schedule.costs import CostTable
@@ -38,7 +37,7 @@ class Policy:
     """Stage -> how many forwards it may run ahead of its input gradients; None for no such limit."""
 
 
-class Ordered(NamedTuple):
+class GreedyOrder(NamedTuple):
     """An ordered schedule and its length."""
 
     schedule: Schedule
@@ -60,10 +59,7 @@ def whole_step(name: str, placement: tuple[int, ...], count: int, rules: Rules |
     for stage, device in enumerate(placement):
         kinds: tuple[Kind, ...] = KINDS if needs[stage].input_grad else ("F", "W")
         rows[device] += [Task(kind, stage, (m,)) for kind in kinds for m in range(count)]
-    return Schedule(
-        name=name, placement=(placement,), orders=tuple(map(tuple, rows)), microbatches=count,
-        graph=graph, rules=rules, size=Fraction(1, rules.slices),
-    )  # fmt: skip
+    return Schedule.of_chain(name, [placement], rows, count, rules)
 
 
 class Unordered:
@@ -96,12 +92,12 @@ class Unordered:
         return self._ranks[key]
 
 
-def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> Ordered | None:
+def order_greedily(schedule: Schedule, costs: CostTable, policy: Policy) -> GreedyOrder | None:
     """Order the tasks by a policy: ``ordered`` of a step that only one policy orders."""
     return ordered(Unordered(schedule, costs), policy)
 
 
-def ordered(step: Unordered, policy: Policy, shorter_than: float = float("inf")) -> Ordered | None:
+def ordered(step: Unordered, policy: Policy, shorter_than: float = float("inf")) -> GreedyOrder | None:
     """Order the tasks by a policy, in time O(n log r) for n tasks of which r are ready at once.
 
     Args:
@@ -215,4 +211,4 @@ def ordered(step: Unordered, policy: Policy, shorter_than: float = float("inf"))
     if left:
         return None
     span = max(f - b for f, b in zip(free, begun, strict=True))
-    return Ordered(schedule.with_orders(orders), max(free), span)
+    return GreedyOrder(schedule.with_orders(orders), max(free), span)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.greedy import Policy, order_greedily, ring, whole_step
-from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.ir import Rules, Schedule, Task
 from raypipe.schedule.kinds import Kind
 from raypipe.schedule.shape import Shape
 
@@ -34,10 +34,7 @@ def model_parallel(shape: Shape, costs: CostTable) -> Schedule:
             rows[device].append(Task("F", stage, (m,)))
         for stage in reversed(range(len(placement))):
             rows[placement[stage]].append(Task("BW", stage, (m,)))
-    return Schedule(
-        name="model-parallel", placement=(placement,), orders=tuple(map(tuple, rows)),
-        microbatches=shape.microbatches, graph=StageGraph.chain(len(placement)), rules=RULES,
-    )  # fmt: skip
+    return Schedule.of_chain("model-parallel", [placement], rows, shape.microbatches, RULES)
 
 
 def fast_forward(shape: Shape, costs: CostTable) -> Schedule:

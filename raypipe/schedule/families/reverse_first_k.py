@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.families.out_of_order import RULES
-from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.ir import Schedule, Task
 
 
 def reverse_first_k(layers: int, k: int) -> Schedule:
@@ -32,14 +32,11 @@ def reverse_first_k(layers: int, k: int) -> Schedule:
             order.append(Task("B", layer, (0,)))
     for layer in range(k):
         order += [Task("W", layer, (0,)), Task("AR", layer, ())]
-    return Schedule(
-        name="reverse-first-k", placement=((0,) * layers,), orders=(tuple(order),), microbatches=1,
-        graph=StageGraph.chain(layers), rules=RULES,
-    )  # fmt: skip
+    return Schedule.of_chain("reverse-first-k", [[0] * layers], [order], 1, RULES)
 
 
 class HeldMemory(NamedTuple):
-    """What a device holds in a backward that postpones nothing; bytes, per layer but for ``above``.
+    """Memory of a device in a backward that postpones nothing; bytes, per layer but for ``above``.
 
     A layer's moment is from when the gradient of its output arrives until that of the layer below does.
     """

@@ -11,30 +11,62 @@ if the stage graph is not a chain, an id is a part of a micro-batch, or weights 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
-from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.json_fields import Field
+from raypipe.errors import ScheduleError, nearest
+from raypipe.files import short
+from raypipe.schedule.costs import LONGEST, CostTable
 from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, infer_placement, parse_task
 from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task
 from raypipe.schedule.kinds import BOOKKEEPING, JOINT, KINDS, TRAITS, Kind
 from raypipe.schedule.latency import Comm
 
 RESULTS = (
-    "makespan", "span", "period", "bubble_ratio", "peak_activations", "weight_versions", "lower_bound", "critical_path",
-    "critical_forwards", "critical_backwards", "objective", "objective_value", "objective_bound", "gap",
-    "search_seconds", "recompute_stages",
-)  # fmt: skip
+    "makespan",
+    "span",
+    "period",
+    "bubble_ratio",
+    "peak_activations",
+    "weight_versions",
+    "lower_bound",
+    "critical_path",
+    "critical_forwards",
+    "critical_backwards",
+    "objective",
+    "objective_value",
+    "objective_bound",
+    "gap",
+    "search_seconds",
+    "recompute_stages",
+)
 """Keys that a simulation or a search adds; a reader ignores them."""
 KEYS = (
-    "name", "placement", "orders", "durations", "comm", "microbatches",
-    "recompute", "w_dep", "skip_first_B", "frozen", "slices", "attention", "attention_grad",
-    "edges", "size", "versions", "zero", "copies", "shard_group",
-)  # fmt: skip
+    "name",
+    "placement",
+    "orders",
+    "durations",
+    "comm",
+    "microbatches",
+    "recompute",
+    "w_dep",
+    "skip_first_B",
+    "frozen",
+    "slices",
+    "attention",
+    "attention_grad",
+    "edges",
+    "size",
+    "versions",
+    "zero",
+    "copies",
+    "shard_group",
+)
 
 
 def to_json(
@@ -45,7 +77,7 @@ def to_json(
     Raises:
         ScheduleError: ``costs`` has another number of stages than ``schedule``.
     """
-    durations = {kind: _short(costs.by_kind(kind)) for kind in KINDS}
+    durations = {kind: _one_if_even(costs.by_kind(kind)) for kind in KINDS}
     for kind in BOOKKEEPING:
         if durations[kind] == 0:
             del durations[kind]
@@ -69,9 +101,13 @@ def to_json(
                 entry["dur"] = _whole(length)
             orders[-1].append(entry)
     found: dict[str, Any] = {
-        "name": schedule.name, "placement": [list(p) for p in schedule.placement], "orders": orders,
-        "durations": durations, "comm": _short(costs.links), "microbatches": schedule.microbatches,
-    }  # fmt: skip
+        "name": schedule.name,
+        "placement": [list(p) for p in schedule.placement],
+        "orders": orders,
+        "durations": durations,
+        "comm": _one_if_even(costs.links),
+        "microbatches": schedule.microbatches,
+    }
     rules = schedule.rules
     if rules.recompute != "early":
         found["recompute"] = rules.recompute
@@ -85,7 +121,7 @@ def to_json(
         found["slices"] = rules.slices
         for name, part in (("attention", costs.attention), ("attention_grad", costs.attention_grad)):
             if any(part):
-                found[name] = _short(part)
+                found[name] = _one_if_even(part)
     if schedule.graph != StageGraph.chain(schedule.stages):
         found["edges"] = [list(edge) for edge in schedule.graph.edges]
     if schedule.size != 1:
@@ -118,7 +154,7 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
     Raises:
         ScheduleError: the data are not in this form or contradict themselves; it names the field's path.
     """
-    top = Field(data, source, "")
+    top = JsonField(data, source, "")
     top.only((*KEYS, *RESULTS))
     orders = tuple(tuple(_task(t) for t in order.items("tasks")) for order in top.need("orders").items("devices"))
     given = top.get("placement")
@@ -137,18 +173,22 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
     name, versions = top.get("name"), top.get("versions")
     seen = 1 + max((mb for order in orders for task in order for mb in task.mbs), default=-1)
     schedule = Schedule(
-        name=PurePath(source).stem if name is None else name.text(), placement=placement, orders=orders,
+        name=PurePath(source).stem if name is None else name.text(),
+        placement=placement,
+        orders=orders,
         microbatches=seen if microbatches is None else microbatches.whole(),
         graph=StageGraph.chain(stages) if edges is None else StageGraph(stages, _edges(edges, stages)),
-        rules=_rules(top), size=Fraction(1, _slices(top)) if size is None else size.fraction(),
-        versions="flush" if versions is None else versions.choice(VERSIONS), sharding=_sharding(top),
-    )  # fmt: skip
+        rules=_rules(top),
+        size=Fraction(1, _slices(top)) if size is None else size.fraction(),
+        versions="flush" if versions is None else versions.choice(VERSIONS),
+        sharding=_sharding(top),
+    )
     costs = _costs(top, stages)
     _check_lengths(top, schedule, costs)
     return schedule, costs
 
 
-def _task(field: Field) -> Task:
+def _task(field: JsonField) -> Task:
     if isinstance(field.value, str):
         return parse_task(field.value, field.where)
     field.only(("kind", "stage", "mb", "replica", "start", "end", "dur"))
@@ -163,7 +203,7 @@ def _task(field: Field) -> Task:
     return Task(kind, field.need("stage").whole(), mbs, 0 if replica is None else replica.whole())
 
 
-def _edges(field: Field, stages: int) -> tuple[tuple[int, int], ...]:
+def _edges(field: JsonField, stages: int) -> tuple[tuple[int, int], ...]:
     edges = []
     for item in field.items("edges"):
         ends = [end.whole() for end in item.items("stages")]
@@ -173,7 +213,7 @@ def _edges(field: Field, stages: int) -> tuple[tuple[int, int], ...]:
     return tuple(edges)
 
 
-def _rules(top: Field) -> Rules:
+def _rules(top: JsonField) -> Rules:
     recompute, w_dep, skip = top.get("recompute"), top.get("w_dep"), top.get("skip_first_B")
     frozen = top.get("frozen")
     return Rules(
@@ -185,7 +225,7 @@ def _rules(top: Field) -> Rules:
     )
 
 
-def _slices(top: Field) -> int:
+def _slices(top: JsonField) -> int:
     """The number of slices, 1 where there are none."""
     given = top.get("slices")
     if given is None:
@@ -193,7 +233,7 @@ def _slices(top: Field) -> int:
     return given.whole() or given.fail("0 slices", 'leave it out, or write for example "slices": 4')
 
 
-def _sharding(top: Field) -> Sharding | None:
+def _sharding(top: JsonField) -> Sharding | None:
     levels, copies, group = top.get("zero"), top.get("copies"), top.get("shard_group")
     if levels is None:
         for other in (copies, group):
@@ -202,11 +242,12 @@ def _sharding(top: Field) -> Sharding | None:
         return None
     return Sharding(
         levels=tuple(level.whole() for level in levels.items("levels")),
-        copies=1 if copies is None else copies.whole(), group=None if group is None else group.whole(),
-    )  # fmt: skip
+        copies=1 if copies is None else copies.whole(),
+        group=None if group is None else group.whole(),
+    )
 
 
-def _costs(top: Field, stages: int) -> CostTable:
+def _costs(top: JsonField, stages: int) -> CostTable:
     given = top.get("durations")
     times: dict[Kind, tuple[float, ...]] = {}
     if given is not None:
@@ -224,14 +265,21 @@ def _costs(top: Field, stages: int) -> CostTable:
                 given.need("BW").fail(f"BW is {bw:g} where B + W is {b + w:g}", "leave BW out, or make it B + W")
     comm = top.get("comm")
     return CostTable(
-        forward=times["F"], input_grad=times["B"], weight_grad=times["W"], recompute=times["R"],
-        all_reduce=times["AR"], update=times["U"], gather=times["AG"], reduce_scatter=times["RS"],
-        attention=_part(top, "attention", times["F"]), attention_grad=_part(top, "attention_grad", times["B"]),
+        forward=times["F"],
+        input_grad=times["B"],
+        weight_grad=times["W"],
+        recompute=times["R"],
+        all_reduce=times["AR"],
+        update=times["U"],
+        gather=times["AG"],
+        reduce_scatter=times["RS"],
+        attention=_part(top, "attention", times["F"]),
+        attention_grad=_part(top, "attention_grad", times["B"]),
         comm=0.0 if comm is None else _links(comm, stages),
-    )  # fmt: skip
+    )
 
 
-def _part(top: Field, key: str, whole: tuple[float, ...]) -> tuple[float, ...]:
+def _part(top: JsonField, key: str, whole: tuple[float, ...]) -> tuple[float, ...]:
     """A part of the times of a kind that grows along the slices."""
     given = top.get(key)
     part = (0.0,) * len(whole) if given is None else given.per_stage(len(whole))
@@ -240,7 +288,7 @@ def _part(top: Field, key: str, whole: tuple[float, ...]) -> tuple[float, ...]:
     return part
 
 
-def _links(field: Field, stages: int) -> Comm:
+def _links(field: JsonField, stages: int) -> Comm:
     if not isinstance(field.value, list):
         return field.number()
     found = tuple(item.number() for item in field.items("numbers"))
@@ -249,7 +297,7 @@ def _links(field: Field, stages: int) -> Comm:
     return found
 
 
-def _check_lengths(top: Field, schedule: Schedule, costs: CostTable) -> None:
+def _check_lengths(top: JsonField, schedule: Schedule, costs: CostTable) -> None:
     """Check that every ``dur`` agrees with the costs, the number of micro-batches and ``size``."""
     entries = [entry for order in top.need("orders").items("devices") for entry in order.items("tasks")]
     tasks = list(schedule.tasks())
@@ -267,6 +315,122 @@ def _whole(value: float) -> float:
     return int(value) if value == int(value) else value
 
 
-def _short(values: Sequence[float]) -> float | list[float]:
+def _one_if_even(values: Sequence[float]) -> float | list[float]:
     """Return one number if all stages are equal, otherwise one per stage."""
     return _whole(values[0]) if len(set(values)) == 1 else [_whole(v) for v in values]
+
+
+Word = TypeVar("Word", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonField:
+    """The value at ``path`` (such as ``orders[0][3].kind``) of the document ``source``."""
+
+    value: Any
+    source: str
+    path: str
+
+    @property
+    def where(self) -> str:
+        """The location for error messages."""
+        return f"{self.source}: {self.path}" if self.path else self.source
+
+    def fail(self, why: str, fix: str) -> NoReturn:
+        """Raise an error about this value.
+
+        Raises:
+            ScheduleError: always.
+        """
+        raise ScheduleError(self.where, why, fix)
+
+    def _object(self) -> dict[str, Any]:
+        if not isinstance(self.value, dict):
+            self.fail(f"expected an object, found {_short(self.value)}", 'write {"key": value, ...}')
+        return self.value
+
+    def only(self, known: Sequence[str]) -> None:
+        """Check that all keys are ``known``."""
+        for key in self._object():
+            if key not in known:
+                self.fail(f'unknown key "{short(key)}"', nearest(key, known))
+
+    def get(self, key: str) -> JsonField | None:
+        """Return the value of ``key``; None if it is missing or null."""
+        value = self._object().get(key)
+        return None if value is None else JsonField(value, self.source, f"{self.path}.{key}" if self.path else key)
+
+    def need(self, key: str) -> JsonField:
+        """Return the value of a required ``key``."""
+        found = self.get(key)
+        return self.fail(f'"{key}" is missing', f'add "{key}"') if found is None else found
+
+    def items(self, what: str) -> list[JsonField]:
+        """Return the elements of a list."""
+        if not isinstance(self.value, list):
+            self.fail(f"expected a list of {what}, found {_short(self.value)}", "write [ ... ]")
+        return [JsonField(v, self.source, f"{self.path}[{i}]") for i, v in enumerate(self.value)]
+
+    def whole(self) -> int:
+        """Return a whole number from 0 to 999999; larger ones are typing errors."""
+        if isinstance(self.value, bool) or not isinstance(self.value, int) or not 0 <= self.value < 1_000_000:
+            self.fail(f"{_short(self.value)} is not a whole number from 0 to 999999", "write for example 3")
+        return self.value
+
+    def number(self) -> float:
+        """Return a finite number >= 0 that is small enough to be summed."""
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            self.fail(f"{_short(value)} is not a number >= 0", "write for example 1.5")
+        if value > 1e3 * LONGEST:  # a task of several micro-batches may take a multiple of LONGEST
+            self.fail(f"{_short(value)} is too long: times of a step could not be added up", f"use at most {LONGEST:g}")
+        return float(value)
+
+    def per_stage(self, stages: int) -> tuple[float, ...]:
+        """Return one number per stage, from a number for all stages or a list."""
+        if not isinstance(self.value, list):
+            return (self.number(),) * stages
+        if len(self.value) != stages:
+            self.fail(f"{len(self.value)} values for {stages} stages", f"give 1 or {stages} values")
+        return tuple(item.number() for item in self.items("numbers"))
+
+    def text(self) -> str:
+        """Return a string."""
+        if not isinstance(self.value, str):
+            self.fail(f"{_short(self.value)} is not text", 'write "..."')
+        return self.value
+
+    def flag(self) -> bool:
+        """Return a boolean."""
+        if not isinstance(self.value, bool):
+            self.fail(f"{_short(self.value)} is neither true nor false", "write true or false")
+        return self.value
+
+    def choice(self, known: tuple[Word, ...]) -> Word:
+        """Return one of the ``known`` strings."""
+        for each in known:
+            if each == self.value:
+                return each
+        return self.fail(f"unknown value {_short(self.value)}", nearest(str(self.value), known))
+
+    def fraction(self) -> Fraction:
+        """Return a share above 0 and at most 1, given as text such as ``"1/2"`` or as a number."""
+        try:
+            # Exponents in text are refused, because they may be huge; those of a float are bounded.
+            found = Fraction(str(self.value)) if _plain(self.value) else Fraction(0)
+        except (ValueError, ZeroDivisionError):
+            self.fail(f"{_short(self.value)} is not a fraction", 'write for example "1/2"')
+        if not 0 < found <= 1:
+            self.fail(f"{_short(self.value)} is not a share", 'use more than 0 and at most 1, as in "1/2"')
+        return found
+
+
+def _plain(value: object) -> bool:
+    return not isinstance(value, str) or (len(value) <= 40 and "e" not in value.lower())
+
+
+def _short(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"  # Python refuses to write out very long ones
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -124,7 +124,7 @@ def from_text(text: str, source: str = "schedule") -> Schedule:
     Raises:
         ScheduleError: the text is not in this form; it names line and column.
     """
-    return _Reader(source).read(text)
+    return _TextReader(source).read(text)
 
 
 def infer_placement(orders: Sequence[Sequence[Task]], source: str) -> tuple[tuple[int, ...], ...]:
@@ -155,13 +155,25 @@ def _words(head: str, items: Iterable[object]) -> str:
     return " ".join([head, *map(str, items)])
 
 
-class _Reader:
+class _TextReader:
     """Parses a text line by line and keeps the line number for messages."""
 
     KEYS = (
-        "schedule", "microbatches", "placement", "edges", "size", "versions", "recompute", "w_dep", "skip_first_B",
-        "frozen", "slices", "zero", "copies", "shard_group",
-    )  # fmt: skip
+        "schedule",
+        "microbatches",
+        "placement",
+        "edges",
+        "size",
+        "versions",
+        "recompute",
+        "w_dep",
+        "skip_first_B",
+        "frozen",
+        "slices",
+        "zero",
+        "copies",
+        "shard_group",
+    )
 
     def __init__(self, source: str) -> None:
         self.source, self.line = source, 0
@@ -196,15 +208,21 @@ class _Reader:
         orders += [()] * (needed - len(orders))
         stages = len(placement[0])
         edges = StageGraph.chain(stages).edges if self.edges is None else self.edges
+        sharding = None
+        if self.levels is not None:
+            sharding = Sharding(levels=self.levels, copies=self.copies, group=self.shard_group)
         seen = 1 + max((mb for order in orders for t in order for mb in t.mbs), default=-1)
         return Schedule(
-            name=self.name, placement=placement, orders=tuple(orders),
+            name=self.name,
+            placement=placement,
+            orders=tuple(orders),
             microbatches=seen if self.microbatches is None else self.microbatches,
-            graph=StageGraph(stages, edges), rules=self.rules, versions=self.versions,
+            graph=StageGraph(stages, edges),
+            rules=self.rules,
+            versions=self.versions,
             size=self.size if "size" in self.seen else Fraction(1, self.rules.slices),
-            sharding=None if self.levels is None
-            else Sharding(levels=self.levels, copies=self.copies, group=self.shard_group),
-        )  # fmt: skip
+            sharding=sharding,
+        )
 
     def one(self, line: str) -> None:
         key, _, rest = line.strip().partition(" ")

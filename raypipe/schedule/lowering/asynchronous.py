@@ -9,9 +9,10 @@ run) the pipeline drains, and the step after it fills the pipeline again.
 from __future__ import annotations
 
 from raypipe.errors import ScheduleError
+from raypipe.schedule.deps import transfers
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.passes.sync import held
-from raypipe.schedule.unroll import unroll
+from raypipe.schedule.versions import unroll
 
 Part = tuple[bool, bool]
 """(fills an empty pipeline, drains it at the end)."""
@@ -51,18 +52,23 @@ def _cuts(schedule: Schedule, until: int) -> list[int]:
         1 + max(i for i, t in enumerate(order) if t.kind in ends[t.stage] and t.mbs[0] < until)
         for order in schedule.orders
     ]
-    inputs = schedule.graph.inputs()
-    where = {(t.stage, mb): (d, i) for d, order in enumerate(schedule.orders) for i, t in enumerate(order)
-             if t.kind == "F" for mb in t.mbs}  # fmt: skip
+    taken = transfers(schedule.graph, schedule.rules).taken
+    where = {
+        (task.stage, mb): (device, i)
+        for device, order in enumerate(schedule.orders)
+        for i, task in enumerate(order)
+        if task.kind == "F"
+        for mb in task.mbs
+    }
     todo = list(range(schedule.devices))
     while todo:
-        d = todo.pop()
-        for task in schedule.orders[d][: cuts[d]]:
-            for place in ((source, mb) for source in inputs[task.stage] for mb in task.mbs if task.kind == "F"):
-                e, i = where[place]
-                if i >= cuts[e]:
-                    cuts[e] = i + 1
-                    todo.append(e)
+        device = todo.pop()
+        forwards = [task for task in schedule.orders[device][: cuts[device]] if task.kind == "F"]
+        sources = {(s, mb) for task in forwards for _, s in taken.get(("F", task.stage), ()) for mb in task.mbs}
+        for other, i in map(where.__getitem__, sources):
+            if i >= cuts[other]:
+                cuts[other] = i + 1
+                todo.append(other)
     return cuts
 
 
@@ -75,9 +81,10 @@ def _updated(schedule: Schedule, rows: list[list[Task]]) -> list[list[Task]]:
     if schedule.versions == "stash":
         if schedule.replicas > 1:
             raise ScheduleError(
-                "replicas", f"{schedule.name} updates after every micro-batch, so replicas would diverge",
+                "replicas",
+                f"{schedule.name} updates after every micro-batch, so replicas would diverge",
                 "use one replica, or pipedream-2bw",
-            )  # fmt: skip
+            )
         ends = [backward.last for backward in schedule.backwards]
         return [
             [u for t in row for u in ((t, Task("U", t.stage, (), t.replica)) if t.kind in ends[t.stage] else (t,))]

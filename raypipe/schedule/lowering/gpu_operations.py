@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from raypipe.schedule.ir import Task
 from raypipe.schedule.kinds import SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Action, Message, Program
-from raypipe.schedule.lowering.stream_order import HOST, Operation
+from raypipe.schedule.lowering.stream_order import HOST, GpuOperation
 from raypipe.schedule.sharding.members import ShardMember, StageKey
 
 COMPUTE = "compute"
@@ -42,9 +42,9 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What all processes issue; the arguments of ``find_circle``."""
+    """All that the processes issue; the arguments of ``find_circle``."""
 
-    processes: list[list[Operation]]
+    processes: list[list[GpuOperation]]
     """Per process, in rank order."""
     members: dict[Hashable, int]
     """Per all-reduce, how many processes take part."""
@@ -73,7 +73,7 @@ def gpu_operations(
     for program in steps[0]:
         holders.update({action.task.stage for action in program.actions if action.task.kind == "AR"})
     members: dict[Hashable, int] = {}
-    processes: list[list[Operation]] = []
+    processes: list[list[GpuOperation]] = []
     for device in range(len(steps[0])):
         for rank in range(tensor):
             one = _Process(
@@ -112,7 +112,7 @@ class _Process:
     stashes: bool
     shards: Mapping[StageKey, ShardMember]
     members: dict[Hashable, int]
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[GpuOperation] = field(default_factory=list)
     _compute: tuple[int, ...] = ()
     """The last operation of the compute stream."""
     _received: dict[Hashable, int] = field(default_factory=dict)
@@ -174,19 +174,19 @@ class _Process:
     def _key(self, message: Message, shift: int) -> Hashable:
         return (message.direction, message.src_stage, message.dst_stage, message.mb + shift, self.rank)
 
-    def _add(self, operation: Operation) -> int:
+    def _add(self, operation: GpuOperation) -> int:
         self.operations.append(operation)
         return len(self.operations) - 1
 
     def _kernel(self, name: str, after: tuple[int, ...]) -> None:
-        self._compute = (self._add(Operation(name, COMPUTE, after)),)
+        self._compute = (self._add(GpuOperation(name, COMPUTE, after)),)
 
     def _host(self, name: str, after: tuple[int, ...], meetings: tuple[Hashable, ...] = ()) -> None:
-        self._add(Operation(name, HOST, after, meetings))
+        self._add(GpuOperation(name, HOST, after, meetings))
 
     def _collective(self, name: str, stream: str, key: Hashable, count: int) -> int:
         self.members[key] = count
-        return self._add(Operation(name, stream, self._compute, (key,)))
+        return self._add(GpuOperation(name, stream, self._compute, (key,)))
 
     def _sharded(self, task: Task, step: int, calls: Counter[Hashable]) -> None:
         key = (task.stage, task.replica)
@@ -223,12 +223,12 @@ class _Process:
     def _channel(self, name: str) -> str:
         if name not in self._channels:
             self._channels.add(name)
-            self._add(Operation(f"side stream {name}", f"side {name}"))
+            self._add(GpuOperation(f"side stream {name}", f"side {name}"))
         return name
 
     def _send(self, message: Message, key: Hashable) -> int:
         stream = self._channel(f"to device {message.dst_device}")
-        return self._add(Operation(f"send of {_said(message)}", stream, self._compute, (key,)))
+        return self._add(GpuOperation(f"send of {_said(message)}", stream, self._compute, (key,)))
 
     def _receive(self, source: int, key: Hashable) -> int:
         """Issue a receive, and those of earlier messages of the channel before it."""
@@ -236,7 +236,7 @@ class _Process:
         while key not in self._received:
             first, name = self._posted[source].popleft()
             # The host waits for the announcement of the message that it wants, which comes after the earlier ones.
-            self._received[first] = self._add(Operation(name, stream, (), (first,), (key,)))
+            self._received[first] = self._add(GpuOperation(name, stream, (), (first,), (key,)))
         return self._received[key]
 
     def _before_updates(self, sums: list[int], step: int) -> None:

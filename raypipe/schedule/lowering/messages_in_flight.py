@@ -6,39 +6,108 @@ flight from the end of the task that sends it to the start of the task that uses
 sender holds a copy of it (its snapshot, or a place in a ring); then the receiver holds it in its p2p buffers. So each
 end holds at most the bytes in flight on its side:
 
-``sent``     After a device's task i, when all other devices have done only what i depends on.
-``arriving`` Before a device's task j, when all other devices have done everything that does not depend on j.
-
-Both moments are reached by some execution, so the bounds are tight for a transport that delivers at once (``arriving``)
-or not before the message is used (``sent``). A GPU that receives over NCCL allocates a message when it issues its
-receive, which the program decides and not the sender: there ``issued`` bounds the receiver's part instead.
+``unreceived_messages`` are those after a device's task i, when all other devices have done only what i depends on. It
+    follows who waits for whom over all devices, in time tasks times devices.
+``held_messages`` is a bound at both ends that is quick enough for every candidate plan. A device knows of another only
+    what that one's own messages to it tell: a message shows that its sender has run all tasks up to the one that sent
+    it. So a message counts for as long or longer, in time linear in tasks. For pipelines whose neighbours talk both
+    ways the two are the same.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from raypipe.schedule.deps import Direction, transfers
 from raypipe.schedule.garbage_collection import no_collection
-from raypipe.schedule.lowering.gpu_operations import issued as issued_by
+from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.programs import Message, Program
 
-
-class InFlight(NamedTuple):
-    """The most that one device can hold of messages at once, in the unit of ``size``."""
-
-    sent: float
-    """Messages that it has sent and that nobody has used yet."""
-    arriving: float
-    """Messages that it has been sent and has not used yet."""
-    issued: float
-    """Messages whose receive it has issued on a GPU and that it has not used yet."""
+_Place = tuple[int, int]
+"""(device, position in its order)."""
 
 
-class _Way(NamedTuple):
+@no_collection()
+def held_messages(schedule: Schedule, sizes: Sequence[float]) -> list[list[float]]:
+    """Return, per device and position in its order, the most that it may hold of messages beside its task's.
+
+    Counted are messages that it has sent and that may not have been used yet, those of this very task included (its
+    snapshots), and messages that may have come for later tasks. Those that this task uses are its own memory.
+
+    Args:
+        schedule: a step that drains.
+        sizes: per stage, the bytes of the message with its output, and of the gradient of that.
+    """
+    taken, given = transfers(schedule.graph, schedule.rules)
+    # Per tensor (direction, from stage, to stage) and micro-batch: where it is made, and where it is first used.
+    made: dict[tuple[Direction, int, int], dict[int, _Place]] = {}
+    used: dict[tuple[Direction, int, int], dict[int, _Place]] = {}
+    for kind, stage in given:
+        for way, to in given[kind, stage]:
+            made[way, stage, to], used[way, stage, to] = {}, {}
+    touched = {
+        key: (
+            [used[way, source, key[1]] for way, source in taken.get(key, ())],
+            [made[way, key[1], to] for way, to in given.get(key, ())],
+        )
+        for key in taken.keys() | given.keys()
+    }
+    for d, order in enumerate(schedule.orders):
+        for i, (kind, stage, mbs, _) in enumerate(order):
+            here = touched.get((kind, stage))
+            if here is None:
+                continue
+            uses, makes = here
+            place = (d, i)
+            for mb in mbs:
+                for first in uses:
+                    first.setdefault(mb, place)
+                for last in makes:
+                    last[mb] = place
+    # Per sender and receiver: positions in their orders, and bytes.
+    ways: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    for tensor, places in made.items():
+        way, source, to = tensor
+        size, first = sizes[source if way == "act" else to], used[tensor]
+        for mb, (d, i) in places.items():
+            e, j = first.get(mb, (d, i))
+            if d != e:
+                ways.setdefault((d, e), []).append((i, j, size))
+    return _held(schedule, ways)
+
+
+def _held(schedule: Schedule, ways: Mapping[tuple[int, int], Sequence[tuple[int, int, float]]]) -> list[list[float]]:
+    # Per (device, other one): at which positions it receives, and how many tasks that one has then run at least.
+    steps: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for (d, e), messages in ways.items():
+        shown: dict[int, int] = {}
+        for i, j, _ in messages:
+            if shown.get(j, 0) <= i:
+                shown[j] = i + 1
+        places = sorted(shown)
+        steps[e, d] = (places, list(accumulate((shown[k] for k in places), max)))
+    change = [[0.0] * (len(order) + 1) for order in schedule.orders]
+    for (d, e), messages in ways.items():
+        sent, arriving = change[d], change[e]
+        places, ran = steps.get((d, e), ([], []))
+        for i, j, size in messages:
+            # The sender holds it until it has received something that the receiver sent after it used the message.
+            at = bisect_left(ran, j + 1)
+            sent[i] += size
+            sent[places[at] if at < len(places) else -1] -= size
+            # The receiver may have it as soon as it has done what the sender's task waited for.
+            at = bisect_left(places, i + 1)
+            since = ran[at - 1] if at else 0
+            if since < j:
+                arriving[since] += size
+                arriving[j] -= size
+    return [list(accumulate(row[:-1])) for row in change]
+
+
+class Flight(NamedTuple):
     """A message with the tasks that send and use it, by position in their devices' programs."""
 
     message: Message
@@ -47,41 +116,10 @@ class _Way(NamedTuple):
 
 
 @no_collection()
-def messages_in_flight(
-    programs: Sequence[Program], size: Callable[[Message], float] = lambda _: 1.0
-) -> list[InFlight]:  # fmt: skip
-    """Return the most that each device can hold of a step's messages at once, over all executions.
-
-    Time and space grow as tasks times devices.
-
-    Args:
-        programs: of all devices, of a step that drains.
-        size: bytes of a message; by default messages are counted.
-    """
-    ways = _ways(programs)
-    before = _ancestors(programs, ways)
-    # Per device and task, by how much the bytes in flight change there.
-    sent, arriving = ([[0.0] * (len(p.actions) + 1) for p in programs] for _ in range(2))
-    for m, producer, consumer in ways:
-        src, dst = m.src_device, m.dst_device
-        # Until a task of the sender that depends on the consumer.
-        until = bisect_right(before[src], consumer, key=lambda row, dst=dst: row[dst])  # type: ignore[misc]
-        sent[src][producer] += size(m)
-        sent[src][until] -= size(m)
-        # From the first task of the receiver that the producer does not depend on.
-        arriving[dst][before[src][producer][dst]] += size(m)
-        arriving[dst][consumer + 1] -= size(m)
-    return [
-        InFlight(max(accumulate(sent[d])), max(accumulate(arriving[d])), _issued(program, size))
-        for d, program in enumerate(programs)
-    ]
-
-
-@no_collection()
 def unreceived_messages(programs: Sequence[Program]) -> list[dict[int, int]]:
-    """Return, per device and destination, the most messages sent and not used, as ``messages_in_flight``."""
-    ways = _ways(programs)
-    before = _ancestors(programs, ways)
+    """Return, per device and destination, the most messages sent and not used, over all executions of a whole step."""
+    ways = flights(programs)
+    before = ancestors(programs, ways)
     change: list[dict[int, list[int]]] = [{} for _ in programs]
     for m, producer, consumer in ways:
         d, e = m.src_device, m.dst_device
@@ -91,14 +129,15 @@ def unreceived_messages(programs: Sequence[Program]) -> list[dict[int, int]]:
     return [{e: max(accumulate(row)) for e, row in rows.items()} for rows in change]
 
 
-def _ways(programs: Sequence[Program]) -> list[_Way]:
+def flights(programs: Sequence[Program]) -> list[Flight]:
+    """Return the messages between devices with the tasks that send and use them."""
     used: dict[Message, int] = {}
     for program in programs:
         for j, action in enumerate(program.actions):
             for m in action.receives:
                 used.setdefault(m, j)
     return [
-        _Way(m, i, used[m])
+        Flight(m, i, used[m])
         for program in programs
         for i, action in enumerate(program.actions)
         for m in action.sends
@@ -106,8 +145,8 @@ def _ways(programs: Sequence[Program]) -> list[_Way]:
     ]
 
 
-def _ancestors(programs: Sequence[Program], ways: Sequence[_Way]) -> list[list[list[int]]]:
-    """Per device, task and other device, how many of that one's tasks have to be done before the task has run.
+def ancestors(programs: Sequence[Program], ways: Sequence[Flight]) -> list[list[list[int]]]:
+    """Return, per device, task and other device, how many of that one's tasks have to be done before the task has run.
 
     All-reduces make nothing but updates wait, and are left out.
     """
@@ -128,21 +167,3 @@ def _ancestors(programs: Sequence[Program], ways: Sequence[_Way]) -> list[list[l
                 clocks[d].append(row)
                 moved = True
     return clocks
-
-
-def _issued(program: Program, size: Callable[[Message], float]) -> float:
-    """The most that receives issued and not yet used take; those of a channel are issued in the order of sending."""
-    line = {source: deque(messages) for source, messages in program.arrivals.items()}
-    here: set[Message] = set()
-    most = held = 0.0
-    for action in program.actions:
-        for _, what in issued_by(action):
-            if not isinstance(what, Message) or what.local or what.dst_device != program.device:
-                continue
-            while what not in here:
-                first = line[what.src_device].popleft()
-                here.add(first)
-                held += size(first)
-        most = max(most, held)
-        held -= sum(size(m) for m in action.receives if not m.local)
-    return most

@@ -1,4 +1,4 @@
-"""What a weight update does about the global gradient norm, which clipping (``train.clip``) needs: one vocabulary."""
+"""Policies of a weight update towards the global gradient norm, which clipping (``train.clip``) needs."""
 
 from __future__ import annotations
 

@@ -8,12 +8,15 @@ tasks could deadlock, which ``verify`` excludes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from raypipe.errors import ScheduleError
+from raypipe.schedule.deps import Direction, transfers
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
+from raypipe.schedule.kinds import WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.lowering.asynchronous import Part, parts
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 
@@ -21,7 +24,7 @@ from raypipe.schedule.lowering.run_ahead import tasks_ahead
 class Message(NamedTuple):
     """The tensors of one micro-batch that one stage sends to another; inside a device they are passed by reference."""
 
-    direction: Literal["act", "grad"]
+    direction: Direction
     src_stage: int
     dst_stage: int
     mb: int
@@ -30,7 +33,7 @@ class Message(NamedTuple):
 
     @property
     def local(self) -> bool:
-        """Whether both stages are on one device."""
+        """True if both stages are on one device."""
         return self.src_device == self.dst_device
 
 
@@ -90,56 +93,63 @@ class Program:
 def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> list[Program]:
     """Lower a schedule to one program per device, in time linear in tasks.
 
-    A gradient is received by the first task that needs it: B, BW, or a W that comes before. With ``ahead``, devices may
-    begin a step while the last update is pending.
+    Messages follow from the dependency rule (``deps.transfers``); the first task that takes a tensor receives it, such
+    as a W that comes before its B. With ``ahead``, devices may begin a step while the last update is pending.
     """
+    taken, given = transfers(schedule.graph, schedule.rules)
     heads = tasks_ahead(schedule) if ahead else [0] * schedule.devices
     early: list[dict[int, int]] = [{} for _ in schedule.orders]
-    inputs, outputs, backwards = schedule.graph.inputs(), schedule.graph.outputs(), schedule.backwards
-    frozen: dict[int, Literal["F", "B"]] = {
-        s: "B" if b.exists else "F" for s, b in enumerate(backwards) if not b.weight_grad
-    }
     arrivals: list[dict[int, list[Message]]] = [{} for _ in schedule.orders]
-    lowered: list[tuple[tuple[Action, ...], frozenset[tuple[int, int]], frozenset[tuple[int, int]]]] = []
+    actions: list[list[Action]] = [[] for _ in schedule.orders]
     for device, order in enumerate(schedule.orders):
-        actions: list[Action] = []
-        begun: set[tuple[int, int]] = set()  # backwards, by B, BW or W
-        weights_first: set[tuple[int, int]] = set()
-        recomputed: set[tuple[int, int]] = set()
+        received: set[tuple[Direction, int, int, int]] = set()
         for position, task in enumerate(order):
+            kind, s, mbs, replica = task
+            held = schedule.placement[replica]
             receives: list[Message] = []
-            sends: list[Message] = []
-            held, s = schedule.placement[task.replica], task.stage
-            for mb in task.mbs:
-                if task.kind == "F":
-                    receives += [Message("act", p, s, mb, held[p], device) for p in inputs[s]]
-                    sends += [Message("act", s, n, mb, device, held[n]) for n in outputs[s]]
-                elif task.kind == "R":
-                    recomputed.add((s, mb))
-                else:
-                    if (s, mb) not in begun:
-                        begun.add((s, mb))
-                        receives += [Message("grad", n, s, mb, held[n], device) for n in outputs[s]]
-                        if task.kind == "W":
-                            weights_first.add((s, mb))
-                    if task.kind in BACKWARD:
-                        sends += [Message("grad", s, p, mb, device, held[p]) for p in backwards[s].sends_to]
-            actions.append(Action(task, tuple(receives), tuple(sends)))
+            for mb in mbs:
+                for way, p in taken.get((kind, s), ()):
+                    if (tensor := (way, p, s, mb)) not in received:
+                        received.add(tensor)
+                        receives.append(Message(*tensor, held[p], device))
+            sends = [Message(way, s, n, mb, device, held[n]) for mb in mbs for way, n in given.get((kind, s), ())]
+            actions[device].append(Action(task, tuple(receives), tuple(sends)))
             for message in sends:
                 if not message.local:
                     arrivals[message.dst_device].setdefault(device, []).append(message)
                     if position < heads[device] or schedule.versions == "2bw":
                         at = early[message.dst_device]
                         at[device] = at.get(device, 0) + 1
-        with_b = {(t.stage, mb) for t in order if t.kind == "B" for mb in t.mbs}
-        lowered.append((tuple(actions), frozenset(recomputed), frozenset(weights_first & with_b)))
+    ends_at: dict[int, Literal["F", "B"]] = {
+        s: "B" if b.exists else "F" for s, b in enumerate(schedule.backwards) if not b.weight_grad
+    }
     return [
         Program(
-            d, actions, {src: tuple(m) for src, m in arrivals[d].items()}, recomputed, weights_first, drains,
-            RunAhead(heads[d], early[d]) if ahead else None, ends_at=frozen,
+            d,
+            tuple(actions[d]),
+            {source: tuple(messages) for source, messages in arrivals[d].items()},
+            recomputed=frozenset(_pairs(order, "R")),
+            weights_first=frozenset(_weights_first(order)),
+            drains=drains,
+            ahead=RunAhead(heads[d], early[d]) if ahead else None,
+            ends_at=ends_at,
         )
-        for d, (actions, recomputed, weights_first) in enumerate(lowered)
-    ]  # fmt: skip
+        for d, order in enumerate(schedule.orders)
+    ]
+
+
+def _pairs(order: Sequence[Task], kind: Kind) -> Iterator[tuple[int, int]]:
+    return ((t.stage, mb) for t in order if t.kind == kind for mb in t.mbs)
+
+
+def _weights_first(order: Sequence[Task]) -> Iterator[tuple[int, int]]:
+    """Yield the (stage, micro-batch) pairs whose B comes after their W."""
+    weights_done: set[tuple[int, int]] = set()
+    for task in order:
+        if task.kind == "W":
+            weights_done.update(_pairs((task,), "W"))
+        elif task.kind == "B":
+            yield from (pair for pair in _pairs((task,), "B") if pair in weights_done)
 
 
 def step_programs(schedule: Schedule, ahead: bool = False) -> dict[Part, list[Program]]:
@@ -179,3 +189,72 @@ def edges(schedule: Schedule) -> tuple[tuple[int, int], ...]:
             if held[src] != held[dst]:
                 pairs |= {(held[src], held[dst]), (held[dst], held[src])}
     return tuple(sorted(pairs))
+
+
+Work = Mapping[tuple[str, int], Counter[int]]
+"""(task, stage) -> how often it runs for each micro-batch; ids of the next step continue from N."""
+
+
+def check_counted(train: Mapping[Part, Sequence[Program]], evaluate: Sequence[Program], schedule: Schedule) -> None:
+    """Check that every stage runs each micro-batch's forward and, in training, its last task exactly once.
+
+    That is the weight gradient; in a frozen stage the input gradient, or the forward itself (``ir.backwards``).
+
+    Args:
+        train: the programs of a step, one per device, for each way that a step begins and ends.
+        evaluate: the programs of a validation batch, one per device.
+        schedule: what they were lowered from.
+
+    Raises:
+        ScheduleError: a task is left out or runs twice; it names the task.
+    """
+    ends, microbatches = [backward.last for backward in schedule.backwards], schedule.microbatches
+    _check("validation", _work(evaluate, ends), None, schedule, FORWARD)
+    done = {part: _work(rows, ends) for part, rows in train.items()}
+    for part, work in done.items():
+        fills, drains = part
+        # A step that does not fill the pipeline follows a step that did not drain it.
+        before = [None] if fills else [done[other] for other in done if not other[1]]
+        for earlier in before:
+            _check("a training step", work, earlier, schedule, FORWARD, LAST)
+        if drains and any(mb >= microbatches for counts in work.values() for mb in counts):
+            raise ScheduleError("programs", "a step that must drain the pipeline begins the next step", _REPORT)
+
+
+_REPORT = "this is a bug of raypipe: report it with the plan.json"
+
+
+FORWARD, LAST = "forward", "last task"
+
+
+def _work(programs: Sequence[Program], ends: Sequence[frozenset[Kind]]) -> Work:
+    found: dict[tuple[str, int], Counter[int]] = {}
+    for program in programs:
+        for action in program.actions:
+            kind, stage, mbs, _ = action.task
+            for what, kinds in ((FORWARD, "F"), (LAST, ends[stage])):
+                if kind in kinds:
+                    found.setdefault((what, stage), Counter()).update(mbs)
+    return found
+
+
+def _check(which: str, work: Work, before: Work | None, schedule: Schedule, *whats: str) -> None:
+    """Check one kind of step that follows another, ``before``, which may have run some of its forwards."""
+    microbatches = schedule.microbatches
+    for what in whats:
+        for stage in range(schedule.stages):
+            own = work.get((what, stage), Counter())
+            count = Counter({mb: n for mb, n in own.items() if mb < microbatches})
+            if before is not None:
+                early = before.get((what, stage), Counter())
+                count.update({mb - microbatches: n for mb, n in early.items() if mb >= microbatches})
+            for mb in range(microbatches):
+                if count[mb] != 1:
+                    raise ScheduleError(
+                        "programs",
+                        f"in {which}, the {what} of micro-batch {mb} on stage {stage} runs {count[mb]} "
+                        "times instead of once",
+                        _REPORT,
+                    )
+            if len(count) > microbatches:
+                raise ScheduleError("programs", f"in {which}, stage {stage} has unknown micro-batches", _REPORT)

@@ -11,6 +11,7 @@ first forward of step t + 1 may run before the update.
 
 from __future__ import annotations
 
+from raypipe.schedule.deps import transfers
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BOOKKEEPING
 
@@ -28,7 +29,7 @@ def tasks_ahead(schedule: Schedule) -> list[int]:
         count = next((i for i, task in enumerate(order) if task.kind != "F"), len(order))
         where.update({(t.stage, mb): (device, i) for i, t in enumerate(order[:count]) for mb in t.mbs})
         counts.append(count)
-    inputs = schedule.graph.inputs()
+    taken = transfers(schedule.graph, schedule.rules).taken
 
     def misses(stage: int, mb: int) -> bool:
         device, position = where.get((stage, mb), (0, len(schedule.orders[0])))
@@ -39,19 +40,16 @@ def tasks_ahead(schedule: Schedule) -> list[int]:
         shortened = False
         for device, order in enumerate(schedule.orders):
             for i, task in enumerate(order[: counts[device]]):
-                if any(misses(source, mb) for source in inputs[task.stage] for mb in task.mbs):
+                if any(misses(source, mb) for _, source in taken.get(("F", task.stage), ()) for mb in task.mbs):
                     counts[device], shortened = i, True
                     break
     return counts
 
 
 def _before_newest(schedule: Schedule, device: int) -> int:
-    """Position at which a device first needs the newest weights, or changes gradients that the last update reads."""
+    """Return where a device first needs the newest weights, or changes gradients that the last update reads."""
     order = schedule.orders[device]
-    return next(
-        (
-            i for i, task in enumerate(order)
-            if task.kind in BOOKKEEPING or (task.kind == "F" and task.mbs[0] >= schedule.microbatches)
-        ),
-        len(order),
-    )  # fmt: skip
+    for i, task in enumerate(order):
+        if task.kind in BOOKKEEPING or (task.kind == "F" and task.mbs[0] >= schedule.microbatches):
+            return i
+    return len(order)

@@ -26,8 +26,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from raypipe.schedule.garbage_collection import no_collection
-from raypipe.schedule.ir import Task
+from raypipe.schedule.ir import Task, Versions
+from raypipe.schedule.lowering.asynchronous import WHOLE, Part
+from raypipe.schedule.lowering.gpu_operations import gpu_operations
+from raypipe.schedule.lowering.messages_in_flight import unreceived_messages
 from raypipe.schedule.lowering.programs import Inserted, Message, Program
+from raypipe.schedule.lowering.stream_order import check_streams
 from raypipe.schedule.sharding.members import ShardMember, StageKey
 
 _Place = tuple[int, int, int]
@@ -48,9 +52,11 @@ class _Entry:
 
 @no_collection()
 def safe_order(
-    steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool = False,
+    steps: Sequence[Sequence[Program]],
+    microbatches: int,
+    stashes: bool = False,
     shards: Mapping[StageKey, ShardMember] | None = None,
-) -> list[list[Program]]:  # fmt: skip
+) -> list[list[Program]]:
     """Return the programs with receives moved forward and all-reduces moved back, as far as is needed.
 
     ``stream_order.check_streams`` can then prove them; programs that no such moves help come back unfinished, and the
@@ -62,7 +68,7 @@ def safe_order(
         stashes: updates are made per micro-batch, without sums and norm (PipeDream).
         shards: the schedule's sharded stage replicas.
     """
-    run = _Run(steps, microbatches, stashes, shards or {})
+    run = _BlockingRun(steps, microbatches, stashes, shards or {})
     run.all()
     return [
         [_with(program, step, run.inserted[d], run.deferred[d]) for d, program in enumerate(rows)]
@@ -72,7 +78,7 @@ def safe_order(
 
 def _with(
     program: Program, step: int, inserted: dict[tuple[int, int], list[Inserted]], deferred: set[tuple[int, int]]
-) -> Program:  # fmt: skip
+) -> Program:
     return replace(
         program,
         ordered=True,
@@ -84,10 +90,13 @@ def _with(
 
 
 def _entries(
-    steps: Sequence[Sequence[Program]], device: int, microbatches: int, stashes: bool,
+    steps: Sequence[Sequence[Program]],
+    device: int,
+    microbatches: int,
+    stashes: bool,
     shards: Mapping[StageKey, ShardMember],
-) -> list[_Entry]:  # fmt: skip
-    """What a device does, receives where the runtime issues them: with the first task that needs it or a later one."""
+) -> list[_Entry]:
+    """List what a device does; it receives where the runtime does, with the first task that needs it or a later one."""
     found: list[_Entry] = []
     received: set[Hashable] = set()
     posted: dict[int, deque[Message]] = {}
@@ -128,13 +137,16 @@ def _key(message: Message, shift: int) -> Hashable:
     return (message.direction, message.src_stage, message.dst_stage, message.mb + shift)
 
 
-class _Run:
+class _BlockingRun:
     """Runs the entries of all devices with blocking transfers, and moves some where all devices wait."""
 
     def __init__(
-        self, steps: Sequence[Sequence[Program]], microbatches: int, stashes: bool,
+        self,
+        steps: Sequence[Sequence[Program]],
+        microbatches: int,
+        stashes: bool,
         shards: Mapping[StageKey, ShardMember],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.steps, self.microbatches = steps, microbatches
         devices = range(len(steps[0]))
         self.entries = entries = [_entries(steps, d, microbatches, stashes, shards) for d in devices]
@@ -155,7 +167,7 @@ class _Run:
                     self.receives[d][e.key] = e
 
     def head(self, d: int) -> _Entry | None:
-        """What the device does next."""
+        """Return what the device does next."""
         row = self.entries[d]
         while self.at[d] < len(row) and row[self.at[d]].kind == "receive" and row[self.at[d]].key in self.moved:
             self.at[d] += 1
@@ -234,7 +246,9 @@ class _Run:
         row.append(Inserted(position, what))
 
     def announced(self, d: int, place: _Place, e: _Entry) -> bool:
-        """Whether the device knows at ``place`` that the message will come: its step has begun, or its head sends it.
+        """Return whether the device knows at ``place`` that the message will come.
+
+        It does once its step has begun, or if its head sends the message.
 
         While an update is pending, devices announce and wait for messages of heads only.
         """
@@ -277,3 +291,65 @@ class _Run:
             self.at[d] += 1
             return {d}
         return set()
+
+
+FILLS, RUNS, DRAINS = (True, False), (False, False), (False, True)
+"""The parts of an asynchronous schedule, in order."""
+
+
+def gpu_programs(
+    train: Mapping[Part, Sequence[Program]],
+    evaluate: Sequence[Program],
+    microbatches: int,
+    versions: Versions,
+    shards: Mapping[StageKey, ShardMember] | None = None,
+) -> tuple[dict[Part, list[Program]], list[Program]]:
+    """Order the transfers of a plan's programs, and check that no execution of them on GPUs can deadlock.
+
+    It is checked for a single hardware queue, which covers any number (``stream_order``). One tensor rank stands for
+    all, because each of them issues the same; sums of tied parameters come after all transfers of a step, in one order.
+
+    Args:
+        train: per way that a step begins and ends, the programs of all devices.
+        evaluate: the programs of a validation batch.
+        microbatches: N, the number of micro-batch ids in a step.
+        versions: the schedule's.
+        shards: its sharded stage replicas (``sharding.members``).
+
+    Raises:
+        ScheduleError: devices could wait for each other for ever; it names their operations.
+    """
+    stashes = versions == "stash"
+    done: dict[Part, list[Program]] = {}
+    if WHOLE in train:
+        done[WHOLE] = safe_order([train[WHOLE]], microbatches, stashes, shards)[0]
+    if RUNS in train:
+        in_a_row = (FILLS, RUNS, DRAINS)
+        ordered = safe_order([train[part] for part in in_a_row], microbatches, stashes)
+        done.update(zip(in_a_row, ordered, strict=True))
+    validation = safe_order([evaluate], microbatches, stashes, shards)[0]
+    done[WHOLE], validation = limited(done[WHOLE]), limited(validation)
+    runs = [[done[WHOLE]]]
+    if RUNS in done:
+        runs += [[done[part] for part in row] for row in ((FILLS, DRAINS), (FILLS, RUNS, RUNS, DRAINS))]
+    for steps in runs:
+        operations = gpu_operations(steps, microbatches, stashes=stashes, shards=shards)
+        check_streams(operations.processes, 1, operations.members)
+    operations = gpu_operations([validation], microbatches, stashes=stashes, shards=shards)
+    check_streams(operations.processes, 1, operations.members)
+    return done, validation
+
+
+def limited(programs: Sequence[Program]) -> list[Program]:
+    """Let hosts run no further ahead of their GPUs than messages could be unreceived anyway.
+
+    A host issues sends, each with a copy of its message, long before the GPU comes to them. With this limit a device
+    holds no more copies than the memory model counts. The wait costs the GPU no time: by the time the task that sends
+    a message ends there, so many earlier ones have been used that there is room. And it cannot deadlock: a host waits
+    only for transfers that it has issued before, and in the order that ``safe_order`` found, each of those can run
+    before anything that is issued later. Steps that leave messages to the next one (asynchronous ones) have no limit.
+    """
+    return [
+        replace(program, unreceived=limits)
+        for program, limits in zip(programs, unreceived_messages(programs), strict=True)
+    ]

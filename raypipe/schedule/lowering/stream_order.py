@@ -39,7 +39,7 @@ HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class GpuOperation:
     """One operation of a process, in the order in which its host issues them."""
 
     name: str
@@ -62,7 +62,7 @@ _OWN = ("follows", "runs after the issue of")
 class Circle:
     """Operations that wait for each other: each entry for the next, the last for the first."""
 
-    waits: tuple[tuple[int, Operation, str], ...]
+    waits: tuple[tuple[int, GpuOperation, str], ...]
     """(process, operation, how it waits for the next entry or, in a transfer, for the other end of that)."""
 
     def __str__(self) -> str:
@@ -70,14 +70,14 @@ class Circle:
         return "; ".join(f"{op.name} (device {process}) {why}" for process, op, why in said or self.waits)
 
 
-def streams(operations: Sequence[Operation]) -> int:
+def streams(operations: Sequence[GpuOperation]) -> int:
     """Return the number of streams that a process uses."""
     return len({op.stream for op in operations} - {HOST})
 
 
 @no_collection()
 def find_circle(
-    processes: Sequence[Sequence[Operation]], queues: int, members: Mapping[Hashable, int] | None = None
+    processes: Sequence[Sequence[GpuOperation]], queues: int, members: Mapping[Hashable, int] | None = None
 ) -> Circle | None:
     """Find operations that can never run, or return None if every execution finishes.
 
@@ -93,7 +93,7 @@ def find_circle(
 
 
 def check_streams(
-    processes: Sequence[Sequence[Operation]], queues: int, members: Mapping[Hashable, int] | None = None
+    processes: Sequence[Sequence[GpuOperation]], queues: int, members: Mapping[Hashable, int] | None = None
 ) -> None:
     """Check that every execution finishes; the arguments are those of ``find_circle``.
 
@@ -115,7 +115,9 @@ def check_streams(
 class _Waits:
     """The graph of waits. Operation i has two nodes: its issue, and its run, which members of a meeting share."""
 
-    def __init__(self, processes: Sequence[Sequence[Operation]], queues: int, members: Mapping[Hashable, int]) -> None:
+    def __init__(
+        self, processes: Sequence[Sequence[GpuOperation]], queues: int, members: Mapping[Hashable, int]
+    ) -> None:
         self.operations = [op for process in processes for op in process]
         self.process = [p for p, process in enumerate(processes) for _ in process]
         count = len(self.operations)
@@ -133,8 +135,9 @@ class _Waits:
                 i = ends[0]
                 raise ScheduleError(
                     f"device {self.process[i]}, {self.operations[i].name}",
-                    f"{len(ends)} of {members.get(key, 2)} devices take part", "give it one end on each of them",
-                )  # fmt: skip
+                    f"{len(ends)} of {members.get(key, 2)} devices take part",
+                    "give it one end on each of them",
+                )
             for other in ends[1:]:
                 self._shared[self._find(other)] = self._find(ends[0])
         base = 0

@@ -1,8 +1,7 @@
 """Passes are functions ``Schedule -> Schedule`` that keep a valid schedule valid."""
 
-from raypipe.schedule.passes.backward import fuse_backward, split_backward
+from raypipe.schedule.passes.backward import fuse_backward, split_backward, without_frozen
 from raypipe.schedule.passes.closed_up import closed_up
-from raypipe.schedule.passes.frozen import without_frozen
 from raypipe.schedule.passes.recompute import add_recompute, keep_activations
 from raypipe.schedule.passes.replicate import replicate
 from raypipe.schedule.passes.shard import forwards_alone, shard

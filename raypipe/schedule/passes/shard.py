@@ -41,9 +41,15 @@ Windows = Mapping[tuple[int, int], Sequence[Window]]
 
 
 def shard(
-    schedule: Schedule, level: int | Sequence[int], *, gather: Gather = "unit", unit: int | None = None, ahead: int = 1,
-    copies: int = 1, group: int | None = None,
-) -> Schedule:  # fmt: skip
+    schedule: Schedule,
+    level: int | Sequence[int],
+    *,
+    gather: Gather = "unit",
+    unit: int | None = None,
+    ahead: int = 1,
+    copies: int = 1,
+    group: int | None = None,
+) -> Schedule:
     """Shard the stages of a schedule over its data-parallel copies; what it had of AG, RS and FREE is placed anew.
 
     Args:
@@ -82,9 +88,10 @@ def _bare(
     levels = tuple(n if b.weight_grad else 0 for n, b in zip(levels, schedule.backwards, strict=True))
     if schedule.versions != "flush" and any(levels):
         raise ScheduleError(
-            "zero", f"{schedule.name} keeps older versions of its weights, which shards do not have",
+            "zero",
+            f"{schedule.name} keeps older versions of its weights, which shards do not have",
             "use a synchronous schedule, or zero: 0",
-        )  # fmt: skip
+        )
     bare = schedule.with_orders([t for t in order if t.kind not in SHARDED] for order in schedule.orders)
     sharding = Sharding(levels=levels, copies=copies, group=group) if any(levels) else None
     return replace(bare, sharding=sharding), sharding

@@ -43,7 +43,7 @@ def held(schedule: Schedule) -> list[list[tuple[int, int]]]:
 
 def place_gradient_sync(
     schedule: Schedule, policy: Sync, costs: CostTable | None = None, copies: int = 1, graph: TaskGraph | None = None
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """Insert one AR per held stage replica, for stages that more than one replica holds.
 
     Where gradients are reduce-scattered, AR sums the shards over the groups that replicate them, and follows RS; a
@@ -119,7 +119,7 @@ def place_gradient_sync(
 
 
 def _scattered_over_all(schedule: Schedule, stage: int, copies: int) -> bool:
-    """Whether the stage's RS sums its gradients over all its holders, ``copies`` times those of the schedule.
+    """Return whether the stage's RS sums over all its holders, ``copies`` times those of the schedule.
 
     So it is, too, with nothing to sum: a frozen stage beside sharded ones, which have no running statistics.
     """
@@ -167,9 +167,13 @@ def _by_time(ready: Sequence[float]) -> list[int]:
 
 
 def gradient_sync_end(
-    graph: TaskGraph, last: dict[tuple[int, int], int], order: Sequence[int], end: Sequence[float],
-    durations: Sequence[float], policy: Literal["lazy", "eager"],
-) -> float:  # fmt: skip
+    graph: TaskGraph,
+    last: dict[tuple[int, int], int],
+    order: Sequence[int],
+    end: Sequence[float],
+    durations: Sequence[float],
+    policy: Literal["lazy", "eager"],
+) -> float:
     """When the last all-reduce ends that ``place_gradient_sync`` would add, from the ends of the compute tasks.
 
     No compute task waits for an all-reduce, so the compute is timed once and only the network lanes run here.

@@ -1,4 +1,4 @@
-"""What a device holds of its sharded stages beyond its share, task by task; it depends on the order only.
+"""Memory of a device's sharded stages beyond its share, task by task; it depends on the order only.
 
 Level 3: the gathered weights, from AG to FREE. Levels 2 and 3: the full gradients, from the first weight gradient after
 an RS to the end of the next RS. When that end comes does not follow from the order. A device makes sure of it where it

@@ -5,11 +5,11 @@ import pytest
 from raypipe.errors import RequestError
 from raypipe.observe.draw.figure_file import save
 from raypipe.observe.draw.gantt import gantt
-from raypipe.observe.draw.memory_plot import memory_plot
 from raypipe.observe.draw.palette import colour, oklch
+from raypipe.observe.draw.plots import memory_plot
 from raypipe.schedule.forms.text import parse_task
 from raypipe.schedule.ir import Schedule, StageGraph
-from raypipe.simulate.critical import critical_path
+from raypipe.simulate.timeline import critical_path
 
 SVG = "{http://www.w3.org/2000/svg}"
 

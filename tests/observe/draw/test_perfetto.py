@@ -5,7 +5,7 @@ import pytest
 from raypipe.errors import RequestError
 from raypipe.observe.draw.perfetto import trace, write_trace
 from raypipe.schedule.deps import link
-from raypipe.simulate.activations import live_activations
+from raypipe.simulate.timeline import live_activations
 
 
 def of(events, phase):

@@ -9,7 +9,7 @@ import pytest
 
 from raypipe.explain.measured import Measured
 from raypipe.explain.replay import Replay
-from raypipe.observe.explained.explain_run import explained
+from raypipe.observe.explained_run import explained
 from raypipe.observe.timelines import save_timelines
 from raypipe.plan.online.recorded_steps import recorded_from_json
 from tests.exhaustive import exhaustive

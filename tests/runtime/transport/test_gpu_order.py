@@ -24,9 +24,8 @@ from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BACKWARD
 from raypipe.schedule.lowering.asynchronous import WHOLE
-from raypipe.schedule.lowering.gpu_programs import limited
 from raypipe.schedule.lowering.programs import Action, Message, Program, edges, step_programs
-from raypipe.schedule.lowering.safe_order import safe_order
+from raypipe.schedule.lowering.safe_order import limited, safe_order
 from raypipe.schedule.passes import add_updates, place_gradient_sync
 from raypipe.schedule.passes.sync import Sync
 from tests.runtime.transport.fake_gpus import BlockingLink, FakeSide, Gpu, Wire

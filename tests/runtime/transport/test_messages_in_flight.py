@@ -20,10 +20,10 @@ from raypipe.runtime.transport.same_host.send import ShmSender
 from raypipe.runtime.transport.waiting import Progress
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.lowering.held_messages import held_messages
-from raypipe.schedule.lowering.messages_in_flight import messages_in_flight
+from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.programs import Action, Message, edges, programs
 from tests.runtime.transport.test_gpu_order import FakeKernels
+from tests.schedule.lowering.exact_bound import messages_in_flight
 
 
 class Counted:

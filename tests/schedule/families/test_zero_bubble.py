@@ -8,7 +8,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.greedy import Policy, order_greedily, whole_step
-from raypipe.schedule.families.repeat_steady_state import repeat_steady_state
+from raypipe.schedule.families.zero_bubble import repeat_steady_state
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period

@@ -11,8 +11,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
-from raypipe.schedule.lowering.counted import check_counted
-from raypipe.schedule.lowering.programs import Program, programs, step_programs
+from raypipe.schedule.lowering.programs import Program, check_counted, programs, step_programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 
 Lowered = tuple[dict[Part, list[Program]], list[Program]]

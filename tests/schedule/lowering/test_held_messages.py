@@ -7,9 +7,9 @@ from hypothesis import given, settings
 
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.lowering.held_messages import held_messages
-from raypipe.schedule.lowering.messages_in_flight import messages_in_flight
+from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.programs import Message, programs
+from tests.schedule.lowering.exact_bound import messages_in_flight
 from tests.schedule.lowering.test_messages_in_flight import LIMIT
 from tests.schedule.test_properties import schedules
 

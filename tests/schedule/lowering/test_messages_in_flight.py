@@ -7,9 +7,9 @@ from hypothesis import given, settings
 
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.lowering.messages_in_flight import InFlight, messages_in_flight
 from raypipe.schedule.lowering.programs import Message, Program, programs
 from raypipe.schedule.lowering.safe_order import safe_order
+from tests.schedule.lowering.exact_bound import InFlight, messages_in_flight
 from tests.schedule.test_properties import schedules
 
 LIMIT = 4000

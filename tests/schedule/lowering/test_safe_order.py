@@ -17,9 +17,8 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.gpu_operations import gpu_operations, issued
-from raypipe.schedule.lowering.gpu_programs import DRAINS, FILLS, RUNS, gpu_programs
 from raypipe.schedule.lowering.programs import Message, Program, completed_by, programs, step_programs
-from raypipe.schedule.lowering.safe_order import safe_order
+from raypipe.schedule.lowering.safe_order import DRAINS, FILLS, RUNS, gpu_programs, safe_order
 from raypipe.schedule.lowering.stream_order import find_circle, streams
 from raypipe.schedule.passes import add_recompute, add_updates, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync

@@ -13,9 +13,8 @@ from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.gpu_operations import Operations, gpu_operations
-from raypipe.schedule.lowering.gpu_programs import gpu_programs
 from raypipe.schedule.lowering.programs import Program, programs, step_programs
-from raypipe.schedule.lowering.safe_order import safe_order
+from raypipe.schedule.lowering.safe_order import gpu_programs, safe_order
 from raypipe.schedule.lowering.stream_order import HOST, find_circle, streams
 from raypipe.schedule.passes import add_updates, forwards_alone, place_gradient_sync, replicate, shard
 from raypipe.schedule.passes.shard import Gather

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.lowering.stream_order import HOST, Operation, check_streams, find_circle, streams
+from raypipe.schedule.lowering.stream_order import HOST, GpuOperation, check_streams, find_circle, streams
 
 Queues = Sequence[Mapping[str, int]]
 """Per process, the hardware queue of each stream."""
 
 
-def finishes(processes: Sequence[Sequence[Operation]], queue_of: Queues, seed: int) -> bool:
+def finishes(processes: Sequence[Sequence[GpuOperation]], queue_of: Queues, seed: int) -> bool:
     """Execute step by step in a random order: hosts issue, heads of queues run; True if nothing is left.
 
     This knows hosts, queues and heads, where the check knows only who waits for whom.
@@ -81,7 +81,7 @@ def finishes(processes: Sequence[Sequence[Operation]], queue_of: Queues, seed: i
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> list[list[Operation]]:
+def programs(draw: st.DrawFn) -> list[list[GpuOperation]]:
     """Two or three processes with a few kernels, transfers (some grouped, some announced) and an all-reduce."""
     count = draw(st.integers(2, 3))
     parts: list[list[tuple[tuple[Hashable, ...], bool]]] = [[] for _ in range(count)]
@@ -96,29 +96,29 @@ def programs(draw: st.DrawFn) -> list[list[Operation]]:
     for part in parts:
         part += [((), False)] * draw(st.integers(0, 2))
         order = draw(st.permutations(part))
-        process: list[Operation] = []
+        process: list[GpuOperation] = []
         for meetings, announced in order:
             if process and meetings and process[-1].meetings and draw(st.integers(0, 3)) == 0:
                 last = process.pop()  # one grouped call
                 keys = (*last.meetings, *meetings)
                 waits = (*last.announced, *(meetings if announced else ()))
-                process.append(Operation("group", last.stream, last.after, keys, waits))
+                process.append(GpuOperation("group", last.stream, last.after, keys, waits))
                 continue
             after = tuple(sorted(draw(st.sets(st.integers(0, len(process) - 1), max_size=2)))) if process else ()
             stream = draw(st.sampled_from(["a", "b", "c", HOST] if not meetings else ["a", "b", "c"]))
-            process.append(Operation("op", stream, after, meetings, meetings if announced else ()))
+            process.append(GpuOperation("op", stream, after, meetings, meetings if announced else ()))
         processes.append(process)
     return processes
 
 
-def members(processes: Sequence[Sequence[Operation]]) -> dict[Hashable, int]:
+def members(processes: Sequence[Sequence[GpuOperation]]) -> dict[Hashable, int]:
     return {("sum",): len(processes)}
 
 
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(programs(), st.integers(0, 1000))
-def test_agrees_with_an_executor_of_queues(processes: list[list[Operation]], seed: int) -> None:
+def test_agrees_with_an_executor_of_queues(processes: list[list[GpuOperation]], seed: int) -> None:
     """With k queues, the check says "finishes" if and only if every mapping of streams to k queues finishes."""
     names = [sorted({op.stream for op in process} - {HOST}) for process in processes]
     for queues in (1, 2, 3):
@@ -136,15 +136,15 @@ def test_agrees_with_an_executor_of_queues(processes: list[list[Operation]], see
 
 @settings(max_examples=100, deadline=None)
 @given(programs(), st.lists(st.integers(0, 10**6), min_size=3, max_size=3))
-def test_the_end_does_not_depend_on_the_order_of_events(processes: list[list[Operation]], seeds: list[int]) -> None:
+def test_the_end_does_not_depend_on_the_order_of_events(processes: list[list[GpuOperation]], seeds: list[int]) -> None:
     mapping: Queues = [dict.fromkeys("abc", 0)] * len(processes)
     assert len({finishes(processes, mapping, seed) for seed in seeds}) == 1
 
 
-def opposite(swap: bool) -> list[list[Operation]]:
+def opposite(swap: bool) -> list[list[GpuOperation]]:
     """Two devices that send to each other on streams of their own; ``swap``: the second one receives first."""
-    first = [Operation("send x", "out", (), ("x",)), Operation("receive y", "in", (), ("y",))]
-    second = [Operation("send y", "out", (), ("y",)), Operation("receive x", "in", (), ("x",))]
+    first = [GpuOperation("send x", "out", (), ("x",)), GpuOperation("receive y", "in", (), ("y",))]
+    second = [GpuOperation("send y", "out", (), ("y",)), GpuOperation("receive x", "in", (), ("x",))]
     return [first, second[::-1] if swap else second]
 
 
@@ -160,14 +160,14 @@ def test_opposite_sends_need_two_queues() -> None:
 
 
 def test_one_grouped_call_needs_no_order() -> None:
-    both = [Operation("exchange", "pair", (), ("x", "y"))]
+    both = [GpuOperation("exchange", "pair", (), ("x", "y"))]
     check_streams([both, both], 1)
     assert find_circle([both, [*opposite(False)[1]]], 1) is not None, "the other device must group as well"
 
 
 def test_swapped_sends_of_one_channel_deadlock_with_any_number_of_queues() -> None:
-    sends = [Operation("send x", "out", (), ("x",)), Operation("send y", "out", (), ("y",))]
-    receives = [Operation("receive x", "in", (), ("x",)), Operation("receive y", "in", (), ("y",))]
+    sends = [GpuOperation("send x", "out", (), ("x",)), GpuOperation("send y", "out", (), ("y",))]
+    receives = [GpuOperation("receive x", "in", (), ("x",)), GpuOperation("receive y", "in", (), ("y",))]
     assert find_circle([sends, receives], 1) is None
     for queues in (1, 2, 4, 8, 32):
         assert find_circle([sends[::-1], receives], queues) is not None
@@ -176,9 +176,11 @@ def test_swapped_sends_of_one_channel_deadlock_with_any_number_of_queues() -> No
 def test_a_host_that_waits_blocks_what_it_would_issue() -> None:
     """Device 0 reads a number that depends on a receive whose send device 1 issues only after an announcement of it."""
     first = [
-        Operation("receive x", "in", (), ("x",)), Operation("read", HOST, (0,)), Operation("send y", "out", (), ("y",))
-    ]  # fmt: skip
-    second = [Operation("receive y", "in", (), ("y",), ("y",)), Operation("send x", "out", (), ("x",))]
+        GpuOperation("receive x", "in", (), ("x",)),
+        GpuOperation("read", HOST, (0,)),
+        GpuOperation("send y", "out", (), ("y",)),
+    ]
+    second = [GpuOperation("receive y", "in", (), ("y",), ("y",)), GpuOperation("send x", "out", (), ("x",))]
     for queues in (1, 8):
         assert find_circle([first, second], queues) is not None
     assert find_circle([[first[0], first[2], first[1]], second], 8) is None
@@ -186,8 +188,8 @@ def test_a_host_that_waits_blocks_what_it_would_issue() -> None:
 
 def test_a_missing_end_is_named() -> None:
     with pytest.raises(ScheduleError, match=r"device 0, send x: 1 of 2 devices take part"):
-        find_circle([[Operation("send x", "out", (), ("x",))], []], 1)
+        find_circle([[GpuOperation("send x", "out", (), ("x",))], []], 1)
 
 
 def test_streams_are_counted_without_the_host() -> None:
-    assert streams([Operation("k", "compute"), Operation("h", HOST), Operation("s", "out")]) == 2
+    assert streams([GpuOperation("k", "compute"), GpuOperation("h", HOST), GpuOperation("s", "out")]) == 2

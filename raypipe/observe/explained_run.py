@@ -1,13 +1,16 @@
-"""From a run directory to the explanation of its newest steps."""
+"""From a run directory to the explanation of its newest steps: causes, a table, a heat map, one sentence."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from raypipe.cost.profile import Profile, load_profile
 from raypipe.cost.sizes import times_at
@@ -15,10 +18,13 @@ from raypipe.errors import RaypipeError, SpecError
 from raypipe.explain.causes import Explanation, explain
 from raypipe.explain.changes import Change, Planned, changes
 from raypipe.explain.measured import Measured, TaskTimes, task_times
+from raypipe.explain.mending import MEANING
 from raypipe.explain.recut_frozen import profiled_costs
 from raypipe.explain.replay import Replay
+from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_dir import PROFILE
 from raypipe.observe.run_view.run_record import PLAN, RunRecord
+from raypipe.observe.tables import text_table
 from raypipe.observe.timelines import FILE
 from raypipe.plan.online.recorded_steps import RecordedSteps, recorded_from_json
 from raypipe.plan.plan import Plan, load_plan
@@ -56,12 +62,16 @@ class Explained:
     def as_json(self) -> dict[str, Any]:
         """Return what ``raypipe explain --json`` prints."""
         return {
-            "step_s": self.why.step_s, "ideal_s": self.why.ideal_s,
+            "step_s": self.why.step_s,
+            "ideal_s": self.why.ideal_s,
             "causes": [lost.as_json() for lost in self.why.causes],
-            "best_change": self.best.as_json(), "changes": [change.as_json() for change in self.changes],
-            "steps": list(self.steps), "devices": self.schedule.devices, "schedule": self.schedule.name,
+            "best_change": self.best.as_json(),
+            "changes": [change.as_json() for change in self.changes],
+            "steps": list(self.steps),
+            "devices": self.schedule.devices,
+            "schedule": self.schedule.name,
             "notes": list(self.notes),
-        }  # fmt: skip
+        }
 
 
 def explain_run(run: RunRecord, profile: Path | None = None) -> Explained:
@@ -94,9 +104,12 @@ def explain_run(run: RunRecord, profile: Path | None = None) -> Explained:
                 raise
             notes.append(f"the run's profile does not fit its plan, so it is not used: {error}")
     of = Measured(
-        schedule=recorded.schedule, steps=tuple(recorded.steps), norm=_norm(value, where),
-        planned=costs or {}, earlier=_earlier(run.timelines.get("predicted")),
-    )  # fmt: skip
+        schedule=recorded.schedule,
+        steps=tuple(recorded.steps),
+        norm=_norm(value, where),
+        planned=costs or {},
+        earlier=_earlier(run.timelines.get("predicted")),
+    )
     return explained(of, _planned(run, plan, known, of), [*notes, *_notes(run, recorded, costs is not None)])
 
 
@@ -114,14 +127,22 @@ def explained(of: Measured, planned: Planned | None = None, notes: list[str] | N
     newest = of.steps[-1]
     zero = min(float(t[:, 0].min()) for t in newest.times if len(t))
     spans = tuple(
-        tuple(sorted((Span(task, float(a) - zero, float(b) - zero) for task, (a, b) in zip(order, t, strict=True)),
-                     key=lambda span: span.start))
+        tuple(
+            sorted(
+                (Span(task, float(a) - zero, float(b) - zero) for task, (a, b) in zip(order, t, strict=True)),
+                key=lambda span: span.start,
+            )
+        )
         for order, t in zip(of.schedule.orders, newest.times, strict=True)
-    )  # fmt: skip
+    )
     return Explained(
-        found, tuple(changes(found, replay, planned)), of.schedule, (counted[0].number, counted[-1].number),
-        Timeline(of.schedule, spans), tuple(notes or ()),
-    )  # fmt: skip
+        found,
+        tuple(changes(found, replay, planned)),
+        of.schedule,
+        (counted[0].number, counted[-1].number),
+        Timeline(of.schedule, spans),
+        tuple(notes or ()),
+    )
 
 
 def _norm(value: Mapping[str, Any], where: str) -> Any:
@@ -149,7 +170,7 @@ def _profile(run: RunRecord, given: Path | None) -> Profile | None:
 
 
 def _planned_times(plan: Plan, profile: Profile, schedule: Schedule) -> TaskTimes:
-    """What the profile says of each stage's tasks.
+    """Return the times of each stage's tasks by the profile.
 
     Raises:
         RaypipeError: it is of another model.
@@ -199,3 +220,69 @@ def _notes(run: RunRecord, recorded: RecordedSteps, has_profile: bool) -> list[s
             "start looks like a large stage: give --profile to tell them apart"
         )
     return found
+
+
+SHADES = " .:-=+*#%@"
+"""From nothing to the largest of the map: plain characters, which every terminal and log file has."""
+TOLD = 3
+"""Causes that are told in words."""
+MOST_ROWS = 64
+"""Devices in the heat map; of more, the ones that lose most."""
+
+
+def explanation_table(of: Explained) -> RenderableType:
+    """Return everything there is to see."""
+    why = of.why
+    first, last = of.steps
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    lost = why.step_s - why.ideal_s
+    share = f", {lost / why.step_s:.1%} of it lost" if why.step_s else ""
+    title = f"{of.schedule.name} on {of.schedule.devices} devices, {steps}: {seconds(why.step_s)} a step, ideal "
+    table = text_table(("cause", "where", "lost", "of the step", "mended alone"), left=("cause", "where"))
+    for one in why.causes:
+        place = "all devices" if one.device is None else f"{'link' if one.links else 'device'} {one.device}"
+        table.add_row(
+            one.cause,
+            place,
+            seconds(one.seconds) if one.seconds >= 0 else f"-{seconds(-one.seconds)}",
+            f"{one.seconds / why.step_s:.1%}" if why.step_s else "",
+            seconds(one.what_if_step_s),
+        )
+    parts: list[RenderableType] = [Text(f"{title}{seconds(why.ideal_s)}{share}", style="bold"), table]
+    parts += [Text(f"{one.cause}: {MEANING[one.cause]}", style="dim") for one in why.causes[:TOLD]]
+    parts += [Text(line, style="dim") for line in heat_map(of)]
+    parts.append(Text(sentence(of), style="bold"))
+    parts += [Text(f"or: {c.what} ({-c.gain:+.1%})", style="dim") for c in of.changes[1:4]]
+    parts += [Text(f"note: {note}", style="dim") for note in of.notes]
+    return Group(*parts)
+
+
+def sentence(of: Explained) -> str:
+    """Return what to do, in one sentence."""
+    best = of.best
+    if not of.changes:
+        return f"Best change: {best.what}."
+    return (
+        f"Best change: {best.what}: {seconds(best.predicted_step_s)} a step instead of {seconds(of.why.step_s)} "
+        f"({best.gain:.1%} less)."
+    )
+
+
+def heat_map(of: Explained) -> Iterator[str]:
+    """Return a row per device and a column per cause, darker where more is lost; nothing where nothing is."""
+    causes = [one for one in of.why.causes if one.seconds > 0 and one.devices]
+    if not causes:
+        return
+    most = max(s for one in causes for s in one.devices.values()) or 1.0
+    totals = {d: sum(one.devices.get(d, 0.0) for one in causes) for d in range(of.schedule.devices)}
+    shown = sorted(sorted(totals, key=lambda d: -totals[d])[:MOST_ROWS])
+    width = max(len(one.cause) for one in causes)
+    yield f"{'device':>8}  " + "  ".join(f"{one.cause:^{width}}" for one in causes)
+    for device in shown:
+        cells = []
+        for one in causes:
+            level = one.devices.get(device, 0.0) / most
+            cells.append(f"{SHADES[min(len(SHADES) - 1, round(level * (len(SHADES) - 1)))] * 3:^{width}}")
+        yield f"{device:>8}  " + "  ".join(cells)
+    if len(shown) < len(totals):
+        yield f"          ({len(totals) - len(shown)} devices that lose less are not shown)"

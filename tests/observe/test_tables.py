@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from raypipe.cost.profile import CollectiveFit, LayerProfile, LinkFit, Profile, TaskTimes
-from raypipe.observe.profile_table import profile_tables
+from raypipe.observe.tables import profile_tables
 
 
 def layer(name: str, parameters: int) -> LayerProfile:

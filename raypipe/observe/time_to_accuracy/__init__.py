@@ -1,1 +1,0 @@
-"""Views of times to a target accuracy: hybrids beside data parallelism, and global batches."""
