@@ -111,11 +111,11 @@ def end_on_signals() -> Iterator[None]:
 def waiting() -> Iterator[Callable[[], int | None]]:
     """Have the first signal only be noted in this block, which has to look for it: yields what returns its number."""
     handlers = _active or _Handlers()
-    handlers.waits = True
+    before, handlers.waits = handlers.waits, True
     try:
         yield lambda: handlers.received
     finally:
-        handlers.waits = False
+        handlers.waits = before
 
 
 @contextmanager

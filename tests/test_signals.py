@@ -47,6 +47,8 @@ def test_the_first_one_is_raised_where_the_command_is(number, kind, status) -> N
 
 def test_a_wait_only_notes_it() -> None:
     with end_on_signals(), end_on_signals(), waiting() as received:
+        with waiting():
+            pass
         assert received() is None
         signal.raise_signal(signal.SIGTERM)
         assert received() == signal.SIGTERM

@@ -33,7 +33,7 @@ parallel: {parallel}
 """
 GIVEN = "{schedule: 1f1b, stages: 2, replicas: 1, microbatch: 2}"
 PLAIN = {"evals": 100, "batches": 2, "saves": 50, "parallel": GIVEN}
-EVERY = 20
+EVERY, ERR = 20, "err"
 START_S, END_S, GONE_S = 300.0, 60.0, 20.0
 
 
@@ -43,6 +43,11 @@ def _steps(run: Path) -> int:
 
 def _begun(run: Path, event: str) -> bool:
     return any(row["event"] == event for row in read_rows(run / EVENTS))
+
+
+def _profiling(run: Path) -> bool:
+    said = (run.parent / ERR).read_text()
+    return "micro-batches of" in said and "measured in" not in said
 
 
 def _saving(run: Path) -> bool:
@@ -59,7 +64,7 @@ def _evaluating(run: Path) -> bool:
 
 MOMENTS: dict[str, tuple[Callable[[Path], bool], tuple[float, ...], dict[str, object]]] = {
     "set-up": (lambda _: True, (0.3, 1.5, 3.0, 5.0, 7.0), {}),
-    "profiling": (lambda run: (run / "data").is_dir(), (1.0, 6.0), {"parallel": "auto"}),
+    "profiling": (_profiling, (0.0, 0.5), {"parallel": "auto"}),
     "step 1": (lambda run: _begun(run, "started"), (0.0, 0.1), {}),
     "mid-run": (lambda run: _steps(run) >= 60, (0.0, 0.3), {}),
     "save": (_saving, (0.0, 0.3), {"saves": 5}),
@@ -98,7 +103,7 @@ def trial(moment: str, delay: float, number: signal.Signals, folder: Path) -> st
     job.write_text(JOB.format(path=Path(__file__).parents[2], **{**PLAIN, **keys}))
     words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(run)]
     before, environment = _shared_memory(), without_ray(RAY_ADDRESS="local", RAYPIPE_CACHE_DIR=str(folder / "cache"))
-    with (folder / "err").open("w") as err:
+    with (folder / ERR).open("w") as err:
         process = subprocess.Popen(
             words, stdout=err, stderr=err, env=environment, start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -106,7 +111,7 @@ def trial(moment: str, delay: float, number: signal.Signals, folder: Path) -> st
     deadline = time.monotonic() + START_S
     for wait in (delay, None):  # when it is due for the first time, and again
         while not due(run):
-            assert process.poll() is None, (folder / "err").read_text()
+            assert process.poll() is None, (folder / ERR).read_text()
             assert time.monotonic() < deadline, f"no {moment}"
             time.sleep(0.002)
         if wait is not None:
@@ -117,7 +122,7 @@ def trial(moment: str, delay: float, number: signal.Signals, folder: Path) -> st
     began = time.monotonic()
     status = process.wait(END_S)
     took = time.monotonic() - began
-    text = (folder / "err").read_text()
+    text = (folder / ERR).read_text()
     # Python itself has no handler yet in its first tenths of a second.
     early = {-number} if moment == "set-up" and delay < 1 else set()
     assert status in {128 + number} | early, f"status {status}: {text}"
