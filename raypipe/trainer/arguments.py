@@ -71,7 +71,6 @@ def train_keys(
         "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
         "optimizer": optimizer, **options(a, optimizer), "weight_decay": float(a["weight_decay"]),
         "decay": "matrices",  # as the Trainer does: neither norms nor biases
-        "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])],
         "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
         "label_smoothing": float(a["label_smoothing_factor"] or 0.0),
         "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, per_epoch),

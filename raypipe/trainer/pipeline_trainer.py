@@ -394,7 +394,7 @@ class PipelineTrainer(Optimization, Figures):
         held_out = len(self._eval) if self._eval is not None else None
         train = train_keys(a, self._epochs.steps, held_out, dp, self._callbacks.early_stop)
         more = self._more.get("train", {})
-        train |= self._optimization(int(more.get("steps", train["steps"])), more)
+        train = self._optimized(train, more)
         if "dtype" not in more:
             train["dtype"] = self._dtype
         if train["best_metric"] != "loss" and (self._metrics is None or self._generates):

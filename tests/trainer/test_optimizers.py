@@ -138,13 +138,13 @@ CASES: dict[str, tuple[type | None, Callable[[nn.Module], dict[str, Any]], dict[
     "layerwise": (Layerwise, nothing, {"lr_scheduler_type": "linear", "warmup_steps": 1}),
     "layerwise-restarts": (Layerwise, nothing, {"lr_scheduler_type": "cosine_with_restarts"}),
     "head": (HeadTenTimesFaster, nothing, {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.2}),
-    "decay": (AllDecay, nothing, {"weight_decay": 0.2}),
+    "decay": (AllDecay, nothing, {"weight_decay": 0.2, "adam_epsilon": 1e-3}),
     "class": (Plain, nothing, {"weight_decay": 0.1}),
     "adagrad": (None, nothing, {"optim": "adagrad", "weight_decay": 0.1, "optim_args": "eps=1e-3"}),
     "adagrad-eps": (None, nothing, {"optim": "adagrad", "adam_epsilon": 0.1}),
     "rmsprop": (None, nothing, {"optim": "rmsprop", "learning_rate": 1e-3, "optim_args": "momentum=0.9,alpha=0.8"}),
     "rmsprop-class": (Root, nothing, {"weight_decay": 0.1}),
-    "given": (None, scheduled, {"max_grad_norm": 0.5}),
+    "given": (None, scheduled, {"max_grad_norm": 0.5, "adam_beta1": 0.8}),
     "cls-and-kwargs": (None, of_class, {"weight_decay": 0.1, "max_grad_norm": 0.5}),
 }
 

@@ -86,15 +86,23 @@ class Optimization:
             self.lr_scheduler = scheduler_of(self.arguments, chosen, num_training_steps)
         return self.lr_scheduler
 
-    def _optimization(self, steps: int, more: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keys of ``train`` for optimizer and rates of a run of ``steps``; ``more``: those that a job gives.
+    def _optimized(self, train: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of ``train`` with those of optimizer and rates.
+
+        Args:
+            train: as the arguments say them.
+            more: those that a job gives.
 
         Raises:
             SpecError: as ``optimizer_keys`` and ``rate_keys``, or a key has no effect beside them.
         """
+        steps = int(more.get("steps", train["steps"]))
         if steps not in self._made_keys:
             self._made_keys[steps] = self._keys(steps, more)
-        return self._made_keys[steps]
+        found = self._made_keys[steps]
+        if "optimizer" in found:
+            train = {key: value for key, value in train.items() if key not in SAID_BY_OPTIMIZER}
+        return train | found
 
     def _keys(self, steps: int, more: Mapping[str, Any]) -> dict[str, Any]:
         given = self.optimizer, self.lr_scheduler

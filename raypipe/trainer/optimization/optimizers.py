@@ -115,8 +115,8 @@ def optimizer_keys(optimizer: torch.optim.Optimizer, model: nn.Module, where: st
     return {"optimizer": name, **of_all, "lr": base, "weight_decay": usual[1], "decay": "all", "groups": made}
 
 
-def options(a: Mapping[str, Any], optimizer: str) -> dict[str, float]:
-    """Return the keys of ``train`` that the arguments give to an optimizer beside Adam's, such as ``momentum``.
+def options(a: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
+    """Return the keys of ``train`` that the arguments give to an optimizer, such as ``momentum``.
 
     Args:
         a: values of the arguments; ``optim_args`` is a text such as ``momentum=0.9``.
@@ -126,7 +126,11 @@ def options(a: Mapping[str, Any], optimizer: str) -> dict[str, float]:
         SpecError: ``optim_args`` says anything else.
     """
     takes = BY_OPTIM_ARGS.get(optimizer, ())
-    found = {"eps": EPS.get(optimizer, float(a["adam_epsilon"])), "momentum": 0.0}
+    usual = {
+        "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": EPS.get(optimizer, float(a["adam_epsilon"])),
+        "momentum": 0.0, "alpha": 0.99,
+    }  # fmt: skip
+    found = {key: usual[key] for key in OPTIMIZERS[optimizer].options}
     for one in str(a["optim_args"] or "").replace(" ", "").split(","):
         key, _, value = one.partition("=")
         if not one:

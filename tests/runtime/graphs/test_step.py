@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "joint": {"clip": 0.5}, "split": {"split": True}, "recomputed": {"recompute": True},
     "side stream": {"split": True, "side_stream": {}, "stages": 4},
     "sgd": {"optimizer": "sgd", "momentum": 0.9, "clip": 0.1},
+    "groups": {"groups": [{"parameters": list(GptLayers(SPEC).parameter_names(1)), "scale": 0.3}], "clip": 0.5},
     "autocast": {"dtype": "bfloat16", "clip": 0.5}, "master weights": {"dtype": "bfloat16-true"},
     "held": {"split": True, "side_stream": {1: 0}, "stages": 4},
 }  # fmt: skip
@@ -95,7 +96,7 @@ def assert_same(a: Any, b: Any, norms: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["joint", "side stream", "autocast", *exhaustive("split", "recomputed", "sgd", "master weights")]
+    "name", ["joint", "groups", "side stream", "autocast", *exhaustive("split", "recomputed", "sgd", "master weights")]
 )
 def test_the_numbers_of_steps_without_a_graph(name: str) -> None:
     """The uncaptured second stream is a thread, which adds up the norm in any order."""
