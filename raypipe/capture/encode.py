@@ -25,11 +25,9 @@ from raypipe.capture.decode import PYTHON_FUNCTIONS, resolve
 from raypipe.capture.opaque import TARGET as OPAQUE
 from raypipe.capture.torch_export import module_of
 from raypipe.errors import CaptureError
-from raypipe.graph.attention import ATTENTION, dropout_of, is_causal
-from raypipe.graph.calls import Call, Plain
+from raypipe.graph.calls import ATTENTION, Call, Plain, dropout_of, is_causal
 from raypipe.graph.dims import Dim
-from raypipe.graph.operations import GETITEM, Operation, OperationGraph, Source, TensorType
-from raypipe.graph.unused import needed, selected
+from raypipe.graph.operations import GETITEM, Operation, OperationGraph, Source, TensorType, needed, selected
 
 _PYTHON_NAMES = {function: name for name, function in PYTHON_FUNCTIONS.items()}
 _CHECKS = {

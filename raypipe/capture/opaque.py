@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from raypipe.capture.captured import ROWS
-from raypipe.capture.patches.structures import as_plain, like
+from raypipe.capture.structures import as_plain, like
 from raypipe.errors import CaptureError
 from raypipe.files import short
 from raypipe.graph.calls import Call

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypipe.graph.attention import ATTENTION
+from raypipe.graph.calls import ATTENTION
 from raypipe.graph.dims import Sizes
 from raypipe.graph.flops import matrix_flops, short_name
 from raypipe.graph.operations import OperationGraph

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from math import prod
 
 from raypipe.errors import CaptureError
-from raypipe.graph.attention import ATTENTION, is_causal, mask_of
-from raypipe.graph.calls import Call, Plain
+from raypipe.graph.calls import ATTENTION, Call, Plain, is_causal, mask_of
 from raypipe.graph.dims import Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.flops import short_name
 from raypipe.graph.operations import Operation, OperationGraph, TensorType

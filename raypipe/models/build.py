@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raypipe.capture.cached import captured_once
-from raypipe.capture.captured import ROWS, Captured
+from raypipe.capture.captured import ROWS, Captured, captured_once, reordered
 from raypipe.capture.meta import build_without_memory
-from raypipe.capture.reorder import reordered
 from raypipe.errors import SpecError, nearest
 from raypipe.graph.dims import evaluate_all
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint
@@ -25,14 +24,11 @@ from raypipe.graph.stages.pieces import branch_order, piece_sharding
 from raypipe.graph.subgraphs import shard
 from raypipe.job import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.models.captured import CapturedModel, Share
-from raypipe.models.dict_argument import feed_as_dict
 from raypipe.models.given.read import given_model
 from raypipe.models.gpt.layers import GptLayers
 from raypipe.models.layered import LayeredModel
-from raypipe.models.losses.figures import figures_of
-from raypipe.models.losses.function import end_with_loss, loss_code, loss_function
-from raypipe.models.losses.given import GivenLoss
-from raypipe.models.own_loss import LOSS, OwnLoss
+from raypipe.models.losses.function import end_with_loss, figures_of, loss_code, loss_function
+from raypipe.models.own_loss import LOSS, GivenLoss, OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
 from raypipe.models.sources.packed_rows import apart, check_apart, is_packed
@@ -121,8 +117,7 @@ def _captured(
     def fresh() -> Captured:
         # torch.export and SymPy, which workers need not import
         from raypipe.capture.capture import capture
-        from raypipe.models.losses.capture_with_loss import capture_with_loss
-        from raypipe.models.losses.check import check_function
+        from raypipe.models.losses.capture_with_loss import capture_with_loss, check_function
 
         skeleton = build_without_memory(build)
         if function is None:
@@ -306,3 +301,38 @@ def match_arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, 
     for name in task.reads - set(fields):
         raise SpecError("data", f"holds no {name}, which the loss needs", nearest(name, fields))
     return matched
+
+
+def feed_as_dict(module: nn.Module, names: Sequence[str]) -> None:
+    """Make a forward that takes one mapping, or ``**kwargs`` alone, take keywords of these names instead.
+
+    Any other forward is left alone.
+
+    It is such a forward if its one required argument has no array of its name, and is annotated as a mapping or there
+    are several arrays.
+    """
+    parameters = inspect.signature(module.forward).parameters.values()
+    whole = module.forward
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) and all(
+        p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters
+    ):
+        module.forward = _of(names, lambda rows: whole(**rows))
+        return
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) != 1 or any(p.name in names for p in parameters):
+        return
+    annotated = str(required[0].annotation).lower()
+    if len(names) < 2 and not any(word in annotated for word in ("dict", "mapping")):
+        return
+    module.forward = _of(names, whole)
+
+
+def _of(names: Sequence[str], call: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    def forward(**rows: Any) -> Any:
+        return call(rows)
+
+    kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Mapping) for name in names]
+    forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    return forward

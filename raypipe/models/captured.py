@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError, SpecError
-from raypipe.graph.attention import ATTENTION
+from raypipe.graph.calls import ATTENTION
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.flops import forward_flops
 from raypipe.graph.liveness import between_spans, inputs_read
@@ -22,7 +22,9 @@ from raypipe.graph.sequence_flow import sequence_flow
 from raypipe.graph.stages.links import Result
 from raypipe.graph.subgraphs import Sharding
 from raypipe.graph.values.placeholders import placeholders
-from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
+from raypipe.models.keyed_draws import Site
+from raypipe.models.keyed_operations import find_sites, key_random_operations, keyed_attention, random_shapes
+from raypipe.models.keyed_random import keyed_dropout
 from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.running_statistics import (
     RunningStatistics,
@@ -30,7 +32,8 @@ from raypipe.models.running_statistics import (
     learn_statistics,
     uses_batch_statistics,
 )
-from raypipe.models.slices.captured import run_on_slices
+from raypipe.models.slices.attention import Dropped, causal_attention
+from raypipe.models.slices.current import current_slice
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task
 from raypipe.tensor import Division, Shard
@@ -284,3 +287,50 @@ class CapturedStage(StageBody):
 def _type(operation: Operation) -> TensorType:
     assert operation.type is not None, f"{operation.name} is not a tensor and cannot cross a cut"
     return operation.type
+
+
+aten = torch.ops.aten
+
+
+def run_on_slices(module: fx.GraphModule, along: dict[str, int | None]) -> None:
+    """Replace what depends on where a slice is, in place.
+
+    Args:
+        module: a stage, whose random operations are keyed.
+        along: per operation, the dimension of its result along which the sequence lies (``graph.sequence_flow``).
+    """
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is aten.scaled_dot_product_attention.default:
+            node.target = _attention
+        elif node.target is keyed_attention:
+            node.target = _dropping_attention
+        elif node.target in (aten.arange.default, aten.arange.start):
+            node.target = _positions
+        elif node.target is keyed_dropout:
+            node.kwargs = {**node.kwargs, "sequence_dim": along[node.name]}
+    module.recompile()
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = True,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    return causal_attention(query, key, value, scale, enable_gqa)
+
+
+def _dropping_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = True,
+    *, scale: float | None = None, enable_gqa: bool = False, site: Site,
+) -> Tensor:  # fmt: skip
+    if current_slice() is None:
+        return keyed_attention(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, site=site)
+    return causal_attention(query, key, value, scale, enable_gqa, Dropped(dropout_p, site))
+
+
+def _positions(*args: Any, **kwargs: Any) -> Tensor:
+    """``arange`` over the positions of the slice; it counts from 0 and ends with the sequence."""
+    places = torch.arange(args[-1], **{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
+    run = current_slice()
+    return places if run is None else places + run.first_position(int(args[-1]))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
 
 from raypipe.capture.weight_gradients import split_flops
 from raypipe.cost.gpt_work import gpt_work
+from raypipe.cost.profile import Slicing
 from raypipe.cost.tensor import TensorRankWork
+from raypipe.errors import CaptureError, SpecError
 from raypipe.graph.precision import ON_GPU, Autocast
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
-from raypipe.models.gpt.modules import make_layer
-from raypipe.models.gpt.unset import unset_parameters
+from raypipe.models.gpt.modules import make_layer, unset_parameters
+from raypipe.models.task import Field
 from raypipe.partition.report import Crossing, Piece
 
 
@@ -69,3 +72,34 @@ def tensor_ranks_of(job: JobSpec, model: LayeredModel, autocast: Autocast = ON_G
 def _crossing(name: str, tensor: CutTensor) -> Crossing:
     size = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
     return Crossing(name, tensor.shape, str(tensor.dtype).removeprefix("torch."), size)
+
+
+VARYING = "its samples differ in length, and slices of a micro-batch are of one length"
+
+DROPPING = (
+    "its attention drops weights, and what slices take then is not computed: switch that off (attn_pdrop, "
+    "attention_dropout: 0), or give the whole plan"
+)
+"""Scores of whole sequences are kept until the backward, those of slices are made again."""
+
+
+def slicing_of(job: JobSpec, model: LayeredModel, fields: Mapping[str, Field] | None) -> Slicing:
+    """Return how a model runs in slices of its samples' sequences, or why it cannot.
+
+    Args:
+        job: the job.
+        model: its layers.
+        fields: the raw inputs that the data's arrays provide; None for text.
+    """
+    positions = model.positions
+    # An array of rows of one length can be read row by row; those of several lengths cannot.
+    if job.data.type == "lines" or any(field.rows is None for field in (fields or {}).values()):
+        return Slicing(positions=positions, refused=VARYING)
+    try:
+        model.slice_lengths(1)
+    except (CaptureError, SpecError) as error:
+        where = f"{error.where}: " if isinstance(error, CaptureError) else ""
+        return Slicing(positions=positions, refused=where + error.why)
+    if isinstance(model, CapturedModel) and model.drops_attention:
+        return Slicing(positions=positions, refused=DROPPING)
+    return Slicing(positions=positions, shortest=model.shortest_slice)

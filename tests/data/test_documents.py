@@ -15,12 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.data import is_prepared, open_data, prepare_data
-from raypipe.data.documents.blocks import blocks_of
-from raypipe.data.documents.dataset import Documents
-from raypipe.data.documents.order import BlockOrder
-from raypipe.data.documents.prepared import Blocks
-from raypipe.data.documents.sources import Part
-from raypipe.data.documents.windows import Windows, samples_in
+from raypipe.data.documents.prepared import Blocks, Documents
+from raypipe.data.documents.sources import Part, blocks_of
+from raypipe.data.documents.windows import BlockOrder, Windows, samples_in
 from raypipe.errors import SpecError
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec

@@ -13,9 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raypipe.data.documents.prepared import Prepared, prepare_documents
-from raypipe.data.lines import LINE, prepare_lines
-from raypipe.data.prepare import prepare
 from raypipe.data.ragged import Ragged
+from raypipe.data.text import LINE, prepare, prepare_lines
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 from raypipe.job.load import job_from

@@ -25,8 +25,7 @@ from raypipe.models import build_model
 from raypipe.models.captured import CapturedModel
 from raypipe.models.keyed_random import random_keys
 from raypipe.partition.job_costs import divided_profile, job_profile
-from raypipe.partition.pieces import tensor_ranks_of
-from raypipe.partition.slicing import VARYING, slicing_of
+from raypipe.partition.pieces import VARYING, slicing_of, tensor_ranks_of
 from raypipe.plan.candidate import slice_counts
 from raypipe.plan.choose import choose
 from raypipe.schedule import Shape, generate

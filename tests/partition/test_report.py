@@ -12,8 +12,7 @@ from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import SpecError
 from raypipe.job import job_from
 from raypipe.job.cluster import load_cluster
-from raypipe.partition.cached_pieces import Kept, load_pieces, pieces_key, save_pieces
-from raypipe.partition.partition_job import partition_job
+from raypipe.partition.partition_job import Kept, load_pieces, partition_job, pieces_key, save_pieces
 from raypipe.partition.report import Crossing, Piece, even_starts, live_per_stage, make_partition, report
 from raypipe.partition.this_machine import this_machine
 from raypipe.schedule import Shape, generate

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from raypipe.data.documents.blocks import Block
-from raypipe.data.documents.sources import Part, arrow_batches, damaged
+from raypipe.data.documents.sources import Block, Part, arrow_batches, damaged
 from raypipe.data.given_files import BOM, UNREADABLE, Format, check_object, kind_of, open_text
 from raypipe.errors import SpecError
 

@@ -6,8 +6,9 @@ Only footers and headers are read, so that a terabyte takes seconds.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -284,3 +285,42 @@ def _bytes(file: str, _column: str, _is_tokens: bool) -> Iterator[Part]:
 
 
 _PARTS = {"parquet": _row_groups, "arrow": _record_batches, "jsonl": _bytes, "text": _bytes}
+
+
+Block = tuple[Part, ...]
+
+
+def blocks_of(parts: Iterable[Part], size: int) -> list[Block]:
+    """Gather parts, in order, into blocks of about ``size`` bytes; larger parts are cut.
+
+    No block is less than half of that, if there is that much, so that what does not fill a sample stays small.
+
+    >>> one = Part("a", 0, 0, 10, 100)
+    >>> [[(p.file, p.first, p.rows) for p in block] for block in blocks_of([one], 40)]
+    [[('a', 0, 4)], [('a', 4, 3)], [('a', 7, 3)]]
+    """
+    made: list[Block] = []
+    held: list[Part] = []
+    for part in _cut(parts, size):
+        held.append(part)
+        if sum(one.size for one in held) >= size * 3 // 4:
+            made.append(tuple(held))
+            held = []
+    if held and made and sum(one.size for one in held) < size // 2:
+        made[-1] += tuple(held)
+    elif held:
+        made.append(tuple(held))
+    return made
+
+
+def _cut(parts: Iterable[Part], size: int) -> Iterator[Part]:
+    for part in parts:
+        pieces = min(max(1, math.ceil(part.size / size)), max(1, part.rows))
+        if part.size <= size * 3 // 2:
+            pieces = 1
+        first, (least, rest) = part.first, divmod(part.rows, pieces)
+        for number in range(pieces):
+            count = least + (number < rest)
+            if count:
+                yield part._replace(first=first, rows=count, size=part.size * count // max(1, part.rows))
+            first += count

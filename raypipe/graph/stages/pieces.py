@@ -23,10 +23,9 @@ from itertools import pairwise
 from raypipe.errors import CaptureError
 from raypipe.graph.dims import Sizes
 from raypipe.graph.flops import forward_flops
-from raypipe.graph.labels import label
 from raypipe.graph.liveness import crossing, replicated
 from raypipe.graph.operations import OperationGraph
-from raypipe.graph.subgraphs import Sharding
+from raypipe.graph.subgraphs import Sharding, label
 
 GAIN = 1 / 64
 """Share of the model's forward up to which side-by-side branches, and rows of pieces, are not kept apart."""

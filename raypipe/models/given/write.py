@@ -19,8 +19,7 @@ from raypipe.graph.captured_files import Notify, save, to_stderr
 from raypipe.graph.document import to_document
 from raypipe.job import GivenSpec, HfSpec
 from raypipe.models.build import example_of, match_arguments, with_made
-from raypipe.models.given.items import without_items
-from raypipe.models.given.read import ABOUT, GRAPH, LOGITS, LOSS, SUM, WEIGHTS, read_captured
+from raypipe.models.given.read import ABOUT, GRAPH, LOGITS, LOSS, SUM, WEIGHTS, read_captured, without_items
 from raypipe.models.given.refused import check_instance
 from raypipe.models.given.root import (
     ITEMS,

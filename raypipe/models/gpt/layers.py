@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raypipe.job import GptSpec
 from raypipe.models.gpt import modules as gpt
-from raypipe.models.gpt.unset import allocate, unset_parameters
+from raypipe.models.gpt.modules import allocate, unset_parameters
 from raypipe.models.keyed_random import fold64
 from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken

@@ -21,10 +21,9 @@ from raypipe.errors import RaypipeError, SpecError, nearest
 from raypipe.files import short
 from raypipe.graph.fingerprint import module_code, structure
 from raypipe.job import ImportSpec
-from raypipe.models.more_tasks import Pixels
 from raypipe.models.sources.source import Identity, LossFunction
 from raypipe.models.start_values import Constructed, StartValues
-from raypipe.models.task import Field, Labels, NextToken, Task, Values
+from raypipe.models.task import Field, Labels, NextToken, Pixels, Task, Values
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 MEND = "correct it; to see more, call it in Python by itself"

@@ -19,7 +19,7 @@ from raypipe.capture.captured import Captured
 from raypipe.capture.decode import decode, resolve
 from raypipe.capture.opaque import TARGET as OPAQUE
 from raypipe.errors import SpecError
-from raypipe.graph.attention import ATTENTION, mask_of
+from raypipe.graph.calls import ATTENTION, mask_of
 from raypipe.graph.dims import Dim, evaluate, evaluate_all, symbols
 from raypipe.graph.flops import short_name
 from raypipe.graph.operations import Operation, TensorType

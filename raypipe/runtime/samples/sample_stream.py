@@ -17,10 +17,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.atomic_write import write_whole
-from raypipe.data.documents.order import BlockOrder
 from raypipe.data.documents.prepared import Prepared
 from raypipe.data.documents.tokens import Tokens
-from raypipe.data.documents.windows import Windows
+from raypipe.data.documents.windows import BlockOrder, Windows
 from raypipe.data.sample_order import SPLITS, Split
 from raypipe.files import read_json
 from raypipe.job.spec import JobSpec

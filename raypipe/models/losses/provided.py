@@ -1,4 +1,4 @@
-"""Losses of pairs of texts, of which people preferred one: reward models and DPO.
+"""Losses that raypipe brings: reward models and DPO (pairs of texts), distillation, and contrastive for two towers.
 
 Both texts of a pair go through the model together, as one batch twice as large. A batch has ``chosen_input_ids`` and
 ``rejected_input_ids``, int64 ``[samples, length]`` of one length, and where texts are padded ``chosen_attention_mask``
@@ -109,3 +109,58 @@ def _share(holds: Tensor) -> Tensor:
 
 def _precise(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
+
+
+def distillation(model: Any, batch: Mapping[str, Tensor], temperature: float = 2.0, alpha: float = 0.5) -> Tensor:
+    """Return ``alpha`` of the teacher's loss and ``1 - alpha`` of the labels' loss, in nats.
+
+    The teacher's is ``temperature ** 2 * KL(teacher || student)`` of both softened distributions. The teacher is
+    ``model.teacher``, a frozen module whose logits have the student's shape.
+
+    Returns:
+        ``[samples]`` where there is one label a sample. For a language model ``[samples, length - 1]`` (with
+        ``shift_labels`` ``[samples, length]``), 0 where the next token's label is ``IGNORED``.
+
+    Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", section 2.
+
+    Raises:
+        SpecError: the model has no teacher.
+    """
+    teacher = getattr(model, "teacher", None)
+    if teacher is None:
+        raise SpecError("model.loss", "distillation needs a teacher", "give the model a frozen module named teacher")
+    inputs = {name: values for name, values in batch.items() if name not in ("labels", "shift_labels")}
+    student, taught = logits_of(model(**inputs)), logits_of(teacher(**inputs)).detach()
+    shifted = "shift_labels" in batch
+    labels = batch["shift_labels" if shifted else "labels"]
+    if student.dim() == 3 and not shifted:
+        student, taught, labels = student[:, :-1], taught[:, :-1], labels[:, 1:]
+    if student.dtype != torch.float64:
+        student, taught = student.float(), taught.float()
+    soft = F.kl_div(
+        (student / temperature).log_softmax(-1), (taught / temperature).log_softmax(-1), reduction="none",
+        log_target=True,
+    ).sum(-1)  # fmt: skip
+    counts = labels != IGNORED
+    hard = -student.log_softmax(-1).gather(-1, labels.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
+    return (alpha * temperature**2 * soft + (1 - alpha) * hard).masked_fill(~counts, 0.0)
+
+
+def contrastive(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the mean cross entropy of texts among images and of images among texts: a scalar, in nats.
+
+    The model returns ``logits_per_text``, ``[texts, images]``, as a field, a key, or its one tensor; text i belongs to
+    image i. The other samples of the micro-batch are the wrong answers, so the loss of a mini-batch is not that of one
+    large batch, but the mean over its micro-batches, as with gradient accumulation. The figure ``accuracy`` is the
+    share of texts that have the largest logit with their own image.
+
+    Source: Radford et al. 2021 (CLIP), figure 3.
+    """
+    output = model(**batch)
+    found = output.get("logits_per_text") if isinstance(output, Mapping) else None
+    logits: Tensor = getattr(output, "logits_per_text", output) if found is None else found
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    own = torch.arange(logits.shape[0], device=logits.device)
+    hits = (logits.argmax(-1) == own).float().mean()
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2, {"accuracy": hits}
