@@ -32,9 +32,13 @@ from raypipe.capture.structures import as_plain
 
 
 def export(
-    module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str, tuple[int, ...]], opaque: Sequence[str] = (),
-    listed: list[str] | None = None, rows: Mapping[str, Tensor] | None = None,
-) -> ExportedProgram:  # fmt: skip
+    module: nn.Module,
+    inputs: Mapping[str, object],
+    dynamic: Mapping[str, tuple[int, ...]],
+    opaque: Sequence[str] = (),
+    listed: list[str] | None = None,
+    rows: Mapping[str, Tensor] | None = None,
+) -> ExportedProgram:
     """Export a module in its current mode, training or evaluation.
 
     Its parameters may be on the meta device. In-place operations are replaced by out-of-place ones, so that a tensor

@@ -70,9 +70,7 @@ class Text:
 class Table:
     """The user's arrays, completed by the task; lengths are rounded up to ``multiple``."""
 
-    def __init__(
-        self, arrays: Arrays, task: Task, multiple: int = 1, fields: Collection[str] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, arrays: Arrays, task: Task, multiple: int = 1, fields: Collection[str] | None = None) -> None:
         self.arrays, self.task, self.multiple = arrays, task, multiple
         self.skipped = frozenset() if fields is None else arrays.measures() - {*fields, "labels"}
         """Floating-point columns that this device does not need (images, say) and so does not read."""

@@ -21,10 +21,8 @@ from raypipe.errors import SpecError
 from raypipe.files import expanded, open_regular, parse_json
 
 Format = Literal["parquet", "arrow", "jsonl", "text"]
-SUFFIXES: dict[str, Format] = {
-    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl",
-    ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text", ".py": "text",
-}  # fmt: skip
+SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".jsonl": "jsonl"}
+SUFFIXES |= {".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text", ".py": "text"}
 """In any case."""
 COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 """After the suffix of the format, if any; or alone."""
@@ -35,13 +33,13 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 _HEAD = 64 << 10
 _NAMES: dict[str, str] = {"parquet": "Parquet", "arrow": "Arrow", "jsonl": "JSON, an object a line", "text": "text"}
-_BINARY = {
-    b"PAR1": "Parquet", b"PARE": "encrypted Parquet", b"ARROW1": "Arrow",
-    b"FEA1": "Feather of version 1", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh91AY&SY": "bzip2",
-    b"\xfd7zXZ\0": "xz", b"\x04\x22\x4d\x18": "lz4", b"PK\x03\x04": "zip", b"Obj\x01": "Avro",
-    b"SQLite format 3\0": "SQLite", b"\x89HDF": "HDF5", b"\x93NUMPY": "numpy", b"%PDF-": "PDF",
-    b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"version https://git-lfs": "a pointer of Git LFS to the file itself",
-}  # fmt: skip
+_BINARY = (
+    {b"PAR1": "Parquet", b"PARE": "encrypted Parquet", b"ARROW1": "Arrow", b"FEA1": "Feather of version 1"}
+    | {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh91AY&SY": "bzip2", b"\xfd7zXZ\0": "xz"}
+    | {b"\x04\x22\x4d\x18": "lz4", b"PK\x03\x04": "zip", b"Obj\x01": "Avro", b"SQLite format 3\0": "SQLite"}
+    | {b"\x89HDF": "HDF5", b"\x93NUMPY": "numpy", b"%PDF-": "PDF", b"\xff\xfe": "UTF-16"}
+    | {b"\xfe\xff": "UTF-16", b"version https://git-lfs": "a pointer of Git LFS to the file itself"}
+)
 """First bytes of formats, of which none is text in UTF-8 that anybody trains on."""
 
 

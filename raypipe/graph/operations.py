@@ -13,10 +13,8 @@ from functools import cached_property
 from raypipe.graph.calls import Call
 from raypipe.graph.dims import Dim, Sizes, count, symbols
 
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1, "complex64": 8, "complex128": 16,
-}  # fmt: skip
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+ITEM_BYTES |= {"int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16}
 """Bytes of one value, by dtype."""
 GETITEM = "operator.getitem"
 """Target of the operation that selects one result of an operation with several."""

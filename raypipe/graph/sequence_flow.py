@@ -22,13 +22,28 @@ from raypipe.graph.values.positions import CONSTANT, POINTWISE, is_size
 Flow = dict[str, int | None]
 """Per operation, the dimension of its result along which the sequence lies; None: it has none."""
 _POINTWISE = POINTWISE | {
-    "pow", "tanh", "gelu", "silu", "relu", "sigmoid", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "square", "erf",
-    "softplus", "reciprocal", "leaky_relu", "hardtanh", "dropout",
-}  # fmt: skip
-_MOVES = {
-    "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "split", "split_with_sizes", "chunk", "unbind",
-    "getitem", "slice", "select", "cat", "stack",
-}  # fmt: skip
+    "pow",
+    "tanh",
+    "gelu",
+    "silu",
+    "relu",
+    "sigmoid",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "sin",
+    "cos",
+    "square",
+    "erf",
+    "softplus",
+    "reciprocal",
+    "leaky_relu",
+    "hardtanh",
+    "dropout",
+}
+_MOVES = {"transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "split"}
+_MOVES |= {"split_with_sizes", "chunk", "unbind", "getitem", "slice", "select", "cat", "stack"}
 """Operations that move values without changing any; along a sequence that stays as long as it is, they move none."""
 _RESHAPES = {"reshape", "view", "flatten", "unflatten"}
 _REDUCTIONS = {"mean": 1, "sum": 1, "amax": 1, "var": 1, "softmax": 1, "_softmax": 1, "log_softmax": 1}

@@ -174,32 +174,46 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int, unread: flo
     cut = sharding.cuts[number] if number < sharding.count - 1 else ()
     behind = [kind for i in cut if (kind := graph.operations[i].type) is not None]
     work = LayerWork(
-        name=f"{number} {sharding.labels[number]}", parameters=sum(graph.parameters[name] for name in names),
+        name=f"{number} {sharding.labels[number]}",
+        parameters=sum(graph.parameters[name] for name in names),
         trained_parameters=sum(trained.values()),
         forward=Effort(
-            flops=sums.forward_flops, operands=sums.operands, weights=read, traffic=sums.traffic, overhead=overhead,
+            flops=sums.forward_flops,
+            operands=sums.operands,
+            weights=read,
+            traffic=sums.traffic,
+            overhead=overhead,
             attention=sums.attention,
         ),
         input_grad=Effort(
-            flops=sums.input_flops, operands=sums.back_operands, weights=read if sums.input_flops else 0.0,
-            traffic=sums.back_traffic, overhead=INPUT_GRAD * overhead if backward or not names else 0.0,
+            flops=sums.input_flops,
+            operands=sums.back_operands,
+            weights=read if sums.input_flops else 0.0,
+            traffic=sums.back_traffic,
+            overhead=INPUT_GRAD * overhead if backward or not names else 0.0,
             attention=sums.input_attention,
         ),
         # The gradient of an embedding is a whole table, mostly zeros, which is accumulated.
         weight_grad=Effort(
-            flops=sums.weight_flops, operands=sums.waiting,
+            flops=sums.weight_flops,
+            operands=sums.waiting,
             weights=3 * wide * sum(gradients.values()) + 4 * sum(tables.values()),
-            traffic=sums.weight_traffic, overhead=WEIGHT_GRAD * overhead if trained else 0.0,
+            traffic=sums.weight_traffic,
+            overhead=WEIGHT_GRAD * overhead if trained else 0.0,
         ),
-        kept_bytes=sum(sums.kept.values()) + sums.aside, cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
-        unread_input_bytes=unread, waiting_bytes=sums.waiting + sums.looked_up,
+        kept_bytes=sum(sums.kept.values()) + sums.aside,
+        cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
+        unread_input_bytes=unread,
+        waiting_bytes=sums.waiting + sums.looked_up,
         # Tensors that cross a cut have the dtype they were captured with, also under autocast.
         output_bytes=float(sum(kind.bytes(counted.one) for kind in behind)),
         output_floats=float(sum(kind.bytes(counted.one) for kind in behind if kind.floating)),
         # The gradient of the head's weight is made after those of the loss have been freed.
-        workspace_bytes=max(sums.largest, sums.scores, sums.loss), workspace_fixed_bytes=max(0.0, fixed - sums.loss),
-        split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss), key_value_bytes=sums.key_values,
-    )  # fmt: skip
+        workspace_bytes=max(sums.largest, sums.scores, sums.loss),
+        workspace_fixed_bytes=max(0.0, fixed - sums.loss),
+        split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
+        key_value_bytes=sums.key_values,
+    )
     return TensorRankWork(work, tuple(sums.forward_all_reduces), tuple(sums.backward_all_reduces), tuple(sums.gathers))
 
 
@@ -383,15 +397,14 @@ def _loss(c: _Counted, sums: _Sums) -> None:
 #
 # They follow from the operation's name. An operation without a rule saves the activations that it reads, as most
 # derivative formulas do. Source: PyTorch's ``tools/autograd/derivatives.yaml``.
-KEEPS_RESULT = {
-    "softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "tanh", "sigmoid", "exp", "sqrt", "rsqrt",
-    "reciprocal", "relu", "relu_",
-}  # fmt: skip
-KEEPS_NOTHING = {
-    "add", "add_", "sub", "sub_", "rsub", "neg", "cat", "stack", "clone", "contiguous", "copy", "to", "_to_copy", "sum",
-    "mean", "masked_fill", "where", "dropout", "constant_pad_nd", "pad", "roll", "index_select", "repeat",
-    "repeat_interleave", "embedding", "copy_to_group", "reduce_from_group", "gather_from_group", "rows_of_tensor_rank",
-}  # fmt: skip
+KEEPS_RESULT = {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
+KEEPS_RESULT |= {"tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", "relu", "relu_"}
+KEEPS_NOTHING = (
+    {"add", "add_", "sub", "sub_", "rsub", "neg", "cat", "stack", "clone", "contiguous"}
+    | {"copy", "to", "_to_copy", "sum", "mean", "masked_fill", "where", "dropout"}
+    | {"constant_pad_nd", "pad", "roll", "index_select", "repeat", "repeat_interleave", "embedding"}
+    | {"copy_to_group", "reduce_from_group", "gather_from_group", "rows_of_tensor_rank"}
+)
 """Operations that are linear in their operands. What dropout and embedding do save is counted separately."""
 BILINEAR = {"mul", "mul_", "div", "div_", "matmul", "bmm", "mm", "baddbmm", "einsum", "linear", "addmm", "addbmm"}
 """Operations that save an operand if the other operand has a gradient."""
@@ -438,8 +451,11 @@ def kept_operands(graph: OperationGraph, number: int) -> list[int]:
     activations = [i for i in operation.inputs if _floating(graph, i)]
     if name not in BILINEAR:
         return activations
-    return [i for i in activations if any(_wanted(graph, other) for other in operation.operands if other != i)
-            or operation.inputs.count(i) > 1]  # fmt: skip
+    return [
+        i
+        for i in activations
+        if any(_wanted(graph, other) for other in operation.operands if other != i) or operation.inputs.count(i) > 1
+    ]
 
 
 def keeps_result(graph: OperationGraph, number: int) -> bool:

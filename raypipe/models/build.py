@@ -37,8 +37,11 @@ from raypipe.models.task import MASK, Field, Task
 from raypipe.tensor import Division, divide_module
 
 DTYPES = {
-    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32, "bfloat16-true": torch.bfloat16
-}  # fmt: skip
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.float32,
+    "bfloat16-true": torch.bfloat16,
+}
 """Dtype of parameters by ``train.dtype``; bfloat16 is autocast over float32 parameters."""
 Fields = Mapping[str, Field]
 
@@ -81,9 +84,16 @@ def _frozen(fields: Fields | None) -> tuple[tuple[str, Field], ...] | None:
 
 @lru_cache(maxsize=4)
 def _captured(
-    kind: type[HfSpec] | type[ImportSpec], record: str, mask: float, given: tuple[tuple[str, Field], ...] | None,
-    dtype: str, division: Division | None, lines: bool = False, branches: bool = False, smoothing: float = 0.0,
-) -> CapturedModel:  # fmt: skip
+    kind: type[HfSpec] | type[ImportSpec],
+    record: str,
+    mask: float,
+    given: tuple[tuple[str, Field], ...] | None,
+    dtype: str,
+    division: Division | None,
+    lines: bool = False,
+    branches: bool = False,
+    smoothing: float = 0.0,
+) -> CapturedModel:
     spec = kind.model_validate_json(record)
     arrays: Fields | None = None if given is None else dict(given)
     source: ModelSource = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
@@ -164,8 +174,8 @@ def _check_loss(graph: OperationGraph) -> None:
     kind = graph.operations[number].type
     if kind is None or kind.shape or not kind.floating:
         what = "not a tensor" if kind is None else f"{kind.dtype} of shape {list(kind.shape)}"
-        raise SpecError("model.loss", f'the model returns "{name}", {what}, instead of a scalar loss',
-                        'return a scalar, or a dict with "loss"; or leave model.loss out')  # fmt: skip
+        fix = 'return a scalar, or a dict with "loss"; or leave model.loss out'
+        raise SpecError("model.loss", f'the model returns "{name}", {what}, instead of a scalar loss', fix)
 
 
 def _losses(graph: OperationGraph, fields: Mapping[str, tuple[str, Field]], samples: int) -> tuple[int, ...]:
@@ -192,8 +202,7 @@ def _divided(build: Callable[[], nn.Module], division: Division) -> Callable[[],
     return divided
 
 
-def _key(identity: Identity, record: str, fields: Fields, dtype: str, share: Share | None,
-         loss: Sequence[Path]) -> str:  # fmt: skip
+def _key(identity: Identity, record: str, fields: Fields, dtype: str, share: Share | None, loss: Sequence[Path]) -> str:
     """Return the key under which the captured model is cached."""
     given = {name: [list(field.shape), str(field.dtype)] for name, field in fields.items()}
     asked = {"model": record, "is": identity.says, "fields": given, "dtype": dtype}
@@ -240,8 +249,8 @@ def _as_it_is(module: nn.Module, asked: Sequence[str]) -> list[str]:
     kinds = {type(part).__name__ for part in parts.values()}
     for name in asked:
         if name not in parts and name not in kinds:
-            raise SpecError("model.as_it_is", f"the model has neither a module nor a class {name}",
-                            nearest(name, [*kinds, *parts]))  # fmt: skip
+            why = f"the model has neither a module nor a class {name}"
+            raise SpecError("model.as_it_is", why, nearest(name, [*kinds, *parts]))
     found = [path for path, part in parts.items() if path in asked or type(part).__name__ in asked]
     return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
 
@@ -296,8 +305,8 @@ def match_arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, 
             why = f"there is no array for the model's argument {name}; there are {', '.join(sorted(fields))}"
             raise SpecError("data", why, f"name an array {name}")
     if not matched:
-        raise SpecError("data", f"none of {', '.join(sorted(inputs))} is an argument of the model",
-                        nearest(inputs[0], parameters) if inputs else "give the model's inputs")  # fmt: skip
+        fix = nearest(inputs[0], parameters) if inputs else "give the model's inputs"
+        raise SpecError("data", f"none of {', '.join(sorted(inputs))} is an argument of the model", fix)
     for name in task.reads - set(fields):
         raise SpecError("data", f"holds no {name}, which the loss needs", nearest(name, fields))
     return matched

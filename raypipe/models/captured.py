@@ -69,10 +69,16 @@ class CapturedModel(LayeredModel):
     """
 
     def __init__(
-        self, captured: Captured, sharding: Sharding, task: Task, values: StartValues,
-        fields: Mapping[str, tuple[str, Field]], build: Callable[[], nn.Module], share: Share | None = None,
+        self,
+        captured: Captured,
+        sharding: Sharding,
+        task: Task,
+        values: StartValues,
+        fields: Mapping[str, tuple[str, Field]],
+        build: Callable[[], nn.Module],
+        share: Share | None = None,
         written: OperationGraph | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.captured, self.sharding, self.task, self.values = captured, sharding, task, values
         self.build = build
         self.graph = graph = captured.graph
@@ -164,9 +170,13 @@ class CapturedModel(LayeredModel):
         """Build the operations of these sub-graphs as one module."""
         arriving, leaving = ends or self.ends_in_chain(layers)
         part = build_subgraph(
-            self.captured, self._operations(layers), [self._handed_on[r] for r in arriving],
-            [self._handed_on[r] for r in leaving], device, self.build,
-        )  # fmt: skip
+            self.captured,
+            self._operations(layers),
+            [self._handed_on[r] for r in arriving],
+            [self._handed_on[r] for r in leaving],
+            device,
+            self.build,
+        )
         key_random_operations(part.module, self.sites)
         if self.slices > 1:
             run_on_slices(part.module, sequence_flow(self.graph, self.captured.calls))
@@ -222,9 +232,12 @@ class CapturedStage(StageBody):
     """The stage body of consecutive sub-graphs."""
 
     def __init__(
-        self, graph: fx.GraphModule, reads: tuple[str, ...], leaves: tuple[torch.dtype, ...],
+        self,
+        graph: fx.GraphModule,
+        reads: tuple[str, ...],
+        leaves: tuple[torch.dtype, ...],
         statistics: tuple[RunningStatistics, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.graph = graph
         self.arguments, self.leaves = reads, leaves
@@ -314,16 +327,31 @@ def run_on_slices(module: fx.GraphModule, along: dict[str, int | None]) -> None:
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = True,
-    *, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     return causal_attention(query, key, value, scale, enable_gqa)
 
 
 def _dropping_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None, dropout_p: float = 0.0, is_causal: bool = True,
-    *, scale: float | None = None, enable_gqa: bool = False, site: Site,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    site: Site,
+) -> Tensor:
     if current_slice() is None:
         return keyed_attention(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, site=site)
     return causal_attention(query, key, value, scale, enable_gqa, Dropped(dropout_p, site))

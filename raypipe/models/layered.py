@@ -187,10 +187,8 @@ class LayeredModel(ABC):
         Raises:
             SpecError: the model cannot be computed in slices, or its sequence not be cut into so many.
         """
-        raise SpecError(
-            "parallel.slices", "of this model it is not known that a position depends on no later one",
-            "use slices: 1, or a model of type gpt",
-        )  # fmt: skip
+        why = "of this model it is not known that a position depends on no later one"
+        raise SpecError("parallel.slices", why, "use slices: 1, or a model of type gpt")
 
     @property
     @abstractmethod

@@ -69,8 +69,8 @@ class Constructed:
             if not any(value.is_meta for value in values.values()):
                 return values
         name = next(name for name, value in values.items() if value.is_meta)
-        raise SpecError("model", f"its constructor gives {name} no value: it is on the meta device",
-                        "construct it on the CPU")  # fmt: skip
+        why = f"its constructor gives {name} no value: it is on the meta device"
+        raise SpecError("model", why, "construct it on the CPU")
 
     def _values(self, parameters: Collection[str], kept: frozenset[int] | None, seed: int) -> dict[str, Tensor]:
         with (

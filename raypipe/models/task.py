@@ -383,9 +383,14 @@ class Transcript(Task):
                 frames = torch.div(frames - kernel, stride, rounding_mode="floor") + 1
         own = labels >= 0
         return F.ctc_loss(
-            output.log_softmax(-1).transpose(0, 1), labels[own], frames, own.sum(-1), self.blank, "sum",
+            output.log_softmax(-1).transpose(0, 1),
+            labels[own],
+            frames,
+            own.sum(-1),
+            self.blank,
+            "sum",
             self.zero_infinity,
-        )  # fmt: skip
+        )
 
     def targets(self, inputs: Inputs) -> int:
         """Count the labels of all transcripts."""

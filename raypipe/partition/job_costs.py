@@ -36,11 +36,20 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
         model, slicing = [tensor_rank.work for tensor_rank in found.tensor_ranks], found.slicing
         tied, trained_tied = tied_values(found), tied_values(found, trained=True)
     momentum = train.momentum > 0
-    return of_kinds([
-        analytic_profile(model, kind, train.dtype, optimizer=train.optimizer, momentum=momentum, tied=tied,
-                         trained_tied=trained_tied, slicing=slicing)
+    profiles = [
+        analytic_profile(
+            model,
+            kind,
+            train.dtype,
+            optimizer=train.optimizer,
+            momentum=momentum,
+            tied=tied,
+            trained_tied=trained_tied,
+            slicing=slicing,
+        )
         for kind in cluster.kinds
-    ])  # fmt: skip
+    ]
+    return of_kinds(profiles)
 
 
 def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined: bool = False) -> Profile:
@@ -58,18 +67,24 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
     else:
         found = job_pieces(divided(job, size))
         tensor_ranks, tied, trained_tied = found.tensor_ranks, tied_values(found), tied_values(found, trained=True)
-    return of_kinds([
+    profiles = [
         tensor_profile(
-            tensor_ranks, kind, train.dtype, size, sub_pipelined=sub_pipelined, optimizer=train.optimizer,
-            momentum=train.momentum > 0, tied=tied, trained_tied=trained_tied,
+            tensor_ranks,
+            kind,
+            train.dtype,
+            size,
+            sub_pipelined=sub_pipelined,
+            optimizer=train.optimizer,
+            momentum=train.momentum > 0,
+            tied=tied,
+            trained_tied=trained_tied,
         )
         for kind in cluster.kinds
-    ])  # fmt: skip
+    ]
+    return of_kinds(profiles)
 
 
-def shared_profiles(
-    job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr
-) -> dict[tuple[int, bool], Profile]:  # fmt: skip
+def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr) -> dict[tuple[int, bool], Profile]:
     """``divided_profile`` for every group that the model can be divided over, by (size, ``sub_pipelined``).
 
     Only of the size, and the kind, that the job asks for, where it does.

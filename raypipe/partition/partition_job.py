@@ -49,9 +49,9 @@ def partition_job(
     if measured is None:
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described
         works = [tensor_rank.work for tensor_rank in tensor_ranks]
-        measured = analytic_profile(works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer,
-            job.train.momentum > 0,
-        )  # fmt: skip
+        measured = analytic_profile(
+            works, where, job.train.dtype, [job.parallel.microbatch], job.train.optimizer, job.train.momentum > 0
+        )
     measured = as_exchanged(measured, job.train, job.parallel)
     return make_partition(
         pieces, measured, schedule, job.parallel.microbatch, memory_bytes, job.train.optimizer, job.train.momentum
@@ -116,9 +116,13 @@ def pieces_key(job: JobSpec) -> str | None:
     except (OSError, ValueError):
         return None
     asked = {
-        "model": job.model.model_dump(mode="json"), "config": says, "data": job.data.model_dump(mode="json"),
-        "dtype": job.train.dtype, "microbatch": job.parallel.microbatch, "kept_as": KEPT_AS,
-    }  # fmt: skip
+        "model": job.model.model_dump(mode="json"),
+        "config": says,
+        "data": job.data.model_dump(mode="json"),
+        "dtype": job.train.dtype,
+        "microbatch": job.parallel.microbatch,
+        "kept_as": KEPT_AS,
+    }
     code = [*transformers_code(str(says.get("model_type"))), *sorted(MODEL_CODE.rglob("*.py"))]
     if job.parallel.tensor > 1:
         asked["tensor"] = job.parallel.tensor

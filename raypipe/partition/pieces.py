@@ -46,10 +46,8 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
     for i, (a, b) in enumerate(pairwise([*sharding.starts, sharding.end])):
         names = graph.parameters_of(graph.operations[a:b])
         last = i == sharding.count - 1
-        behind = () if last else tuple(
-            _crossing(graph.operations[n].name, tensor)
-            for n, tensor in zip(sharding.cuts[i], model.crossing(i, microbatch), strict=True)
-        )  # fmt: skip
+        crossing = () if last else zip(sharding.cuts[i], model.crossing(i, microbatch), strict=True)
+        behind = tuple(_crossing(graph.operations[n].name, tensor) for n, tensor in crossing)
         values = tuple((name, graph.parameters[name]) for name in names)
         waits = split_flops(graph, range(a, b), one)
         frozen = tuple(name for name in names if not model.is_trained(name))

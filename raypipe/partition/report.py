@@ -70,9 +70,14 @@ class Partition:
 
 
 def make_partition(
-    pieces: Sequence[Piece], profile: Profile, schedule: Schedule, microbatch: int,
-    memory_bytes: float | None = None, optimizer: str = "adamw", momentum: float = 0.0,
-) -> Partition:  # fmt: skip
+    pieces: Sequence[Piece],
+    profile: Profile,
+    schedule: Schedule,
+    microbatch: int,
+    memory_bytes: float | None = None,
+    optimizer: str = "adamw",
+    momentum: float = 0.0,
+) -> Partition:
     """Cut pieces into the stages of a schedule by the profile's seconds for one micro-batch.
 
     Args:
@@ -192,9 +197,13 @@ def report(partition: Partition) -> dict[str, Any]:
     return {
         "subgraphs": [
             {
-                "label": p.label, "block": p.block, "parameters": sum(n for _, n in p.parameters),
-                "flops": p.flops * partition.microbatch, **_times(partition, [i]),
-                "tensors_across": len(p.behind), "bytes_across": sum(t.bytes for t in p.behind),
+                "label": p.label,
+                "block": p.block,
+                "parameters": sum(n for _, n in p.parameters),
+                "flops": p.flops * partition.microbatch,
+                **_times(partition, [i]),
+                "tensors_across": len(p.behind),
+                "bytes_across": sum(t.bytes for t in p.behind),
             }
             for i, p in enumerate(pieces)
         ],
@@ -205,22 +214,28 @@ def report(partition: Partition) -> dict[str, Any]:
         "cuts": [
             {
                 "behind_subgraph": part[-1],
-                "tensors": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.bytes}
-                            for t in pieces[part[-1]].behind],
+                "tensors": [
+                    {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.bytes}
+                    for t in pieces[part[-1]].behind
+                ],
                 "bytes": sum(t.bytes for t in pieces[part[-1]].behind),
             }
             for part in partition.balanced.stages[:-1]
         ],
         "balance": {
-            "even": _cut(partition.even, before), "balanced": _cut(partition.balanced, after),
-            "speedup": before / after, "proven": partition.balanced.proven,
+            "even": _cut(partition.even, before),
+            "balanced": _cut(partition.balanced, after),
+            "speedup": before / after,
+            "proven": partition.balanced.proven,
             "bound_s": partition.balanced.bound,
         },
-        "schedule": partition.schedule.name, "microbatch": partition.microbatch,
+        "schedule": partition.schedule.name,
+        "microbatch": partition.microbatch,
         "microbatches": partition.schedule.microbatches,
         "placement": [list(row) for row in partition.schedule.placement],
-        "seconds_from": partition.profile.source, "device": partition.profile.device,
-    }  # fmt: skip
+        "seconds_from": partition.profile.source,
+        "device": partition.profile.device,
+    }
 
 
 def _share_in_b(pieces: Sequence[Piece]) -> float:
@@ -232,16 +247,21 @@ def _share_in_b(pieces: Sequence[Piece]) -> float:
 def _stage(partition: Partition, number: int, part: range) -> dict[str, Any]:
     inside = partition.pieces[part.start : part.stop]
     return {
-        "subgraphs": [part.start, part.stop], "devices": sorted({row[number] for row in partition.schedule.placement}),
-        "parameters": sum(_values(inside).values()), **_times(partition, part),
-    }  # fmt: skip
+        "subgraphs": [part.start, part.stop],
+        "devices": sorted({row[number] for row in partition.schedule.placement}),
+        "parameters": sum(_values(inside).values()),
+        **_times(partition, part),
+    }
 
 
 def _cut(cut: LayerCut, step_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "subgraphs": [len(part) for part in cut.stages], "starts": list(cut.starts),
-        "stage_seconds": list(cut.stage_cost), "device_seconds": list(cut.device_cost), "step_s": step_s,
-    }  # fmt: skip
+        "subgraphs": [len(part) for part in cut.stages],
+        "starts": list(cut.starts),
+        "stage_seconds": list(cut.stage_cost),
+        "device_seconds": list(cut.device_cost),
+        "step_s": step_s,
+    }
     return found | ({"device_bytes": list(cut.device_bytes)} if cut.device_bytes else {})
 
 

@@ -28,14 +28,16 @@ def this_machine(dtype: str, devices: int) -> ClusterSpec:
     product, copy = _seconds(lambda: a @ a, 400), _seconds(lambda: np.copyto(other, large), 2)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     link = CHANNEL.model_dump()
-    return cluster_from({
-        "name": "this machine", "hosts": 1, "devices_per_host": devices, "inside": link, "between": link,
-        "device": {
-            "name": "one core of this machine", "memory_gib": memory / devices,
-            "peak_tflops": {arithmetic(dtype): 2 * SIZE**3 / product / 1e12}, "efficiency": 1.0,
-            "memory_gb_s": 2 * large.nbytes / copy / 1e9, "layer_overhead_us": LAYER_OVERHEAD_US,
-        },
-    })  # fmt: skip
+    device = {
+        "name": "one core of this machine",
+        "memory_gib": memory / devices,
+        "peak_tflops": {arithmetic(dtype): 2 * SIZE**3 / product / 1e12},
+        "efficiency": 1.0,
+        "memory_gb_s": 2 * large.nbytes / copy / 1e9,
+        "layer_overhead_us": LAYER_OVERHEAD_US,
+    }
+    hosts = {"hosts": 1, "devices_per_host": devices, "inside": link, "between": link}
+    return cluster_from({"name": "this machine", **hosts, "device": device})
 
 
 def _seconds(run: Callable[[], object], times: int) -> float:

@@ -142,7 +142,7 @@ def gathered(share: Tensor, length: int) -> Tensor:
 # Source: Shoeybi et al. 2019, "Megatron-LM", section 3 (the fused loss of parallel logits).
 def divided_cross_entropy(
     logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float = 0.0
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return ``-log p(target)`` summed over all tokens, the same scalar on every rank of the group.
 
     Args:
@@ -160,9 +160,7 @@ def divided_cross_entropy(
 
 class _DividedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float) -> Tensor:
         rows = logits.shape[-1]
         first = current_group().rank * rows
         shifted = logits.clone()

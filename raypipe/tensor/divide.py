@@ -114,10 +114,8 @@ def _cut(path: str, module: nn.Module, feature: Feature, config: Any, size: int)
     padded = kind in ("vocabulary", "head")
     counts = tuple(number(config, key, path) for key in feature.units) or (length,)
     if length % sum(counts):
-        raise SpecError(
-            path, f"has {length} outputs, which is not a multiple of {' + '.join(feature.units)} = {sum(counts)}",
-            "correct the table's units",
-        )  # fmt: skip
+        why = f"has {length} outputs, which is not a multiple of {' + '.join(feature.units)} = {sum(counts)}"
+        raise SpecError(path, why, "correct the table's units")
     shard = Shard(dim, tuple(length // sum(counts) * count for count in counts), size, padded)
     shards = {"weight": shard}
     if kind in ("column", "head") and module._parameters.get("bias") is not None:
@@ -162,10 +160,8 @@ def _check_ties(model: nn.Module, divided: dict[int, tuple[Shard, str]], cut: se
             continue
         for name, parameter in module._parameters.items():
             if id(parameter) in divided:
-                raise SpecError(
-                    f"{path}.{name}", f"is tied to {divided[id(parameter)][1]}, which the table divides",
-                    f"add {path} to the table",
-                )  # fmt: skip
+                why = f"is tied to {divided[id(parameter)][1]}, which the table divides"
+                raise SpecError(f"{path}.{name}", why, f"add {path} to the table")
 
 
 def _replace(model: nn.Module, shards: dict[int, tuple[Shard, str]], rank: int) -> None:

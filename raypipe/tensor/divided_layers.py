@@ -103,8 +103,12 @@ def _summed_gradients(module: nn.Module) -> Iterator[None]:
 
 
 MIXINS: dict[str, type[nn.Module]] = {
-    "column": Column, "row": Row, "head": Head, "vocabulary": Vocabulary, "shared": Shared,
-}  # fmt: skip
+    "column": Column,
+    "row": Row,
+    "head": Head,
+    "vocabulary": Vocabulary,
+    "shared": Shared,
+}
 
 
 def is_conv1d(module: nn.Module) -> bool:

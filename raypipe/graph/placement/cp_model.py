@@ -45,9 +45,15 @@ class Found:
 
 
 def solve(
-    graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, budget_s: float,
-    hint: Placement | None = None, contention: bool = False, fixed: Mapping[str, str] | None = None,
-) -> Found:  # fmt: skip
+    graph: PlacementGraph,
+    hardware: HardwareGraph,
+    routes: Routes,
+    horizon_s: float,
+    budget_s: float,
+    hint: Placement | None = None,
+    contention: bool = False,
+    fixed: Mapping[str, str] | None = None,
+) -> Found:
     """Search for the placement and the order with the smallest makespan.
 
     Args:
@@ -66,9 +72,14 @@ def solve(
 
 class _Program:
     def __init__(
-        self, graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, contention: bool,
+        self,
+        graph: PlacementGraph,
+        hardware: HardwareGraph,
+        routes: Routes,
+        horizon_s: float,
+        contention: bool,
         fixed: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.graph, self.hardware, self.routes = graph, hardware, routes
         self.model: Any = cp_model.CpModel()
         self.names = hardware.names
@@ -255,9 +266,7 @@ class _Program:
         solver.parameters.random_seed = 0
         status = solver.solve(self.model)
         bound_s = max(0.0, solver.best_objective_bound) * self.tick_s
-        names = {
-            cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible",
-        }  # fmt: skip
+        names = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
         found = Found(names.get(status, "unknown"), bound_s)
         if found.status not in ("optimal", "feasible"):
             return found

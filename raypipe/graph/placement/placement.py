@@ -47,10 +47,14 @@ class Placement:
     def document(self, graph: PlacementGraph) -> dict[str, Any]:
         """The JSON of ``raypipe place``."""
         return {
-            "placement": dict(self.node), "start_s": dict(self.start_s),
+            "placement": dict(self.node),
+            "start_s": dict(self.start_s),
             "routes": [{"edge": list(graph.edges[n][:2]), "route": places(r)} for n, r in sorted(self.routes.items())],
-            "makespan_s": self.makespan_s, "bound_s": self.bound_s, "optimal": self.optimal, "gap": self.gap,
-        }  # fmt: skip
+            "makespan_s": self.makespan_s,
+            "bound_s": self.bound_s,
+            "optimal": self.optimal,
+            "gap": self.gap,
+        }
 
 
 def timed(
@@ -81,8 +85,9 @@ def timed(
     if chosen is None:
         taken = {
             n: routes.fastest(node[a], node[b], size)
-            for n, (a, b, size) in enumerate(graph.edges) if node[a] != node[b]
-        }  # fmt: skip
+            for n, (a, b, size) in enumerate(graph.edges)
+            if node[a] != node[b]
+        }
     else:
         taken = dict(chosen)
     starts: dict[str, float] = {}

@@ -124,10 +124,8 @@ def stage_ends(
             home = made_in[r]
             sources = [s for s in inputs[stage] if s == home or home in reached[s]]
             if not sources:
-                raise ScheduleError(
-                    "edges", f"stage {stage} needs a tensor of stage {home}, and no edges lead there",
-                    f"add the edge {home}>{stage}",
-                )  # fmt: skip
+                why = f"stage {stage} needs a tensor of stage {home}, and no edges lead there"
+                raise ScheduleError("edges", why, f"add the edge {home}>{stage}")
 
             def rank(s: int, r: int = r, home: int = home, stage: int = stage) -> tuple[bool, bool, int]:
                 return (where[s] == where[stage] and (s == home or r in reads[s]), s == home, s)
@@ -164,9 +162,8 @@ def _readers(results: Sequence[Result], cut: Sequence[Sequence[int]]) -> list[tu
     """Per result, the stage that makes it, and the other stages that read it, in order."""
     stage_of = {layer: s for s, layers in enumerate(cut) for layer in layers}
     return [
-        (stage_of[one.made_by], sorted({stage_of[i] for i in one.read_by} - {stage_of[one.made_by]}))
-        for one in results
-    ]  # fmt: skip
+        (stage_of[one.made_by], sorted({stage_of[i] for i in one.read_by} - {stage_of[one.made_by]})) for one in results
+    ]
 
 
 def _reached(inputs: Sequence[Sequence[int]]) -> list[set[int]]:

@@ -68,9 +68,12 @@ def piece_sharding(graph: OperationGraph, sizes: Sequence[int]) -> Sharding:
         edges.append(edges[-1] + size)
     spans = [range(a, b) for a, b in pairwise(edges)]
     return Sharding(
-        tuple(edges[:-1]), edges[-1], tuple(label(graph, span) for span in spans), ("",) * len(spans),
+        tuple(edges[:-1]),
+        edges[-1],
+        tuple(label(graph, span) for span in spans),
+        ("",) * len(spans),
         crossing(graph, edges[1:-1]),
-    )  # fmt: skip
+    )
 
 
 def _runs(graph: OperationGraph, repeated: Sequence[bool]) -> dict[int, int]:
@@ -117,8 +120,10 @@ def _lead_on(graph: OperationGraph) -> list[bool]:
 def _edges(graph: OperationGraph, home: Mapping[int, int]) -> set[tuple[int, int]]:
     return {
         (home[source], h)
-        for n, h in home.items() for source in graph.operations[n].inputs if source in home and home[source] != h
-    }  # fmt: skip
+        for n, h in home.items()
+        for source in graph.operations[n].inputs
+        if source in home and home[source] != h
+    }
 
 
 @dataclass
@@ -170,9 +175,8 @@ class _Contracted:
             self.members[into] += self.members.pop(other)
             self.work[into] += self.work.pop(other)
         self.edges = {
-            (a, b)
-            for a, b in ((into if a in group else a, into if b in group else b) for a, b in self.edges) if a != b
-        }  # fmt: skip
+            (a, b) for a, b in ((into if a in group else a, into if b in group else b) for a, b in self.edges) if a != b
+        }
 
     def join_small_fork(self) -> bool:
         """Join the innermost branches that leave one piece and meet again, if running them side by side gains little;

@@ -17,17 +17,15 @@ from raypipe.graph.operations import Operation, OperationGraph, TensorType
 
 Dims = frozenset[int]
 """Dimensions of a result along which its values may differ."""
-POINTWISE = {
-    "add", "sub", "rsub", "mul", "div", "neg", "abs", "remainder", "floor_divide", "minimum", "maximum", "clamp", "le",
-    "lt", "ge", "gt", "eq", "ne", "__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_not",
-    "bitwise_xor", "logical_and", "logical_or", "logical_not", "logical_xor", "where", "masked_fill", "to", "_to_copy",
-    "type_as", "clone", "contiguous", "alias", "detach", "expand",
-}  # fmt: skip
+POINTWISE = (
+    {"add", "sub", "rsub", "mul", "div", "neg", "abs", "remainder", "floor_divide", "minimum", "maximum"}
+    | {"clamp", "le", "lt", "ge", "gt", "eq", "ne", "__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or"}
+    | {"bitwise_not", "bitwise_xor", "logical_and", "logical_or", "logical_not", "logical_xor", "where"}
+    | {"masked_fill", "to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "expand"}
+)
 """Operations whose value at a position is computed from their operands' values at that position."""
-CONSTANT = {
-    "ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like",
-    "scalar_tensor",
-}  # fmt: skip
+CONSTANT = {"ones", "zeros", "full", "new_ones", "new_zeros", "new_full"}
+CONSTANT |= {"ones_like", "zeros_like", "full_like", "scalar_tensor"}
 """Operations that read no more than the shape of an operand."""
 _RESHAPES = {"unsqueeze", "squeeze", "reshape", "view"}
 _SIZES = {"operator", "torch", "math"}
@@ -199,6 +197,12 @@ def _argument(call: Call, place: int, default: Any) -> Any:
 
 
 _RULES: dict[str, _Rule] = {
-    "arange": _range, "slice": _slice, "select": _select, "cumsum": _scan, "diff": _diff, "tril": _triangle,
-    "triu": _triangle, "index": _index,
-}  # fmt: skip
+    "arange": _range,
+    "slice": _slice,
+    "select": _select,
+    "cumsum": _scan,
+    "diff": _diff,
+    "tril": _triangle,
+    "triu": _triangle,
+    "index": _index,
+}

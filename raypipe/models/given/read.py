@@ -32,9 +32,13 @@ AGAIN = "train again from the script, which writes it"
 
 
 def given_model(
-    spec: GivenSpec, fields: Mapping[str, Field] | None, mask: float, tensor: bool, branches: bool,
+    spec: GivenSpec,
+    fields: Mapping[str, Field] | None,
+    mask: float,
+    tensor: bool,
+    branches: bool,
     smoothing: float = 0.0,
-) -> CapturedModel:  # fmt: skip
+) -> CapturedModel:
     """Return the layers of an instance.
 
     Args:
@@ -67,7 +71,7 @@ def given_model(
 @lru_cache(maxsize=4)
 def _given(
     record: str, stamp: int, given: tuple[tuple[str, Field], ...], mask: float, branches: bool, smoothing: float
-) -> CapturedModel:  # fmt: skip
+) -> CapturedModel:
     spec, fields = GivenSpec.model_validate_json(record), dict(given)
     folder = Path(spec.given)
     found, about = read_captured(folder)

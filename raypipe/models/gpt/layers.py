@@ -28,9 +28,12 @@ class GptLayers(LayeredModel):
     """
 
     def __init__(
-        self, model: GptSpec, dtype: torch.dtype = torch.float32, division: Division | None = None,
+        self,
+        model: GptSpec,
+        dtype: torch.dtype = torch.float32,
+        division: Division | None = None,
         smoothing: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.dtype, self.division = model, dtype, division
         self.names = ("embedding", *(f"block.{i}" for i in range(model.layers)), "head")
         head = self.count - 1

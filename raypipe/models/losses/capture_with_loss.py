@@ -23,9 +23,13 @@ from raypipe.models.task import Field
 
 
 def capture_with_loss(
-    build: Callable[[], nn.Module], function: LossFunction, names: Sequence[str], example: Mapping[str, object],
-    as_it_is: Sequence[str] = (), notify: Notify = to_stderr,
-) -> Captured:  # fmt: skip
+    build: Callable[[], nn.Module],
+    function: LossFunction,
+    names: Sequence[str],
+    example: Mapping[str, object],
+    as_it_is: Sequence[str] = (),
+    notify: Notify = to_stderr,
+) -> Captured:
     """Capture the model that ``build`` constructs, with the function at its end.
 
     Args:
@@ -50,8 +54,8 @@ def capture_with_loss(
     except CaptureError as error:
         if error.why == first.why:
             raise
-        raise CaptureError(first.where, f"{first.why}; and with the loss function as it is: {error.where}: {error.why}",
-                           first.fix) from error  # fmt: skip
+        why = f"{first.why}; and with the loss function as it is: {error.where}: {error.why}"
+        raise CaptureError(first.where, why, first.fix) from error
     notify(f"the loss function runs as it is, on the last stage, for it cannot be captured: {first.where}: {first.why}")
     return found
 
@@ -110,8 +114,9 @@ class _Stand:
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with fake_parameters(self._module, fake), fake, torch.no_grad():
-            moved = pytree.tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype),
-                                         (args, kwargs))  # fmt: skip
+            moved = pytree.tree_map_only(
+                Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), (args, kwargs)
+            )
             made = self._module.forward(*moved[0], **moved[1])
         samples = given[0].shape[0]
         own = [t for t in given if t.dim() and t.shape[0] == samples]

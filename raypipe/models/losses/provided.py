@@ -39,7 +39,7 @@ def reward(model: Any, batch: Mapping[str, Tensor], margin: float = 0.0) -> tupl
 
 def dpo(
     model: Any, batch: Mapping[str, Tensor], beta: float = 0.1, label_smoothing: float = 0.0
-) -> tuple[Tensor, Figures]:  # fmt: skip
+) -> tuple[Tensor, Figures]:
     """Return the loss of direct preference optimisation of each pair: ``[samples]``, in nats.
 
     ``chosen_labels`` and ``rejected_labels`` are the tokens themselves, with ``IGNORED`` where they do not count (the
@@ -70,9 +70,11 @@ def dpo(
     chosen, rejected = _halves(ratios, batch)
     margin = beta * (chosen - rejected)
     figures = {
-        "rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected, "rewards/margins": margin,
+        "rewards/chosen": beta * chosen,
+        "rewards/rejected": beta * rejected,
+        "rewards/margins": margin,
         "rewards/accuracies": _share(margin > 0),
-    }  # fmt: skip
+    }
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin), figures
 
 
@@ -138,9 +140,11 @@ def distillation(model: Any, batch: Mapping[str, Tensor], temperature: float = 2
     if student.dtype != torch.float64:
         student, taught = student.float(), taught.float()
     soft = F.kl_div(
-        (student / temperature).log_softmax(-1), (taught / temperature).log_softmax(-1), reduction="none",
+        (student / temperature).log_softmax(-1),
+        (taught / temperature).log_softmax(-1),
+        reduction="none",
         log_target=True,
-    ).sum(-1)  # fmt: skip
+    ).sum(-1)
     counts = labels != IGNORED
     hard = -student.log_softmax(-1).gather(-1, labels.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
     return (alpha * temperature**2 * soft + (1 - alpha) * hard).masked_fill(~counts, 0.0)

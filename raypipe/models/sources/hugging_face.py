@@ -56,14 +56,16 @@ CLASSES: dict[TaskName, tuple[str, ...]] = {
 
 NEEDED: dict[str, tuple[str, str, str]] = {
     "switch_transformers": (
-        "attention_mask", "transformers' own forward of it fails without one",
+        "attention_mask",
+        "transformers' own forward of it fails without one",
         "add an array attention_mask of ones, [rows, tokens]",
     ),
     "paligemma": (
-        "token_type_ids", "without them transformers' masks differ between a traced model and an eager one",
+        "token_type_ids",
+        "without them transformers' masks differ between a traced model and an eager one",
         "add token_type_ids: 0 for the image and the prompt, 1 for the answer",
     ),
-}  # fmt: skip
+}
 """Per model type, an array that it cannot do without although its forward does not require it; why, what to do."""
 
 

@@ -79,9 +79,10 @@ class Imported:
         labels = (arrays or {}).get("labels")
         name = self.spec.task
         if name is None:
-            name = "causal-lm" if arrays is None or labels is None else (
-                "regression" if labels.dtype.is_floating_point else "classification"
-            )  # fmt: skip
+            if arrays is None or labels is None:
+                name = "causal-lm"
+            else:
+                name = "regression" if labels.dtype.is_floating_point else "classification"
         if name == "causal-lm":
             return NextToken(arrays if arrays is not None else ("shift_labels",))
         if name == "regression":

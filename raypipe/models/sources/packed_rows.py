@@ -33,10 +33,8 @@ _SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
 _PRODUCTS = {"matmul", "mm", "bmm", "baddbmm", "einsum"}
 _LARGE = {*_PRODUCTS, "addmm", "linear", "embedding", "scaled_dot_product_attention", "module"}
 """Operations whose results count as 0: no mask is computed from them."""
-_MIXES = {
-    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "cumsum", "cumprod", "logcumsumexp", "lstm", "gru",
-    "rnn_tanh", "rnn_relu", "roll", "flip", "constant_pad_nd", "pad", "fft_fft", "fft_fftn", "fft_rfft",
-}  # fmt: skip
+_MIXES = {"conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "cumsum", "cumprod", "logcumsumexp", "lstm"}
+_MIXES |= {"gru", "rnn_tanh", "rnn_relu", "roll", "flip", "constant_pad_nd", "pad", "fft_fft", "fft_fftn", "fft_rfft"}
 """Operations that combine different positions, or shift them."""
 
 
@@ -65,9 +63,10 @@ def check_apart(captured: Captured) -> None:
 
 def _error(what: str, why: str) -> SpecError:
     return SpecError(
-        f"data, {POSITIONS}", f"restart within rows, which packs several documents into one, and {what} {why}",
+        f"data, {POSITIONS}",
+        f"restart within rows, which packs several documents into one, and {what} {why}",
         "give each document a row of its own; rows may differ in length",
-    )  # fmt: skip
+    )
 
 
 class _Row:

@@ -39,9 +39,13 @@ class Saved:
     """
 
     def __init__(
-        self, directory: Path, skeleton: nn.Module, others: StartValues,
-        before: Callable[[], Collection[str] | None] = lambda: None, renamed: Callable[[str], str] = str,
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path,
+        skeleton: nn.Module,
+        others: StartValues,
+        before: Callable[[], Collection[str] | None] = lambda: None,
+        renamed: Callable[[str], str] = str,
+    ) -> None:
         self.directory, self.others, self.before, self.renamed = directory, others, before, renamed
         self.files = TensorFiles(directory, ONE)
         self.conversion = Conversion(skeleton, self.files.without_memory())
@@ -185,9 +189,13 @@ class Conversion:
         converters = [entry for entry in table if isinstance(entry, WeightConverter)]
         self._converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         self.report: Any = LoadStateDictInfo(
-            missing_keys=set(self.state), unexpected_keys=set(), mismatched_keys=set(), conversion_errors={},
-            error_msgs=[], skipped_pp_keys=set(),
-        )  # fmt: skip
+            missing_keys=set(self.state),
+            unexpected_keys=set(),
+            mismatched_keys=set(),
+            conversion_errors={},
+            error_msgs=[],
+            skipped_pp_keys=set(),
+        )
         """transformers' own account: names that are missing, unexpected, of another shape, or failed."""
         self.sources: dict[str, Source] = {}
         """What makes each parameter or buffer."""
