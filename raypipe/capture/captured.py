@@ -1,4 +1,4 @@
-"""What a capture returns, and the cache from which processes read it that never capture anything."""
+"""A captured model as data, and the cache from which processes that never capture anything read it."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Arrays:
 
     @cached_property
     def _lengths(self) -> GroupedByLength | None:
-        """What orders the training rows by length; None if nothing does."""
+        """Return what orders the training rows by length; None if nothing does."""
         ragged = {name: c for name, c in self.columns["train"].items() if isinstance(c, Ragged)}
         if not self.grouped or not ragged:
             return None

@@ -44,7 +44,7 @@ _BINARY = (
 
 
 class Kind(NamedTuple):
-    """What a file is by its name."""
+    """The kind of a file, by its name."""
 
     format: Format | None
     """None if the name says nothing."""

@@ -35,7 +35,7 @@ class TensorType:
 
     @property
     def floating(self) -> bool:
-        """Whether gradients can flow through such a tensor."""
+        """Return whether gradients can flow through such a tensor."""
         return "float" in self.dtype or "complex" in self.dtype
 
 

@@ -22,7 +22,7 @@ IN_FLOAT32 |= {"exp", "log", "sum", "prod", "cumsum", "norm", "reciprocal", "sof
 
 @dataclass(frozen=True)
 class Autocast:
-    """What 16-bit autocast does on a kind of device. Operations of neither set run in their operands' widest dtype."""
+    """The rules of 16-bit autocast on a kind of device; other operations run in their operands' widest dtype."""
 
     products: frozenset[str]
     """Operations that run in 16 bits."""

@@ -178,7 +178,7 @@ class _Reader:
         return [] if operation.type is None else [operation.type]
 
     def sized(self, value: Plain) -> bool:
-        """Whether an argument is a size that is computed."""
+        """Return whether an argument is a size that is computed."""
         return isinstance(value, dict) and "op" in value and is_size(self.graph.operations[value["op"]])
 
     def stride(self, kind: TensorType, along: int | None) -> tuple[int, int]:

@@ -132,7 +132,7 @@ class CapturedModel(LayeredModel):
         return sum(self.graph.parameters[name] for name in self.held[i] if self.is_trained(name))
 
     def is_trained(self, name: str) -> bool:
-        """Whether the parameter of this name is trained."""
+        """Return whether the parameter of this name is trained."""
         return self.graph.sources[name].requires_grad
 
     @property

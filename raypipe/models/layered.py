@@ -27,7 +27,7 @@ from raypipe.tensor import Division, Shard
 
 
 class Ends(NamedTuple):
-    """What a stage receives and sends on, as numbers of the model's results."""
+    """The numbers of the model's results that a stage receives and sends on."""
 
     arriving: tuple[int, ...]
     leaving: tuple[int, ...]
@@ -121,7 +121,7 @@ class LayeredModel(ABC):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of the model before a run starts."""
+        """Return what the user should know of the model before a run starts."""
         return ()
 
     @property
@@ -147,7 +147,7 @@ class LayeredModel(ABC):
         return self.parameters(i)
 
     def is_trained(self, name: str) -> bool:
-        """Whether the parameter of this name is trained; by default all are."""
+        """Return whether the parameter of this name is trained; by default all are."""
         return True
 
     def frozen_stages(self, cut: Sequence[Sequence[int]]) -> tuple[int, ...]:

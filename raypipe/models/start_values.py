@@ -32,7 +32,7 @@ class StartValues(Protocol):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of them before a run starts."""
+        """Return what the user should know of them before a run starts."""
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
         """Return values of all these parameters, and of those buffers whose value differs from the constructor's."""
@@ -94,7 +94,7 @@ class _Made(NamedTuple):
 
 
 class _Skeleton(NamedTuple):
-    """What a constructor does with parameters, learnt from running it without memory."""
+    """The way a constructor treats parameters, learnt from running it without memory."""
 
     numbers: dict[str, int]
     """Per parameter name, the number of the registration that first made it; tied names share one."""

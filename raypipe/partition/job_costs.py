@@ -1,4 +1,4 @@
-"""What a job's model costs on a described cluster: the built-in GPT by its formulas, others by their operations."""
+"""The costs of a job's model on a described cluster: the built-in GPT by formulas, others by their operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raypipe.plan.choose import choose
 
 
 def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
-    """The computed profile of a job's model.
+    """Return the computed profile of a job's model.
 
     Raises:
         SpecError: the device has no peak for the job's arithmetic.
@@ -53,7 +53,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
 
 
 def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined: bool = False) -> Profile:
-    """The same with every layer shared by a group of ``size`` devices, which then counts as one device.
+    """Return the same profile with every layer shared by a group of ``size`` devices, which then counts as one device.
 
     Raises:
         SpecError: the model, or the cluster, does not divide so.
@@ -85,7 +85,7 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
 
 
 def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr) -> dict[tuple[int, bool], Profile]:
-    """``divided_profile`` for every group that the model can be divided over, by (size, ``sub_pipelined``).
+    """Return ``divided_profile`` for every group that the model can be divided over, by (size, ``sub_pipelined``).
 
     Only of the size, and the kind, that the job asks for, where it does.
 
@@ -117,7 +117,7 @@ def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stde
 
 
 def tied_values(found: Kept, trained: bool = False) -> int:
-    """Values of the parameters that the first and the last piece share; ``trained``: only of those that are trained."""
+    """Count the values that the first and the last piece share; ``trained``: only those that are trained."""
     first, last = found.pieces[0], found.pieces[-1]
     if first is last:
         return 0

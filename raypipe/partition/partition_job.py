@@ -59,12 +59,12 @@ def partition_job(
 
 
 def divided(job: JobSpec, size: int) -> JobSpec:
-    """The job with its layers shared by groups of ``size``."""
+    """Return the job with its layers shared by groups of ``size``."""
     return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size})})
 
 
 def job_pieces(job: JobSpec) -> Kept:
-    """The model's pieces, their work and how it runs in slices: from the cache, or from the model itself.
+    """Return the model's pieces, their work and how it runs in slices: from the cache, or from the model.
 
     Where the job divides layers, the first two are a member's share.
 
@@ -107,7 +107,7 @@ class Kept(NamedTuple):
 
 
 def pieces_key(job: JobSpec) -> str | None:
-    """What the pieces of this job's model are kept under; None if that cannot be told."""
+    """Return the key under which the pieces of this job's model are kept; None if that cannot be told."""
     if not isinstance(job.model, HfSpec) or job.data.type != "bytes":
         return None
     config = Path(job.model.hf) / "config.json"

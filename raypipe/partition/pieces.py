@@ -23,7 +23,7 @@ from raypipe.partition.report import Crossing, Piece
 
 
 def pieces_of(model: LayeredModel, microbatch: int) -> tuple[Piece, ...]:
-    """The layers of a model; what crosses is that of a micro-batch of so many samples."""
+    """Return the pieces of a model, one a layer; what crosses is that of a micro-batch of so many samples."""
     if isinstance(model, CapturedModel):
         return _captured(model, microbatch)
     assert isinstance(model, GptLayers)
@@ -56,7 +56,7 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
 
 
 def tensor_ranks_of(job: JobSpec, model: LayeredModel, autocast: Autocast = ON_GPU) -> tuple[TensorRankWork, ...]:
-    """The work of the same layers for the cost model; of a divided model, a member's share of it.
+    """Return the work of the same layers for the cost model; of a divided model, a member's share of it.
 
     ``autocast``: that of the devices, which a job in bfloat16 runs under.
     """

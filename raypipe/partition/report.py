@@ -1,4 +1,4 @@
-"""What a cut of a model into stages looks like: sub-graphs, cuts, seconds, parameters, before and after balancing."""
+"""A model's cut into stages: sub-graphs, cuts, seconds and parameters, before and after balancing."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ CHANNEL = LinkModel(latency_us=11, bandwidth_gb_s=11)
 
 
 def this_machine(dtype: str, devices: int) -> ClusterSpec:
-    """So many devices of one processor core each, sharing the machine's memory."""
+    """Return a cluster of so many devices of one processor core each, sharing the machine's memory."""
     kind = np.float64 if dtype == "float64" else np.float32
     a, large, other = np.ones((SIZE, SIZE), kind), np.ones(LARGE, np.float32), np.zeros(LARGE, np.float32)
     product, copy = _seconds(lambda: a @ a, 400), _seconds(lambda: np.copyto(other, large), 2)
@@ -41,7 +41,7 @@ def this_machine(dtype: str, devices: int) -> ClusterSpec:
 
 
 def _seconds(run: Callable[[], object], times: int) -> float:
-    """Processor time, as others may be at work on the machine; the least of a few samples."""
+    """Return processor time, as others may be at work on the machine; the least of a few samples."""
     samples = []
     for _ in range(8):
         began = time.process_time()

@@ -1,4 +1,4 @@
-"""What a run keeps of its documents: where the blocks are. The documents themselves stay where they are."""
+"""The record that a run keeps of its documents: where the blocks are. The documents stay where they are."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Blocks:
 
     @property
     def encoder(self) -> Encoder:
-        """What makes tokens of documents; the same for all that have the same tokenizer."""
+        """Return the encoder that makes tokens of documents; the same for all that have the same tokenizer."""
         return encoder_of(self.tokenizer, self.is_tokens, self.tokens)
 
     def packed(self, number: int) -> Tokens:

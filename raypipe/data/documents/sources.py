@@ -40,7 +40,7 @@ _TEXT = ("string", "large_string", "string_view", "binary", "large_binary", "bin
 
 
 class Part(NamedTuple):
-    """What can be read alone."""
+    """A part of a file that can be read alone."""
 
     file: str
     group: int

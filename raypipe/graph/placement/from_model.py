@@ -24,7 +24,7 @@ BACKWARDS: tuple[Backward, ...] = get_args(Backward)
 
 
 class Rates(NamedTuple):
-    """What one device computes and moves."""
+    """The rates at which one device computes and moves data."""
 
     flops_s: float
     """Large matrix products, floating-point operations per second."""

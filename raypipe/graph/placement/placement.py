@@ -41,7 +41,7 @@ class Placement:
 
     @property
     def optimal(self) -> bool:
-        """Whether no placement is shorter, up to the rounding of times to the solver's ticks."""
+        """Return whether no placement is shorter, up to the rounding of times to the solver's ticks."""
         return self.gap <= 1e-6
 
     def document(self, graph: PlacementGraph) -> dict[str, Any]:

@@ -250,7 +250,7 @@ def _solve_piece(
 
 
 def _spans(edge: tuple[str, str, float], gates: list[str], piece: _Piece) -> bool:
-    """Whether an edge from gate to gate spans one of the piece's segments."""
+    """Return whether an edge from gate to gate spans one of the piece's segments."""
     return edge[0] in gates and gates.index(edge[0]) + 1 in piece.segments
 
 

@@ -27,7 +27,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageEnds:
-    """What a stage exchanges with other stages, as numbers of the model's results."""
+    """The numbers of the model's results that a stage exchanges with other stages."""
 
     arrives: Mapping[int, tuple[int, ...]]
     """Per stage that it receives from, in order, the results that come from there."""

@@ -61,7 +61,7 @@ def varying_dims(graph: OperationGraph, calls: Sequence[Call]) -> list[Dims | No
 
 
 class _Reader:
-    """What is known of the operands of a call."""
+    """Reads the values that are known of a call's operands."""
 
     def __init__(self, graph: OperationGraph, found: Sequence[Dims | None]) -> None:
         self.graph, self.found = graph, found

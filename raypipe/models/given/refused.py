@@ -1,4 +1,4 @@
-"""What a model instance or a loss of the script may not have, because no worker could do it as the script does."""
+"""Refuse what a model instance or a script's loss has that no worker could do as the script does."""
 
 from __future__ import annotations
 

@@ -240,7 +240,7 @@ def asked_of_model(
 
 
 class _Outputs(dict[str, Any]):
-    """What a model has returned by name, as attributes, and by position, as transformers' outputs are."""
+    """A model's results by name, as attributes, and by position, as transformers' outputs are."""
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What attention drops of its weights."""
+    """The dropout of attention's weights."""
 
     p: float
     """Probability of dropping one."""
@@ -169,7 +169,7 @@ def _share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's fused kernel for CPUs takes these tensors; elsewhere, the scores of one block are made."""
+    """Return whether torch's fused kernel for CPUs takes these tensors; elsewhere, the scores of one block are made."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] == key.shape[-1]
 
 

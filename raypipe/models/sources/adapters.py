@@ -145,7 +145,7 @@ class SavedAdapters:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of the model without adapters."""
+        """Return what the user should know of the model without adapters."""
         return self.others.notices
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:

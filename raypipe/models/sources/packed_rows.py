@@ -1,4 +1,4 @@
-"""Whether a captured model keeps the documents of a packed row apart, so that none sees another.
+"""Check that a captured model keeps the documents of a packed row apart, so that none sees another.
 
 Packed rows hold several documents, and their ``position_ids`` restart where one begins. transformers makes a block mask
 of them for models whose masks it makes by ``create_causal_mask``; other models use them as positions alone, and their
@@ -126,7 +126,7 @@ class _Row:
         return kind is not None and kind.floating and any(self._is_length(dim) for dim in kind.shape)
 
     def _is_length(self, dim: Dim) -> bool:
-        """Whether a dimension is that of a row's tokens, or grows with it."""
+        """Return whether a dimension is that of a row's tokens, or grows with it."""
         growing = {name for one in self.tokens for name in symbols(one)}
         return dim in self.tokens or bool(symbols(dim) & growing and evaluate(dim, self.sizes) >= self.length)
 
@@ -134,7 +134,7 @@ class _Row:
         return len(kind.shape) > 1 and self._is_length(kind.shape[-2]) and self._is_length(kind.shape[-1])
 
     def _sums_tokens(self, operation: Operation) -> bool:
-        """Whether a product of two results sums over the tokens of a row; those of scores are followed by a softmax."""
+        """Return whether a product sums over the tokens of a row; one of scores is followed by a softmax."""
         types = [self.graph.operations[i].type for i in operation.inputs]
         if operation.equation:
             given, _, result = operation.equation.replace(" ", "").partition("->")
@@ -149,7 +149,7 @@ class _Row:
         return last is not None and len(last.shape) > 1 and self._is_length(last.shape[-2])
 
     def _hides(self, scores: Any) -> bool:
-        """Whether scores, or a mask, hide every key of another document from every query."""
+        """Return whether scores, or a mask, hide every key of another document from every query."""
         if not isinstance(scores, Tensor) or scores.dim() < 2:
             return False
         if scores.shape[-2] != self.length or scores.shape[-1] < self.length:

@@ -59,7 +59,7 @@ class Saved:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know: names that are new, and saved tensors that the model does not have."""
+        """Return what the user should know: names that are new, and saved tensors that the model does not have."""
         found = []
         if self.new:
             names = ", ".join(self.new)
@@ -125,7 +125,7 @@ class Saved:
 
     @cached_property
     def _headless(self) -> bool:
-        """Whether the files fill nothing outside the model's base."""
+        """Return whether the files fill nothing outside the model's base."""
         start = f"{self.conversion.model.base_model_prefix}."
         parts = {name for name, _ in self.conversion.model.named_parameters(remove_duplicate=False)}
         own = any(name.startswith(start) for name in parts)
@@ -136,7 +136,7 @@ class Saved:
         return self.before()
 
     def _of_new_head(self, name: str) -> bool:
-        """Whether the saved model cannot have had this parameter, so that no value of it was lost."""
+        """Return whether the saved model cannot have had this parameter, so that no value of it was lost."""
         start = f"{self.conversion.model.base_model_prefix}."
         if self._headless and not name.startswith(start):
             return True
@@ -168,7 +168,7 @@ class Source(NamedTuple):
 
 
 class Conversion:
-    """What a model's parameters and buffers are made of.
+    """The saved tensors that a model's parameters and buffers are made of.
 
     Args:
         model: a model of transformers without memory, in the dtype to read values in.
