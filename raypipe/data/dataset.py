@@ -258,9 +258,9 @@ def reads_bytes(job: JobSpec, directory: Path) -> bool:
     """
     if job.data.type != "documents":
         return job.data.type != "arrays"
-    from raypipe.data.documents.prepared import Prepared
+    from raypipe.data.documents.prepared import PreparedDocuments
 
-    train = Prepared.open(directory, check=False).splits["train"]
+    train = PreparedDocuments.open(directory, check=False).splits["train"]
     return train.tokenizer is None and not train.is_tokens
 
 

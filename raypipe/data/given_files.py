@@ -43,7 +43,7 @@ _BINARY = (
 """First bytes of formats, of which none is text in UTF-8 that anybody trains on."""
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """The kind of a file, by its name."""
 
     format: Format | None
@@ -60,16 +60,16 @@ class GivenFile:
     path: Path
 
 
-def kind_of(path: Path | str) -> Kind:
+def kind_of(path: Path | str) -> FileKind:
     """Return what a file is by its name.
 
     >>> kind_of("a.JSONL.gz"), kind_of("notes")
-    (Kind(format='jsonl', compression='gzip'), Kind(format=None, compression=None))
+    (FileKind(format='jsonl', compression='gzip'), FileKind(format=None, compression=None))
     """
     suffixes = [one.lower() for one in Path(path).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     rest = suffixes[: -1 if compression else None]
-    return Kind(SUFFIXES.get(rest[-1]) if rest else None, compression)
+    return FileKind(SUFFIXES.get(rest[-1]) if rest else None, compression)
 
 
 def find_files(source: str, excluded: frozenset[str] = frozenset()) -> list[GivenFile]:

@@ -45,7 +45,7 @@ class TextFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TextFiles:
     """The text files of a corpus, sorted by name, and how many files were skipped."""
 
     files: tuple[TextFile, ...]
@@ -54,7 +54,7 @@ class Found:
     empty: int
 
 
-def find_text(source: str, raw: bool = True) -> Found:
+def find_text(source: str, raw: bool = True) -> TextFiles:
     """Find the text files that ``stdlib``, a file, a folder (recursively, without hidden ones) or a glob names.
 
     A file is text if it holds no NUL byte, once it is uncompressed as its name says. Without ``raw``, JSON in a
@@ -90,7 +90,7 @@ def find_text(source: str, raw: bool = True) -> Found:
             texts.append(TextFile(file.name, file.path, format, len(content)))
     if not texts:
         raise _no_text(source, binary, empty)
-    return Found(tuple(texts), len(binary), empty)
+    return TextFiles(tuple(texts), len(binary), empty)
 
 
 def _no_text(source: str, binary: list[str | None], empty: int) -> SpecError:
@@ -149,7 +149,7 @@ Piece = tuple[TextFile, int, int]
 """A file, and the range of its bytes that is used."""
 
 
-def _split(found: Found, sequence: int) -> dict[str, list[Piece]]:
+def _split(found: TextFiles, sequence: int) -> dict[str, list[Piece]]:
     """Divide the files into the pieces of each split."""
     if len(found.files) == 1:
         file = found.files[0]

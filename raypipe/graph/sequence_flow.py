@@ -61,10 +61,10 @@ def sequence_flow(graph: OperationGraph, calls: Sequence[Call]) -> Flow:
     Raises:
         CaptureError: a slice would not compute what the whole does; it names the operation.
     """
-    return _Reader(graph, calls).flow()
+    return _FlowReader(graph, calls).flow()
 
 
-class _Reader:
+class _FlowReader:
     def __init__(self, graph: OperationGraph, calls: Sequence[Call]) -> None:
         self.graph, self.calls = graph, calls
         shapes = [graph.sources[name].type.shape for name in graph.inputs]

@@ -20,7 +20,7 @@ from raypipe.graph.flops import MOVES_NOTHING, matrix_flops, operand_types, shor
 from raypipe.graph.liveness import replicated
 from raypipe.graph.operations import ITEM_BYTES, OperationGraph
 from raypipe.graph.precision import AUTOCAST_BYTES, Autocast, is_product, operand_width, widths
-from raypipe.graph.subgraphs import Sharding
+from raypipe.graph.subgraphs import Subgraphs
 
 ATTENTION = "scaled_dot_product_attention"
 BLOCK = 12
@@ -33,7 +33,7 @@ LABEL = 8
 
 
 def captured_work(
-    graph: OperationGraph, sharding: Sharding, one: Sizes, autocast: Autocast | None = None
+    graph: OperationGraph, sharding: Subgraphs, one: Sizes, autocast: Autocast | None = None
 ) -> tuple[TensorRankWork, ...]:
     """Count the work of every sub-graph, with the collectives of tensor parallelism inside it.
 
@@ -150,7 +150,7 @@ class _Sums:
         self.tables |= other.tables
 
 
-def _tensor_rank(counted: _Counted, sharding: Sharding, number: int, unread: float) -> TensorRankWork:
+def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: float) -> TensorRankWork:
     graph = counted.graph
     span = sharding.operations(range(number, number + 1))
     sums = _Sums()
@@ -469,7 +469,7 @@ def passes_on(graph: OperationGraph, number: int) -> bool:
     return not graph.requires_grad[number] or name in MOVES_NOTHING | PASSES_ON
 
 
-def unread_bytes(graph: OperationGraph, sharding: Sharding, one: Sizes) -> tuple[float, ...]:
+def unread_bytes(graph: OperationGraph, sharding: Subgraphs, one: Sizes) -> tuple[float, ...]:
     """Return, per sub-graph, the bytes that it receives, uses last, and that no operation saves for its backward.
 
     A sum that a ReLU reads first thing is an example: the ReLU saves its own result. A stage that begins with the

@@ -36,7 +36,7 @@ SHARES_PER_BLOCK = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class Subgraphs:
     """A model's operations, divided into sub-graphs that run one after another."""
 
     starts: tuple[int, ...]
@@ -60,7 +60,7 @@ class Sharding:
         return range(self.starts[subgraphs[0]], (*self.starts, self.end)[subgraphs[-1] + 1])
 
 
-def shard(graph: OperationGraph, parts: int | None = None) -> Sharding:
+def shard(graph: OperationGraph, parts: int | None = None) -> Subgraphs:
     """Divide a model into sub-graphs; with ``parts`` (the paper's k), a share is 1 / k of the whole model.
 
     Raises:
@@ -72,7 +72,7 @@ def shard(graph: OperationGraph, parts: int | None = None) -> Sharding:
     edges = [*starts, len(graph.operations)]
     labels = tuple(label(graph, range(a, b)) for a, b in pairwise(edges))
     blocks = tuple(_block(graph, range(a, b)) for a, b in pairwise(edges))
-    return Sharding(tuple(starts), len(graph.operations), labels, blocks, crossing(graph, starts[1:]))
+    return Subgraphs(tuple(starts), len(graph.operations), labels, blocks, crossing(graph, starts[1:]))
 
 
 def common_operations(graph: OperationGraph) -> frozenset[int]:

@@ -3,14 +3,14 @@
 from raypipe.models.build import DTYPES, build_model
 from raypipe.models.gpt.layers import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
-from raypipe.models.layered import Chain, CutTensor, Ends, LayeredModel, StageBody, TiedGroup, split_layers
+from raypipe.models.layered import BodyEnds, Chain, CutTensor, LayeredModel, StageBody, TiedGroup, split_layers
 from raypipe.models.task import Field, Inputs, Lengths, Task, cross_entropy
 
 __all__ = [
     "DTYPES",
+    "BodyEnds",
     "Chain",
     "CutTensor",
-    "Ends",
     "Field",
     "GptLayers",
     "Inputs",

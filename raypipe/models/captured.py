@@ -20,12 +20,12 @@ from raypipe.graph.liveness import between_spans, inputs_read
 from raypipe.graph.operations import Operation, OperationGraph, TensorType
 from raypipe.graph.sequence_flow import sequence_flow
 from raypipe.graph.stages.links import Result
-from raypipe.graph.subgraphs import Sharding
+from raypipe.graph.subgraphs import Subgraphs
 from raypipe.graph.values.placeholders import placeholders
 from raypipe.models.keyed_draws import Site
 from raypipe.models.keyed_operations import find_sites, key_random_operations, keyed_attention, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
-from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup, equal_slices
+from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.running_statistics import (
     RunningStatistics,
     check_buffers,
@@ -71,7 +71,7 @@ class CapturedModel(LayeredModel):
     def __init__(
         self,
         captured: Captured,
-        sharding: Sharding,
+        sharding: Subgraphs,
         task: Task,
         values: StartValues,
         fields: Mapping[str, tuple[str, Field]],
@@ -165,7 +165,7 @@ class CapturedModel(LayeredModel):
         return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._operations(layers)))
 
     def build_stage(
-        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: Ends | None = None
+        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: BodyEnds | None = None
     ) -> StageBody:
         """Build the operations of these sub-graphs as one module."""
         arriving, leaving = ends or self.ends_in_chain(layers)
@@ -181,7 +181,7 @@ class CapturedModel(LayeredModel):
         if self.slices > 1:
             run_on_slices(part.module, sequence_flow(self.graph, self.captured.calls))
         statistics = learn_statistics(part.module, self.captured.values)
-        stage = CapturedStage(
+        stage = CapturedBody(
             part.module,
             tuple(self.fields[name][0] for name in part.inputs),
             tuple(getattr(torch, _type(operation).dtype) for operation in part.leaves),
@@ -228,7 +228,7 @@ class CapturedModel(LayeredModel):
         return [n for i in layers for n in range(self.edges[i], self.edges[i + 1])]
 
 
-class CapturedStage(StageBody):
+class CapturedBody(StageBody):
     """The stage body of consecutive sub-graphs."""
 
     def __init__(

@@ -26,7 +26,7 @@ from raypipe.plan.cut.layers import LayerCut, Placement, fastest_cut
 from raypipe.tensor import Division, Shard
 
 
-class Ends(NamedTuple):
+class BodyEnds(NamedTuple):
     """The numbers of the model's results that a stage receives and sends on."""
 
     arriving: tuple[int, ...]
@@ -174,9 +174,9 @@ class LayeredModel(ABC):
         """Return the tensors that cross a cut of the chain after layer ``i``; see ``tensors``."""
         return self.tensors(live_after(self.results, i), samples, lengths)
 
-    def ends_in_chain(self, layers: Sequence[int]) -> Ends:
+    def ends_in_chain(self, layers: Sequence[int]) -> BodyEnds:
         """Return what consecutive layers receive and send on as a stage of a chain."""
-        return Ends(
+        return BodyEnds(
             live_after(self.results, layers[0] - 1) if layers[0] else (),
             live_after(self.results, layers[-1]) if layers[-1] < self.count - 1 else (),
         )
@@ -201,7 +201,7 @@ class LayeredModel(ABC):
 
     @abstractmethod
     def build_stage(
-        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: Ends | None = None
+        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: BodyEnds | None = None
     ) -> StageBody:
         """Build some layers with their start values, which depend only on (seed, parameter).
 
@@ -219,12 +219,12 @@ class Chain(StageBody):
     """Runs ``parts`` of a stage's layers in sequence; parameters tied between parts are shared, as in one body."""
 
     def __init__(
-        self, model: LayeredModel, parts: Sequence[Sequence[int]], seed: int, device: torch.device | str, ends: Ends
+        self, model: LayeredModel, parts: Sequence[Sequence[int]], seed: int, device: torch.device | str, ends: BodyEnds
     ) -> None:
         super().__init__()
         handed_on = [ends.arriving, *between_parts(model.results, parts, *ends), ends.leaving]
         bodies = [
-            model.build_stage(part, seed, device, Ends(*around))
+            model.build_stage(part, seed, device, BodyEnds(*around))
             for part, around in zip(parts, pairwise(handed_on), strict=True)
         ]
         self.parts = nn.ModuleList(bodies)

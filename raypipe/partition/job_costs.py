@@ -16,7 +16,7 @@ from raypipe.job.cluster import ClusterSpec
 from raypipe.job.load import load_job
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec
-from raypipe.partition.partition_job import Kept, divided, job_pieces
+from raypipe.partition.partition_job import JobPieces, divided, job_pieces
 from raypipe.plan.choose import choose
 
 
@@ -116,7 +116,7 @@ def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stde
     return found
 
 
-def tied_values(found: Kept, trained: bool = False) -> int:
+def tied_values(found: JobPieces, trained: bool = False) -> int:
     """Count the values that the first and the last piece share; ``trained``: only those that are trained."""
     first, last = found.pieces[0], found.pieces[-1]
     if first is last:

@@ -21,7 +21,7 @@ from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, tran
 from raypipe.job import HfSpec, JobSpec
 from raypipe.job.cluster import load_cluster
 from raypipe.job.requested_schedule import base_schedule
-from raypipe.partition.report import Crossing, Partition, Piece, make_partition
+from raypipe.partition.report import Crossing, ModelPiece, Partition, make_partition
 from raypipe.partition.this_machine import this_machine
 
 
@@ -63,7 +63,7 @@ def divided(job: JobSpec, size: int) -> JobSpec:
     return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size})})
 
 
-def job_pieces(job: JobSpec) -> Kept:
+def job_pieces(job: JobSpec) -> JobPieces:
     """Return the model's pieces, their work and how it runs in slices: from the cache, or from the model.
 
     Where the job divides layers, the first two are a member's share.
@@ -83,7 +83,7 @@ def job_pieces(job: JobSpec) -> Kept:
     fields = declared_fields(job.data)
     model = build_model(job, fields, tensor_rank=0)
     slicing = slicing_of(job, model, fields)
-    found = Kept(pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model), slicing)
+    found = JobPieces(pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model), slicing)
     if key is not None:
         save_pieces(key, found)
     return found
@@ -97,10 +97,10 @@ KEPT_AS = 3
 """Version of what is kept; increased when it changes, so that older pieces are no longer found."""
 
 
-class Kept(NamedTuple):
+class JobPieces(NamedTuple):
     """A job's model as the planner knows it."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ModelPiece, ...]
     tensor_ranks: tuple[TensorRankWork, ...]
     """The work of each piece; a tensor rank's share of it where the job divides layers."""
     slicing: Slicing
@@ -134,12 +134,14 @@ def pieces_key(job: JobSpec) -> str | None:
     return fingerprint(asked, code, ("torch", "transformers"))
 
 
-def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
+def load_pieces(key: str, notify: Notify = to_stderr) -> JobPieces | None:
     """The pieces kept under a key, and their work; None if there are none."""
     path = cache_folder() / f"{key}.pieces.json"
     try:
         pieces, tensor_ranks, slicing = read_json(path)
-        return Kept(tuple(map(_piece, pieces)), tuple(map(_tensor_rank, tensor_ranks)), Slicing.model_validate(slicing))
+        return JobPieces(
+            tuple(map(_piece, pieces)), tuple(map(_tensor_rank, tensor_ranks)), Slicing.model_validate(slicing)
+        )
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -149,7 +151,7 @@ def load_pieces(key: str, notify: Notify = to_stderr) -> Kept | None:
     return None
 
 
-def save_pieces(key: str, found: Kept, notify: Notify = to_stderr) -> None:
+def save_pieces(key: str, found: JobPieces, notify: Notify = to_stderr) -> None:
     """Keep them; a folder that can't be written is no error."""
     works = [[asdict(rank.work), *rank[1:]] for rank in found.tensor_ranks]
     content = json.dumps([[asdict(p) for p in found.pieces], works, found.slicing.model_dump()])
@@ -160,10 +162,10 @@ def save_pieces(key: str, found: Kept, notify: Notify = to_stderr) -> None:
         notify(f"the pieces are not kept: {cache_folder()}: {error.strerror}")
 
 
-def _piece(item: dict[str, Any]) -> Piece:
+def _piece(item: dict[str, Any]) -> ModelPiece:
     behind = tuple(Crossing(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in item["behind"])
     values = tuple((str(name), int(count)) for name, count in item["parameters"])
-    return Piece(**{**item, "behind": behind, "parameters": values, "frozen": tuple(item["frozen"])})
+    return ModelPiece(**{**item, "behind": behind, "parameters": values, "frozen": tuple(item["frozen"])})
 
 
 def _tensor_rank(item: list[Any]) -> TensorRankWork:

@@ -19,10 +19,10 @@ from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
 from raypipe.models.gpt.modules import make_layer, unset_parameters
 from raypipe.models.task import Field
-from raypipe.partition.report import Crossing, Piece
+from raypipe.partition.report import Crossing, ModelPiece
 
 
-def pieces_of(model: LayeredModel, microbatch: int) -> tuple[Piece, ...]:
+def pieces_of(model: LayeredModel, microbatch: int) -> tuple[ModelPiece, ...]:
     """Return the pieces of a model, one a layer; what crosses is that of a micro-batch of so many samples."""
     if isinstance(model, CapturedModel):
         return _captured(model, microbatch)
@@ -35,12 +35,14 @@ def pieces_of(model: LayeredModel, microbatch: int) -> tuple[Piece, ...]:
         behind = model.crossing(i, microbatch) if i < model.count - 1 else ()
         crossing = tuple(_crossing("residual stream", tensor) for tensor in behind)
         made.append(
-            Piece(name.partition(".")[0], name if "." in name else "", values, model.flops[i], crossing, model.flops[i])
+            ModelPiece(
+                name.partition(".")[0], name if "." in name else "", values, model.flops[i], crossing, model.flops[i]
+            )
         )
     return tuple(made)
 
 
-def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
+def _captured(model: CapturedModel, microbatch: int) -> tuple[ModelPiece, ...]:
     graph, sharding, one = model.graph, model.sharding, model.sizes(1)
     made = []
     for i, (a, b) in enumerate(pairwise([*sharding.starts, sharding.end])):
@@ -51,7 +53,7 @@ def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
         values = tuple((name, graph.parameters[name]) for name in names)
         waits = split_flops(graph, range(a, b), one)
         frozen = tuple(name for name in names if not model.is_trained(name))
-        made.append(Piece(sharding.labels[i], sharding.blocks[i], values, model.flops[i], behind, *waits, frozen))
+        made.append(ModelPiece(sharding.labels[i], sharding.blocks[i], values, model.flops[i], behind, *waits, frozen))
     return tuple(made)
 
 

@@ -32,7 +32,7 @@ class Crossing:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModelPiece:
     """One sub-graph, or one layer of the built-in GPT."""
 
     label: str
@@ -56,7 +56,7 @@ class Piece:
 class Partition:
     """A model cut into stages, beside the cut that gives every stage as many blocks."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ModelPiece, ...]
     profile: Profile
     schedule: Schedule
     microbatch: int
@@ -70,7 +70,7 @@ class Partition:
 
 
 def make_partition(
-    pieces: Sequence[Piece],
+    pieces: Sequence[ModelPiece],
     profile: Profile,
     schedule: Schedule,
     microbatch: int,
@@ -238,7 +238,7 @@ def report(partition: Partition) -> dict[str, Any]:
     }
 
 
-def _share_in_b(pieces: Sequence[Piece]) -> float:
+def _share_in_b(pieces: Sequence[ModelPiece]) -> float:
     """Share of the weight gradients' FLOPs that B computes even where backwards are split, 0..1."""
     total = sum(piece.weight_flops for piece in pieces)
     return sum(piece.weight_flops_in_b for piece in pieces) / total if total else 0.0
@@ -276,13 +276,18 @@ def _seconds(profile: Profile, microbatch: int, layers: Sequence[int]) -> tuple[
     return times.forward, times.joint
 
 
-def _values(pieces: Iterable[Piece]) -> dict[str, int]:
+def _values(pieces: Iterable[ModelPiece]) -> dict[str, int]:
     """Parameters of some pieces, each once."""
     return {name: count for piece in pieces for name, count in piece.parameters}
 
 
 def _memory(
-    pieces: Sequence[Piece], profile: Profile, schedule: Schedule, microbatch: int, limit: float, each: ParameterBytes
+    pieces: Sequence[ModelPiece],
+    profile: Profile,
+    schedule: Schedule,
+    microbatch: int,
+    limit: float,
+    each: ParameterBytes,
 ) -> Memory:
     split = any(task.kind == "W" for task in schedule.tasks())
     return Memory(

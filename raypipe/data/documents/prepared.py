@@ -17,7 +17,7 @@ from torch import Tensor, from_numpy
 from raypipe.atomic_write import write_whole
 from raypipe.data.documents import META
 from raypipe.data.documents.read import Document, documents_of
-from raypipe.data.documents.sources import Block, Part, blocks_of, find_source, split_of
+from raypipe.data.documents.sources import Block, FilePart, blocks_of, find_source, split_of
 from raypipe.data.documents.tokens import Encoder, Tokens, encoded, encoder_of
 from raypipe.data.documents.windows import BlockOrder, Windows, samples_in
 from raypipe.data.given_files import Format
@@ -145,12 +145,12 @@ def _check(blocks: Blocks, window: int, tokens: int, key: str, split: Split) -> 
 
 
 def _blocks(about: dict[str, Any]) -> Blocks:
-    blocks = tuple(tuple(Part(*part) for part in block) for block in about["blocks"])
+    blocks = tuple(tuple(FilePart(*part) for part in block) for block in about["blocks"])
     return Blocks(**about | {"blocks": blocks})
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDocuments:
     """The prepared documents of a run."""
 
     splits: dict[Split, Blocks]
@@ -160,7 +160,7 @@ class Prepared:
     """Blocks whose samples are shuffled among one another."""
 
     @staticmethod
-    def open(directory: Path, check: bool = True) -> Prepared:
+    def open(directory: Path, check: bool = True) -> PreparedDocuments:
         """Read what ``prepare_documents`` wrote; ``check``: whether to look at the files, too.
 
         Raises:
@@ -177,7 +177,7 @@ class Prepared:
             if not os.path.isfile(file) or os.path.getsize(file) != size:
                 changed = "has changed since the run began" if os.path.exists(file) else "is gone"
                 raise SpecError("data.path", f"{file} {changed}", f"bring it back, or {AGAIN}")
-        return Prepared(splits, window, together)
+        return PreparedDocuments(splits, window, together)
 
 
 # Documents as a dataset that this process reads by itself, for profiling and for one device.
@@ -198,8 +198,8 @@ class Documents:
         self._windows: dict[tuple[Split, int], Windows] = {}
 
     @cached_property
-    def _prepared(self) -> Prepared:
-        return Prepared.open(self._directory)
+    def _prepared(self) -> PreparedDocuments:
+        return PreparedDocuments.open(self._directory)
 
     def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
         """Return the samples of a step as the task's raw inputs."""
@@ -230,7 +230,7 @@ class Documents:
 @lru_cache(maxsize=2)
 def _first(directory: Path, split: Split) -> Tokens:
     """Return the tokens of the first block that holds a sample; kept, because a measurement opens the data often."""
-    prepared = Prepared.open(directory)
+    prepared = PreparedDocuments.open(directory)
     blocks = prepared.splits[split]
     packed = map(blocks.packed, range(len(blocks.blocks)))
     return next(tokens for tokens in packed if samples_in(len(tokens), prepared.window))

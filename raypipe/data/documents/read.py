@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from raypipe.data.documents.sources import Block, Part, arrow_batches, damaged
+from raypipe.data.documents.sources import Block, FilePart, arrow_batches, damaged
 from raypipe.data.given_files import BOM, UNREADABLE, Format, check_object, kind_of, open_text
 from raypipe.errors import SpecError
 
@@ -54,7 +54,7 @@ def documents_of(block: Block, format: Format, column: str, is_tokens: bool) -> 
             raise damaged(part.file, error) from None
 
 
-def _checked(value: Any, part: Part, row: int, column: str) -> str | list[int]:
+def _checked(value: Any, part: FilePart, row: int, column: str) -> str | list[int]:
     """Return the content of a row of a table."""
     where = f"{part.file}: row {row} of group {part.group}"
     if value is None:
@@ -69,7 +69,7 @@ def _checked(value: Any, part: Part, row: int, column: str) -> str | list[int]:
     return value  # type: ignore[no-any-return]
 
 
-def _parquet(part: Part, column: str) -> Iterator[pa.Array]:
+def _parquet(part: FilePart, column: str) -> Iterator[pa.Array]:
     with pq.ParquetFile(part.file, memory_map=True) as file:
         skip, left = part.first, part.rows
         for batch in file.iter_batches(ROWS, row_groups=[part.group], columns=[column], use_threads=False):
@@ -83,7 +83,7 @@ def _parquet(part: Part, column: str) -> Iterator[pa.Array]:
     raise _changed(part)
 
 
-def _arrow(part: Part, column: str) -> Iterator[pa.Array]:
+def _arrow(part: FilePart, column: str) -> Iterator[pa.Array]:
     with pa.memory_map(part.file) as content:
         for number, batch in enumerate(arrow_batches(content)):
             if number == part.group:
@@ -92,7 +92,7 @@ def _arrow(part: Part, column: str) -> Iterator[pa.Array]:
     raise _changed(part)
 
 
-def _lines(part: Part) -> Iterator[tuple[bytes, bool]]:
+def _lines(part: FilePart) -> Iterator[tuple[bytes, bool]]:
     """Yield the lines that begin within a range of bytes, or all of a compressed file, and whether each is the last."""
     compressed = kind_of(part.file).compression is not None
     with open_text(Path(part.file)) as file:
@@ -106,7 +106,7 @@ def _lines(part: Part) -> Iterator[tuple[bytes, bool]]:
             at_start = False
 
 
-def _chunks(part: Part) -> Iterator[list[tuple[int, bytes]]]:
+def _chunks(part: FilePart) -> Iterator[list[tuple[int, bytes]]]:
     """Yield lines that are not blank, each with its number within the part, some ``JSON_BYTES`` at a time."""
     held: list[tuple[int, bytes]] = []
     size = 0
@@ -121,7 +121,7 @@ def _chunks(part: Part) -> Iterator[list[tuple[int, bytes]]]:
         yield held
 
 
-def _records(part: Part, lines: list[tuple[int, bytes]], column: str, is_tokens: bool) -> list[str | list[int]]:
+def _records(part: FilePart, lines: list[tuple[int, bytes]], column: str, is_tokens: bool) -> list[str | list[int]]:
     """Return the contents of some records."""
     content = b"".join(line if line.endswith(b"\n") else line + b"\n" for _, line in lines)
     kind = pa.list_(pa.int64()) if is_tokens else pa.string()
@@ -138,7 +138,7 @@ def _records(part: Part, lines: list[tuple[int, bytes]], column: str, is_tokens:
     return values
 
 
-def _bad_record(part: Part, lines: list[tuple[int, bytes]], column: str, is_tokens: bool) -> SpecError | None:
+def _bad_record(part: FilePart, lines: list[tuple[int, bytes]], column: str, is_tokens: bool) -> SpecError | None:
     """Find the first record that cannot be read; None if there is none."""
     for number, line in lines:
         why, fix = "", "mend it, or leave it out"
@@ -156,7 +156,7 @@ def _bad_record(part: Part, lines: list[tuple[int, bytes]], column: str, is_toke
     return None
 
 
-def _place(part: Part, number: int) -> str:
+def _place(part: FilePart, number: int) -> str:
     """Name a line by its number in the file, given that within a part; lines before the part are counted only now."""
     before = 0
     if part.first:
@@ -166,7 +166,7 @@ def _place(part: Part, number: int) -> str:
     return f"{part.file}, line {before + number + 1}"
 
 
-def _text(part: Part) -> Iterator[Document]:
+def _text(part: FilePart) -> Iterator[Document]:
     held: list[str] = []
     size = 0
     for number, (line, last) in enumerate(_lines(part)):
@@ -182,5 +182,5 @@ def _text(part: Part) -> Iterator[Document]:
         yield Document("".join(held), False)
 
 
-def _changed(part: Part) -> SpecError:
+def _changed(part: FilePart) -> SpecError:
     return SpecError("data.path", f"{part.file} has changed since the run began", "start a new run")

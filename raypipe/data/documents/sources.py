@@ -39,7 +39,7 @@ Content = Literal["text", "tokens"]
 _TEXT = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     """A part of a file that can be read alone."""
 
     file: str
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     """Bytes of the column in memory, or nearly so."""
 
 
-class Source(NamedTuple):
+class DocumentFiles(NamedTuple):
     """Files of one format."""
 
     format: Format
@@ -61,7 +61,7 @@ class Source(NamedTuple):
     is_tokens: bool
     """Whether the column holds token numbers instead of text."""
 
-    def parts(self, column: str) -> Iterator[Part]:
+    def parts(self, column: str) -> Iterator[FilePart]:
         """Yield the parts of all files in order.
 
         Raises:
@@ -71,7 +71,7 @@ class Source(NamedTuple):
             yield from _PARTS[self.format](file, column, self.is_tokens)
 
 
-def find_source(path: str, column: str, key: str) -> Source:
+def find_source(path: str, column: str, key: str) -> DocumentFiles:
     """Find the files that a path, folder or glob names; ``key`` is the job's key that names it.
 
     Raises:
@@ -90,7 +90,7 @@ def find_source(path: str, column: str, key: str) -> Source:
     assert found is not None
     for file in files:
         check_content(Path(file), key)
-    return Source(found, tuple(files), _is_tokens(files, found, column))
+    return DocumentFiles(found, tuple(files), _is_tokens(files, found, column))
 
 
 def split_of(path: str) -> tuple[str, str | None]:
@@ -254,7 +254,7 @@ def _check_as_first(file: str, schema: pa.Schema, column: str, is_tokens: bool) 
         raise SpecError("data.column", why, "give files of one kind")
 
 
-def _row_groups(file: str, column: str, is_tokens: bool) -> Iterator[Part]:
+def _row_groups(file: str, column: str, is_tokens: bool) -> Iterator[FilePart]:
     try:
         about = pq.read_metadata(file)
         schema = about.schema.to_arrow_schema()
@@ -265,42 +265,42 @@ def _row_groups(file: str, column: str, is_tokens: bool) -> Iterator[Part]:
         group = about.row_group(number)
         columns = (group.column(i) for i in range(group.num_columns))
         own = (one for one in columns if f"{one.path_in_schema}.".startswith(f"{column}."))
-        yield Part(file, number, 0, group.num_rows, sum(one.total_uncompressed_size for one in own))
+        yield FilePart(file, number, 0, group.num_rows, sum(one.total_uncompressed_size for one in own))
 
 
-def _record_batches(file: str, column: str, is_tokens: bool) -> Iterator[Part]:
+def _record_batches(file: str, column: str, is_tokens: bool) -> Iterator[FilePart]:
     _check_as_first(file, schema_of(file, "arrow"), column, is_tokens)
     try:
         with pa.memory_map(file) as content:
             for number, batch in enumerate(arrow_batches(content)):
-                yield Part(file, number, 0, batch.num_rows, batch.column(column).nbytes)
+                yield FilePart(file, number, 0, batch.num_rows, batch.column(column).nbytes)
     except (pa.ArrowInvalid, OSError) as error:
         raise damaged(file, error) from None
 
 
-def _bytes(file: str, _column: str, _is_tokens: bool) -> Iterator[Part]:
+def _bytes(file: str, _column: str, _is_tokens: bool) -> Iterator[FilePart]:
     size = os.path.getsize(file)
     # What is compressed can be read from its beginning alone: one part, which is not cut.
-    yield Part(file, 0, 0, 1 if kind_of(file).compression else size, size)
+    yield FilePart(file, 0, 0, 1 if kind_of(file).compression else size, size)
 
 
 _PARTS = {"parquet": _row_groups, "arrow": _record_batches, "jsonl": _bytes, "text": _bytes}
 
 
-Block = tuple[Part, ...]
+Block = tuple[FilePart, ...]
 
 
-def blocks_of(parts: Iterable[Part], size: int) -> list[Block]:
+def blocks_of(parts: Iterable[FilePart], size: int) -> list[Block]:
     """Gather parts, in order, into blocks of about ``size`` bytes; larger parts are cut.
 
     No block is less than half of that, if there is that much, so that what does not fill a sample stays small.
 
-    >>> one = Part("a", 0, 0, 10, 100)
+    >>> one = FilePart("a", 0, 0, 10, 100)
     >>> [[(p.file, p.first, p.rows) for p in block] for block in blocks_of([one], 40)]
     [[('a', 0, 4)], [('a', 4, 3)], [('a', 7, 3)]]
     """
     made: list[Block] = []
-    held: list[Part] = []
+    held: list[FilePart] = []
     for part in _cut(parts, size):
         held.append(part)
         if sum(one.size for one in held) >= size * 3 // 4:
@@ -313,7 +313,7 @@ def blocks_of(parts: Iterable[Part], size: int) -> list[Block]:
     return made
 
 
-def _cut(parts: Iterable[Part], size: int) -> Iterator[Part]:
+def _cut(parts: Iterable[FilePart], size: int) -> Iterator[FilePart]:
     for part in parts:
         pieces = min(max(1, math.ceil(part.size / size)), max(1, part.rows))
         if part.size <= size * 3 // 2:

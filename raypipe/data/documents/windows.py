@@ -32,7 +32,7 @@ def samples_in(tokens: int, window: int) -> int:
 
 
 @dataclass(frozen=True)
-class Window:
+class BlockWindow:
     """A run of samples that are shuffled among one another."""
 
     epoch: int
@@ -65,7 +65,7 @@ class Windows:
         self, order: BlockOrder, size: int, counts: MutableMapping[int, int], packed: Packed, keep: int = 0
     ) -> None:
         self._order, self._size, self._counts, self._packed, self._keep = order, size, counts, packed, keep
-        self._held: deque[Window] = deque()
+        self._held: deque[BlockWindow] = deque()
         self._next = (0, 0, 0)
         """Epoch, number and first sample of the window that is read next."""
         self._tokens: Iterator[Tokens] | None = None
@@ -149,7 +149,7 @@ class Windows:
             tokens = tuple(itertools.islice(self._tokens, len(blocks)))
         counts = [samples_in(len(one), self._size) for one in tokens]
         self._counts.update(zip(blocks, counts, strict=True))
-        self._held.append(Window(epoch, number, begin, tokens, np.cumsum(counts)))
+        self._held.append(BlockWindow(epoch, number, begin, tokens, np.cumsum(counts)))
         end = begin + sum(counts)
         self._next = (epoch, number + 1, end)
         if number + 1 == self._order.windows:

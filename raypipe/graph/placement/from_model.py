@@ -17,13 +17,13 @@ from raypipe.graph.dims import Sizes
 from raypipe.graph.operations import OperationGraph
 from raypipe.graph.placement.problem import PlacementGraph, PlacementOperation
 from raypipe.graph.subgraph_work import captured_work
-from raypipe.graph.subgraphs import Sharding
+from raypipe.graph.subgraphs import Subgraphs
 
 Backward = Literal["joint", "split", "none"]
 BACKWARDS: tuple[Backward, ...] = get_args(Backward)
 
 
-class Rates(NamedTuple):
+class DeviceRates(NamedTuple):
     """The rates at which one device computes and moves data."""
 
     flops_s: float
@@ -38,7 +38,7 @@ def placement_graph(
     graph: OperationGraph,
     one: Sizes,
     samples: int,
-    rates: Rates,
+    rates: DeviceRates,
     bytes_per_parameter: float = 16.0,
     backward: Backward = "joint",
     merge: bool = True,
@@ -66,7 +66,7 @@ def placement_graph(
     for i in kept:
         members[home[i]].append(i)
     count = len(graph.operations)
-    single = Sharding(
+    single = Subgraphs(
         tuple(range(count)), count, tuple(op.name for op in graph.operations), ("",) * count, ((),) * count
     )
     works = [each.work for each in captured_work(graph, single, one)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from raypipe.errors import RunError, SpecError
 from raypipe.graph.placement.cp_model import solve
 from raypipe.graph.placement.list_schedule import list_schedule
-from raypipe.graph.placement.placement import Event, Placement, Transfer, timed
+from raypipe.graph.placement.placement import Event, Placement, TensorTransfer, timed
 from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
 from raypipe.graph.placement.routes import Route, Routes
 from raypipe.graph.placement.segments import solve_by_segments
@@ -104,7 +104,7 @@ def _started(
         events.append(name)
         for n, route in chosen.items():
             if graph.edges[n][0] == name:
-                events += [Transfer(n, hop) for hop in range(len(route))]
+                events += [TensorTransfer(n, hop) for hop in range(len(route))]
     return node, *timed(graph, routes, node, events, chosen)
 
 

@@ -10,14 +10,14 @@ from raypipe.graph.placement.problem import PlacementGraph
 from raypipe.graph.placement.routes import Route, Routes, places
 
 
-class Transfer(NamedTuple):
+class TensorTransfer(NamedTuple):
     """The transfer of one edge's tensor over one hop of its route."""
 
     edge: int
     hop: int
 
 
-Event = str | Transfer
+Event = str | TensorTransfer
 """An operation, given by its name, or a transfer."""
 
 
@@ -95,7 +95,7 @@ def timed(
     arrived: dict[int, float] = {}  # by edge, when its tensor has passed its latest hop
     free: dict[object, float] = {}
     for event in order:
-        if isinstance(event, Transfer):
+        if isinstance(event, TensorTransfer):
             source, _, size = graph.edges[event.edge]
             hop = taken[event.edge][event.hop]
             link = routes.links[hop.link]

@@ -25,7 +25,7 @@ from raypipe.graph.dims import Sizes
 from raypipe.graph.flops import forward_flops
 from raypipe.graph.liveness import crossing, replicated
 from raypipe.graph.operations import OperationGraph
-from raypipe.graph.subgraphs import Sharding, label
+from raypipe.graph.subgraphs import Subgraphs, label
 
 GAIN = 1 / 64
 """Share of the model's forward up to which side-by-side branches, and rows of pieces, are not kept apart."""
@@ -61,13 +61,13 @@ def branch_order(graph: OperationGraph, one: Sizes) -> tuple[tuple[int, ...], ..
     return (tuple(sorted((*everywhere, *ordered[0]))), *ordered[1:])
 
 
-def piece_sharding(graph: OperationGraph, sizes: Sequence[int]) -> Sharding:
+def piece_sharding(graph: OperationGraph, sizes: Sequence[int]) -> Subgraphs:
     """Describe pieces of these numbers of operations, one after the other, as sub-graphs."""
     edges = [0]
     for size in sizes:
         edges.append(edges[-1] + size)
     spans = [range(a, b) for a, b in pairwise(edges)]
-    return Sharding(
+    return Subgraphs(
         tuple(edges[:-1]),
         edges[-1],
         tuple(label(graph, span) for span in spans),

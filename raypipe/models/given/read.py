@@ -83,7 +83,7 @@ def _given(
         if name not in fields:
             raise SpecError("data", f"holds no {name}, which the model was captured with", f"add an array {name}")
     named = {name: (name, fields[name]) for name in found.graph.inputs}
-    values = Written(folder)
+    values = GivenValues(folder)
     if not branches:
         return CapturedModel(found, shard(found.graph), task, values, named, _never)
     one = found.graph.sizes({name: (1, *field.shape) for name, (_, field) in named.items()})
@@ -126,7 +126,7 @@ def _never() -> NoReturn:
     raise SpecError("model.given", "an instance is captured whole, and nothing constructs it again", AGAIN)
 
 
-class Written:
+class GivenValues:
     """Start values: those that the instance had (a ``StartValues``)."""
 
     notices = ()

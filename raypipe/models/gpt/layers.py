@@ -15,7 +15,7 @@ from raypipe.job import GptSpec
 from raypipe.models.gpt import modules as gpt
 from raypipe.models.gpt.modules import allocate, unset_parameters
 from raypipe.models.keyed_random import fold64
-from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup, equal_slices
+from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
 from raypipe.tensor import Division
 
@@ -118,7 +118,7 @@ class GptLayers(LayeredModel):
         return name
 
     def build_stage(
-        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: Ends | None = None
+        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: BodyEnds | None = None
     ) -> StageBody:
         """Build these layers as one stage; they are consecutive, for a GPT has no branches."""
         built = {i: self.build(i, seed, device) for i in layers}

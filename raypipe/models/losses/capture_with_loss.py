@@ -77,7 +77,7 @@ def check_function(module: nn.Module, function: LossFunction, fields: Mapping[st
             other samples.
     """
     batch = {name: _made_up(name, field) for name, field in fields.items()}
-    model = _Stand(module)
+    model = _RandomModel(module)
     try:
         with torch.random.fork_rng([]):
             made = function(model, batch)
@@ -104,7 +104,7 @@ def check_function(module: nn.Module, function: LossFunction, fields: Mapping[st
         raise SpecError("model.loss", why, f"return losses that do not, {fix}")
 
 
-class _Stand:
+class _RandomModel:
     """Stands for a module: outputs have the shapes of the module's, and random values that follow from the inputs."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -134,7 +134,7 @@ class _Stand:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._module, name)
         if isinstance(found, nn.Module):
-            return _Stand(found)
+            return _RandomModel(found)
         return _normal(0, found.shape) if isinstance(found, Tensor) and found.is_floating_point() else found
 
 

@@ -53,7 +53,7 @@ def loss_code(spec: CapturedSpec) -> list[Path]:
     return module_code(spec.loss.partition(":")[0]) if ":" in spec.loss else []
 
 
-class _Model:
+class _CalledModel:
     """The model as a loss function calls it: its own forward, and its submodules and attributes."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -76,7 +76,7 @@ def end_with_loss(module: nn.Module, function: LossFunction, names: Sequence[str
         as_it_is: take what follows the call of the model as one operation, the module at ``LOSS_AS_IT_IS``.
     """
     own = module.forward
-    model = _Model(module, own)
+    model = _CalledModel(module, own)
     last = LossAsItIs(module, function)
     # Not registered as a submodule, because a model may go through its children, as nn.Sequential does.
     object.__setattr__(module, LOSS_AS_IT_IS, last)
@@ -186,7 +186,7 @@ class LossAsItIs(nn.Module):
         return self  # it has no parameters, and the model is not to be copied
 
 
-class _Stand:
+class _ModelProxy:
     """Stands for the model in a loss function; it has its attributes, but neither its parameters nor its modules."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -204,12 +204,12 @@ class _Called(Exception):  # noqa: N818 - no error, but how the function is left
     """The function has called the model with these arguments."""
 
 
-class _Asks(_Stand):
+class _Asks(_ModelProxy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise _Called(args, kwargs)
 
 
-class _Answers(_Stand):
+class _Answers(_ModelProxy):
     """Returns what the model has computed already, once."""
 
     def __init__(self, model: nn.Module, outputs: Any) -> None:
@@ -239,7 +239,7 @@ def asked_of_model(
     raise CaptureError("model.loss", "the function does not call the model", FIX)
 
 
-class _Outputs(dict[str, Any]):
+class _NamedOutputs(dict[str, Any]):
     """A model's results by name, as attributes, and by position, as transformers' outputs are."""
 
     def __getattr__(self, name: str) -> Any:
@@ -255,7 +255,7 @@ class _Outputs(dict[str, Any]):
 def by_attribute(value: Any) -> Any:
     """Make dicts in ``value`` have their items as attributes."""
     if isinstance(value, Mapping):
-        return _Outputs({name: by_attribute(part) for name, part in value.items()})
+        return _NamedOutputs({name: by_attribute(part) for name, part in value.items()})
     if isinstance(value, list):
         return [by_attribute(part) for part in value]
     if isinstance(value, tuple) and not hasattr(value, "_fields"):

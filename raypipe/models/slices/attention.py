@@ -31,7 +31,7 @@ from torch import Tensor
 from raypipe.errors import RunError
 from raypipe.models.keyed_draws import Site
 from raypipe.models.keyed_random import RandomKeys, current_keys, dropout_mask, halves_at, in_training, with_keys
-from raypipe.models.slices.current import Piece, SliceRun, current_slice, slice_run
+from raypipe.models.slices.current import SliceCache, SliceRun, current_slice, slice_run
 
 aten = torch.ops.aten
 
@@ -122,7 +122,7 @@ class _SliceAttention(torch.autograd.Function):
             own = pieces[run.number]  # to which later slices have given gradients, or will
             own.keys, own.values = key.detach(), value.detach()
         else:
-            own = Piece(key.detach(), value.detach())
+            own = SliceCache(key.detach(), value.detach())
             pieces.append(own)
         earlier = tuple(pieces[: run.number])
         out, lse = _block(query, own, True, scale, _mask(masks, query, run.number))
@@ -174,7 +174,7 @@ def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _block(
-    query: Tensor, piece: Piece, causal: bool, scale: float | None, mask: Tensor | None
+    query: Tensor, piece: SliceCache, causal: bool, scale: float | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the queries' attention over one piece, and the log-sum-exp of its scores: ``[batch, heads, queries]``.
 

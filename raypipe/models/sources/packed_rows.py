@@ -56,7 +56,7 @@ def check_apart(captured: Captured) -> None:
     """
     if POSITIONS not in captured.graph.inputs:
         raise _error("the model", "reads none")
-    across = _Row(captured).first_across()
+    across = _PackedRow(captured).first_across()
     if across is not None:
         raise _error(across.module or across.name, "may let them see each other")
 
@@ -69,7 +69,7 @@ def _error(what: str, why: str) -> SpecError:
     )
 
 
-class _Row:
+class _PackedRow:
     """The values of a graph for two packed rows, with scores of 0."""
 
     def __init__(self, captured: Captured) -> None:

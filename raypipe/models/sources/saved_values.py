@@ -156,7 +156,7 @@ class Saved:
 Load = Callable[[str], Tensor]
 
 
-class Source(NamedTuple):
+class ConversionSource(NamedTuple):
     """Saved tensors that are converted together."""
 
     first: str
@@ -197,7 +197,7 @@ class Conversion:
             skipped_pp_keys=set(),
         )
         """transformers' own account: names that are missing, unexpected, of another shape, or failed."""
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, ConversionSource] = {}
         """What makes each parameter or buffer."""
         for source in self._grouped(saved, converters):
             for name, value in self.convert(source, saved.__getitem__).items():
@@ -215,7 +215,7 @@ class Conversion:
                 self.report.missing_keys.difference_update(names[1:])
         whole._adjust_missing_and_unexpected_keys(self.report)
 
-    def _grouped(self, saved: Collection[str], converters: list[Any]) -> Iterable[Source]:
+    def _grouped(self, saved: Collection[str], converters: list[Any]) -> Iterable[ConversionSource]:
         from transformers.core_model_loading import dot_natural_key, rename_source_key
 
         prefix = self.model.base_model_prefix
@@ -234,9 +234,9 @@ class Conversion:
         for name, members in groups.items():
             if not members[0][1]:
                 members = members[:1]  # of several tensors of one name, the first is taken
-            yield Source(name, tuple(key for key, _ in members), tuple(pattern for _, pattern in members))
+            yield ConversionSource(name, tuple(key for key, _ in members), tuple(pattern for _, pattern in members))
 
-    def convert(self, source: Source, load: Load) -> dict[str, Tensor]:
+    def convert(self, source: ConversionSource, load: Load) -> dict[str, Tensor]:
         """Return what is made of these tensors, by name; nothing if the conversion fails, which the report then says.
 
         ``load`` returns a saved tensor.
