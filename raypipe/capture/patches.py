@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
@@ -20,6 +21,8 @@ from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
+
+from raypipe.capture.alpha_dropout import alpha_dropout
 
 
 @contextmanager
@@ -267,6 +270,20 @@ def _put(module: nn.Module, forward: Any) -> None:
     module.__dict__.pop("forward", None)
     if forward is not None:
         module.__dict__["forward"] = forward
+
+
+@contextmanager
+def whole_alpha_dropout() -> Iterator[None]:
+    """Make calls of alpha dropout single operations (``alpha_dropout``) inside the block."""
+
+    def elements(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+        return alpha_dropout(input, p, False) if training and p else input
+
+    def whole_channels(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+        return alpha_dropout(input, p, True) if training and p else input
+
+    with _replaced((F, "alpha_dropout", elements), (F, "feature_alpha_dropout", whole_channels)):
+        yield
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from raypipe.capture.alpha_dropout import as_one_operation
 from raypipe.capture.opaque import opaque_modules
 from raypipe.capture.patches import (
     fake_parameters,
@@ -26,6 +25,7 @@ from raypipe.capture.patches import (
     own_backwards,
     symbolic_sizes,
     undecided_masks,
+    whole_alpha_dropout,
     without_stand_ins,
 )
 from raypipe.capture.structures import as_plain
@@ -58,7 +58,7 @@ def export(
         opaque_modules(module, opaque, rows),
         _plain_outputs(module),
         fake_parameters(module, fake),
-        as_one_operation(),
+        whole_alpha_dropout(),
         undecided_masks(),
         module_casts(),
         symbolic_sizes(),

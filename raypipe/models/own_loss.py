@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raypipe.errors import SpecError
-from raypipe.models.task import IGNORED, Field, Inputs, Task
+from raypipe.models.task import IGNORED, Field, Inputs, Task, at_least_float32
 
 LOSS = "loss"
 """Name of the loss among a model's outputs."""
@@ -116,8 +116,7 @@ class GivenLoss(OwnLoss):
         return torch.stack([self._sum(figure, inputs) for figure in output[..., 1:].unbind(-1)])
 
     def _sum(self, values: Tensor, inputs: Inputs) -> Tensor:
-        if values.dtype != torch.float64:
-            values = values.float()
+        values = at_least_float32(values)
         return values.masked_fill(~self._counts(inputs), 0.0).sum() if self.per_label else values.sum()
 
     def targets(self, inputs: Inputs) -> int:

@@ -299,8 +299,7 @@ class Values(Task):
         labels = inputs["labels"]
         if output.dim() == labels.dim() + 1:
             output = output.squeeze(-1)
-        if output.dtype != torch.float64:
-            output = output.float()
+        output = at_least_float32(output)
         labels = labels.to(output.dtype)
         unknown = labels.isnan()  # of these neither the loss nor its gradient has a part
         return self.of(output, labels.masked_fill(unknown, 0.0)).masked_fill(unknown, 0.0).sum()
@@ -327,6 +326,11 @@ class SeveralLabels(Values):
         return F.binary_cross_entropy_with_logits(output, labels, reduction="none")
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return the values in float32, or as they are if they are float64: losses are summed in this dtype."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None, smoothing: float = 0.0) -> Tensor:
     """Return the sum of ``-log p(label)`` in nats, a scalar, over the labels that are not ``IGNORED``.
 
@@ -338,8 +342,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None, sm
         classes: number of all classes, if the logits are one tensor rank's share of them.
         smoothing: share of a label's probability that all classes have evenly.
     """
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+    logits = at_least_float32(logits)
     if classes is not None:
         return divided_cross_entropy(logits.flatten(0, -2), labels.flatten(), classes, IGNORED, smoothing)
     return F.cross_entropy(
@@ -373,9 +376,7 @@ class Transcript(Task):
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the loss summed over the samples; in float32, or float64 if the output is."""
-        labels = inputs["labels"]
-        if output.dtype != torch.float64:
-            output = output.float()
+        labels, output = inputs["labels"], at_least_float32(output)
         frames = torch.full((len(output),), output.shape[1], device=output.device)
         if MASK in inputs:
             frames = inputs[MASK].sum(-1)
@@ -416,9 +417,7 @@ class Pixels(Task):
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """Return the cross entropy summed over the pixels; in float32, or float64 if the output is."""
-        labels = self._labels(inputs)
-        if output.dtype != torch.float64:
-            output = output.float()
+        labels, output = self._labels(inputs), at_least_float32(output)
         if output.shape[-2:] != labels.shape[-2:]:
             output = F.interpolate(output, size=labels.shape[-2:], mode="bilinear", align_corners=False)
         return F.cross_entropy(output, labels, reduction="sum", ignore_index=IGNORED)

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from raypipe.data.documents.sources import Block, FilePart, arrow_batches, damaged
-from raypipe.data.given_files import BOM, UNREADABLE, Format, check_object, kind_of, open_text
+from raypipe.data.documents.sources import Block, FilePart, arrow_batches
+from raypipe.data.given_files import BOM, UNREADABLE, Format, check_object, kind_of, open_text, unreadable
 from raypipe.errors import SpecError
 
 TEXT_BYTES = 64 << 10
@@ -51,7 +51,7 @@ def documents_of(block: Block, format: Format, column: str, is_tokens: bool) -> 
                         yield Document(_checked(value, part, number, column), True)
                     row += len(values)
         except (pa.ArrowInvalid, pa.ArrowTypeError, *UNREADABLE) as error:
-            raise damaged(part.file, error) from None
+            raise unreadable(part.file, error) from None
 
 
 def _checked(value: Any, part: FilePart, row: int, column: str) -> str | list[int]:
@@ -63,7 +63,7 @@ def _checked(value: Any, part: FilePart, row: int, column: str) -> str | list[in
         try:
             return value.decode()
         except UnicodeDecodeError as error:
-            raise damaged(where, error, "save it as UTF-8, or leave it out") from None
+            raise unreadable(where, error, "save it as UTF-8, or leave it out") from None
     if isinstance(value, list) and None in value:
         raise SpecError("data.path", f"{where} has a null among its numbers", "leave such rows out")
     return value  # type: ignore[no-any-return]
@@ -131,10 +131,10 @@ def _records(part: FilePart, lines: list[tuple[int, bytes]], column: str, is_tok
         table = pyarrow.json.read_json(pa.BufferReader(content), reading, options)
         values: list[Any] = table.column(column).to_pylist()
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise _bad_record(part, lines, column, is_tokens) or damaged(part.file, error) from None
+        raise _bad_record(part, lines, column, is_tokens) or unreadable(part.file, error) from None
     if len(values) != len(lines) or None in values or (is_tokens and any(None in value for value in values)):
         unlike = pa.ArrowInvalid("records and lines do not match")
-        raise _bad_record(part, lines, column, is_tokens) or damaged(part.file, unlike)
+        raise _bad_record(part, lines, column, is_tokens) or unreadable(part.file, unlike)
     return values
 
 
@@ -152,7 +152,7 @@ def _bad_record(part: FilePart, lines: list[tuple[int, bytes]], column: str, is_
         except ValueError as error:
             why = str(error)
         if why:
-            return damaged(_place(part, number), ValueError(why), fix)
+            return unreadable(_place(part, number), ValueError(why), fix)
     return None
 
 
@@ -173,7 +173,7 @@ def _text(part: FilePart) -> Iterator[Document]:
         try:
             held.append(line.decode())
         except UnicodeDecodeError as error:
-            raise damaged(_place(part, number), error, "save it as UTF-8, or leave it out") from None
+            raise unreadable(_place(part, number), error, "save it as UTF-8, or leave it out") from None
         size += len(line)
         if last or size >= TEXT_BYTES:
             yield Document("".join(held), last)

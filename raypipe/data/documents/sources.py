@@ -160,7 +160,7 @@ def _first_record(file: str, column: str) -> Content | None:
         fix = "give an object a line"
         raise SpecError("data.path", f"{file}, line {number}: {error}", fix) from None
     except UNREADABLE as error:
-        raise damaged(file, error) from None
+        raise unreadable(file, error) from None
     return None
 
 
@@ -222,7 +222,7 @@ def schema_of(file: str, format: Format) -> pa.Schema:
         with pa.memory_map(file) as content:
             return _opened(content).schema
     except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(file, error) from None
+        raise unreadable(file, error) from None
 
 
 def arrow_batches(content: pa.NativeFile) -> Iterator[pa.RecordBatch]:
@@ -240,11 +240,6 @@ def _opened(content: pa.NativeFile) -> pa.RecordBatchFileReader | pa.RecordBatch
     return pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
 
 
-def damaged(file: str, error: BaseException, fix: str = "mend it, or leave it out") -> SpecError:
-    """Make the error about a file, or a line of one, that cannot be read."""
-    return unreadable(file, error, fix)
-
-
 def _check_as_first(file: str, schema: pa.Schema, column: str, is_tokens: bool) -> None:
     """Check that a file holds text or token numbers as the first one does."""
     content = _content(file, schema, column)
@@ -259,7 +254,7 @@ def _row_groups(file: str, column: str, is_tokens: bool) -> Iterator[FilePart]:
         about = pq.read_metadata(file)
         schema = about.schema.to_arrow_schema()
     except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(file, error) from None
+        raise unreadable(file, error) from None
     _check_as_first(file, schema, column, is_tokens)
     for number in range(about.num_row_groups):
         group = about.row_group(number)
@@ -275,7 +270,7 @@ def _record_batches(file: str, column: str, is_tokens: bool) -> Iterator[FilePar
             for number, batch in enumerate(arrow_batches(content)):
                 yield FilePart(file, number, 0, batch.num_rows, batch.column(column).nbytes)
     except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(file, error) from None
+        raise unreadable(file, error) from None
 
 
 def _bytes(file: str, _column: str, _is_tokens: bool) -> Iterator[FilePart]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypipe.errors import SpecError
-from raypipe.models.task import IGNORED, MASK
+from raypipe.models.task import IGNORED, MASK, at_least_float32
 
 Figures = dict[str, Tensor]
 KINDS = ("chosen", "rejected")
@@ -32,8 +32,8 @@ def reward(model: Any, batch: Mapping[str, Tensor], margin: float = 0.0) -> tupl
     Source: Ouyang et al. 2022 (InstructGPT), equation 1; the margin as in Touvron et al. 2023 (Llama 2), equation 2.
     """
     rewards = logits_of(model(**_both(batch)))
-    chosen, rejected = _halves(_precise(rewards.flatten()), batch)
-    figures = {"accuracy": _share(chosen > rejected), "margin": chosen - rejected}
+    chosen, rejected = _halves(at_least_float32(rewards.flatten()), batch)
+    figures = {"accuracy": (chosen > rejected).float(), "margin": chosen - rejected}
     return -F.logsigmoid(chosen - rejected - margin), figures
 
 
@@ -73,7 +73,7 @@ def dpo(
         "rewards/chosen": beta * chosen,
         "rewards/rejected": beta * rejected,
         "rewards/margins": margin,
-        "rewards/accuracies": _share(margin > 0),
+        "rewards/accuracies": (margin > 0).float(),
     }
     return -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin), figures
 
@@ -82,16 +82,16 @@ def log_probability(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the log-probability of each text's labels ``[texts, length]``, which are shifted here: ``[texts]``."""
     labels = labels[:, 1:]
     counts = labels != IGNORED
-    every = _precise(logits[:, :-1]).log_softmax(-1)
+    every = at_least_float32(logits[:, :-1]).log_softmax(-1)
     own = every.gather(-1, labels.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
     return own.masked_fill(~counts, 0.0).sum(-1)
 
 
-def logits_of(output: Any) -> Tensor:
-    """Return ``logits`` of what a model returns: a field, a key, or the one tensor."""
+def logits_of(output: Any, name: str = "logits") -> Tensor:
+    """Return the logits of what a model returns: a field or a key of this name, or the one tensor."""
     if isinstance(output, Mapping):
-        return output["logits"]  # type: ignore[no-any-return]
-    return getattr(output, "logits", output)  # type: ignore[no-any-return]
+        return output[name]  # type: ignore[no-any-return]
+    return getattr(output, name, output)  # type: ignore[no-any-return]
 
 
 def _both(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -103,14 +103,6 @@ def _both(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _halves(values: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     samples = batch[f"{KINDS[0]}_input_ids"].shape[0]
     return values[:samples], values[samples:]
-
-
-def _share(holds: Tensor) -> Tensor:
-    return holds.float()
-
-
-def _precise(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def distillation(model: Any, batch: Mapping[str, Tensor], temperature: float = 2.0, alpha: float = 0.5) -> Tensor:
@@ -137,14 +129,10 @@ def distillation(model: Any, batch: Mapping[str, Tensor], temperature: float = 2
     labels = batch["shift_labels" if shifted else "labels"]
     if student.dim() == 3 and not shifted:
         student, taught, labels = student[:, :-1], taught[:, :-1], labels[:, 1:]
-    if student.dtype != torch.float64:
-        student, taught = student.float(), taught.float()
-    soft = F.kl_div(
-        (student / temperature).log_softmax(-1),
-        (taught / temperature).log_softmax(-1),
-        reduction="none",
-        log_target=True,
-    ).sum(-1)
+    student = at_least_float32(student)
+    taught = taught.to(student.dtype)
+    predicted, target = (student / temperature).log_softmax(-1), (taught / temperature).log_softmax(-1)
+    soft = F.kl_div(predicted, target, reduction="none", log_target=True).sum(-1)
     counts = labels != IGNORED
     hard = -student.log_softmax(-1).gather(-1, labels.masked_fill(~counts, 0).unsqueeze(-1)).squeeze(-1)
     return (alpha * temperature**2 * soft + (1 - alpha) * hard).masked_fill(~counts, 0.0)
@@ -160,11 +148,7 @@ def contrastive(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[s
 
     Source: Radford et al. 2021 (CLIP), figure 3.
     """
-    output = model(**batch)
-    found = output.get("logits_per_text") if isinstance(output, Mapping) else None
-    logits: Tensor = getattr(output, "logits_per_text", output) if found is None else found
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+    logits = at_least_float32(logits_of(model(**batch), "logits_per_text"))
     own = torch.arange(logits.shape[0], device=logits.device)
     hits = (logits.argmax(-1) == own).float().mean()
     return (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2, {"accuracy": hits}
