@@ -21,13 +21,11 @@ from torch import Tensor
 
 from raypipe.capture.decode import decode, resolve
 from raypipe.capture.encode import Encoded
-from raypipe.graph.attention import ATTENTION, is_causal, mask_of, without_mask
-from raypipe.graph.calls import Call, Plain
+from raypipe.graph.calls import ATTENTION, Call, Plain, is_causal, mask_of, without_mask
 from raypipe.graph.captured_files import Notify
 from raypipe.graph.dims import Dim, Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.flops import short_name
-from raypipe.graph.operations import OperationGraph, TensorType
-from raypipe.graph.unused import needed, selected
+from raypipe.graph.operations import OperationGraph, TensorType, needed, selected
 from raypipe.graph.values.positions import CONSTANT, Dims, is_size, varying_dims
 
 LONGEST = 16_384

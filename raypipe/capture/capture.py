@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -16,11 +21,11 @@ from raypipe.capture.captured import Captured
 from raypipe.capture.encode import Encoded, encode
 from raypipe.capture.meta import tied_names
 from raypipe.capture.opaque import WHOLE, CannotRunAloneError
-from raypipe.capture.patches.slow_capture import told_if_slow
-from raypipe.capture.sizes_of_values import check_sizes
 from raypipe.capture.torch_export import export
 from raypipe.errors import CaptureError, nearest
 from raypipe.graph.captured_files import Notify, to_stderr
+from raypipe.graph.dims import symbols
+from raypipe.graph.operations import OperationGraph
 
 AS_A_WHOLE = (
     "the model runs as it is, as one stage: it cannot be captured, so it is not cut into several, and B computes all "
@@ -235,3 +240,78 @@ def _output_names(program: Any) -> list[str]:
     ]
     is_tensor = [type(s.arg).__name__ == "TensorArgument" for s in specs]
     return [(name or "output") if good else "" for name, good in zip(names, is_tensor, strict=True)]
+
+
+# Say which module a long capture is in.
+#
+# A loop over a sequence is traced turn by turn, and symbolic sizes make some models slow to trace.
+
+
+FIRST_S = 60.0
+"""Seconds until it is said for the first time; then after twice as long each time."""
+
+
+@contextmanager
+def told_if_slow(module: nn.Module, notify: Callable[[str], None], first_s: float = FIRST_S) -> Iterator[None]:
+    """Call ``notify`` when the block has taken ``first_s`` seconds, and again after twice as long each time."""
+    done, tracing, began = threading.Event(), threading.get_ident(), time.monotonic()
+    paths = {id(part): path for path, part in module.named_modules() if path}
+
+    def watch() -> None:
+        wait = first_s
+        while not done.wait(wait):
+            where = _innermost(tracing, paths)
+            inside = f"is in module {where} now: model.as_it_is runs it as it is, without" if where else "goes on"
+            notify(f"the model is being captured, which has taken {time.monotonic() - began:.0f} s and {inside}")
+            wait *= 2
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _innermost(thread: int, paths: dict[int, str]) -> str:
+    """Return the path of the innermost module that a thread is calling; "" if there is none."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        found = paths.get(id(frame.f_locals.get("self")))
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return ""
+
+
+# Find operations whose results have sizes that follow from values, as ``x[mask]`` has.
+#
+# No stage could know such a size before it computes it. The smallest module that holds these operations and all that
+# read their results runs as it is, so that nothing of such a size enters or leaves it.
+
+
+FIX = "choose with torch.where or a mask instead, or move these lines to a module of their own: it runs as it is"
+
+
+def check_sizes(graph: OperationGraph) -> None:
+    """Check that all sizes follow from the sizes of the inputs.
+
+    Raises:
+        StoppedError: one does not.
+    """
+    known = graph.example.keys()
+    unknown = {
+        number
+        for number, operation in enumerate(graph.operations)
+        if operation.type is not None and any(symbols(size) - known for size in operation.type.shape)
+    }
+    if not unknown:
+        return
+    readers = [o for o in graph.operations if not unknown.isdisjoint(o.operands)]
+    paths = [o.module.split(".") for o in [*(graph.operations[n] for n in unknown), *readers]]
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    path = ".".join(parts[0] for parts in shared)
+    first = graph.operations[min(unknown)]
+    where = ", ".join(part for part in (f"operation {first.name}", path and f"module {path}", first.source) if part)
+    raise StoppedError(Blame(path, CaptureError(where, "its result's size depends on the values of a tensor", FIX)))

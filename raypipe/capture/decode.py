@@ -12,13 +12,12 @@ import torch
 from raypipe.errors import CaptureError
 from raypipe.graph.calls import Plain
 
+_OPERATORS = ("add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv", "eq", "ne", "lt", "le", "gt", "ge")
 PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{f"operator.{n}": getattr(operator, n) for n in (
-        "getitem", "add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv", "eq", "ne", "lt", "le", "gt", "ge",
-    )},
+    **{f"operator.{n}": getattr(operator, n) for n in ("getitem", *_OPERATORS)},
     **{f"torch.{n}": getattr(torch, n) for n in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite")},
     **{f"math.{n}": getattr(math, n) for n in ("ceil", "floor", "trunc")},
-}  # fmt: skip
+}
 """The functions besides torch's operators that a graph may call: arithmetic on sizes, and indexing."""
 
 

@@ -25,17 +25,13 @@ from raypipe.capture.decode import PYTHON_FUNCTIONS, resolve
 from raypipe.capture.opaque import TARGET as OPAQUE
 from raypipe.capture.torch_export import module_of
 from raypipe.errors import CaptureError
-from raypipe.graph.attention import ATTENTION, dropout_of, is_causal
-from raypipe.graph.calls import Call, Plain
+from raypipe.graph.calls import ATTENTION, Call, Plain, dropout_of, is_causal
 from raypipe.graph.dims import Dim
-from raypipe.graph.operations import GETITEM, Operation, OperationGraph, Source, TensorType
-from raypipe.graph.unused import needed, selected
+from raypipe.graph.operations import GETITEM, Operation, OperationGraph, Source, TensorType, needed, selected
 
 _PYTHON_NAMES = {function: name for name, function in PYTHON_FUNCTIONS.items()}
-_CHECKS = {
-    "aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg",
-    "aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default",
-}  # fmt: skip
+_CHECKS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg"}
+_CHECKS |= {"aten.sym_constrain_range.default", "aten.sym_constrain_range_for_size.default"}
 _CONVERSIONS = {"aten.to.device", "aten.to.dtype_layout", "aten.to.other", "aten.to.prim_Device"}
 _COPIES_OF_CONSTANTS = {"aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 _VIEWS = {"aten.view.default": "aten.reshape.default", "aten._unsafe_view.default": "aten.reshape.default"}
@@ -165,8 +161,8 @@ class _Encoder:
         if name == "aten.copy.default":
             return self.copied(node, args)
         if name == "aten.full.default" and isinstance(value, Tensor) and not _fits(args[1], value):
-            _stop(node, f"fills a tensor of {value.dtype} with {args[1]}, which is out of its range",
-                  "give the tensor the dtype that the number is of, or train in float32")  # fmt: skip
+            fix = "give the tensor the dtype that the number is of, or train in float32"
+            _stop(node, f"fills a tensor of {value.dtype} with {args[1]}, which is out of its range", fix)
         name = _VIEWS.get(name, name)
         return self.emit(node, name, args, kwargs, self.type(value) if isinstance(value, Tensor) else None)
 
@@ -223,18 +219,29 @@ class _Encoder:
         return self.emit(node, "aten.detach.default", [value], {}, kind, suffix=f"_detached_{value['op']}")
 
     def emit(
-        self, node: fx.Node, target: str, args: list[Plain], kwargs: dict[str, Plain], kind: TensorType | None,
+        self,
+        node: fx.Node,
+        target: str,
+        args: list[Plain],
+        kwargs: dict[str, Plain],
+        kind: TensorType | None,
         suffix: str = "",
-    ) -> Plain:  # fmt: skip
+    ) -> Plain:
         call = Call(args, kwargs)
         operands = call.operands()
         path, _ = module_of(node)
         operation = Operation(
-            name=node.name + suffix, target=target, operands=operands, type=kind, module=path, source=_place(node),
-            random=_draws(target, call), mutates=_written(target, args),
+            name=node.name + suffix,
+            target=target,
+            operands=operands,
+            type=kind,
+            module=path,
+            source=_place(node),
+            random=_draws(target, call),
+            mutates=_written(target, args),
             equation=args[0] if target.startswith("aten.einsum") else "",
             causal=target == ATTENTION and is_causal(call),
-        )  # fmt: skip
+        )
         self.operations.append(operation)
         self.calls.append(call)
         self.tracked.append(

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from raypipe.capture.captured import ROWS
-from raypipe.capture.patches.structures import as_plain, like
+from raypipe.capture.structures import as_plain, like
 from raypipe.errors import CaptureError
 from raypipe.files import short
 from raypipe.graph.calls import Call
@@ -69,11 +69,12 @@ def module(path: str, call: str, inputs: Sequence[Tensor], parameters: Sequence[
 def _fake(path: str, call: str, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     return [
         torch.empty(
-            [d if isinstance(d, int) else inputs[d[0]].shape[d[1]] for d in result.shape or ()], dtype=result.dtype,
+            [d if isinstance(d, int) else inputs[d[0]].shape[d[1]] for d in result.shape or ()],
+            dtype=result.dtype,
             device=inputs[0].device,
         )
         for result in _results[path]
-    ]  # fmt: skip
+    ]
 
 
 @contextmanager
@@ -126,8 +127,13 @@ def _traced(path: str, part: nn.Module, real: nn.Module, rows: Mapping[str, Tens
         results, returned, alone = _trial(path, real, leaves, structure, tensors, noticed, given)
         plain, returns = pytree.tree_flatten(as_plain(returned))
         _results[path] = results
-        call = {"args": _written(args, tensors), "kwargs": _written(kwargs, tensors), "draws": noticed.found,
-                "learns": _learns(part), "alone": alone}  # fmt: skip
+        call = {
+            "args": _written(args, tensors),
+            "kwargs": _written(kwargs, tensors),
+            "draws": noticed.found,
+            "learns": _learns(part),
+            "alone": alone,
+        }
         found = torch.ops.raypipe.module(path, json.dumps(call), tensors, list(part.parameters()))
         results_in_order = iter([None if r.shape is None else t for r, t in zip(results, found, strict=True)])
         filled = [next(results_in_order) if isinstance(x, Tensor) else x for x in plain]
@@ -184,9 +190,14 @@ def learns(call: Call) -> bool:
 
 
 def _trial(
-    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor], noticed: _Draws,
+    path: str,
+    real: nn.Module,
+    leaves: Sequence[Any],
+    structure: Any,
+    tensors: Sequence[Tensor],
+    noticed: _Draws,
     rows: Sequence[Tensor] | None,
-) -> tuple[list[_Result], Any, bool]:  # fmt: skip
+) -> tuple[list[_Result], Any, bool]:
     """Find the module's results and an example of what it returns, by running its real copy on inputs of two sizes.
 
     The last value says whether only its tensors are kept (``tensors_alone``).
@@ -264,9 +275,14 @@ def tensors_alone(returned: Any) -> Any:
 
 
 def _run(
-    path: str, real: nn.Module, leaves: Sequence[Any], structure: Any, noticed: _Draws, what: str,
+    path: str,
+    real: nn.Module,
+    leaves: Sequence[Any],
+    structure: Any,
+    noticed: _Draws,
+    what: str,
     inputs: Sequence[Tensor],
-) -> Any:  # fmt: skip
+) -> Any:
     """Return what the real copy of a module makes of these inputs."""
     where = f"module {path}" if path != WHOLE else "the model"
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng([]):
@@ -279,10 +295,9 @@ def _run(
                 found = real(*args, **kwargs) if hooked else type(real).forward(real, *args, **kwargs)
         except Exception as error:
             said = short(next(iter(str(error).splitlines()), type(error).__name__), 300)
-            raise CannotRunAloneError(
-                f"module {path}", f"cannot be captured, nor run alone on {what}: {said}",
-                "write its forward with operations on tensors only",
-            ) from error  # fmt: skip
+            why = f"cannot be captured, nor run alone on {what}: {said}"
+            fix = "write its forward with operations on tensors only"
+            raise CannotRunAloneError(f"module {path}", why, fix) from error
     for name, buffer in _kept_buffers(real):
         if name not in before or before[name][0] is not buffer or before[name][1] != buffer._version:
             why = f"cannot be captured, and writes its buffer {name} in a forward, so results would depend on the plan"

@@ -38,9 +38,13 @@ class Subgraph:
 
 
 def build_subgraph(
-    captured: Captured, span: Sequence[int], arriving: Sequence[int], leaving: Sequence[int],
-    device: torch.device | str = "cpu", whole: Callable[[], nn.Module] | None = None,
-) -> Subgraph:  # fmt: skip
+    captured: Captured,
+    span: Sequence[int],
+    arriving: Sequence[int],
+    leaving: Sequence[int],
+    device: torch.device | str = "cpu",
+    whole: Callable[[], nn.Module] | None = None,
+) -> Subgraph:
     """Build the module of the operations ``span``; only copies of the buffers that they read are allocated.
 
     Tensors that arrive only for later stages are passed through. Cheap operations that each stage repeats are included.

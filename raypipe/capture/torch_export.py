@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
 from typing import Any
@@ -16,20 +16,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from raypipe.capture.alpha_dropout import as_one_operation
 from raypipe.capture.opaque import opaque_modules
-from raypipe.capture.patches.gradient_hooks import gradient_hooks
-from raypipe.capture.patches.listed_samples import listed_samples, without_stand_ins
-from raypipe.capture.patches.module_casts import module_casts
-from raypipe.capture.patches.own_backward import own_backwards
-from raypipe.capture.patches.sizes import symbolic_sizes
-from raypipe.capture.patches.structures import as_plain
+from raypipe.capture.patches import (
+    fake_parameters,
+    gradient_hooks,
+    listed_samples,
+    module_casts,
+    own_backwards,
+    symbolic_sizes,
+    undecided_masks,
+    whole_alpha_dropout,
+    without_stand_ins,
+)
+from raypipe.capture.structures import as_plain
 
 
 def export(
-    module: nn.Module, inputs: Mapping[str, object], dynamic: Mapping[str, tuple[int, ...]], opaque: Sequence[str] = (),
-    listed: list[str] | None = None, rows: Mapping[str, Tensor] | None = None,
-) -> ExportedProgram:  # fmt: skip
+    module: nn.Module,
+    inputs: Mapping[str, object],
+    dynamic: Mapping[str, tuple[int, ...]],
+    opaque: Sequence[str] = (),
+    listed: list[str] | None = None,
+    rows: Mapping[str, Tensor] | None = None,
+) -> ExportedProgram:
     """Export a module in its current mode, training or evaluation.
 
     Its parameters may be on the meta device. In-place operations are replaced by out-of-place ones, so that a tensor
@@ -49,8 +58,8 @@ def export(
         opaque_modules(module, opaque, rows),
         _plain_outputs(module),
         fake_parameters(module, fake),
-        as_one_operation(),
-        _undecided_masks(),
+        whole_alpha_dropout(),
+        undecided_masks(),
         module_casts(),
         symbolic_sizes(),
         own_backwards(),
@@ -95,22 +104,6 @@ def _plain_outputs(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _undecided_masks() -> Iterator[None]:
-    """Stop ``nn.TransformerEncoder`` and ``Decoder`` from looking at a mask's values to learn whether it is causal.
-
-    They only pass the answer on as a hint beside the mask; ``attention_masks`` decides it after the capture.
-    """
-    from torch.nn.modules import transformer
-
-    before = transformer._detect_is_causal_mask
-    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
-    try:
-        yield
-    finally:
-        transformer._detect_is_causal_mask = before
-
-
-@contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress the exporter's warnings and logs, which are for its own developers; its errors are exceptions."""
     loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export")]
@@ -147,31 +140,6 @@ def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             yield part.graph
-
-
-@contextmanager
-def fake_parameters(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
-    """Replace a module's parameters by fake ones on the CPU inside the block; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    restore: list[Callable[[], None]] = []
-
-    def swap(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if id(parameter) not in made:
-            with fake:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-            made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-        part._parameters[name] = made[id(parameter)]
-        restore.append(lambda: part._parameters.__setitem__(name, parameter))
-
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                swap(part, name, parameter)
-    try:
-        yield
-    finally:
-        for undo in restore:
-            undo()
 
 
 def module_of(node: fx.Node) -> tuple[str, str]:

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypipe.graph.attention import ATTENTION
+from raypipe.graph.calls import ATTENTION
 from raypipe.graph.dims import Sizes
 from raypipe.graph.flops import matrix_flops, short_name
 from raypipe.graph.operations import OperationGraph
 
-PLACES: dict[str, tuple[int, ...]] = {
-    "linear": (1, 2), "addmm": (0, 2, 1), "baddbmm": (0, 2, 1), "mm": (1, 0), "bmm": (1, 0), "matmul": (1, 0),
-    "mv": (0,), "einsum": (1,), "_grouped_mm": (1, 3), "grouped_mm_fallback": (1,),
-    "conv1d": (1, 2), "conv2d": (1, 2), "conv3d": (1, 2),
-    "conv_transpose1d": (1, 2), "conv_transpose2d": (1, 2), "conv_transpose3d": (1, 2),
-    "embedding": (0,), "embedding_bag": (0,), "_embedding_bag": (0,), "index": (0,), "index_select": (0,),
-    "lstm": (2,), "gru": (2,), "rnn_tanh": (2,), "rnn_relu": (2,),
-}  # fmt: skip
+PLACES: dict[str, tuple[int, ...]] = (
+    {"linear": (1, 2), "addmm": (0, 2, 1), "baddbmm": (0, 2, 1), "mm": (1, 0), "bmm": (1, 0), "matmul": (1, 0)}
+    | {"mv": (0,), "einsum": (1,), "_grouped_mm": (1, 3), "grouped_mm_fallback": (1,), "conv1d": (1, 2)}
+    | {"conv2d": (1, 2), "conv3d": (1, 2), "conv_transpose1d": (1, 2), "conv_transpose2d": (1, 2)}
+    | {"conv_transpose3d": (1, 2), "embedding": (0,), "embedding_bag": (0,), "_embedding_bag": (0,)}
+    | {"index": (0,), "index_select": (0,), "lstm": (2,), "gru": (2,), "rnn_tanh": (2,), "rnn_relu": (2,)}
+)
 """Per operation, the arguments that may be weights; for ``einsum`` and recurrent ones, a list of tensors."""
 GATHERS = {"index", "index_select", "select", "slice", "gather"}
 """Operations whose result is a weight expression whatever chooses the rows."""

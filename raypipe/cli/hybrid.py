@@ -60,7 +60,7 @@ def hybrid(
             raise RequestError("--job", f"{epochs} gives scaling_efficiency", "leave one of the two out")
         with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
             from raypipe.job import load_cluster
-            from raypipe.partition.scaling_efficiency import scaling_efficiency
+            from raypipe.partition.job_costs import scaling_efficiency
 
             modelled = scaling_efficiency(job, load_cluster(cluster), workers_needed(table, counts))
         table = table.model_copy(update={"scaling_efficiency": modelled})

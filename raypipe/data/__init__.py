@@ -4,6 +4,7 @@ from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_a
 from raypipe.data.corpus import Corpus
 from raypipe.data.dataset import (
     Dataset,
+    check_placeholders,
     counts_tokens,
     extend_order,
     has_short_steps,
@@ -15,10 +16,9 @@ from raypipe.data.dataset import (
     validation_places,
     validation_weights,
 )
-from raypipe.data.placeholders import check_placeholders
-from raypipe.data.prepare import prepare
 from raypipe.data.ragged import Ragged, flat
 from raypipe.data.rows import columns_of
+from raypipe.data.text import prepare
 
 __all__ = [
     "Arrays",

@@ -134,7 +134,7 @@ class Arrays:
 
     @cached_property
     def _lengths(self) -> GroupedByLength | None:
-        """What orders the training rows by length; None if nothing does."""
+        """Return what orders the training rows by length; None if nothing does."""
         ragged = {name: c for name, c in self.columns["train"].items() if isinstance(c, Ragged)}
         if not self.grouped or not ragged:
             return None
@@ -162,9 +162,15 @@ class Arrays:
         return found | ({MASK: found[TOKENS]} if _masked(self.columns[split]) else {})
 
     def batch(
-        self, split: Split, seed: int, step: int, batch: int, multiple: int = 1, padding: int = 0,
+        self,
+        split: Split,
+        seed: int,
+        step: int,
+        batch: int,
+        multiple: int = 1,
+        padding: int = 0,
         skipped: Collection[str] = (),
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         """Return a step's mini-batch without the columns ``skipped``; integers are int64.
 
         Ragged columns are padded, tokens with ``padding``, and a mask is added if the data has none.
@@ -213,8 +219,8 @@ def prepare_arrays(data: DataSpec, directory: Path, per_token: bool = False) -> 
     train = read_columns(data.path, "data.path")
     order = None if data.order is None else read_order(data.order, len(next(iter(train.values()))))
     if order is not None and data.held_out is None:
-        raise SpecError("data.order", "numbers the rows of data.path, of which some would be held out",
-                        "give data.held_out, a file of its own")  # fmt: skip
+        why = "numbers the rows of data.path, of which some would be held out"
+        raise SpecError("data.order", why, "give data.held_out, a file of its own")
     check_beside(train, per_token, "data.path")
     grouped = data.group_by_length
     if data.held_out is not None:
@@ -248,9 +254,13 @@ def split_rows(columns: Columns) -> dict[Split, Columns]:
 
 
 def write_arrays(
-    splits: Mapping[Split, Columns], directory: Path, source: str, meta: str = META, grouped: bool = False,
+    splits: Mapping[Split, Columns],
+    directory: Path,
+    source: str,
+    meta: str = META,
+    grouped: bool = False,
     order: npt.NDArray[np.int64] | None = None,
-) -> Arrays:  # fmt: skip
+) -> Arrays:
     """Write checked columns for devices to read; ``meta`` is written last, so a reader never sees incomplete data."""
     directory.mkdir(parents=True, exist_ok=True)
     digests = {}
@@ -464,13 +474,15 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
         meta = read_json(directory / META)
         return {
             name: Field(
-                tuple(about["shape"]), getattr(torch, about["dtype"]),
+                tuple(about["shape"]),
+                getattr(torch, about["dtype"]),
                 FirstRows(partial(_first_of_folder, directory / f"train.{name}.npy"))
-                if name in meta["columns"] and name not in meta["fills"] else None,
+                if name in meta["columns"] and name not in meta["fills"]
+                else None,
                 bool(about.get("packed", False)),
             )
             for name, about in meta["fields"].items()
-        }  # fmt: skip
+        }
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from raypipe.data.arrays import META as ARRAYS
 from raypipe.data.arrays import Arrays, mask_of, mean_tokens, prepare_arrays, read_order, write_order
 from raypipe.data.corpus import META as CORPUS
-from raypipe.data.corpus import Corpus, Split
+from raypipe.data.corpus import SPLITS, Corpus, Split
 from raypipe.data.documents import META as DOCUMENTS
-from raypipe.data.lines import LINE, prepare_lines
-from raypipe.data.lines import META as LINES
-from raypipe.data.prepare import END, prepare
-from raypipe.data.ragged import Ragged, fill_of
+from raypipe.data.ragged import Column, Ragged, fill_of
 from raypipe.data.sample_order import sample_keys
+from raypipe.data.text import END, LINE, prepare, prepare_lines
+from raypipe.data.text import LINES_META as LINES
 from raypipe.errors import SpecError
+from raypipe.graph.values.placeholders import Placeholder
 from raypipe.job import JobSpec
 from raypipe.models.task import MASK, Task
 
@@ -70,9 +70,7 @@ class Text:
 class Table:
     """The user's arrays, completed by the task; lengths are rounded up to ``multiple``."""
 
-    def __init__(
-        self, arrays: Arrays, task: Task, multiple: int = 1, fields: Collection[str] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, arrays: Arrays, task: Task, multiple: int = 1, fields: Collection[str] | None = None) -> None:
         self.arrays, self.task, self.multiple = arrays, task, multiple
         self.skipped = frozenset() if fields is None else arrays.measures() - {*fields, "labels"}
         """Floating-point columns that this device does not need (images, say) and so does not read."""
@@ -150,7 +148,7 @@ def open_data(
     if (directory / LINES).exists():
         return Lines(Arrays.open(directory, LINES), task, multiple)
     if (directory / DOCUMENTS).exists():
-        from raypipe.data.documents.dataset import Documents  # it loads pyarrow
+        from raypipe.data.documents.prepared import Documents  # it loads pyarrow
 
         return Documents(directory, task, whole)
     return Text(Corpus.open(directory), task)
@@ -260,12 +258,44 @@ def reads_bytes(job: JobSpec, directory: Path) -> bool:
     """
     if job.data.type != "documents":
         return job.data.type != "arrays"
-    from raypipe.data.documents.prepared import Prepared
+    from raypipe.data.documents.prepared import PreparedDocuments
 
-    train = Prepared.open(directory, check=False).splits["train"]
+    train = PreparedDocuments.open(directory, check=False).splits["train"]
     return train.tokenizer is None and not train.is_tokens
 
 
 def is_prepared(directory: Path) -> bool:
     """Return whether ``prepare_data`` has finished in a directory."""
     return any((directory / meta).exists() for meta in (ARRAYS, LINES, DOCUMENTS, CORPUS))
+
+
+def check_placeholders(directory: Path, wanted: Sequence[Placeholder]) -> None:
+    """Check the arrays that were prepared in a folder.
+
+    Raises:
+        SpecError: a row has fewer or more of a token than the model puts features in its places.
+    """
+    if not wanted or not (directory / ARRAYS).exists():
+        return
+    arrays = Arrays.open(directory)
+    for name, token, each in wanted:
+        for split in SPLITS:
+            column = arrays.columns[split].get(name)
+            if column is None:
+                continue
+            counts = _counts(column, token)
+            wrong = np.flatnonzero(counts != each)
+            if len(wrong):
+                row = int(wrong[0])
+                why = f"row {row} of the {split} rows has {counts[row]} times token {token} in {name}"
+                why += f", and its image has {each} features to put there"
+                raise SpecError("data", why, f"give each row {each} of them, as the model's processor does")
+
+
+def _counts(column: Column, token: int) -> npt.NDArray[np.int64]:
+    """Return how often each row has a token."""
+    if not isinstance(column, Ragged):
+        return np.asarray(np.count_nonzero(column == token, axis=tuple(range(1, column.ndim))), np.int64)
+    hits = np.concatenate([[0], np.cumsum(column.values == token, dtype=np.int64)])
+    found: npt.NDArray[np.int64] = hits[column.offsets[1:]] - hits[column.offsets[:-1]]
+    return found

@@ -21,10 +21,8 @@ from raypipe.errors import SpecError
 from raypipe.files import expanded, open_regular, parse_json
 
 Format = Literal["parquet", "arrow", "jsonl", "text"]
-SUFFIXES: dict[str, Format] = {
-    ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".jsonl": "jsonl", ".ndjson": "jsonl",
-    ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text", ".py": "text",
-}  # fmt: skip
+SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow", ".jsonl": "jsonl"}
+SUFFIXES |= {".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text", ".py": "text"}
 """In any case."""
 COMPRESSIONS = {".gz": "gzip", ".gzip": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 """After the suffix of the format, if any; or alone."""
@@ -35,18 +33,18 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 _HEAD = 64 << 10
 _NAMES: dict[str, str] = {"parquet": "Parquet", "arrow": "Arrow", "jsonl": "JSON, an object a line", "text": "text"}
-_BINARY = {
-    b"PAR1": "Parquet", b"PARE": "encrypted Parquet", b"ARROW1": "Arrow",
-    b"FEA1": "Feather of version 1", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh91AY&SY": "bzip2",
-    b"\xfd7zXZ\0": "xz", b"\x04\x22\x4d\x18": "lz4", b"PK\x03\x04": "zip", b"Obj\x01": "Avro",
-    b"SQLite format 3\0": "SQLite", b"\x89HDF": "HDF5", b"\x93NUMPY": "numpy", b"%PDF-": "PDF",
-    b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"version https://git-lfs": "a pointer of Git LFS to the file itself",
-}  # fmt: skip
+_BINARY = (
+    {b"PAR1": "Parquet", b"PARE": "encrypted Parquet", b"ARROW1": "Arrow", b"FEA1": "Feather of version 1"}
+    | {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh91AY&SY": "bzip2", b"\xfd7zXZ\0": "xz"}
+    | {b"\x04\x22\x4d\x18": "lz4", b"PK\x03\x04": "zip", b"Obj\x01": "Avro", b"SQLite format 3\0": "SQLite"}
+    | {b"\x89HDF": "HDF5", b"\x93NUMPY": "numpy", b"%PDF-": "PDF", b"\xff\xfe": "UTF-16"}
+    | {b"\xfe\xff": "UTF-16", b"version https://git-lfs": "a pointer of Git LFS to the file itself"}
+)
 """First bytes of formats, of which none is text in UTF-8 that anybody trains on."""
 
 
-class Kind(NamedTuple):
-    """What a file is by its name."""
+class FileKind(NamedTuple):
+    """The kind of a file, by its name."""
 
     format: Format | None
     """None if the name says nothing."""
@@ -62,16 +60,16 @@ class GivenFile:
     path: Path
 
 
-def kind_of(path: Path | str) -> Kind:
+def kind_of(path: Path | str) -> FileKind:
     """Return what a file is by its name.
 
     >>> kind_of("a.JSONL.gz"), kind_of("notes")
-    (Kind(format='jsonl', compression='gzip'), Kind(format=None, compression=None))
+    (FileKind(format='jsonl', compression='gzip'), FileKind(format=None, compression=None))
     """
     suffixes = [one.lower() for one in Path(path).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     rest = suffixes[: -1 if compression else None]
-    return Kind(SUFFIXES.get(rest[-1]) if rest else None, compression)
+    return FileKind(SUFFIXES.get(rest[-1]) if rest else None, compression)
 
 
 def find_files(source: str, excluded: frozenset[str] = frozenset()) -> list[GivenFile]:

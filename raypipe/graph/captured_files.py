@@ -69,9 +69,13 @@ def load_values(key: str, digest: str, folder: Path | None = None, notify: Notif
 
 
 def save(
-    key: str, graph: OperationGraph, calls: Sequence[Call], values: bytes, folder: Path | None = None,
+    key: str,
+    graph: OperationGraph,
+    calls: Sequence[Call],
+    values: bytes,
+    folder: Path | None = None,
     notify: Notify = to_stderr,
-) -> None:  # fmt: skip
+) -> None:
     """Cache a captured model. If the folder cannot be written, a notice says so, and it is captured again next time."""
     where = folder or cache_folder()
     document = to_document(graph, calls) | {"values": hashlib.sha256(values).hexdigest()}

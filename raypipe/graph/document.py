@@ -61,22 +61,35 @@ def from_document(document: Mapping[str, Any]) -> tuple[OperationGraph, tuple[Ca
 def _operation(operation: Operation, call: Call) -> dict[str, Any]:
     """Convert an operation, leaving out empty values."""
     everything = {
-        "name": operation.name, "target": operation.target, "args": call.args, "kwargs": call.kwargs,
-        "type": None if operation.type is None else _type(operation.type), "module": operation.module,
-        "source": operation.source, "random": operation.random, "mutates": list(operation.mutates),
-        "equation": operation.equation, "causal": operation.causal,
-    }  # fmt: skip
+        "name": operation.name,
+        "target": operation.target,
+        "args": call.args,
+        "kwargs": call.kwargs,
+        "type": None if operation.type is None else _type(operation.type),
+        "module": operation.module,
+        "source": operation.source,
+        "random": operation.random,
+        "mutates": list(operation.mutates),
+        "equation": operation.equation,
+        "causal": operation.causal,
+    }
     return {key: value for key, value in everything.items() if value or key == "args"}
 
 
 def _read(item: Mapping[str, Any], operands: tuple[int | str, ...]) -> Operation:
     kind = item.get("type")
     return Operation(
-        name=item["name"], target=item["target"], operands=operands,
-        type=None if kind is None else TensorType(*_shape(kind)), module=item.get("module", ""),
-        source=item.get("source", ""), random=item.get("random", False), mutates=tuple(item.get("mutates", ())),
-        equation=item.get("equation", ""), causal=item.get("causal", False),
-    )  # fmt: skip
+        name=item["name"],
+        target=item["target"],
+        operands=operands,
+        type=None if kind is None else TensorType(*_shape(kind)),
+        module=item.get("module", ""),
+        source=item.get("source", ""),
+        random=item.get("random", False),
+        mutates=tuple(item.get("mutates", ())),
+        equation=item.get("equation", ""),
+        causal=item.get("causal", False),
+    )
 
 
 def _type(kind: TensorType) -> list[Any]:

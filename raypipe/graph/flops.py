@@ -12,10 +12,11 @@ from math import prod
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.operations import Operation, OperationGraph, TensorType
 
-MOVES_NOTHING = {
-    "view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t", "unsqueeze", "squeeze", "slice", "select",
-    "split", "chunk", "unbind", "detach", "alias", "flatten", "unflatten", "getitem", "sym_size", "numpy_T", "mT",
-}  # fmt: skip
+MOVES_NOTHING = (
+    {"view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t"}
+    | {"unsqueeze", "squeeze", "slice", "select", "split", "chunk", "unbind", "detach"}
+    | {"alias", "flatten", "unflatten", "getitem", "sym_size", "numpy_T", "mT"}
+)
 """Operations that usually return a view of their input."""
 
 

@@ -6,16 +6,15 @@ constants and raw inputs) by name. Shapes may depend on the sizes of the inputs 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from raypipe.graph.calls import Call
 from raypipe.graph.dims import Dim, Sizes, count, symbols
 
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
-    "bool": 1, "complex64": 8, "complex128": 16,
-}  # fmt: skip
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+ITEM_BYTES |= {"int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16}
 """Bytes of one value, by dtype."""
 GETITEM = "operator.getitem"
 """Target of the operation that selects one result of an operation with several."""
@@ -36,7 +35,7 @@ class TensorType:
 
     @property
     def floating(self) -> bool:
-        """Whether gradients can flow through such a tensor."""
+        """Return whether gradients can flow through such a tensor."""
         return "float" in self.dtype or "complex" in self.dtype
 
 
@@ -204,3 +203,27 @@ def owner_among(blocks: frozenset[str], module: str) -> str:
     """
     parts = module.split(".")
     return next((p for n in range(1, len(parts) + 1) if (p := ".".join(parts[:n])) in blocks), "")
+
+
+def needed(operations: Sequence[Operation], outputs: Iterable[int]) -> set[int]:
+    """Return the operations that outputs and writes to buffers need, directly or indirectly."""
+    keep: set[int] = set()
+    todo = [*outputs, *(n for n, o in enumerate(operations) if o.mutates)]
+    while todo:
+        number = todo.pop()
+        if number not in keep:
+            keep.add(number)
+            todo.extend(operations[number].inputs)
+    return keep
+
+
+def selected(
+    operations: Sequence[Operation], calls: Sequence[Call], order: Sequence[int]
+) -> tuple[tuple[Operation, ...], tuple[Call, ...], dict[int, int]]:
+    """Return operations and calls in this order with their new numbers, and these by the old ones."""
+    new = {old: position for position, old in enumerate(order)}
+    kept = tuple(
+        replace(operations[n], operands=tuple(new[o] if isinstance(o, int) else o for o in operations[n].operands))
+        for n in order
+    )
+    return kept, tuple(calls[n].renumbered(new) for n in order), new

@@ -9,20 +9,20 @@ from raypipe.graph.operations import ITEM_BYTES, Operation, OperationGraph
 
 AUTOCAST_BYTES = 2
 """Bytes per value of products under autocast."""
-PRODUCTS = frozenset({
-    "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "addbmm", "mv", "addmv", "einsum", "convolution",
-    "_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "scaled_dot_product_attention", "_scaled_dot_product_attention_math",
-})  # fmt: skip
-IN_FLOAT32 = frozenset({
-    "layer_norm", "group_norm", "batch_norm", "softmax", "_softmax", "_safe_softmax", "log_softmax", "pow", "rsqrt",
-    "exp", "log", "sum", "prod", "cumsum", "norm", "reciprocal", "softplus", "tan", "erfinv", "cosh", "sinh",
-})  # fmt: skip
+PRODUCTS = frozenset(
+    {"linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "addbmm", "mv", "addmv", "einsum"}
+    | {"convolution", "_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"}
+    | {"conv_transpose3d", "scaled_dot_product_attention", "_scaled_dot_product_attention_math"}
+)
+IN_FLOAT32 = frozenset(
+    {"layer_norm", "group_norm", "batch_norm", "softmax", "_softmax", "_safe_softmax", "log_softmax", "pow", "rsqrt"}
+)
+IN_FLOAT32 |= {"exp", "log", "sum", "prod", "cumsum", "norm", "reciprocal", "softplus", "tan", "erfinv", "cosh", "sinh"}
 
 
 @dataclass(frozen=True)
 class Autocast:
-    """What 16-bit autocast does on a kind of device. Operations of neither set run in their operands' widest dtype."""
+    """The rules of 16-bit autocast on a kind of device; other operations run in their operands' widest dtype."""
 
     products: frozenset[str]
     """Operations that run in 16 bits."""

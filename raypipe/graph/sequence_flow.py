@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from math import prod
 
 from raypipe.errors import CaptureError
-from raypipe.graph.attention import ATTENTION, is_causal, mask_of
-from raypipe.graph.calls import Call, Plain
+from raypipe.graph.calls import ATTENTION, Call, Plain, is_causal, mask_of
 from raypipe.graph.dims import Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.flops import short_name
 from raypipe.graph.operations import Operation, OperationGraph, TensorType
@@ -23,13 +22,28 @@ from raypipe.graph.values.positions import CONSTANT, POINTWISE, is_size
 Flow = dict[str, int | None]
 """Per operation, the dimension of its result along which the sequence lies; None: it has none."""
 _POINTWISE = POINTWISE | {
-    "pow", "tanh", "gelu", "silu", "relu", "sigmoid", "exp", "log", "sqrt", "rsqrt", "sin", "cos", "square", "erf",
-    "softplus", "reciprocal", "leaky_relu", "hardtanh", "dropout",
-}  # fmt: skip
-_MOVES = {
-    "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "split", "split_with_sizes", "chunk", "unbind",
-    "getitem", "slice", "select", "cat", "stack",
-}  # fmt: skip
+    "pow",
+    "tanh",
+    "gelu",
+    "silu",
+    "relu",
+    "sigmoid",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "sin",
+    "cos",
+    "square",
+    "erf",
+    "softplus",
+    "reciprocal",
+    "leaky_relu",
+    "hardtanh",
+    "dropout",
+}
+_MOVES = {"transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "split"}
+_MOVES |= {"split_with_sizes", "chunk", "unbind", "getitem", "slice", "select", "cat", "stack"}
 """Operations that move values without changing any; along a sequence that stays as long as it is, they move none."""
 _RESHAPES = {"reshape", "view", "flatten", "unflatten"}
 _REDUCTIONS = {"mean": 1, "sum": 1, "amax": 1, "var": 1, "softmax": 1, "_softmax": 1, "log_softmax": 1}
@@ -47,10 +61,10 @@ def sequence_flow(graph: OperationGraph, calls: Sequence[Call]) -> Flow:
     Raises:
         CaptureError: a slice would not compute what the whole does; it names the operation.
     """
-    return _Reader(graph, calls).flow()
+    return _FlowReader(graph, calls).flow()
 
 
-class _Reader:
+class _FlowReader:
     def __init__(self, graph: OperationGraph, calls: Sequence[Call]) -> None:
         self.graph, self.calls = graph, calls
         shapes = [graph.sources[name].type.shape for name in graph.inputs]
@@ -164,7 +178,7 @@ class _Reader:
         return [] if operation.type is None else [operation.type]
 
     def sized(self, value: Plain) -> bool:
-        """Whether an argument is a size that is computed."""
+        """Return whether an argument is a size that is computed."""
         return isinstance(value, dict) and "op" in value and is_size(self.graph.operations[value["op"]])
 
     def stride(self, kind: TensorType, along: int | None) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The work of a captured model's sub-graphs, in operations and bytes per sample, for the planner's cost model.
 
 It is counted operation by operation at the sizes of one sample, as eager PyTorch runs them: the bytes that forward and
-backward move, the FLOPs of products, and the tensors saved for the backward (``saved_tensors``), in the item sizes that
+backward move, the FLOPs of products, and the tensors saved for the backward, in the item sizes that
 autocast gives them (``precision``). The loss is not an operation of the model; it is added to the last sub-graph.
 """
 
@@ -16,12 +16,11 @@ from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
 from raypipe.cost.layer_work import Effort, LayerWork
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.dims import Sizes, count, evaluate_all
-from raypipe.graph.flops import matrix_flops, operand_types, short_name
+from raypipe.graph.flops import MOVES_NOTHING, matrix_flops, operand_types, short_name
 from raypipe.graph.liveness import replicated
 from raypipe.graph.operations import ITEM_BYTES, OperationGraph
 from raypipe.graph.precision import AUTOCAST_BYTES, Autocast, is_product, operand_width, widths
-from raypipe.graph.saved_tensors import is_view, keeps_result, kept_operands, passes_on, root, unread_bytes
-from raypipe.graph.subgraphs import Sharding
+from raypipe.graph.subgraphs import Subgraphs
 
 ATTENTION = "scaled_dot_product_attention"
 BLOCK = 12
@@ -34,7 +33,7 @@ LABEL = 8
 
 
 def captured_work(
-    graph: OperationGraph, sharding: Sharding, one: Sizes, autocast: Autocast | None = None
+    graph: OperationGraph, sharding: Subgraphs, one: Sizes, autocast: Autocast | None = None
 ) -> tuple[TensorRankWork, ...]:
     """Count the work of every sub-graph, with the collectives of tensor parallelism inside it.
 
@@ -151,7 +150,7 @@ class _Sums:
         self.tables |= other.tables
 
 
-def _tensor_rank(counted: _Counted, sharding: Sharding, number: int, unread: float) -> TensorRankWork:
+def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: float) -> TensorRankWork:
     graph = counted.graph
     span = sharding.operations(range(number, number + 1))
     sums = _Sums()
@@ -175,32 +174,46 @@ def _tensor_rank(counted: _Counted, sharding: Sharding, number: int, unread: flo
     cut = sharding.cuts[number] if number < sharding.count - 1 else ()
     behind = [kind for i in cut if (kind := graph.operations[i].type) is not None]
     work = LayerWork(
-        name=f"{number} {sharding.labels[number]}", parameters=sum(graph.parameters[name] for name in names),
+        name=f"{number} {sharding.labels[number]}",
+        parameters=sum(graph.parameters[name] for name in names),
         trained_parameters=sum(trained.values()),
         forward=Effort(
-            flops=sums.forward_flops, operands=sums.operands, weights=read, traffic=sums.traffic, overhead=overhead,
+            flops=sums.forward_flops,
+            operands=sums.operands,
+            weights=read,
+            traffic=sums.traffic,
+            overhead=overhead,
             attention=sums.attention,
         ),
         input_grad=Effort(
-            flops=sums.input_flops, operands=sums.back_operands, weights=read if sums.input_flops else 0.0,
-            traffic=sums.back_traffic, overhead=INPUT_GRAD * overhead if backward or not names else 0.0,
+            flops=sums.input_flops,
+            operands=sums.back_operands,
+            weights=read if sums.input_flops else 0.0,
+            traffic=sums.back_traffic,
+            overhead=INPUT_GRAD * overhead if backward or not names else 0.0,
             attention=sums.input_attention,
         ),
         # The gradient of an embedding is a whole table, mostly zeros, which is accumulated.
         weight_grad=Effort(
-            flops=sums.weight_flops, operands=sums.waiting,
+            flops=sums.weight_flops,
+            operands=sums.waiting,
             weights=3 * wide * sum(gradients.values()) + 4 * sum(tables.values()),
-            traffic=sums.weight_traffic, overhead=WEIGHT_GRAD * overhead if trained else 0.0,
+            traffic=sums.weight_traffic,
+            overhead=WEIGHT_GRAD * overhead if trained else 0.0,
         ),
-        kept_bytes=sum(sums.kept.values()) + sums.aside, cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
-        unread_input_bytes=unread, waiting_bytes=sums.waiting + sums.looked_up,
+        kept_bytes=sum(sums.kept.values()) + sums.aside,
+        cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
+        unread_input_bytes=unread,
+        waiting_bytes=sums.waiting + sums.looked_up,
         # Tensors that cross a cut have the dtype they were captured with, also under autocast.
         output_bytes=float(sum(kind.bytes(counted.one) for kind in behind)),
         output_floats=float(sum(kind.bytes(counted.one) for kind in behind if kind.floating)),
         # The gradient of the head's weight is made after those of the loss have been freed.
-        workspace_bytes=max(sums.largest, sums.scores, sums.loss), workspace_fixed_bytes=max(0.0, fixed - sums.loss),
-        split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss), key_value_bytes=sums.key_values,
-    )  # fmt: skip
+        workspace_bytes=max(sums.largest, sums.scores, sums.loss),
+        workspace_fixed_bytes=max(0.0, fixed - sums.loss),
+        split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
+        key_value_bytes=sums.key_values,
+    )
     return TensorRankWork(work, tuple(sums.forward_all_reduces), tuple(sums.backward_all_reduces), tuple(sums.gathers))
 
 
@@ -378,3 +391,112 @@ def _loss(c: _Counted, sums: _Sums) -> None:
         sums.back_traffic += 4 * width * logits
         sums.aside += width * logits + LABEL * (logits // max(1, evaluate_all(kind.shape, c.one)[-1]))
         sums.loss += 2.0 * width * logits
+
+
+# The tensors that autograd saves for the backward of a captured operation.
+#
+# They follow from the operation's name. An operation without a rule saves the activations that it reads, as most
+# derivative formulas do. Source: PyTorch's ``tools/autograd/derivatives.yaml``.
+KEEPS_RESULT = {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
+KEEPS_RESULT |= {"tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", "relu", "relu_"}
+KEEPS_NOTHING = (
+    {"add", "add_", "sub", "sub_", "rsub", "neg", "cat", "stack", "clone", "contiguous"}
+    | {"copy", "to", "_to_copy", "sum", "mean", "masked_fill", "where", "dropout"}
+    | {"constant_pad_nd", "pad", "roll", "index_select", "repeat", "repeat_interleave", "embedding"}
+    | {"copy_to_group", "reduce_from_group", "gather_from_group", "rows_of_tensor_rank"}
+)
+"""Operations that are linear in their operands. What dropout and embedding do save is counted separately."""
+BILINEAR = {"mul", "mul_", "div", "div_", "matmul", "bmm", "mm", "baddbmm", "einsum", "linear", "addmm", "addbmm"}
+"""Operations that save an operand if the other operand has a gradient."""
+PASSES_ON = {"add", "add_", "sub", "sub_", "neg", "copy_to_group", "reduce_from_group", "masked_fill_"}
+"""Operations that pass their gradient on without a kernel of their own."""
+
+
+def root(graph: OperationGraph, number: int) -> int:
+    """Return the operation that owns the memory a view refers to; the results of one operation are separate."""
+    operation = graph.operations[number]
+    while is_view(graph, number) and operation.inputs:
+        before = graph.operations[operation.inputs[0]]
+        if before.type is None and short_name(before.target) not in MOVES_NOTHING:
+            break
+        number, operation = operation.inputs[0], before
+    return number
+
+
+def is_view(graph: OperationGraph, number: int) -> bool:
+    """Return whether an operation's result is a view of its input.
+
+    A reshape that joins an expanded dimension with the one before it is not a view but a copy, as for the keys and
+    values of grouped-query attention.
+    """
+    operation = graph.operations[number]
+    if short_name(operation.target) not in MOVES_NOTHING:
+        return False
+    before = graph.operations[operation.inputs[0]] if operation.inputs else operation
+    if short_name(operation.target) != "reshape" or short_name(before.target) != "expand" or not before.inputs:
+        return True
+    small, large = graph.operations[before.inputs[0]].type, before.type
+    if small is None or large is None or len(small.shape) != len(large.shape):
+        return False
+    grown = [d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
+    return all(d == 0 or large.shape[d - 1] == 1 for d in grown)
+
+
+def kept_operands(graph: OperationGraph, number: int) -> list[int]:
+    """Return the operands (numbers of operations) that an operation saves for its backward, as in its call."""
+    operation = graph.operations[number]
+    name = short_name(operation.target)
+    if not graph.requires_grad[number] or name in MOVES_NOTHING | KEEPS_NOTHING | KEEPS_RESULT:
+        return []
+    activations = [i for i in operation.inputs if _floating(graph, i)]
+    if name not in BILINEAR:
+        return activations
+    return [
+        i
+        for i in activations
+        if any(_wanted(graph, other) for other in operation.operands if other != i) or operation.inputs.count(i) > 1
+    ]
+
+
+def keeps_result(graph: OperationGraph, number: int) -> bool:
+    """Return whether an operation saves its result for its backward."""
+    return graph.requires_grad[number] and short_name(graph.operations[number].target) in KEEPS_RESULT
+
+
+def passes_on(graph: OperationGraph, number: int) -> bool:
+    """Return whether an operation's backward does almost nothing."""
+    name = short_name(graph.operations[number].target)
+    return not graph.requires_grad[number] or name in MOVES_NOTHING | PASSES_ON
+
+
+def unread_bytes(graph: OperationGraph, sharding: Subgraphs, one: Sizes) -> tuple[float, ...]:
+    """Return, per sub-graph, the bytes that it receives, uses last, and that no operation saves for its backward.
+
+    A sum that a ReLU reads first thing is an example: the ReLU saves its own result. A stage that begins with the
+    sub-graph holds what it received all the same.
+
+    Args:
+        graph: the model.
+        sharding: its sub-graphs.
+        one: sizes for inputs of one sample.
+    """
+    numbers = range(len(graph.operations))
+    saved = {root(graph, kept) for n in numbers for kept in kept_operands(graph, n)}
+    saved |= {root(graph, n) for n in numbers if keeps_result(graph, n)}
+    found = [0.0]
+    for i, arriving in enumerate(sharding.cuts):
+        passed_on = sharding.cuts[i + 1] if i + 1 < len(sharding.cuts) else ()
+        held = saved | {root(graph, n) for n in passed_on}
+        unread = {root(graph, n): kind for n in arriving if (kind := graph.operations[n].type) is not None}
+        found.append(float(sum(t.bytes(one) for at, t in unread.items() if t.floating and at not in held)))
+    return tuple(found)
+
+
+def _floating(graph: OperationGraph, number: int) -> bool:
+    kind = graph.operations[number].type
+    return kind is not None and kind.floating and bool(kind.shape)
+
+
+def _wanted(graph: OperationGraph, operand: int | str) -> bool:
+    """Return whether an operand requires a gradient."""
+    return graph.requires_grad[operand] if isinstance(operand, int) else graph.sources[operand].requires_grad

@@ -8,15 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raypipe.capture.cached import captured_once
-from raypipe.capture.captured import ROWS, Captured
+from raypipe.capture.captured import ROWS, Captured, captured_once, reordered
 from raypipe.capture.meta import build_without_memory
-from raypipe.capture.reorder import reordered
 from raypipe.errors import SpecError, nearest
 from raypipe.graph.dims import evaluate_all
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint
@@ -25,14 +24,11 @@ from raypipe.graph.stages.pieces import branch_order, piece_sharding
 from raypipe.graph.subgraphs import shard
 from raypipe.job import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.models.captured import CapturedModel, Share
-from raypipe.models.dict_argument import feed_as_dict
 from raypipe.models.given.read import given_model
 from raypipe.models.gpt.layers import GptLayers
 from raypipe.models.layered import LayeredModel
-from raypipe.models.losses.figures import figures_of
-from raypipe.models.losses.function import end_with_loss, loss_code, loss_function
-from raypipe.models.losses.given import GivenLoss
-from raypipe.models.own_loss import LOSS, OwnLoss
+from raypipe.models.losses.function import end_with_loss, figures_of, loss_code, loss_function
+from raypipe.models.own_loss import LOSS, GivenLoss, OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
 from raypipe.models.sources.packed_rows import apart, check_apart, is_packed
@@ -41,8 +37,11 @@ from raypipe.models.task import MASK, Field, Task
 from raypipe.tensor import Division, divide_module
 
 DTYPES = {
-    "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.float32, "bfloat16-true": torch.bfloat16
-}  # fmt: skip
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.float32,
+    "bfloat16-true": torch.bfloat16,
+}
 """Dtype of parameters by ``train.dtype``; bfloat16 is autocast over float32 parameters."""
 Fields = Mapping[str, Field]
 
@@ -85,9 +84,16 @@ def _frozen(fields: Fields | None) -> tuple[tuple[str, Field], ...] | None:
 
 @lru_cache(maxsize=4)
 def _captured(
-    kind: type[HfSpec] | type[ImportSpec], record: str, mask: float, given: tuple[tuple[str, Field], ...] | None,
-    dtype: str, division: Division | None, lines: bool = False, branches: bool = False, smoothing: float = 0.0,
-) -> CapturedModel:  # fmt: skip
+    kind: type[HfSpec] | type[ImportSpec],
+    record: str,
+    mask: float,
+    given: tuple[tuple[str, Field], ...] | None,
+    dtype: str,
+    division: Division | None,
+    lines: bool = False,
+    branches: bool = False,
+    smoothing: float = 0.0,
+) -> CapturedModel:
     spec = kind.model_validate_json(record)
     arrays: Fields | None = None if given is None else dict(given)
     source: ModelSource = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
@@ -121,8 +127,7 @@ def _captured(
     def fresh() -> Captured:
         # torch.export and SymPy, which workers need not import
         from raypipe.capture.capture import capture
-        from raypipe.models.losses.capture_with_loss import capture_with_loss
-        from raypipe.models.losses.check import check_function
+        from raypipe.models.losses.capture_with_loss import capture_with_loss, check_function
 
         skeleton = build_without_memory(build)
         if function is None:
@@ -169,8 +174,8 @@ def _check_loss(graph: OperationGraph) -> None:
     kind = graph.operations[number].type
     if kind is None or kind.shape or not kind.floating:
         what = "not a tensor" if kind is None else f"{kind.dtype} of shape {list(kind.shape)}"
-        raise SpecError("model.loss", f'the model returns "{name}", {what}, instead of a scalar loss',
-                        'return a scalar, or a dict with "loss"; or leave model.loss out')  # fmt: skip
+        fix = 'return a scalar, or a dict with "loss"; or leave model.loss out'
+        raise SpecError("model.loss", f'the model returns "{name}", {what}, instead of a scalar loss', fix)
 
 
 def _losses(graph: OperationGraph, fields: Mapping[str, tuple[str, Field]], samples: int) -> tuple[int, ...]:
@@ -197,8 +202,7 @@ def _divided(build: Callable[[], nn.Module], division: Division) -> Callable[[],
     return divided
 
 
-def _key(identity: Identity, record: str, fields: Fields, dtype: str, share: Share | None,
-         loss: Sequence[Path]) -> str:  # fmt: skip
+def _key(identity: Identity, record: str, fields: Fields, dtype: str, share: Share | None, loss: Sequence[Path]) -> str:
     """Return the key under which the captured model is cached."""
     given = {name: [list(field.shape), str(field.dtype)] for name, field in fields.items()}
     asked = {"model": record, "is": identity.says, "fields": given, "dtype": dtype}
@@ -245,8 +249,8 @@ def _as_it_is(module: nn.Module, asked: Sequence[str]) -> list[str]:
     kinds = {type(part).__name__ for part in parts.values()}
     for name in asked:
         if name not in parts and name not in kinds:
-            raise SpecError("model.as_it_is", f"the model has neither a module nor a class {name}",
-                            nearest(name, [*kinds, *parts]))  # fmt: skip
+            why = f"the model has neither a module nor a class {name}"
+            raise SpecError("model.as_it_is", why, nearest(name, [*kinds, *parts]))
     found = [path for path, part in parts.items() if path in asked or type(part).__name__ in asked]
     return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
 
@@ -301,8 +305,43 @@ def match_arguments(module: nn.Module, fields: Fields, task: Task) -> dict[str, 
             why = f"there is no array for the model's argument {name}; there are {', '.join(sorted(fields))}"
             raise SpecError("data", why, f"name an array {name}")
     if not matched:
-        raise SpecError("data", f"none of {', '.join(sorted(inputs))} is an argument of the model",
-                        nearest(inputs[0], parameters) if inputs else "give the model's inputs")  # fmt: skip
+        fix = nearest(inputs[0], parameters) if inputs else "give the model's inputs"
+        raise SpecError("data", f"none of {', '.join(sorted(inputs))} is an argument of the model", fix)
     for name in task.reads - set(fields):
         raise SpecError("data", f"holds no {name}, which the loss needs", nearest(name, fields))
     return matched
+
+
+def feed_as_dict(module: nn.Module, names: Sequence[str]) -> None:
+    """Make a forward that takes one mapping, or ``**kwargs`` alone, take keywords of these names instead.
+
+    Any other forward is left alone.
+
+    It is such a forward if its one required argument has no array of its name, and is annotated as a mapping or there
+    are several arrays.
+    """
+    parameters = inspect.signature(module.forward).parameters.values()
+    whole = module.forward
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) and all(
+        p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters
+    ):
+        module.forward = _of(names, lambda rows: whole(**rows))
+        return
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(required) != 1 or any(p.name in names for p in parameters):
+        return
+    annotated = str(required[0].annotation).lower()
+    if len(names) < 2 and not any(word in annotated for word in ("dict", "mapping")):
+        return
+    module.forward = _of(names, whole)
+
+
+def _of(names: Sequence[str], call: Callable[[dict[str, Any]], Any]) -> Callable[..., Any]:
+    def forward(**rows: Any) -> Any:
+        return call(rows)
+
+    kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=Mapping) for name in names]
+    forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+    return forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,24 +13,27 @@ from torch import Tensor, fx, nn
 from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError, SpecError
-from raypipe.graph.attention import ATTENTION
+from raypipe.graph.calls import ATTENTION
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.flops import forward_flops
 from raypipe.graph.liveness import between_spans, inputs_read
 from raypipe.graph.operations import Operation, OperationGraph, TensorType
 from raypipe.graph.sequence_flow import sequence_flow
 from raypipe.graph.stages.links import Result
-from raypipe.graph.subgraphs import Sharding
+from raypipe.graph.subgraphs import Subgraphs
 from raypipe.graph.values.placeholders import placeholders
-from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
-from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup, equal_slices
+from raypipe.models.keyed_draws import Site
+from raypipe.models.keyed_operations import find_sites, key_random_operations, keyed_attention, random_shapes
+from raypipe.models.keyed_random import keyed_dropout
+from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.running_statistics import (
     RunningStatistics,
     check_buffers,
     learn_statistics,
     uses_batch_statistics,
 )
-from raypipe.models.slices.captured import run_on_slices
+from raypipe.models.slices.attention import Dropped, causal_attention
+from raypipe.models.slices.current import current_slice
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task
 from raypipe.tensor import Division, Shard
@@ -66,10 +69,16 @@ class CapturedModel(LayeredModel):
     """
 
     def __init__(
-        self, captured: Captured, sharding: Sharding, task: Task, values: StartValues,
-        fields: Mapping[str, tuple[str, Field]], build: Callable[[], nn.Module], share: Share | None = None,
+        self,
+        captured: Captured,
+        sharding: Subgraphs,
+        task: Task,
+        values: StartValues,
+        fields: Mapping[str, tuple[str, Field]],
+        build: Callable[[], nn.Module],
+        share: Share | None = None,
         written: OperationGraph | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.captured, self.sharding, self.task, self.values = captured, sharding, task, values
         self.build = build
         self.graph = graph = captured.graph
@@ -123,7 +132,7 @@ class CapturedModel(LayeredModel):
         return sum(self.graph.parameters[name] for name in self.held[i] if self.is_trained(name))
 
     def is_trained(self, name: str) -> bool:
-        """Whether the parameter of this name is trained."""
+        """Return whether the parameter of this name is trained."""
         return self.graph.sources[name].requires_grad
 
     @property
@@ -156,19 +165,23 @@ class CapturedModel(LayeredModel):
         return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._operations(layers)))
 
     def build_stage(
-        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: Ends | None = None
+        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: BodyEnds | None = None
     ) -> StageBody:
         """Build the operations of these sub-graphs as one module."""
         arriving, leaving = ends or self.ends_in_chain(layers)
         part = build_subgraph(
-            self.captured, self._operations(layers), [self._handed_on[r] for r in arriving],
-            [self._handed_on[r] for r in leaving], device, self.build,
-        )  # fmt: skip
+            self.captured,
+            self._operations(layers),
+            [self._handed_on[r] for r in arriving],
+            [self._handed_on[r] for r in leaving],
+            device,
+            self.build,
+        )
         key_random_operations(part.module, self.sites)
         if self.slices > 1:
             run_on_slices(part.module, sequence_flow(self.graph, self.captured.calls))
         statistics = learn_statistics(part.module, self.captured.values)
-        stage = CapturedStage(
+        stage = CapturedBody(
             part.module,
             tuple(self.fields[name][0] for name in part.inputs),
             tuple(getattr(torch, _type(operation).dtype) for operation in part.leaves),
@@ -215,13 +228,16 @@ class CapturedModel(LayeredModel):
         return [n for i in layers for n in range(self.edges[i], self.edges[i + 1])]
 
 
-class CapturedStage(StageBody):
+class CapturedBody(StageBody):
     """The stage body of consecutive sub-graphs."""
 
     def __init__(
-        self, graph: fx.GraphModule, reads: tuple[str, ...], leaves: tuple[torch.dtype, ...],
+        self,
+        graph: fx.GraphModule,
+        reads: tuple[str, ...],
+        leaves: tuple[torch.dtype, ...],
         statistics: tuple[RunningStatistics, ...] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.graph = graph
         self.arguments, self.leaves = reads, leaves
@@ -284,3 +300,65 @@ class CapturedStage(StageBody):
 def _type(operation: Operation) -> TensorType:
     assert operation.type is not None, f"{operation.name} is not a tensor and cannot cross a cut"
     return operation.type
+
+
+aten = torch.ops.aten
+
+
+def run_on_slices(module: fx.GraphModule, along: dict[str, int | None]) -> None:
+    """Replace what depends on where a slice is, in place.
+
+    Args:
+        module: a stage, whose random operations are keyed.
+        along: per operation, the dimension of its result along which the sequence lies (``graph.sequence_flow``).
+    """
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is aten.scaled_dot_product_attention.default:
+            node.target = _attention
+        elif node.target is keyed_attention:
+            node.target = _dropping_attention
+        elif node.target in (aten.arange.default, aten.arange.start):
+            node.target = _positions
+        elif node.target is keyed_dropout:
+            node.kwargs = {**node.kwargs, "sequence_dim": along[node.name]}
+    module.recompile()
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    return causal_attention(query, key, value, scale, enable_gqa)
+
+
+def _dropping_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = True,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    site: Site,
+) -> Tensor:
+    if current_slice() is None:
+        return keyed_attention(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, site=site)
+    return causal_attention(query, key, value, scale, enable_gqa, Dropped(dropout_p, site))
+
+
+def _positions(*args: Any, **kwargs: Any) -> Tensor:
+    """``arange`` over the positions of the slice; it counts from 0 and ends with the sequence."""
+    places = torch.arange(args[-1], **{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
+    run = current_slice()
+    return places if run is None else places + run.first_position(int(args[-1]))

@@ -39,9 +39,13 @@ class Site(NamedTuple):
 
 
 def keyed_uniform(
-    size: Sequence[int], site: int, batch_dim: int | None = 0, divided_dim: int | None = None,
-    longest: Sequence[int] | None = None, device: torch.device | str = "cpu",
-) -> Tensor:  # fmt: skip
+    size: Sequence[int],
+    site: int,
+    batch_dim: int | None = 0,
+    divided_dim: int | None = None,
+    longest: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
     """Return float64 numbers of this size, uniform on (0, 1), from ``random_keys``; arguments as ``keyed_dropout``."""
     halves = halves_at(size, site, batch_dim, divided_dim, longest, torch.device(device), each=4)
     bits = halves.contiguous().view(torch.int64).squeeze(-1) & ((1 << BITS) - 1)
@@ -129,8 +133,9 @@ def bernoulli_like(place: Site, x: Tensor, p: float | Tensor = 0.5, **_: Any) ->
     return (_uniform(place, x.shape, x.device) < p).to(x.dtype)
 
 
-def integers(place: Site, low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None,
-             **_: Any) -> Tensor:  # fmt: skip
+def integers(
+    place: Site, low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
     """``torch.randint`` with both bounds."""
     u = _uniform(place, size, _device(device)) if in_training() else torch.full(tuple(size), 0.5, device=device)
     return (u * (high - low)).floor().to(dtype or torch.int64) + low
@@ -188,9 +193,17 @@ def recurrent(function: Callable[..., Any], states: int) -> Callable[..., tuple[
     """Make a recurrent operation (``states`` tensors of state) whose dropout between layers draws by key."""
 
     def layer_by_layer(
-        place: Site, x: Tensor, hidden: Any, weights: Sequence[Tensor], biased: bool, layers: int, p: float,
-        train: bool, both: bool, batch_first: bool,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        place: Site,
+        x: Tensor,
+        hidden: Any,
+        weights: Sequence[Tensor],
+        biased: bool,
+        layers: int,
+        p: float,
+        train: bool,
+        both: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
         hidden = list(hidden) if states > 1 else [hidden]
         ways = 1 + both
         each = len(weights) // layers

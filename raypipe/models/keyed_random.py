@@ -112,9 +112,13 @@ class RandomKeys:
         return [fold64(self.samples[0], site)] if len(self.samples) == 1 else self.of_site(site, device)
 
     def halves(
-        self, seeds: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device,
+        self,
+        seeds: Keys,
+        part: Sequence[int],
+        whole: Sequence[int],
+        device: torch.device,
         begin: tuple[int, int] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the random numbers of a place; see ``halves_of_part``."""
         return halves_of_part(seeds, part, whole, device, begin)
 
@@ -272,9 +276,14 @@ def halves_of_part(
 
 
 def keyed_dropout(
-    x: Tensor, p: float, site: int, batch_dim: int | None = 0, divided_dim: int | None = None,
-    longest: Sequence[int] | None = None, sequence_dim: int | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    p: float,
+    site: int,
+    batch_dim: int | None = 0,
+    divided_dim: int | None = None,
+    longest: Sequence[int] | None = None,
+    sequence_dim: int | None = None,
+) -> Tensor:
     """Zero a share ``p`` of the values and scale the others by ``1 / (1 - p)``; the mask comes from ``random_keys``.
 
     Returns ``x`` itself in evaluation, or with ``p = 0``. Gradients pass through the same mask.
@@ -313,9 +322,15 @@ def dropout_mask(halves: Tensor, p: float, dtype: torch.dtype) -> Tensor:
 
 
 def halves_at(
-    size: Sequence[int], site: int, batch_dim: int | None, divided_dim: int | None, longest: Sequence[int] | None,
-    device: torch.device, each: int = 1, sequence_dim: int | None = None,
-) -> Tensor:  # fmt: skip
+    size: Sequence[int],
+    site: int,
+    batch_dim: int | None,
+    divided_dim: int | None,
+    longest: Sequence[int] | None,
+    device: torch.device,
+    each: int = 1,
+    sequence_dim: int | None = None,
+) -> Tensor:
     """Return the random numbers of a place in the model: int16, of this size with the samples' dimension moved first.
 
     With ``each`` above 1, a last dimension of so many numbers for every element. The other arguments are those of

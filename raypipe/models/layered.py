@@ -8,8 +8,9 @@ so any consecutive ones can be a stage of a chain; in a graph of branches a stag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -17,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
-from raypipe.graph.stages.links import Result, live_after
+from raypipe.graph.stages.links import Result, between_parts, live_after
 from raypipe.graph.values.placeholders import Placeholder
 from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, Task
+from raypipe.plan.cut.layers import LayerCut, Placement, fastest_cut
 from raypipe.tensor import Division, Shard
 
 
-class Ends(NamedTuple):
-    """What a stage receives and sends on, as numbers of the model's results."""
+class BodyEnds(NamedTuple):
+    """The numbers of the model's results that a stage receives and sends on."""
 
     arriving: tuple[int, ...]
     leaving: tuple[int, ...]
@@ -119,7 +121,7 @@ class LayeredModel(ABC):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of the model before a run starts."""
+        """Return what the user should know of the model before a run starts."""
         return ()
 
     @property
@@ -145,7 +147,7 @@ class LayeredModel(ABC):
         return self.parameters(i)
 
     def is_trained(self, name: str) -> bool:
-        """Whether the parameter of this name is trained; by default all are."""
+        """Return whether the parameter of this name is trained; by default all are."""
         return True
 
     def frozen_stages(self, cut: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -172,9 +174,9 @@ class LayeredModel(ABC):
         """Return the tensors that cross a cut of the chain after layer ``i``; see ``tensors``."""
         return self.tensors(live_after(self.results, i), samples, lengths)
 
-    def ends_in_chain(self, layers: Sequence[int]) -> Ends:
+    def ends_in_chain(self, layers: Sequence[int]) -> BodyEnds:
         """Return what consecutive layers receive and send on as a stage of a chain."""
-        return Ends(
+        return BodyEnds(
             live_after(self.results, layers[0] - 1) if layers[0] else (),
             live_after(self.results, layers[-1]) if layers[-1] < self.count - 1 else (),
         )
@@ -185,10 +187,8 @@ class LayeredModel(ABC):
         Raises:
             SpecError: the model cannot be computed in slices, or its sequence not be cut into so many.
         """
-        raise SpecError(
-            "parallel.slices", "of this model it is not known that a position depends on no later one",
-            "use slices: 1, or a model of type gpt",
-        )  # fmt: skip
+        why = "of this model it is not known that a position depends on no later one"
+        raise SpecError("parallel.slices", why, "use slices: 1, or a model of type gpt")
 
     @property
     @abstractmethod
@@ -201,7 +201,7 @@ class LayeredModel(ABC):
 
     @abstractmethod
     def build_stage(
-        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: Ends | None = None
+        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: BodyEnds | None = None
     ) -> StageBody:
         """Build some layers with their start values, which depend only on (seed, parameter).
 
@@ -213,3 +213,88 @@ class LayeredModel(ABC):
             device: where the parameters are.
             ends: the results that the stage receives and sends on; None for consecutive layers, as a stage of a chain.
         """
+
+
+class Chain(StageBody):
+    """Runs ``parts`` of a stage's layers in sequence; parameters tied between parts are shared, as in one body."""
+
+    def __init__(
+        self, model: LayeredModel, parts: Sequence[Sequence[int]], seed: int, device: torch.device | str, ends: BodyEnds
+    ) -> None:
+        super().__init__()
+        handed_on = [ends.arriving, *between_parts(model.results, parts, *ends), ends.leaving]
+        bodies = [
+            model.build_stage(part, seed, device, BodyEnds(*around))
+            for part, around in zip(parts, pairwise(handed_on), strict=True)
+        ]
+        self.parts = nn.ModuleList(bodies)
+        self._bodies = tuple(bodies)
+        named_parts = [(set(part), body.named()) for part, body in zip(parts, bodies, strict=True)]
+        for group in model.tied:
+            tied = [
+                named[name]
+                for i, name in group.parameters
+                for part, named in named_parts
+                if i in part and name in named
+            ]
+            for other in tied[1:]:
+                if other is not tied[0]:
+                    _replace(self, other, tied[0])
+        self._statistics = tuple(one for body in bodies for one in body.statistics)
+        self._named: dict[str, nn.Parameter] = {}
+        known: set[int] = set()
+        for body in bodies:
+            for name, parameter in body.named().items():
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    self._named[name] = parameter
+
+    def forward(
+        self, arrived: tuple[Tensor, ...], inputs: Inputs, begin: int = 0, end: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """Run parts ``begin`` to ``end`` (exclusive), by default all."""
+        for part in list(self.parts)[begin:end]:
+            arrived = part(arrived, inputs)
+        return arrived
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """Return the parameters as a single body would: a tied one under its owner's name."""
+        return dict(self._named)
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """Those of all parts."""
+        return tuple(block for part in self._bodies for block in part.blocks)
+
+    @property
+    def statistics(self) -> tuple[RunningStatistics, ...]:
+        """Running statistics of all parts."""
+        return self._statistics
+
+
+def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
+
+
+Cut = tuple[tuple[int, ...], ...]
+
+
+def split_layers(model: LayeredModel, placement: Placement, step: Callable[[Sequence[float]], float]) -> Cut:
+    """Return the layer numbers of each stage. A cut assigns whole units of the model to stages.
+
+    Args:
+        model: the model; its ``flops`` are the costs of its layers.
+        placement: the device of every stage, one row per replica of the pipeline.
+        step: returns the time of a step, in any unit, given the FLOPs of each stage. It is asked only where balancing
+            stages and balancing devices give different cuts, and decides between the two.
+
+    Raises:
+        SpecError: there are more stages than units.
+    """
+    units = model.units
+    flops = [float(sum(model.flops[i] for i in unit)) for unit in units]
+    found: LayerCut = fastest_cut(flops, placement, lambda cut: step(cut.stage_cost))
+    return tuple(tuple(range(units[part[0]].start, units[part[-1]].stop)) for part in found.stages)

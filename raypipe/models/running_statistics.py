@@ -68,9 +68,17 @@ class RunningStatistics(nn.Module):
         return self._held[0].numel()
 
     def forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, training: bool,
-        momentum: float, eps: float, cudnn: bool,
-    ) -> Tensor:  # fmt: skip
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        training: bool,
+        momentum: float,
+        eps: float,
+        cudnn: bool,
+    ) -> Tensor:
         """Normalise ``x`` ``[samples, channels, ...]``: by its own statistics in training, else by the running ones.
 
         Raises:
@@ -79,10 +87,8 @@ class RunningStatistics(nn.Module):
         if not in_training():
             return torch.batch_norm(x, weight, bias, mean, variance, False, momentum, eps, cudnn)
         if x.numel() == x.shape[1]:
-            raise RunError(
-                self.name, "batch norm has only one value per channel in a micro-batch, so there is no variance",
-                "use parallel.microbatch of 2 or more",
-            )  # fmt: skip
+            why = "batch norm has only one value per channel in a micro-batch, so there is no variance"
+            raise RunError(self.name, why, "use parallel.microbatch of 2 or more")
         # With momentum 1 the kernel stores exactly this micro-batch's statistics in `own`, on any device.
         own = torch.zeros(2, self.channels, dtype=mean.dtype, device=mean.device)
         normalised = torch.batch_norm(x, weight, bias, own[0], own[1], True, 1.0, eps, cudnn)
@@ -159,26 +165,25 @@ def check_buffers(graph: OperationGraph, calls: Sequence[Call]) -> None:
     norms = {o.mutates[0].rpartition(".")[0] for o in graph.operations if o.target == BATCH_NORM and o.mutates}
     for operation, call in zip(graph.operations, calls, strict=True):
         if operation.target == OPAQUE and learns(call):
-            raise CaptureError(
-                f"module {call.args[0]}", "cannot be captured, and holds a batch norm with running statistics",
+            why = "cannot be captured, and holds a batch norm with running statistics"
+            fix = (
                 "call each batch norm once in a forward and give it a momentum that is a number, or set "
-                "model.batch_norm: frozen",
-            )  # fmt: skip
+                "model.batch_norm: frozen"
+            )
+            raise CaptureError(f"module {call.args[0]}", why, fix)
         for name in operation.mutates:
             owner, _, leaf = name.rpartition(".")
             if owner in norms and leaf == COUNTER:
                 continue
             where = f"{operation.module or operation.name}{operation.source and ', ' + operation.source}"
             if operation.target != BATCH_NORM:
-                raise CaptureError(
-                    where, f"{operation.target} writes {name} in every forward, so results would depend on the plan",
-                    "keep it out of the forward, or use a norm without running statistics (GroupNorm, LayerNorm)",
-                )  # fmt: skip
+                why = f"{operation.target} writes {name} in every forward, so results would depend on the plan"
+                fix = "keep it out of the forward, or use a norm without running statistics (GroupNorm, LayerNorm)"
+                raise CaptureError(where, why, fix)
             if len(users[name]) > 1:
-                raise CaptureError(
-                    where, f"{name} is also read elsewhere in the forward, where it would be out of date",
-                    "read running statistics only in their batch norm, or set model.batch_norm: frozen",
-                )  # fmt: skip
+                why = f"{name} is also read elsewhere in the forward, where it would be out of date"
+                fix = "read running statistics only in their batch norm, or set model.batch_norm: frozen"
+                raise CaptureError(where, why, fix)
 
 
 def uses_batch_statistics(operation: Operation, arguments: Sequence[object]) -> bool:

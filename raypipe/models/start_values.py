@@ -32,7 +32,7 @@ class StartValues(Protocol):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of them before a run starts."""
+        """Return what the user should know of them before a run starts."""
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
         """Return values of all these parameters, and of those buffers whose value differs from the constructor's."""
@@ -69,8 +69,8 @@ class Constructed:
             if not any(value.is_meta for value in values.values()):
                 return values
         name = next(name for name, value in values.items() if value.is_meta)
-        raise SpecError("model", f"its constructor gives {name} no value: it is on the meta device",
-                        "construct it on the CPU")  # fmt: skip
+        why = f"its constructor gives {name} no value: it is on the meta device"
+        raise SpecError("model", why, "construct it on the CPU")
 
     def _values(self, parameters: Collection[str], kept: frozenset[int] | None, seed: int) -> dict[str, Tensor]:
         with (
@@ -94,7 +94,7 @@ class _Made(NamedTuple):
 
 
 class _Skeleton(NamedTuple):
-    """What a constructor does with parameters, learnt from running it without memory."""
+    """The way a constructor treats parameters, learnt from running it without memory."""
 
     numbers: dict[str, int]
     """Per parameter name, the number of the registration that first made it; tied names share one."""

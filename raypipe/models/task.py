@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raypipe.errors import SpecError
 from raypipe.models.keyed_random import random_halves
-from raypipe.tensor.loss import divided_cross_entropy
+from raypipe.tensor.collective_operators import divided_cross_entropy
 
 MASK = "attention_mask"
 """Name of the raw input that marks a sample's own tokens with 1 and padding with 0."""
@@ -299,8 +299,7 @@ class Values(Task):
         labels = inputs["labels"]
         if output.dim() == labels.dim() + 1:
             output = output.squeeze(-1)
-        if output.dtype != torch.float64:
-            output = output.float()
+        output = at_least_float32(output)
         labels = labels.to(output.dtype)
         unknown = labels.isnan()  # of these neither the loss nor its gradient has a part
         return self.of(output, labels.masked_fill(unknown, 0.0)).masked_fill(unknown, 0.0).sum()
@@ -327,6 +326,11 @@ class SeveralLabels(Values):
         return F.binary_cross_entropy_with_logits(output, labels, reduction="none")
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return the values in float32, or as they are if they are float64: losses are summed in this dtype."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None, smoothing: float = 0.0) -> Tensor:
     """Return the sum of ``-log p(label)`` in nats, a scalar, over the labels that are not ``IGNORED``.
 
@@ -338,10 +342,86 @@ def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None, sm
         classes: number of all classes, if the logits are one tensor rank's share of them.
         smoothing: share of a label's probability that all classes have evenly.
     """
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+    logits = at_least_float32(logits)
     if classes is not None:
         return divided_cross_entropy(logits.flatten(0, -2), labels.flatten(), classes, IGNORED, smoothing)
     return F.cross_entropy(
         logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing
     )
+
+
+class Transcript(Task):
+    """Connectionist temporal classification: the transcript's negative log-probability, summed over the samples.
+
+    Output ``[batch, frames, classes]``; ``labels`` int64 ``[batch, length]``, with ``IGNORED`` (or any negative number)
+    behind the transcript. With an ``attention_mask`` of the waveform, only frames of a sample's own values count.
+    A mean is taken over all labels of the mini-batch.
+
+    Source: Graves et al. 2006 (CTC); the lengths as in ``transformers.Wav2Vec2ForCTC``.
+
+    Args:
+        blank: class of the blank.
+        zero_infinity: count an impossible alignment as 0 (``config.ctc_zero_infinity``).
+        convolutions: kernel and stride of each convolution between waveform and frames.
+        fields: names of the data's arrays.
+    """
+
+    unit = "nats per label"
+
+    def __init__(
+        self, blank: int, zero_infinity: bool, convolutions: Sequence[tuple[int, int]], fields: Collection[str]
+    ) -> None:
+        self.blank, self.zero_infinity, self.convolutions = blank, zero_infinity, tuple(convolutions)
+        self.reads = frozenset({"labels", *({MASK} & set(fields))})
+
+    def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
+        """Return the loss summed over the samples; in float32, or float64 if the output is."""
+        labels, output = inputs["labels"], at_least_float32(output)
+        frames = torch.full((len(output),), output.shape[1], device=output.device)
+        if MASK in inputs:
+            frames = inputs[MASK].sum(-1)
+            for kernel, stride in self.convolutions:
+                frames = torch.div(frames - kernel, stride, rounding_mode="floor") + 1
+        own = labels >= 0
+        return F.ctc_loss(
+            output.log_softmax(-1).transpose(0, 1),
+            labels[own],
+            frames,
+            own.sum(-1),
+            self.blank,
+            "sum",
+            self.zero_infinity,
+        )
+
+    def targets(self, inputs: Inputs) -> int:
+        """Count the labels of all transcripts."""
+        return int((inputs["labels"] >= 0).sum())
+
+
+class Pixels(Task):
+    """Cross entropy of every pixel's label, in nats; ``ignored`` pixels and those of ``IGNORED`` are left out.
+
+    Output ``[batch, classes, height, width]``, which is scaled to the labels' size bilinearly; ``labels`` int64
+    ``[batch, height, width]``.
+    """
+
+    reads = frozenset({"labels"})
+    unit = "nats per pixel"
+    ignored = IGNORED
+
+    def __init__(self, ignored: int) -> None:
+        self.background = ignored
+
+    def _labels(self, inputs: Inputs) -> Tensor:
+        return inputs["labels"].masked_fill(inputs["labels"] == self.background, IGNORED)
+
+    def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
+        """Return the cross entropy summed over the pixels; in float32, or float64 if the output is."""
+        labels, output = self._labels(inputs), at_least_float32(output)
+        if output.shape[-2:] != labels.shape[-2:]:
+            output = F.interpolate(output, size=labels.shape[-2:], mode="bilinear", align_corners=False)
+        return F.cross_entropy(output, labels, reduction="sum", ignore_index=IGNORED)
+
+    def targets(self, inputs: Inputs) -> int:
+        """Count the pixels that are not ignored."""
+        return int((self._labels(inputs) != IGNORED).sum())

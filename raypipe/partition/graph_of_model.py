@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from raypipe.capture.capture import capture
 from raypipe.capture.meta import build_without_memory
 from raypipe.errors import RequestError, SpecError
-from raypipe.graph.placement.from_model import Backward, Rates, placement_graph
+from raypipe.graph.placement.from_model import Backward, DeviceRates, placement_graph
 from raypipe.graph.placement.problem import PlacementGraph
 from raypipe.job.cluster import load_cluster
 from raypipe.job.model_spec import ImportSpec
@@ -24,9 +24,15 @@ LARGEST = 2**31
 
 
 def graph_of_model(
-    function: str, inputs: Sequence[str], batch: int, cluster: Path | None, dtype: str, backward: Backward,
-    bytes_per_parameter: float, merge: bool,
-) -> PlacementGraph:  # fmt: skip
+    function: str,
+    inputs: Sequence[str],
+    batch: int,
+    cluster: Path | None,
+    dtype: str,
+    backward: Backward,
+    bytes_per_parameter: float,
+    merge: bool,
+) -> PlacementGraph:
     """Capture the module that ``function`` returns and cost one step of it.
 
     Args:
@@ -47,10 +53,11 @@ def graph_of_model(
     if dtype not in peaks:
         raise SpecError("--dtype", f"{device.name} has no peak_tflops for {dtype}", f"use {' or '.join(peaks)}")
     shares = {str(k): v for k, v in device.efficiency_by_dtype.items()}
-    rates = Rates(
-        peaks[dtype] * 1e12 * shares.get(dtype, device.efficiency), device.memory_gb_s * 1e9,
+    rates = DeviceRates(
+        peaks[dtype] * 1e12 * shares.get(dtype, device.efficiency),
+        device.memory_gb_s * 1e9,
         device.layer_overhead_us * 1e-6,
-    )  # fmt: skip
+    )
     try:
         build = Imported(ImportSpec.model_validate({"import": function})).build
     except ValidationError:

@@ -1,6 +1,9 @@
-"""What a job's model costs on a described cluster: the built-in GPT by its formulas, others by their operations."""
+"""The costs of a job's model on a described cluster: the built-in GPT by formulas, others by their operations."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.kinds import of_kinds
@@ -10,14 +13,15 @@ from raypipe.cost.tensor import TensorRankWork, tensor_profile
 from raypipe.errors import CaptureError, SpecError
 from raypipe.graph.captured_files import Notify, to_stderr
 from raypipe.job.cluster import ClusterSpec
+from raypipe.job.load import load_job
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec
-from raypipe.partition.cached_pieces import Kept
-from raypipe.partition.partition_job import divided, job_pieces
+from raypipe.partition.partition_job import JobPieces, divided, job_pieces
+from raypipe.plan.choose import choose
 
 
 def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
-    """The computed profile of a job's model.
+    """Return the computed profile of a job's model.
 
     Raises:
         SpecError: the device has no peak for the job's arithmetic.
@@ -32,15 +36,24 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
         model, slicing = [tensor_rank.work for tensor_rank in found.tensor_ranks], found.slicing
         tied, trained_tied = tied_values(found), tied_values(found, trained=True)
     momentum = train.momentum > 0
-    return of_kinds([
-        analytic_profile(model, kind, train.dtype, optimizer=train.optimizer, momentum=momentum, tied=tied,
-                         trained_tied=trained_tied, slicing=slicing)
+    profiles = [
+        analytic_profile(
+            model,
+            kind,
+            train.dtype,
+            optimizer=train.optimizer,
+            momentum=momentum,
+            tied=tied,
+            trained_tied=trained_tied,
+            slicing=slicing,
+        )
         for kind in cluster.kinds
-    ])  # fmt: skip
+    ]
+    return of_kinds(profiles)
 
 
 def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined: bool = False) -> Profile:
-    """The same with every layer shared by a group of ``size`` devices, which then counts as one device.
+    """Return the same profile with every layer shared by a group of ``size`` devices, which then counts as one device.
 
     Raises:
         SpecError: the model, or the cluster, does not divide so.
@@ -54,19 +67,25 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
     else:
         found = job_pieces(divided(job, size))
         tensor_ranks, tied, trained_tied = found.tensor_ranks, tied_values(found), tied_values(found, trained=True)
-    return of_kinds([
+    profiles = [
         tensor_profile(
-            tensor_ranks, kind, train.dtype, size, sub_pipelined=sub_pipelined, optimizer=train.optimizer,
-            momentum=train.momentum > 0, tied=tied, trained_tied=trained_tied,
+            tensor_ranks,
+            kind,
+            train.dtype,
+            size,
+            sub_pipelined=sub_pipelined,
+            optimizer=train.optimizer,
+            momentum=train.momentum > 0,
+            tied=tied,
+            trained_tied=trained_tied,
         )
         for kind in cluster.kinds
-    ])  # fmt: skip
+    ]
+    return of_kinds(profiles)
 
 
-def shared_profiles(
-    job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr
-) -> dict[tuple[int, bool], Profile]:  # fmt: skip
-    """``divided_profile`` for every group that the model can be divided over, by (size, ``sub_pipelined``).
+def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr) -> dict[tuple[int, bool], Profile]:
+    """Return ``divided_profile`` for every group that the model can be divided over, by (size, ``sub_pipelined``).
 
     Only of the size, and the kind, that the job asks for, where it does.
 
@@ -97,8 +116,8 @@ def shared_profiles(
     return found
 
 
-def tied_values(found: Kept, trained: bool = False) -> int:
-    """Values of the parameters that the first and the last piece share; ``trained``: only of those that are trained."""
+def tied_values(found: JobPieces, trained: bool = False) -> int:
+    """Count the values that the first and the last piece share; ``trained``: only those that are trained."""
     first, last = found.pieces[0], found.pieces[-1]
     if first is last:
         return 0
@@ -111,3 +130,34 @@ def group_sizes(cluster: ClusterSpec) -> list[int]:
     (Narayanan et al. 2021, arXiv:2104.04473, takeaway 1)."""
     counts = [kind.devices_per_host for kind in cluster.kinds]
     return [size for size in range(2, min(counts) + 1) if not any(count % size for count in counts)]
+
+
+def scaling_efficiency(path: Path, cluster: ClusterSpec, workers: Iterable[int]) -> dict[int, float]:
+    """Return T_1 / T_N for each number N of data-parallel workers, every one with the job's own batch.
+
+    A worker is one device. T_N is the planner's prediction for N whole copies of the model that all-reduce their
+    gradients; T_1 that for one.
+
+    Args:
+        path: job file; ``train.batch`` is the batch of one worker, and ``parallel.microbatch``, if given, what it
+            computes at once.
+        cluster: the devices; as many as needed are taken of its kind.
+        workers: values of N.
+
+    Raises:
+        SpecError: the job or the cluster does not fit, for example a device that cannot hold the model.
+    """
+    alone = _step_s(path, cluster, 1)
+    return {n: 1.0 if n == 1 else min(1.0, alone / _step_s(path, cluster, n)) for n in sorted(set(workers))}
+
+
+def _step_s(path: Path, cluster: ClusterSpec, workers: int) -> float:
+    job = load_job(path)
+    microbatch = job.parallel.given.get("microbatch") if job.parallel.auto else job.parallel.microbatch
+    wished = ["auto=true", "schedule=1f1b", "stages=1", f"replicas={workers}"]
+    wished += [] if microbatch is None else [f"microbatch={microbatch}"]
+    overrides = [f"train.batch={job.train.batch * workers}", "parallel={}", *(f"parallel.{each}" for each in wished)]
+    whole = load_job(path, overrides)
+    decision = choose(whole, job_profile(whole, cluster.resized(workers)), workers, top=1, search_s=0)
+    assert decision.plan.predicted_step_s is not None  # a plan that was chosen has been predicted
+    return decision.plan.predicted_step_s

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
 
 from raypipe.capture.weight_gradients import split_flops
 from raypipe.cost.gpt_work import gpt_work
+from raypipe.cost.profile import Slicing
 from raypipe.cost.tensor import TensorRankWork
+from raypipe.errors import CaptureError, SpecError
 from raypipe.graph.precision import ON_GPU, Autocast
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
-from raypipe.models.gpt.modules import make_layer
-from raypipe.models.gpt.unset import unset_parameters
-from raypipe.partition.report import Crossing, Piece
+from raypipe.models.gpt.modules import make_layer, unset_parameters
+from raypipe.models.task import Field
+from raypipe.partition.report import Crossing, ModelPiece
 
 
-def pieces_of(model: LayeredModel, microbatch: int) -> tuple[Piece, ...]:
-    """The layers of a model; what crosses is that of a micro-batch of so many samples."""
+def pieces_of(model: LayeredModel, microbatch: int) -> tuple[ModelPiece, ...]:
+    """Return the pieces of a model, one a layer; what crosses is that of a micro-batch of so many samples."""
     if isinstance(model, CapturedModel):
         return _captured(model, microbatch)
     assert isinstance(model, GptLayers)
@@ -32,30 +35,30 @@ def pieces_of(model: LayeredModel, microbatch: int) -> tuple[Piece, ...]:
         behind = model.crossing(i, microbatch) if i < model.count - 1 else ()
         crossing = tuple(_crossing("residual stream", tensor) for tensor in behind)
         made.append(
-            Piece(name.partition(".")[0], name if "." in name else "", values, model.flops[i], crossing, model.flops[i])
+            ModelPiece(
+                name.partition(".")[0], name if "." in name else "", values, model.flops[i], crossing, model.flops[i]
+            )
         )
     return tuple(made)
 
 
-def _captured(model: CapturedModel, microbatch: int) -> tuple[Piece, ...]:
+def _captured(model: CapturedModel, microbatch: int) -> tuple[ModelPiece, ...]:
     graph, sharding, one = model.graph, model.sharding, model.sizes(1)
     made = []
     for i, (a, b) in enumerate(pairwise([*sharding.starts, sharding.end])):
         names = graph.parameters_of(graph.operations[a:b])
         last = i == sharding.count - 1
-        behind = () if last else tuple(
-            _crossing(graph.operations[n].name, tensor)
-            for n, tensor in zip(sharding.cuts[i], model.crossing(i, microbatch), strict=True)
-        )  # fmt: skip
+        crossing = () if last else zip(sharding.cuts[i], model.crossing(i, microbatch), strict=True)
+        behind = tuple(_crossing(graph.operations[n].name, tensor) for n, tensor in crossing)
         values = tuple((name, graph.parameters[name]) for name in names)
         waits = split_flops(graph, range(a, b), one)
         frozen = tuple(name for name in names if not model.is_trained(name))
-        made.append(Piece(sharding.labels[i], sharding.blocks[i], values, model.flops[i], behind, *waits, frozen))
+        made.append(ModelPiece(sharding.labels[i], sharding.blocks[i], values, model.flops[i], behind, *waits, frozen))
     return tuple(made)
 
 
 def tensor_ranks_of(job: JobSpec, model: LayeredModel, autocast: Autocast = ON_GPU) -> tuple[TensorRankWork, ...]:
-    """The work of the same layers for the cost model; of a divided model, a member's share of it.
+    """Return the work of the same layers for the cost model; of a divided model, a member's share of it.
 
     ``autocast``: that of the devices, which a job in bfloat16 runs under.
     """
@@ -69,3 +72,34 @@ def tensor_ranks_of(job: JobSpec, model: LayeredModel, autocast: Autocast = ON_G
 def _crossing(name: str, tensor: CutTensor) -> Crossing:
     size = torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
     return Crossing(name, tensor.shape, str(tensor.dtype).removeprefix("torch."), size)
+
+
+VARYING = "its samples differ in length, and slices of a micro-batch are of one length"
+
+DROPPING = (
+    "its attention drops weights, and what slices take then is not computed: switch that off (attn_pdrop, "
+    "attention_dropout: 0), or give the whole plan"
+)
+"""Scores of whole sequences are kept until the backward, those of slices are made again."""
+
+
+def slicing_of(job: JobSpec, model: LayeredModel, fields: Mapping[str, Field] | None) -> Slicing:
+    """Return how a model runs in slices of its samples' sequences, or why it cannot.
+
+    Args:
+        job: the job.
+        model: its layers.
+        fields: the raw inputs that the data's arrays provide; None for text.
+    """
+    positions = model.positions
+    # An array of rows of one length can be read row by row; those of several lengths cannot.
+    if job.data.type == "lines" or any(field.rows is None for field in (fields or {}).values()):
+        return Slicing(positions=positions, refused=VARYING)
+    try:
+        model.slice_lengths(1)
+    except (CaptureError, SpecError) as error:
+        where = f"{error.where}: " if isinstance(error, CaptureError) else ""
+        return Slicing(positions=positions, refused=where + error.why)
+    if isinstance(model, CapturedModel) and model.drops_attention:
+        return Slicing(positions=positions, refused=DROPPING)
+    return Slicing(positions=positions, shortest=model.shortest_slice)

@@ -1,4 +1,4 @@
-"""What a cut of a model into stages looks like: sub-graphs, cuts, seconds, parameters, before and after balancing."""
+"""A model's cut into stages: sub-graphs, cuts, seconds and parameters, before and after balancing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Crossing:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ModelPiece:
     """One sub-graph, or one layer of the built-in GPT."""
 
     label: str
@@ -56,7 +56,7 @@ class Piece:
 class Partition:
     """A model cut into stages, beside the cut that gives every stage as many blocks."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ModelPiece, ...]
     profile: Profile
     schedule: Schedule
     microbatch: int
@@ -70,9 +70,14 @@ class Partition:
 
 
 def make_partition(
-    pieces: Sequence[Piece], profile: Profile, schedule: Schedule, microbatch: int,
-    memory_bytes: float | None = None, optimizer: str = "adamw", momentum: float = 0.0,
-) -> Partition:  # fmt: skip
+    pieces: Sequence[ModelPiece],
+    profile: Profile,
+    schedule: Schedule,
+    microbatch: int,
+    memory_bytes: float | None = None,
+    optimizer: str = "adamw",
+    momentum: float = 0.0,
+) -> Partition:
     """Cut pieces into the stages of a schedule by the profile's seconds for one micro-batch.
 
     Args:
@@ -192,9 +197,13 @@ def report(partition: Partition) -> dict[str, Any]:
     return {
         "subgraphs": [
             {
-                "label": p.label, "block": p.block, "parameters": sum(n for _, n in p.parameters),
-                "flops": p.flops * partition.microbatch, **_times(partition, [i]),
-                "tensors_across": len(p.behind), "bytes_across": sum(t.bytes for t in p.behind),
+                "label": p.label,
+                "block": p.block,
+                "parameters": sum(n for _, n in p.parameters),
+                "flops": p.flops * partition.microbatch,
+                **_times(partition, [i]),
+                "tensors_across": len(p.behind),
+                "bytes_across": sum(t.bytes for t in p.behind),
             }
             for i, p in enumerate(pieces)
         ],
@@ -205,25 +214,31 @@ def report(partition: Partition) -> dict[str, Any]:
         "cuts": [
             {
                 "behind_subgraph": part[-1],
-                "tensors": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.bytes}
-                            for t in pieces[part[-1]].behind],
+                "tensors": [
+                    {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.bytes}
+                    for t in pieces[part[-1]].behind
+                ],
                 "bytes": sum(t.bytes for t in pieces[part[-1]].behind),
             }
             for part in partition.balanced.stages[:-1]
         ],
         "balance": {
-            "even": _cut(partition.even, before), "balanced": _cut(partition.balanced, after),
-            "speedup": before / after, "proven": partition.balanced.proven,
+            "even": _cut(partition.even, before),
+            "balanced": _cut(partition.balanced, after),
+            "speedup": before / after,
+            "proven": partition.balanced.proven,
             "bound_s": partition.balanced.bound,
         },
-        "schedule": partition.schedule.name, "microbatch": partition.microbatch,
+        "schedule": partition.schedule.name,
+        "microbatch": partition.microbatch,
         "microbatches": partition.schedule.microbatches,
         "placement": [list(row) for row in partition.schedule.placement],
-        "seconds_from": partition.profile.source, "device": partition.profile.device,
-    }  # fmt: skip
+        "seconds_from": partition.profile.source,
+        "device": partition.profile.device,
+    }
 
 
-def _share_in_b(pieces: Sequence[Piece]) -> float:
+def _share_in_b(pieces: Sequence[ModelPiece]) -> float:
     """Share of the weight gradients' FLOPs that B computes even where backwards are split, 0..1."""
     total = sum(piece.weight_flops for piece in pieces)
     return sum(piece.weight_flops_in_b for piece in pieces) / total if total else 0.0
@@ -232,16 +247,21 @@ def _share_in_b(pieces: Sequence[Piece]) -> float:
 def _stage(partition: Partition, number: int, part: range) -> dict[str, Any]:
     inside = partition.pieces[part.start : part.stop]
     return {
-        "subgraphs": [part.start, part.stop], "devices": sorted({row[number] for row in partition.schedule.placement}),
-        "parameters": sum(_values(inside).values()), **_times(partition, part),
-    }  # fmt: skip
+        "subgraphs": [part.start, part.stop],
+        "devices": sorted({row[number] for row in partition.schedule.placement}),
+        "parameters": sum(_values(inside).values()),
+        **_times(partition, part),
+    }
 
 
 def _cut(cut: LayerCut, step_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "subgraphs": [len(part) for part in cut.stages], "starts": list(cut.starts),
-        "stage_seconds": list(cut.stage_cost), "device_seconds": list(cut.device_cost), "step_s": step_s,
-    }  # fmt: skip
+        "subgraphs": [len(part) for part in cut.stages],
+        "starts": list(cut.starts),
+        "stage_seconds": list(cut.stage_cost),
+        "device_seconds": list(cut.device_cost),
+        "step_s": step_s,
+    }
     return found | ({"device_bytes": list(cut.device_bytes)} if cut.device_bytes else {})
 
 
@@ -256,13 +276,18 @@ def _seconds(profile: Profile, microbatch: int, layers: Sequence[int]) -> tuple[
     return times.forward, times.joint
 
 
-def _values(pieces: Iterable[Piece]) -> dict[str, int]:
+def _values(pieces: Iterable[ModelPiece]) -> dict[str, int]:
     """Parameters of some pieces, each once."""
     return {name: count for piece in pieces for name, count in piece.parameters}
 
 
 def _memory(
-    pieces: Sequence[Piece], profile: Profile, schedule: Schedule, microbatch: int, limit: float, each: ParameterBytes
+    pieces: Sequence[ModelPiece],
+    profile: Profile,
+    schedule: Schedule,
+    microbatch: int,
+    limit: float,
+    each: ParameterBytes,
 ) -> Memory:
     split = any(task.kind == "W" for task in schedule.tasks())
     return Memory(

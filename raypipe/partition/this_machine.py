@@ -22,24 +22,26 @@ CHANNEL = LinkModel(latency_us=11, bandwidth_gb_s=11)
 
 
 def this_machine(dtype: str, devices: int) -> ClusterSpec:
-    """So many devices of one processor core each, sharing the machine's memory."""
+    """Return a cluster of so many devices of one processor core each, sharing the machine's memory."""
     kind = np.float64 if dtype == "float64" else np.float32
     a, large, other = np.ones((SIZE, SIZE), kind), np.ones(LARGE, np.float32), np.zeros(LARGE, np.float32)
     product, copy = _seconds(lambda: a @ a, 400), _seconds(lambda: np.copyto(other, large), 2)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     link = CHANNEL.model_dump()
-    return cluster_from({
-        "name": "this machine", "hosts": 1, "devices_per_host": devices, "inside": link, "between": link,
-        "device": {
-            "name": "one core of this machine", "memory_gib": memory / devices,
-            "peak_tflops": {arithmetic(dtype): 2 * SIZE**3 / product / 1e12}, "efficiency": 1.0,
-            "memory_gb_s": 2 * large.nbytes / copy / 1e9, "layer_overhead_us": LAYER_OVERHEAD_US,
-        },
-    })  # fmt: skip
+    device = {
+        "name": "one core of this machine",
+        "memory_gib": memory / devices,
+        "peak_tflops": {arithmetic(dtype): 2 * SIZE**3 / product / 1e12},
+        "efficiency": 1.0,
+        "memory_gb_s": 2 * large.nbytes / copy / 1e9,
+        "layer_overhead_us": LAYER_OVERHEAD_US,
+    }
+    hosts = {"hosts": 1, "devices_per_host": devices, "inside": link, "between": link}
+    return cluster_from({"name": "this machine", **hosts, "device": device})
 
 
 def _seconds(run: Callable[[], object], times: int) -> float:
-    """Processor time, as others may be at work on the machine; the least of a few samples."""
+    """Return processor time, as others may be at work on the machine; the least of a few samples."""
     samples = []
     for _ in range(8):
         began = time.process_time()

@@ -29,7 +29,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.machine_code import wait_for_ahead
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.progress import Notes
-from raypipe.partition.slicing import slicing_of
+from raypipe.partition.pieces import slicing_of
 from raypipe.profiling.disturbances import to_repeat
 from raypipe.profiling.effort import QUICK, STEPS, THOROUGH, Effort
 from raypipe.profiling.kept_profiles import keep, profile_path, read_kept

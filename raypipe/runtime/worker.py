@@ -63,7 +63,7 @@ from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.runtime.validation.predictions import Preprocess
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
-from raypipe.tensor import Alone, ProcessGroup, TensorGroup, set_group
+from raypipe.tensor import ProcessGroup, SoloGroup, TensorGroup, set_group
 
 if TYPE_CHECKING:
     from raypipe.runtime.compiled.compilation import Compilation
@@ -190,7 +190,7 @@ class StageWorker:
         """
         if not self.apart:
             self.apart = True
-            set_group(Alone())
+            set_group(SoloGroup())
             if self.executor.ledger is None:
                 leave(self.executor, self.communicators)
             else:
@@ -304,7 +304,7 @@ class StageWorker:
 
     def _tensor_group(self, groups: Mapping[str, dist.ProcessGroup]) -> TensorGroup:
         """Make the device's tensor-parallel group known to the divided layers."""
-        group: TensorGroup = Alone()
+        group: TensorGroup = SoloGroup()
         if TENSOR_GROUP in groups:
             # Keep sending this process's messages while it waits for the group: another rank of the group may need
             # one of them (through its pipeline neighbours) before it can join the collective.

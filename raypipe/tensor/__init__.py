@@ -1,17 +1,16 @@
 """Tensor parallelism: a layer's parameters divided over a group of devices that compute it together."""
 
-from raypipe.tensor.divide import divide
-from raypipe.tensor.division import Division, divide_module
-from raypipe.tensor.group import Alone, ProcessGroup, TensorGroup, current_group, group_of_thread, set_group
+from raypipe.tensor.divide import Division, divide, divide_module
+from raypipe.tensor.group import ProcessGroup, SoloGroup, TensorGroup, current_group, group_of_thread, set_group
 from raypipe.tensor.shard import Shard
 from raypipe.tensor.table import FeatureTable, load_table, table_for
 
 __all__ = [
-    "Alone",
     "Division",
     "FeatureTable",
     "ProcessGroup",
     "Shard",
+    "SoloGroup",
     "TensorGroup",
     "current_group",
     "divide",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import gcd
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from raypipe.errors import SpecError
 from raypipe.tensor.divided_layers import become, fits, is_conv1d
 from raypipe.tensor.shard import Shard
-from raypipe.tensor.table import Feature, FeatureTable, matches, number
+from raypipe.tensor.table import Feature, FeatureTable, matches, number, table_for
 
 
 class _Cut(NamedTuple):
@@ -112,10 +114,8 @@ def _cut(path: str, module: nn.Module, feature: Feature, config: Any, size: int)
     padded = kind in ("vocabulary", "head")
     counts = tuple(number(config, key, path) for key in feature.units) or (length,)
     if length % sum(counts):
-        raise SpecError(
-            path, f"has {length} outputs, which is not a multiple of {' + '.join(feature.units)} = {sum(counts)}",
-            "correct the table's units",
-        )  # fmt: skip
+        why = f"has {length} outputs, which is not a multiple of {' + '.join(feature.units)} = {sum(counts)}"
+        raise SpecError(path, why, "correct the table's units")
     shard = Shard(dim, tuple(length // sum(counts) * count for count in counts), size, padded)
     shards = {"weight": shard}
     if kind in ("column", "head") and module._parameters.get("bias") is not None:
@@ -160,10 +160,8 @@ def _check_ties(model: nn.Module, divided: dict[int, tuple[Shard, str]], cut: se
             continue
         for name, parameter in module._parameters.items():
             if id(parameter) in divided:
-                raise SpecError(
-                    f"{path}.{name}", f"is tied to {divided[id(parameter)][1]}, which the table divides",
-                    f"add {path} to the table",
-                )  # fmt: skip
+                why = f"is tied to {divided[id(parameter)][1]}, which the table divides"
+                raise SpecError(f"{path}.{name}", why, f"add {path} to the table")
 
 
 def _replace(model: nn.Module, shards: dict[int, tuple[Shard, str]], rank: int) -> None:
@@ -190,3 +188,39 @@ def _resize(cut: _Cut) -> None:
         cut.module.nx, cut.module.nf = weight.shape  # type: ignore[assignment]
     elif isinstance(cut.module, nn.Embedding) and cut.feature.kind == "column":
         cut.module.embedding_dim = weight.shape[1]
+
+
+def divide_module(module: nn.Module, division: Division) -> dict[str, Shard]:
+    """Divide a transformers module by the feature table of its family, which its ``config`` names.
+
+    Raises:
+        SpecError: there is no table, the table does not fit, or a size is not divisible.
+    """
+    config = getattr(module, "config", None)
+    return division.divide(module, getattr(config, "model_type", type(module).__name__), config, gather_logits=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The division of a model as one tensor rank sees it."""
+
+    size: int
+    """Number of tensor ranks."""
+    tensor_rank: int
+    table: str | None = None
+    """Path of the user's feature table; None for that of the model's family."""
+
+    def divide(
+        self, model: nn.Module, model_type: str, config: Any, *, gather_logits: bool, part: bool = False
+    ) -> dict[str, Shard]:
+        """Divide a model whose parameters have no memory yet; see ``divide``.
+
+        Raises:
+            SpecError: there is no table, the table does not fit, or a size is not divisible.
+        """
+        table = table_for(model_type, Path(self.table) if self.table is not None else None)
+        return divide(model, table, config, self.size, gather_logits=gather_logits, part=part)
+
+    def cut(self, shard: Shard | None, whole: Tensor) -> Tensor:
+        """Return this rank's share of a parameter's value; all of it if it is not divided."""
+        return whole if shard is None else shard.cut(whole, self.tensor_rank)

@@ -18,7 +18,7 @@ from raypipe.errors import SpecError
 from raypipe.tensor.collective_operators import copy_to_group, entered, gathered, left, rows_of_tensor_rank
 
 
-class Column(nn.Module):
+class ColumnParallel(nn.Module):
     """A layer with divided outputs: it reads a tensor that all ranks hold, and returns this rank's share."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Column(nn.Module):
         return y
 
 
-class Row(nn.Module):
+class RowParallel(nn.Module):
     """A layer with divided inputs: it reads this rank's share, and all-reduces the result before adding the bias."""
 
     weight: nn.Parameter
@@ -48,7 +48,7 @@ class Row(nn.Module):
         return x @ self.weight if is_conv1d(self) else F.linear(x, self.weight)
 
 
-class Head(nn.Module):
+class HeadParallel(nn.Module):
     """A projection to a divided vocabulary; it reads a tensor that all ranks hold."""
 
     vocabulary: int
@@ -67,7 +67,7 @@ class Head(nn.Module):
         return y
 
 
-class Vocabulary(nn.Embedding):
+class VocabularyParallel(nn.Embedding):
     """An embedding divided by rows: each rank looks up its own rows, and an all-reduce combines them."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -103,8 +103,12 @@ def _summed_gradients(module: nn.Module) -> Iterator[None]:
 
 
 MIXINS: dict[str, type[nn.Module]] = {
-    "column": Column, "row": Row, "head": Head, "vocabulary": Vocabulary, "shared": Shared,
-}  # fmt: skip
+    "column": ColumnParallel,
+    "row": RowParallel,
+    "head": HeadParallel,
+    "vocabulary": VocabularyParallel,
+    "shared": Shared,
+}
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -115,11 +119,11 @@ def is_conv1d(module: nn.Module) -> bool:
 def plain_product(module: nn.Module) -> Literal["linear", "embedding"] | None:
     """Return which function a divided layer's ``product`` is, if just ``F.linear`` or ``F.embedding``; else None.
 
-    The product of a ``Row`` has no bias, which is added after the all-reduce.
+    The product of a ``RowParallel`` has no bias, which is added after the all-reduce.
     """
-    if isinstance(module, Vocabulary):
+    if isinstance(module, VocabularyParallel):
         return "embedding"
-    divided = isinstance(module, Column | Row | Head)
+    divided = isinstance(module, ColumnParallel | RowParallel | HeadParallel)
     return "linear" if divided and type(module).__mro__[2] is nn.Linear else None
 
 

@@ -34,7 +34,7 @@ class TensorGroup(Protocol):
         """Return every rank's ``x`` on rank ``to``; None on the others."""
 
 
-class Alone:
+class SoloGroup:
     """A group of one process, which communicates nothing."""
 
     rank = 0
@@ -94,7 +94,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_process_group: TensorGroup = Alone()
+_process_group: TensorGroup = SoloGroup()
 
 
 def current_group() -> TensorGroup:

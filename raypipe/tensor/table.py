@@ -123,10 +123,9 @@ def table_for(model_type: str, own: Path | None = None) -> FeatureTable:
         return load_table(own)
     tables = known_tables()
     if model_type not in tables:
-        raise SpecError(
-            "parallel.tensor", f"there is no feature table for {model_type}; known: {', '.join(sorted(tables))}",
-            "write one (docs/guides/tensor.md) and give it as parallel.tensor_table, or use tensor: 1",
-        )  # fmt: skip
+        why = f"there is no feature table for {model_type}; known: {', '.join(sorted(tables))}"
+        fix = "write one (docs/guides/tensor.md) and give it as parallel.tensor_table, or use tensor: 1"
+        raise SpecError("parallel.tensor", why, fix)
     return tables[model_type]
 
 

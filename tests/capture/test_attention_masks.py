@@ -17,7 +17,7 @@ from raypipe.capture.captured import Captured
 from raypipe.capture.encode import Encoded
 from raypipe.capture.meta import build_without_memory
 from raypipe.errors import RunError
-from raypipe.graph.attention import ATTENTION, mask_of
+from raypipe.graph.calls import ATTENTION, mask_of
 from raypipe.graph.dims import evaluate_all
 from raypipe.graph.operations import Operation
 from raypipe.graph.subgraphs import shard

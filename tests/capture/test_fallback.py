@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raypipe.capture.cached import captured_once
-from raypipe.capture.capture import capture
+from raypipe.capture.capture import capture, told_if_slow
+from raypipe.capture.captured import captured_once
 from raypipe.capture.meta import build_without_memory
 from raypipe.capture.opaque import TARGET
-from raypipe.capture.patches.slow_capture import told_if_slow
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import CaptureError
 from raypipe.graph.subgraphs import shard

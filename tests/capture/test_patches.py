@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from raypipe.capture.capture import capture
-from raypipe.capture.patches.sizes import symbolic_sizes
-from raypipe.capture.patches.structures import as_plain, like
+from raypipe.capture.patches import symbolic_sizes
 from raypipe.capture.stage_module import build_subgraph
+from raypipe.capture.structures import as_plain, like
 
 
 class Joined(nn.Module):

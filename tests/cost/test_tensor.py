@@ -11,13 +11,13 @@ from raypipe.cost.tensor import divided_gpt, tensor_profile
 from raypipe.errors import SpecError
 from raypipe.job.cluster import load_cluster
 from raypipe.models import GptLayers
-from raypipe.tensor import Alone, Division, group_of_thread
+from raypipe.tensor import Division, SoloGroup, group_of_thread
 from tests.cost.test_gpt_work import DTYPES, SAMPLES, forward, inputs_of, sizes, spec
 
 CLUSTER = Path(__file__).parents[2] / "cluster" / "devices" / "a100.yaml"
 
 
-class Two(Alone):
+class Two(SoloGroup):
     """A member whose other one adds nothing: what is computed is wrong, what is kept is not."""
 
     size = 2

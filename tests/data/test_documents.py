@@ -15,12 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.data import is_prepared, open_data, prepare_data
-from raypipe.data.documents.blocks import blocks_of
-from raypipe.data.documents.dataset import Documents
-from raypipe.data.documents.order import BlockOrder
-from raypipe.data.documents.prepared import Blocks
-from raypipe.data.documents.sources import Part
-from raypipe.data.documents.windows import Windows, samples_in
+from raypipe.data.documents.prepared import Blocks, Documents
+from raypipe.data.documents.sources import FilePart, blocks_of
+from raypipe.data.documents.windows import BlockOrder, Windows, samples_in
 from raypipe.errors import SpecError
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
@@ -144,7 +141,7 @@ def test_any_sample_can_be_found_without_the_others(sizes: list[int], together: 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 900)), min_size=1, max_size=30), st.integers(10, 400))
 @settings(max_examples=60)
 def test_blocks_cover_all_rows_once_and_are_of_about_one_size(groups: list[tuple[int, int]], size: int) -> None:
-    parts = [Part("f", number, 0, rows, bytes_) for number, (rows, bytes_) in enumerate(groups)]
+    parts = [FilePart("f", number, 0, rows, bytes_) for number, (rows, bytes_) in enumerate(groups)]
     blocks = blocks_of(parts, size)
     found = [
         (part.group, row) for block in blocks for part in block for row in range(part.first, part.first + part.rows)

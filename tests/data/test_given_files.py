@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raypipe.data.documents.prepared import Prepared, prepare_documents
-from raypipe.data.lines import LINE, prepare_lines
-from raypipe.data.prepare import prepare
+from raypipe.data.documents.prepared import PreparedDocuments, prepare_documents
 from raypipe.data.ragged import Ragged
+from raypipe.data.text import LINE, prepare, prepare_lines
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 from raypipe.job.load import job_from
@@ -39,7 +38,7 @@ def documents(path: Path, column: str = "text", block_mb: float = 0.002) -> list
         "train": {"steps": 1, "batch": 2},
     })  # fmt: skip
     prepare_documents(job, 6, path.parent / "prepared")
-    splits = Prepared.open(path.parent / "prepared").splits.values()
+    splits = PreparedDocuments.open(path.parent / "prepared").splits.values()
     packed = b"".join(bytes(one.packed(number)) for one in splits for number in range(len(one.blocks)))
     return sorted(packed.split(b"\0")[:-1]) if column == "text" else [packed]
 

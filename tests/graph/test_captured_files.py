@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypipe.capture.cached import captured_once
+from raypipe.capture.captured import captured_once
 from raypipe.graph.captured_files import cache_folder, load_operations
 from raypipe.graph.document import from_document, to_document
 from raypipe.graph.fingerprint import fingerprint, module_code, structure, transformers_code

@@ -25,12 +25,11 @@ from raypipe.models import build_model
 from raypipe.models.captured import CapturedModel
 from raypipe.models.keyed_random import random_keys
 from raypipe.partition.job_costs import divided_profile, job_profile
-from raypipe.partition.pieces import tensor_ranks_of
-from raypipe.partition.slicing import VARYING, slicing_of
+from raypipe.partition.pieces import VARYING, slicing_of, tensor_ranks_of
 from raypipe.plan.candidate import slice_counts
 from raypipe.plan.choose import choose
 from raypipe.schedule import Shape, generate
-from raypipe.tensor import Alone, group_of_thread
+from raypipe.tensor import SoloGroup, group_of_thread
 from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +95,7 @@ def table_bytes(model: CapturedModel, i: int) -> int:
     return sum(kind.bytes(sizes) for kind in kinds)
 
 
-class Two(Alone):
+class Two(SoloGroup):
     """A member whose other one has the same: what is computed is wrong, what is kept is not."""
 
     size = 2

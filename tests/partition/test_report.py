@@ -12,9 +12,8 @@ from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import SpecError
 from raypipe.job import job_from
 from raypipe.job.cluster import load_cluster
-from raypipe.partition.cached_pieces import Kept, load_pieces, pieces_key, save_pieces
-from raypipe.partition.partition_job import partition_job
-from raypipe.partition.report import Crossing, Piece, even_starts, live_per_stage, make_partition, report
+from raypipe.partition.partition_job import JobPieces, load_pieces, partition_job, pieces_key, save_pieces
+from raypipe.partition.report import Crossing, ModelPiece, even_starts, live_per_stage, make_partition, report
 from raypipe.partition.this_machine import this_machine
 from raypipe.schedule import Shape, generate
 from tests.cost.plain_layer import plain_layer
@@ -40,7 +39,7 @@ def test_an_even_split_counts_blocks(blocks, stages, starts):
 def model(flops, heavy=2.0**22):
     """Pieces of these operations, in blocks of two, with a tied matrix at both ends."""
     pieces = tuple(
-        Piece(f"piece {i}", f"h.{(i - 1) // 2}" if 0 < i < len(flops) - 1 else "",
+        ModelPiece(f"piece {i}", f"h.{(i - 1) // 2}" if 0 < i < len(flops) - 1 else "",
               (("tied" if i in (0, len(flops) - 1) else f"w{i}", int(heavy)),), f,
               (Crossing("x", (1, 8), "float32", 32),) if i < len(flops) - 1 else ())
         for i, f in enumerate(flops)
@@ -136,7 +135,7 @@ def test_pieces_are_kept_and_damage_is_noticed(tmp_path, monkeypatch):
     pieces, _ = model([1e9, 1e12, 1e9])
     works = tuple(plain_layer(p.label, flops=p.flops, parameters=1, kept_bytes=1, output_bytes=1) for p in pieces)
     tensor_ranks = tuple(TensorRankWork(work, (8.0,) * i, (), (4.0,)) for i, work in enumerate(works))
-    found = Kept(pieces, tensor_ranks, Slicing(positions=4, refused="it looks back"))
+    found = JobPieces(pieces, tensor_ranks, Slicing(positions=4, refused="it looks back"))
     save_pieces("key", found)
     assert load_pieces("key") == found
     assert load_pieces("other") is None

@@ -1,4 +1,4 @@
-"""What a run keeps of its documents: where the blocks are. The documents themselves stay where they are."""
+"""The record that a run keeps of its documents: where the blocks are. The documents stay where they are."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, from_numpy
+
 from raypipe.atomic_write import write_whole
 from raypipe.data.documents import META
-from raypipe.data.documents.blocks import Block, blocks_of
 from raypipe.data.documents.read import Document, documents_of
-from raypipe.data.documents.sources import Part, find_source, split_of
+from raypipe.data.documents.sources import Block, FilePart, blocks_of, find_source, split_of
 from raypipe.data.documents.tokens import Encoder, Tokens, encoded, encoder_of
-from raypipe.data.documents.windows import samples_in
+from raypipe.data.documents.windows import BlockOrder, Windows, samples_in
 from raypipe.data.given_files import Format
-from raypipe.data.sample_order import SPLITS, Split
+from raypipe.data.sample_order import SPLITS, Split, sample_keys
 from raypipe.errors import SpecError
 from raypipe.files import expanded, read_json
 from raypipe.job import DataSpec, GptSpec, JobSpec
+from raypipe.models.task import Task
 
 HELD_OUT = 32
 """Without ``data.held_out``, one document of this many is held out, or the last one of a block that has fewer."""
@@ -46,7 +51,7 @@ class Blocks:
 
     @property
     def encoder(self) -> Encoder:
-        """What makes tokens of documents; the same for all that have the same tokenizer."""
+        """Return the encoder that makes tokens of documents; the same for all that have the same tokenizer."""
         return encoder_of(self.tokenizer, self.is_tokens, self.tokens)
 
     def packed(self, number: int) -> Tokens:
@@ -140,12 +145,12 @@ def _check(blocks: Blocks, window: int, tokens: int, key: str, split: Split) -> 
 
 
 def _blocks(about: dict[str, Any]) -> Blocks:
-    blocks = tuple(tuple(Part(*part) for part in block) for block in about["blocks"])
+    blocks = tuple(tuple(FilePart(*part) for part in block) for block in about["blocks"])
     return Blocks(**about | {"blocks": blocks})
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedDocuments:
     """The prepared documents of a run."""
 
     splits: dict[Split, Blocks]
@@ -155,7 +160,7 @@ class Prepared:
     """Blocks whose samples are shuffled among one another."""
 
     @staticmethod
-    def open(directory: Path, check: bool = True) -> Prepared:
+    def open(directory: Path, check: bool = True) -> PreparedDocuments:
         """Read what ``prepare_documents`` wrote; ``check``: whether to look at the files, too.
 
         Raises:
@@ -172,4 +177,60 @@ class Prepared:
             if not os.path.isfile(file) or os.path.getsize(file) != size:
                 changed = "has changed since the run began" if os.path.exists(file) else "is gone"
                 raise SpecError("data.path", f"{file} {changed}", f"bring it back, or {AGAIN}")
-        return Prepared(splits, window, together)
+        return PreparedDocuments(splits, window, together)
+
+
+# Documents as a dataset that this process reads by itself, for profiling and for one device.
+#
+# A run reads them through Ray Data instead: ``runtime/samples``. Both give the same samples.
+class Documents:
+    """Packed documents as the raw inputs of a task.
+
+    Args:
+        directory: folder of the prepared data.
+        task: makes raw inputs of tokens.
+        whole: whether to read all blocks; else the first one alone, over and over, for measurements that need some
+            samples and not these.
+    """
+
+    def __init__(self, directory: Path, task: Task, whole: bool = True) -> None:
+        self._directory, self._task, self._whole = directory, task, whole
+        self._windows: dict[tuple[Split, int], Windows] = {}
+
+    @cached_property
+    def _prepared(self) -> PreparedDocuments:
+        return PreparedDocuments.open(self._directory)
+
+    def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
+        """Return the samples of a step as the task's raw inputs."""
+        rows = self._of(split, seed).rows(range(step * batch, (step + 1) * batch))
+        return self._task.from_text(from_numpy(rows.astype(np.int64)), sample_keys(split, seed, step, batch))
+
+    def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
+        """Return nothing, because samples are equally long."""
+        return {}
+
+    def samples(self, split: Split) -> int:
+        """Return the number of samples of an epoch; reads all documents, the first time."""
+        return self._of(split, 0).epoch()
+
+    def _of(self, split: Split, seed: int) -> Windows:
+        found = self._windows.get((split, seed))
+        if found is None:
+            blocks = self._prepared.splits[split]
+
+            def packed(numbers: Iterator[int]) -> Iterator[Tokens]:
+                return map(blocks.packed, numbers) if self._whole else (_first(self._directory, split) for _ in numbers)
+
+            order = BlockOrder(split, seed, len(blocks.blocks) if self._whole else 1, self._prepared.together)
+            found = self._windows[split, seed] = Windows(order, self._prepared.window, {}, packed)
+        return found
+
+
+@lru_cache(maxsize=2)
+def _first(directory: Path, split: Split) -> Tokens:
+    """Return the tokens of the first block that holds a sample; kept, because a measurement opens the data often."""
+    prepared = PreparedDocuments.open(directory)
+    blocks = prepared.splits[split]
+    packed = map(blocks.packed, range(len(blocks.blocks)))
+    return next(tokens for tokens in packed if samples_in(len(tokens), prepared.window))

@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.json
 import pyarrow.parquet as pq
 
-from raypipe.data.documents.blocks import Block
-from raypipe.data.documents.sources import Part, arrow_batches, damaged
-from raypipe.data.given_files import BOM, UNREADABLE, Format, check_object, kind_of, open_text
+from raypipe.data.documents.sources import Block, FilePart, arrow_batches
+from raypipe.data.given_files import BOM, UNREADABLE, Format, check_object, kind_of, open_text, unreadable
 from raypipe.errors import SpecError
 
 TEXT_BYTES = 64 << 10
@@ -52,10 +51,10 @@ def documents_of(block: Block, format: Format, column: str, is_tokens: bool) -> 
                         yield Document(_checked(value, part, number, column), True)
                     row += len(values)
         except (pa.ArrowInvalid, pa.ArrowTypeError, *UNREADABLE) as error:
-            raise damaged(part.file, error) from None
+            raise unreadable(part.file, error) from None
 
 
-def _checked(value: Any, part: Part, row: int, column: str) -> str | list[int]:
+def _checked(value: Any, part: FilePart, row: int, column: str) -> str | list[int]:
     """Return the content of a row of a table."""
     where = f"{part.file}: row {row} of group {part.group}"
     if value is None:
@@ -64,13 +63,13 @@ def _checked(value: Any, part: Part, row: int, column: str) -> str | list[int]:
         try:
             return value.decode()
         except UnicodeDecodeError as error:
-            raise damaged(where, error, "save it as UTF-8, or leave it out") from None
+            raise unreadable(where, error, "save it as UTF-8, or leave it out") from None
     if isinstance(value, list) and None in value:
         raise SpecError("data.path", f"{where} has a null among its numbers", "leave such rows out")
     return value  # type: ignore[no-any-return]
 
 
-def _parquet(part: Part, column: str) -> Iterator[pa.Array]:
+def _parquet(part: FilePart, column: str) -> Iterator[pa.Array]:
     with pq.ParquetFile(part.file, memory_map=True) as file:
         skip, left = part.first, part.rows
         for batch in file.iter_batches(ROWS, row_groups=[part.group], columns=[column], use_threads=False):
@@ -84,7 +83,7 @@ def _parquet(part: Part, column: str) -> Iterator[pa.Array]:
     raise _changed(part)
 
 
-def _arrow(part: Part, column: str) -> Iterator[pa.Array]:
+def _arrow(part: FilePart, column: str) -> Iterator[pa.Array]:
     with pa.memory_map(part.file) as content:
         for number, batch in enumerate(arrow_batches(content)):
             if number == part.group:
@@ -93,7 +92,7 @@ def _arrow(part: Part, column: str) -> Iterator[pa.Array]:
     raise _changed(part)
 
 
-def _lines(part: Part) -> Iterator[tuple[bytes, bool]]:
+def _lines(part: FilePart) -> Iterator[tuple[bytes, bool]]:
     """Yield the lines that begin within a range of bytes, or all of a compressed file, and whether each is the last."""
     compressed = kind_of(part.file).compression is not None
     with open_text(Path(part.file)) as file:
@@ -107,7 +106,7 @@ def _lines(part: Part) -> Iterator[tuple[bytes, bool]]:
             at_start = False
 
 
-def _chunks(part: Part) -> Iterator[list[tuple[int, bytes]]]:
+def _chunks(part: FilePart) -> Iterator[list[tuple[int, bytes]]]:
     """Yield lines that are not blank, each with its number within the part, some ``JSON_BYTES`` at a time."""
     held: list[tuple[int, bytes]] = []
     size = 0
@@ -122,7 +121,7 @@ def _chunks(part: Part) -> Iterator[list[tuple[int, bytes]]]:
         yield held
 
 
-def _records(part: Part, lines: list[tuple[int, bytes]], column: str, is_tokens: bool) -> list[str | list[int]]:
+def _records(part: FilePart, lines: list[tuple[int, bytes]], column: str, is_tokens: bool) -> list[str | list[int]]:
     """Return the contents of some records."""
     content = b"".join(line if line.endswith(b"\n") else line + b"\n" for _, line in lines)
     kind = pa.list_(pa.int64()) if is_tokens else pa.string()
@@ -132,14 +131,14 @@ def _records(part: Part, lines: list[tuple[int, bytes]], column: str, is_tokens:
         table = pyarrow.json.read_json(pa.BufferReader(content), reading, options)
         values: list[Any] = table.column(column).to_pylist()
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise _bad_record(part, lines, column, is_tokens) or damaged(part.file, error) from None
+        raise _bad_record(part, lines, column, is_tokens) or unreadable(part.file, error) from None
     if len(values) != len(lines) or None in values or (is_tokens and any(None in value for value in values)):
         unlike = pa.ArrowInvalid("records and lines do not match")
-        raise _bad_record(part, lines, column, is_tokens) or damaged(part.file, unlike)
+        raise _bad_record(part, lines, column, is_tokens) or unreadable(part.file, unlike)
     return values
 
 
-def _bad_record(part: Part, lines: list[tuple[int, bytes]], column: str, is_tokens: bool) -> SpecError | None:
+def _bad_record(part: FilePart, lines: list[tuple[int, bytes]], column: str, is_tokens: bool) -> SpecError | None:
     """Find the first record that cannot be read; None if there is none."""
     for number, line in lines:
         why, fix = "", "mend it, or leave it out"
@@ -153,11 +152,11 @@ def _bad_record(part: Part, lines: list[tuple[int, bytes]], column: str, is_toke
         except ValueError as error:
             why = str(error)
         if why:
-            return damaged(_place(part, number), ValueError(why), fix)
+            return unreadable(_place(part, number), ValueError(why), fix)
     return None
 
 
-def _place(part: Part, number: int) -> str:
+def _place(part: FilePart, number: int) -> str:
     """Name a line by its number in the file, given that within a part; lines before the part are counted only now."""
     before = 0
     if part.first:
@@ -167,14 +166,14 @@ def _place(part: Part, number: int) -> str:
     return f"{part.file}, line {before + number + 1}"
 
 
-def _text(part: Part) -> Iterator[Document]:
+def _text(part: FilePart) -> Iterator[Document]:
     held: list[str] = []
     size = 0
     for number, (line, last) in enumerate(_lines(part)):
         try:
             held.append(line.decode())
         except UnicodeDecodeError as error:
-            raise damaged(_place(part, number), error, "save it as UTF-8, or leave it out") from None
+            raise unreadable(_place(part, number), error, "save it as UTF-8, or leave it out") from None
         size += len(line)
         if last or size >= TEXT_BYTES:
             yield Document("".join(held), last)
@@ -183,5 +182,5 @@ def _text(part: Part) -> Iterator[Document]:
         yield Document("".join(held), False)
 
 
-def _changed(part: Part) -> SpecError:
+def _changed(part: FilePart) -> SpecError:
     return SpecError("data.path", f"{part.file} has changed since the run began", "start a new run")

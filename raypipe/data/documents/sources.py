@@ -6,8 +6,9 @@ Only footers and headers are read, so that a terabyte takes seconds.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -38,8 +39,8 @@ Content = Literal["text", "tokens"]
 _TEXT = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 
 
-class Part(NamedTuple):
-    """What can be read alone."""
+class FilePart(NamedTuple):
+    """A part of a file that can be read alone."""
 
     file: str
     group: int
@@ -52,7 +53,7 @@ class Part(NamedTuple):
     """Bytes of the column in memory, or nearly so."""
 
 
-class Source(NamedTuple):
+class DocumentFiles(NamedTuple):
     """Files of one format."""
 
     format: Format
@@ -60,7 +61,7 @@ class Source(NamedTuple):
     is_tokens: bool
     """Whether the column holds token numbers instead of text."""
 
-    def parts(self, column: str) -> Iterator[Part]:
+    def parts(self, column: str) -> Iterator[FilePart]:
         """Yield the parts of all files in order.
 
         Raises:
@@ -70,7 +71,7 @@ class Source(NamedTuple):
             yield from _PARTS[self.format](file, column, self.is_tokens)
 
 
-def find_source(path: str, column: str, key: str) -> Source:
+def find_source(path: str, column: str, key: str) -> DocumentFiles:
     """Find the files that a path, folder or glob names; ``key`` is the job's key that names it.
 
     Raises:
@@ -89,7 +90,7 @@ def find_source(path: str, column: str, key: str) -> Source:
     assert found is not None
     for file in files:
         check_content(Path(file), key)
-    return Source(found, tuple(files), _is_tokens(files, found, column))
+    return DocumentFiles(found, tuple(files), _is_tokens(files, found, column))
 
 
 def split_of(path: str) -> tuple[str, str | None]:
@@ -159,7 +160,7 @@ def _first_record(file: str, column: str) -> Content | None:
         fix = "give an object a line"
         raise SpecError("data.path", f"{file}, line {number}: {error}", fix) from None
     except UNREADABLE as error:
-        raise damaged(file, error) from None
+        raise unreadable(file, error) from None
     return None
 
 
@@ -221,7 +222,7 @@ def schema_of(file: str, format: Format) -> pa.Schema:
         with pa.memory_map(file) as content:
             return _opened(content).schema
     except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(file, error) from None
+        raise unreadable(file, error) from None
 
 
 def arrow_batches(content: pa.NativeFile) -> Iterator[pa.RecordBatch]:
@@ -239,11 +240,6 @@ def _opened(content: pa.NativeFile) -> pa.RecordBatchFileReader | pa.RecordBatch
     return pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
 
 
-def damaged(file: str, error: BaseException, fix: str = "mend it, or leave it out") -> SpecError:
-    """Make the error about a file, or a line of one, that cannot be read."""
-    return unreadable(file, error, fix)
-
-
 def _check_as_first(file: str, schema: pa.Schema, column: str, is_tokens: bool) -> None:
     """Check that a file holds text or token numbers as the first one does."""
     content = _content(file, schema, column)
@@ -253,34 +249,73 @@ def _check_as_first(file: str, schema: pa.Schema, column: str, is_tokens: bool) 
         raise SpecError("data.column", why, "give files of one kind")
 
 
-def _row_groups(file: str, column: str, is_tokens: bool) -> Iterator[Part]:
+def _row_groups(file: str, column: str, is_tokens: bool) -> Iterator[FilePart]:
     try:
         about = pq.read_metadata(file)
         schema = about.schema.to_arrow_schema()
     except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(file, error) from None
+        raise unreadable(file, error) from None
     _check_as_first(file, schema, column, is_tokens)
     for number in range(about.num_row_groups):
         group = about.row_group(number)
         columns = (group.column(i) for i in range(group.num_columns))
         own = (one for one in columns if f"{one.path_in_schema}.".startswith(f"{column}."))
-        yield Part(file, number, 0, group.num_rows, sum(one.total_uncompressed_size for one in own))
+        yield FilePart(file, number, 0, group.num_rows, sum(one.total_uncompressed_size for one in own))
 
 
-def _record_batches(file: str, column: str, is_tokens: bool) -> Iterator[Part]:
+def _record_batches(file: str, column: str, is_tokens: bool) -> Iterator[FilePart]:
     _check_as_first(file, schema_of(file, "arrow"), column, is_tokens)
     try:
         with pa.memory_map(file) as content:
             for number, batch in enumerate(arrow_batches(content)):
-                yield Part(file, number, 0, batch.num_rows, batch.column(column).nbytes)
+                yield FilePart(file, number, 0, batch.num_rows, batch.column(column).nbytes)
     except (pa.ArrowInvalid, OSError) as error:
-        raise damaged(file, error) from None
+        raise unreadable(file, error) from None
 
 
-def _bytes(file: str, _column: str, _is_tokens: bool) -> Iterator[Part]:
+def _bytes(file: str, _column: str, _is_tokens: bool) -> Iterator[FilePart]:
     size = os.path.getsize(file)
     # What is compressed can be read from its beginning alone: one part, which is not cut.
-    yield Part(file, 0, 0, 1 if kind_of(file).compression else size, size)
+    yield FilePart(file, 0, 0, 1 if kind_of(file).compression else size, size)
 
 
 _PARTS = {"parquet": _row_groups, "arrow": _record_batches, "jsonl": _bytes, "text": _bytes}
+
+
+Block = tuple[FilePart, ...]
+
+
+def blocks_of(parts: Iterable[FilePart], size: int) -> list[Block]:
+    """Gather parts, in order, into blocks of about ``size`` bytes; larger parts are cut.
+
+    No block is less than half of that, if there is that much, so that what does not fill a sample stays small.
+
+    >>> one = FilePart("a", 0, 0, 10, 100)
+    >>> [[(p.file, p.first, p.rows) for p in block] for block in blocks_of([one], 40)]
+    [[('a', 0, 4)], [('a', 4, 3)], [('a', 7, 3)]]
+    """
+    made: list[Block] = []
+    held: list[FilePart] = []
+    for part in _cut(parts, size):
+        held.append(part)
+        if sum(one.size for one in held) >= size * 3 // 4:
+            made.append(tuple(held))
+            held = []
+    if held and made and sum(one.size for one in held) < size // 2:
+        made[-1] += tuple(held)
+    elif held:
+        made.append(tuple(held))
+    return made
+
+
+def _cut(parts: Iterable[FilePart], size: int) -> Iterator[FilePart]:
+    for part in parts:
+        pieces = min(max(1, math.ceil(part.size / size)), max(1, part.rows))
+        if part.size <= size * 3 // 2:
+            pieces = 1
+        first, (least, rest) = part.first, divmod(part.rows, pieces)
+        for number in range(pieces):
+            count = least + (number < rest)
+            if count:
+                yield part._replace(first=first, rows=count, size=part.size * count // max(1, part.rows))
+            first += count

@@ -95,7 +95,7 @@ def _end_of(folder: Path) -> str | None:
     return None
 
 
-class Numbers:
+class TokenNumbers:
     """Documents that hold token numbers already; ``tokens`` is how many different ones the model knows."""
 
     def __init__(self, tokens: int) -> None:
@@ -120,9 +120,9 @@ class Numbers:
 
 @lru_cache(maxsize=4)
 def encoder_of(tokenizer: str | None, is_tokens: bool, tokens: int) -> Encoder:
-    """Return what makes tokens of documents: see ``Bytes``, ``Tokenizer`` and ``Numbers``."""
+    """Return what makes tokens of documents: see ``Bytes``, ``Tokenizer`` and ``TokenNumbers``."""
     if is_tokens:
-        return Numbers(tokens)
+        return TokenNumbers(tokens)
     return Bytes() if tokenizer is None else Tokenizer(tokenizer)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from raypipe.data.documents.order import BlockOrder
 from raypipe.data.documents.tokens import Tokens
+from raypipe.data.sample_order import Split, permuted
 from raypipe.errors import SpecError
 
 Packed = Callable[[Iterator[int]], Iterator[Tokens]]
@@ -30,7 +32,7 @@ def samples_in(tokens: int, window: int) -> int:
 
 
 @dataclass(frozen=True)
-class Window:
+class BlockWindow:
     """A run of samples that are shuffled among one another."""
 
     epoch: int
@@ -63,7 +65,7 @@ class Windows:
         self, order: BlockOrder, size: int, counts: MutableMapping[int, int], packed: Packed, keep: int = 0
     ) -> None:
         self._order, self._size, self._counts, self._packed, self._keep = order, size, counts, packed, keep
-        self._held: deque[Window] = deque()
+        self._held: deque[BlockWindow] = deque()
         self._next = (0, 0, 0)
         """Epoch, number and first sample of the window that is read next."""
         self._tokens: Iterator[Tokens] | None = None
@@ -147,7 +149,7 @@ class Windows:
             tokens = tuple(itertools.islice(self._tokens, len(blocks)))
         counts = [samples_in(len(one), self._size) for one in tokens]
         self._counts.update(zip(blocks, counts, strict=True))
-        self._held.append(Window(epoch, number, begin, tokens, np.cumsum(counts)))
+        self._held.append(BlockWindow(epoch, number, begin, tokens, np.cumsum(counts)))
         end = begin + sum(counts)
         self._next = (epoch, number + 1, end)
         if number + 1 == self._order.windows:
@@ -166,3 +168,45 @@ class Windows:
         self._tokens = None
         if close is not None:
             close()
+
+
+# The order of samples: a function of (split, seed, sample number), whatever the plan.
+#
+# Blocks are visited in an order that is new in each epoch. ``together`` of them at a time make a window, and the
+# samples of a window are in an order of their own. So two samples of one block are nearly always far apart, memory
+# holds a few blocks, and any sample can be found without reading those before it, once the blocks' numbers of samples
+# are known.
+@dataclass(frozen=True)
+class BlockOrder:
+    """In which order epochs visit blocks."""
+
+    split: Split
+    seed: int
+    blocks: int
+    """Number of blocks."""
+    together: int
+    """Blocks of a window."""
+
+    @property
+    def windows(self) -> int:
+        """Number of windows of an epoch."""
+        return -(-self.blocks // self.together)
+
+    def window(self, epoch: int, number: int) -> list[int]:
+        """Return the blocks of a window."""
+        places = range(number * self.together, min(self.blocks, (number + 1) * self.together))
+        return [permuted(self._key(epoch, -1), self.blocks, place) for place in places]
+
+    def sample(self, epoch: int, number: int, samples: int, position: int) -> int:
+        """Return which of a window's ``samples`` comes at a position."""
+        return permuted(self._key(epoch, number), samples, position)
+
+    def _key(self, epoch: int, window: int) -> int:
+        # Held-out samples do not depend on the seed, so that the validation losses of all runs can be compared.
+        return _key(self.split, self.seed if self.split == "train" else 0, epoch, window)
+
+
+@lru_cache(maxsize=64)
+def _key(split: str, seed: int, epoch: int, window: int) -> int:
+    digest = hashlib.sha256(f"documents/{split}/{seed}/{epoch}/{window}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")

@@ -19,7 +19,7 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from raypipe.graph.placement.placement import Event, Placement, Transfer
+from raypipe.graph.placement.placement import Event, Placement, TensorTransfer
 from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
 from raypipe.graph.placement.routes import Route, Routes
 
@@ -32,7 +32,7 @@ MOST_ROUTES = 4
 
 
 @dataclass
-class Found:
+class Solution:
     """The solver's result; ``node`` is None if it found no placement."""
 
     status: str
@@ -45,9 +45,15 @@ class Found:
 
 
 def solve(
-    graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, budget_s: float,
-    hint: Placement | None = None, contention: bool = False, fixed: Mapping[str, str] | None = None,
-) -> Found:  # fmt: skip
+    graph: PlacementGraph,
+    hardware: HardwareGraph,
+    routes: Routes,
+    horizon_s: float,
+    budget_s: float,
+    hint: Placement | None = None,
+    contention: bool = False,
+    fixed: Mapping[str, str] | None = None,
+) -> Solution:
     """Search for the placement and the order with the smallest makespan.
 
     Args:
@@ -58,17 +64,22 @@ def solve(
         contention: links carry one tensor at a time in each direction.
         fixed: nodes of some operations.
     """
-    program = _Program(graph, hardware, routes, horizon_s, contention, fixed or {})
+    program = _PlacementProgram(graph, hardware, routes, horizon_s, contention, fixed or {})
     if hint is not None:
         program.add_hint(hint)
     return program.run(budget_s)
 
 
-class _Program:
+class _PlacementProgram:
     def __init__(
-        self, graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, horizon_s: float, contention: bool,
+        self,
+        graph: PlacementGraph,
+        hardware: HardwareGraph,
+        routes: Routes,
+        horizon_s: float,
+        contention: bool,
         fixed: Mapping[str, str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.graph, self.hardware, self.routes = graph, hardware, routes
         self.model: Any = cp_model.CpModel()
         self.names = hardware.names
@@ -248,17 +259,15 @@ class _Program:
             for other in self.names:
                 self.model.add_hint(self.on[names[0]][other], hint.node[names[0]] == other)
 
-    def run(self, budget_s: float) -> Found:
+    def run(self, budget_s: float) -> Solution:
         solver: Any = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = budget_s
         solver.parameters.num_workers = max(4, os.cpu_count() or 1)
         solver.parameters.random_seed = 0
         status = solver.solve(self.model)
         bound_s = max(0.0, solver.best_objective_bound) * self.tick_s
-        names = {
-            cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible",
-        }  # fmt: skip
-        found = Found(names.get(status, "unknown"), bound_s)
+        names = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
+        found = Solution(names.get(status, "unknown"), bound_s)
         if found.status not in ("optimal", "feasible"):
             return found
         if not self.complete:
@@ -279,7 +288,10 @@ class _Program:
                         # A transfer of zero ticks starts when its producer ends, and must come after it in the order.
                         after = position[self.graph.edges[number][0]]
                         events += [
-                            ((solver.value(self.hops[(number, hop.link, hop.source)]), after, h), Transfer(number, h))
+                            (
+                                (solver.value(self.hops[(number, hop.link, hop.source)]), after, h),
+                                TensorTransfer(number, h),
+                            )
                             for h, hop in enumerate(route)
                         ]
         found.order = [event for _, event in sorted(events, key=lambda each: each[0])]

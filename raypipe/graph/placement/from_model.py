@@ -17,14 +17,14 @@ from raypipe.graph.dims import Sizes
 from raypipe.graph.operations import OperationGraph
 from raypipe.graph.placement.problem import PlacementGraph, PlacementOperation
 from raypipe.graph.subgraph_work import captured_work
-from raypipe.graph.subgraphs import Sharding
+from raypipe.graph.subgraphs import Subgraphs
 
 Backward = Literal["joint", "split", "none"]
 BACKWARDS: tuple[Backward, ...] = get_args(Backward)
 
 
-class Rates(NamedTuple):
-    """What one device computes and moves."""
+class DeviceRates(NamedTuple):
+    """The rates at which one device computes and moves data."""
 
     flops_s: float
     """Large matrix products, floating-point operations per second."""
@@ -35,9 +35,14 @@ class Rates(NamedTuple):
 
 
 def placement_graph(
-    graph: OperationGraph, one: Sizes, samples: int, rates: Rates, bytes_per_parameter: float = 16.0,
-    backward: Backward = "joint", merge: bool = True,
-) -> PlacementGraph:  # fmt: skip
+    graph: OperationGraph,
+    one: Sizes,
+    samples: int,
+    rates: DeviceRates,
+    bytes_per_parameter: float = 16.0,
+    backward: Backward = "joint",
+    merge: bool = True,
+) -> PlacementGraph:
     """Operations, tensors, times and memory of one step.
 
     Args:
@@ -61,7 +66,7 @@ def placement_graph(
     for i in kept:
         members[home[i]].append(i)
     count = len(graph.operations)
-    single = Sharding(
+    single = Subgraphs(
         tuple(range(count)), count, tuple(op.name for op in graph.operations), ("",) * count, ((),) * count
     )
     works = [each.work for each in captured_work(graph, single, one)]
@@ -83,10 +88,12 @@ def placement_graph(
         for kind, efforts in kinds:
             operations.append(
                 PlacementOperation(
-                    name=f"{names[h]} {kind}", seconds=sum(effort.seconds(samples, *rates) for effort in efforts),
-                    memory_bytes=memory if kind == "F" else 0.0, colocate=names[h] if len(kinds) > 1 else None,
+                    name=f"{names[h]} {kind}",
+                    seconds=sum(effort.seconds(samples, *rates) for effort in efforts),
+                    memory_bytes=memory if kind == "F" else 0.0,
+                    colocate=names[h] if len(kinds) > 1 else None,
                 )
-            )  # fmt: skip
+            )
     edges: list[tuple[str, str, float]] = []
     back = "BW" if backward == "joint" else "B"
     for source, target, i in _tensors(graph, kept, home):
@@ -127,8 +134,10 @@ def _tensors(graph: OperationGraph, kept: Sequence[int], home: dict[int, int]) -
     inside = set(kept)
     found = {
         (home[source], home[i], source): None
-        for i in kept for source in graph.operations[i].inputs if source in inside and home[source] != home[i]
-    }  # fmt: skip
+        for i in kept
+        for source in graph.operations[i].inputs
+        if source in inside and home[source] != home[i]
+    }
     return list(found)
 
 

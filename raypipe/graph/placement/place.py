@@ -7,7 +7,7 @@ from dataclasses import replace
 from raypipe.errors import RunError, SpecError
 from raypipe.graph.placement.cp_model import solve
 from raypipe.graph.placement.list_schedule import list_schedule
-from raypipe.graph.placement.placement import Event, Placement, Transfer, timed
+from raypipe.graph.placement.placement import Event, Placement, TensorTransfer, timed
 from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
 from raypipe.graph.placement.routes import Route, Routes
 from raypipe.graph.placement.segments import solve_by_segments
@@ -47,11 +47,11 @@ def place(
     found = solve(graph, hardware, routes, horizon_s, budget_s, best, contention)
     if found.status == "infeasible":
         needed = sum(op.memory_bytes for op in graph.operations)
-        raise SpecError(
-            "memory_bytes", "no placement keeps every node within its memory: the operations, "
-            f"{needed:g} bytes in all, cannot be divided that way",
-            "give a node more memory, or split large operations",
-        )  # fmt: skip
+        why = (
+            "no placement keeps every node within its memory: the operations, "
+            f"{needed:g} bytes in all, cannot be divided that way"
+        )
+        raise SpecError("memory_bytes", why, "give a node more memory, or split large operations")
     bound_s = max(bound_s, found.bound_s)
     if found.node is not None:
         starts, taken, makespan_s = timed(graph, routes, found.node, found.order, found.routes)
@@ -66,9 +66,13 @@ def place(
 
 
 def _by_segments(
-    graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, budget_s: float, best: Placement | None,
+    graph: PlacementGraph,
+    hardware: HardwareGraph,
+    routes: Routes,
+    budget_s: float,
+    best: Placement | None,
     bound_s: float,
-) -> tuple[Placement | None, float, bool]:  # fmt: skip
+) -> tuple[Placement | None, float, bool]:
     """The better of ``best`` and what solving piece by piece finds, the bound, and whether the two meet."""
     joined = solve_by_segments(graph, hardware, routes, budget_s)
     if joined is None:
@@ -100,7 +104,7 @@ def _started(
         events.append(name)
         for n, route in chosen.items():
             if graph.edges[n][0] == name:
-                events += [Transfer(n, hop) for hop in range(len(route))]
+                events += [TensorTransfer(n, hop) for hop in range(len(route))]
     return node, *timed(graph, routes, node, events, chosen)
 
 

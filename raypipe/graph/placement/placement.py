@@ -10,14 +10,14 @@ from raypipe.graph.placement.problem import PlacementGraph
 from raypipe.graph.placement.routes import Route, Routes, places
 
 
-class Transfer(NamedTuple):
+class TensorTransfer(NamedTuple):
     """The transfer of one edge's tensor over one hop of its route."""
 
     edge: int
     hop: int
 
 
-Event = str | Transfer
+Event = str | TensorTransfer
 """An operation, given by its name, or a transfer."""
 
 
@@ -41,16 +41,20 @@ class Placement:
 
     @property
     def optimal(self) -> bool:
-        """Whether no placement is shorter, up to the rounding of times to the solver's ticks."""
+        """Return whether no placement is shorter, up to the rounding of times to the solver's ticks."""
         return self.gap <= 1e-6
 
     def document(self, graph: PlacementGraph) -> dict[str, Any]:
         """The JSON of ``raypipe place``."""
         return {
-            "placement": dict(self.node), "start_s": dict(self.start_s),
+            "placement": dict(self.node),
+            "start_s": dict(self.start_s),
             "routes": [{"edge": list(graph.edges[n][:2]), "route": places(r)} for n, r in sorted(self.routes.items())],
-            "makespan_s": self.makespan_s, "bound_s": self.bound_s, "optimal": self.optimal, "gap": self.gap,
-        }  # fmt: skip
+            "makespan_s": self.makespan_s,
+            "bound_s": self.bound_s,
+            "optimal": self.optimal,
+            "gap": self.gap,
+        }
 
 
 def timed(
@@ -81,8 +85,9 @@ def timed(
     if chosen is None:
         taken = {
             n: routes.fastest(node[a], node[b], size)
-            for n, (a, b, size) in enumerate(graph.edges) if node[a] != node[b]
-        }  # fmt: skip
+            for n, (a, b, size) in enumerate(graph.edges)
+            if node[a] != node[b]
+        }
     else:
         taken = dict(chosen)
     starts: dict[str, float] = {}
@@ -90,7 +95,7 @@ def timed(
     arrived: dict[int, float] = {}  # by edge, when its tensor has passed its latest hop
     free: dict[object, float] = {}
     for event in order:
-        if isinstance(event, Transfer):
+        if isinstance(event, TensorTransfer):
             source, _, size = graph.edges[event.edge]
             hop = taken[event.edge][event.hop]
             link = routes.links[hop.link]

@@ -197,17 +197,15 @@ def check_fit(graph: PlacementGraph, hardware: HardwareGraph) -> None:
                 raise SpecError(f"{op.name}.seconds", f"has no time on node {missing[0]}", "give one for every node")
     for names in graph.together:
         if largest is not None and graph.memory_of(names) > largest:
-            raise SpecError(
-                f"{names[0]}.memory_bytes",
+            why = (
                 f"{'with what shares its node ' if len(names) > 1 else ''}needs {graph.memory_of(names):g} bytes, "
-                f"the largest node has {largest:g}", "use a node with more memory, or split the operation",
-            )  # fmt: skip
+                f"the largest node has {largest:g}"
+            )
+            raise SpecError(f"{names[0]}.memory_bytes", why, "use a node with more memory, or split the operation")
     needed = sum(op.memory_bytes for op in graph.operations)
     if largest is not None and needed > sum(limit or 0.0 for limit in limits):
-        raise SpecError(
-            "memory_bytes", f"all operations need {needed:g} bytes, all nodes together have "
-            f"{sum(limit or 0.0 for limit in limits):g}", "add nodes or memory",
-        )  # fmt: skip
+        why = f"all operations need {needed:g} bytes, all nodes together have {sum(limit or 0.0 for limit in limits):g}"
+        raise SpecError("memory_bytes", why, "add nodes or memory")
 
 
 def _refuse_twins(where: str, names: Iterable[str]) -> None:

@@ -124,10 +124,7 @@ def _gates(graph: PlacementGraph, hardware: HardwareGraph, routes: Routes) -> li
         for target in outgoing[name]:
             before[target] |= before[name] | 1 << number[name]
     count = len(graph.order)
-    found = [
-        name for name in graph.order
-        if before[name].bit_count() + after[name].bit_count() == count - 1
-    ]  # fmt: skip
+    found = [name for name in graph.order if before[name].bit_count() + after[name].bit_count() == count - 1]
     group = {name: names for names in graph.together for name in names}
     passed = [0] * (count + 1)
     for source, target, size in graph.edges:
@@ -183,9 +180,7 @@ def _pieces(
     occupied = set(segment.values())
     links: list[tuple[tuple[int, ...], list[int]]] = []
     for segments in members.values():
-        touched = dict.fromkeys(
-            group[gates[g]] for s in segments for g in (s - 1, s) if 0 <= g < len(gates)
-        )  # fmt: skip
+        touched = dict.fromkeys(group[gates[g]] for s in segments for g in (s - 1, s) if 0 <= g < len(gates))
         if len(touched) > 2:
             return None
         if len(touched) == 1 and not occupied & set(segments):
@@ -221,17 +216,25 @@ def _chain(links: list[tuple[tuple[int, ...], list[int]]]) -> list[_Piece] | Non
 
 
 def _solve_piece(
-    graph: PlacementGraph, hardware: HardwareGraph, routes: Routes, gates: list[str], segment: Mapping[str, int],
-    piece: _Piece, group: Mapping[str, int], homes: Mapping[int | None, str | None], budget_s: float,
-) -> _Solved:  # fmt: skip
+    graph: PlacementGraph,
+    hardware: HardwareGraph,
+    routes: Routes,
+    gates: list[str],
+    segment: Mapping[str, int],
+    piece: _Piece,
+    group: Mapping[str, int],
+    homes: Mapping[int | None, str | None],
+    budget_s: float,
+) -> _Solved:
     """The piece's operations between gates of no length on given nodes, its segments one after the other."""
     inner = {name for name, s in segment.items() if s in piece.segments}
     around = [gates[g] for s in piece.segments for g in (s - 1, s) if 0 <= g < len(gates)]
     fixed = {gate: place for gate in around if (place := homes.get(group[gate])) is not None}
     operations = [
         graph.by_name[name] if name in inner else PlacementOperation(name=name, seconds=0.0)
-        for name in graph.order if name in inner or name in fixed
-    ]  # fmt: skip
+        for name in graph.order
+        if name in inner or name in fixed
+    ]
     edges = [e for e in graph.edges if e[0] in inner | fixed.keys() and e[1] in inner | fixed.keys()]
     edges = [e for e in edges if e[0] in inner or e[1] in inner or _spans(e, gates, piece)]
     # What lies between two segments is not this piece's: the second starts when the first has ended.
@@ -247,7 +250,7 @@ def _solve_piece(
 
 
 def _spans(edge: tuple[str, str, float], gates: list[str], piece: _Piece) -> bool:
-    """Whether an edge from gate to gate spans one of the piece's segments."""
+    """Return whether an edge from gate to gate spans one of the piece's segments."""
     return edge[0] in gates and gates.index(edge[0]) + 1 in piece.segments
 
 

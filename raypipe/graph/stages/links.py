@@ -27,7 +27,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageEnds:
-    """What a stage exchanges with other stages, as numbers of the model's results."""
+    """The numbers of the model's results that a stage exchanges with other stages."""
 
     arrives: Mapping[int, tuple[int, ...]]
     """Per stage that it receives from, in order, the results that come from there."""
@@ -124,10 +124,8 @@ def stage_ends(
             home = made_in[r]
             sources = [s for s in inputs[stage] if s == home or home in reached[s]]
             if not sources:
-                raise ScheduleError(
-                    "edges", f"stage {stage} needs a tensor of stage {home}, and no edges lead there",
-                    f"add the edge {home}>{stage}",
-                )  # fmt: skip
+                why = f"stage {stage} needs a tensor of stage {home}, and no edges lead there"
+                raise ScheduleError("edges", why, f"add the edge {home}>{stage}")
 
             def rank(s: int, r: int = r, home: int = home, stage: int = stage) -> tuple[bool, bool, int]:
                 return (where[s] == where[stage] and (s == home or r in reads[s]), s == home, s)
@@ -164,9 +162,8 @@ def _readers(results: Sequence[Result], cut: Sequence[Sequence[int]]) -> list[tu
     """Per result, the stage that makes it, and the other stages that read it, in order."""
     stage_of = {layer: s for s, layers in enumerate(cut) for layer in layers}
     return [
-        (stage_of[one.made_by], sorted({stage_of[i] for i in one.read_by} - {stage_of[one.made_by]}))
-        for one in results
-    ]  # fmt: skip
+        (stage_of[one.made_by], sorted({stage_of[i] for i in one.read_by} - {stage_of[one.made_by]})) for one in results
+    ]
 
 
 def _reached(inputs: Sequence[Sequence[int]]) -> list[set[int]]:
@@ -175,3 +172,54 @@ def _reached(inputs: Sequence[Sequence[int]]) -> list[set[int]]:
     for own in inputs:
         found.append(set(own).union(*(found[s] for s in own)))
     return found
+
+
+# From layers on devices to stages: as few as let every device begin and send as early as the layers would.
+#
+# Connected layers of one device are one stage if they wait for the same tensors of other devices, directly or not, so
+# that they can begin together; and if the same tensors for other devices wait for them, so that what they make is
+# needed equally soon. Along an edge from stage to stage, the first set can only grow and the second only shrink, so no
+# two stages wait for each other.
+Stages = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
+"""(layers of each stage, device of each stage)."""
+
+
+def stages_of(results: Sequence[Result], devices: Sequence[int]) -> Stages:
+    """Group layers into stages, numbered in an order in which they can run.
+
+    Args:
+        results: the model's, whose layers are numbered in an order in which they can run.
+        devices: device of each layer.
+    """
+    count = len(devices)
+    edges = {(one.made_by, reader) for one in results for reader in one.read_by}
+    before: list[list[int]] = [[] for _ in range(count)]
+    after: list[list[int]] = [[] for _ in range(count)]
+    for a, b in sorted(edges):
+        before[b].append(a)
+        after[a].append(b)
+    # Sets of layers, as bits: those of other devices that a layer waits for; it and those after it that feed others.
+    waits, feeds = [0] * count, [0] * count
+    for i in range(count):
+        for p in before[i]:
+            waits[i] |= waits[p] | (devices[p] != devices[i]) << p
+    for i in reversed(range(count)):
+        for n in after[i]:
+            feeds[i] |= feeds[n] | (devices[n] != devices[i]) << i
+    key = [(devices[i], waits[i], feeds[i]) for i in range(count)]
+    parent = list(range(count))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            parent[i] = parent[parent[i]]
+            i = parent[i]
+        return i
+
+    for a, b in edges:
+        if key[a] == key[b]:
+            parent[root(b)] = root(a)
+    groups: dict[int, list[int]] = {}
+    for i in range(count):
+        groups.setdefault(root(i), []).append(i)
+    ordered = sorted(groups.values(), key=lambda own: (waits[own[0]].bit_count() - feeds[own[0]].bit_count(), own[0]))
+    return tuple(map(tuple, ordered)), tuple(devices[own[0]] for own in ordered)

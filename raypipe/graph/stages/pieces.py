@@ -23,10 +23,9 @@ from itertools import pairwise
 from raypipe.errors import CaptureError
 from raypipe.graph.dims import Sizes
 from raypipe.graph.flops import forward_flops
-from raypipe.graph.labels import label
 from raypipe.graph.liveness import crossing, replicated
 from raypipe.graph.operations import OperationGraph
-from raypipe.graph.subgraphs import Sharding
+from raypipe.graph.subgraphs import Subgraphs, label
 
 GAIN = 1 / 64
 """Share of the model's forward up to which side-by-side branches, and rows of pieces, are not kept apart."""
@@ -62,16 +61,19 @@ def branch_order(graph: OperationGraph, one: Sizes) -> tuple[tuple[int, ...], ..
     return (tuple(sorted((*everywhere, *ordered[0]))), *ordered[1:])
 
 
-def piece_sharding(graph: OperationGraph, sizes: Sequence[int]) -> Sharding:
+def piece_sharding(graph: OperationGraph, sizes: Sequence[int]) -> Subgraphs:
     """Describe pieces of these numbers of operations, one after the other, as sub-graphs."""
     edges = [0]
     for size in sizes:
         edges.append(edges[-1] + size)
     spans = [range(a, b) for a, b in pairwise(edges)]
-    return Sharding(
-        tuple(edges[:-1]), edges[-1], tuple(label(graph, span) for span in spans), ("",) * len(spans),
+    return Subgraphs(
+        tuple(edges[:-1]),
+        edges[-1],
+        tuple(label(graph, span) for span in spans),
+        ("",) * len(spans),
         crossing(graph, edges[1:-1]),
-    )  # fmt: skip
+    )
 
 
 def _runs(graph: OperationGraph, repeated: Sequence[bool]) -> dict[int, int]:
@@ -118,8 +120,10 @@ def _lead_on(graph: OperationGraph) -> list[bool]:
 def _edges(graph: OperationGraph, home: Mapping[int, int]) -> set[tuple[int, int]]:
     return {
         (home[source], h)
-        for n, h in home.items() for source in graph.operations[n].inputs if source in home and home[source] != h
-    }  # fmt: skip
+        for n, h in home.items()
+        for source in graph.operations[n].inputs
+        if source in home and home[source] != h
+    }
 
 
 @dataclass
@@ -171,9 +175,8 @@ class _Contracted:
             self.members[into] += self.members.pop(other)
             self.work[into] += self.work.pop(other)
         self.edges = {
-            (a, b)
-            for a, b in ((into if a in group else a, into if b in group else b) for a, b in self.edges) if a != b
-        }  # fmt: skip
+            (a, b) for a, b in ((into if a in group else a, into if b in group else b) for a, b in self.edges) if a != b
+        }
 
     def join_small_fork(self) -> bool:
         """Join the innermost branches that leave one piece and meet again, if running them side by side gains little;

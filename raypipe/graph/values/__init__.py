@@ -1,1 +1,1 @@
-"""What a graph alone says of the values of its tensors."""
+"""Values of tensors that follow from the graph alone."""

@@ -17,17 +17,15 @@ from raypipe.graph.operations import Operation, OperationGraph, TensorType
 
 Dims = frozenset[int]
 """Dimensions of a result along which its values may differ."""
-POINTWISE = {
-    "add", "sub", "rsub", "mul", "div", "neg", "abs", "remainder", "floor_divide", "minimum", "maximum", "clamp", "le",
-    "lt", "ge", "gt", "eq", "ne", "__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_not",
-    "bitwise_xor", "logical_and", "logical_or", "logical_not", "logical_xor", "where", "masked_fill", "to", "_to_copy",
-    "type_as", "clone", "contiguous", "alias", "detach", "expand",
-}  # fmt: skip
+POINTWISE = (
+    {"add", "sub", "rsub", "mul", "div", "neg", "abs", "remainder", "floor_divide", "minimum", "maximum"}
+    | {"clamp", "le", "lt", "ge", "gt", "eq", "ne", "__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or"}
+    | {"bitwise_not", "bitwise_xor", "logical_and", "logical_or", "logical_not", "logical_xor", "where"}
+    | {"masked_fill", "to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "expand"}
+)
 """Operations whose value at a position is computed from their operands' values at that position."""
-CONSTANT = {
-    "ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like",
-    "scalar_tensor",
-}  # fmt: skip
+CONSTANT = {"ones", "zeros", "full", "new_ones", "new_zeros", "new_full"}
+CONSTANT |= {"ones_like", "zeros_like", "full_like", "scalar_tensor"}
 """Operations that read no more than the shape of an operand."""
 _RESHAPES = {"unsqueeze", "squeeze", "reshape", "view"}
 _SIZES = {"operator", "torch", "math"}
@@ -53,7 +51,7 @@ def varying_dims(graph: OperationGraph, calls: Sequence[Call]) -> list[Dims | No
         if rule is None or operation.random or operation.mutates or operation.type is None:
             found.append(None)
             continue
-        dims = rule(_Reader(graph, found), operation.type, call)
+        dims = rule(_CallReader(graph, found), operation.type, call)
         if any(symbols(size) - graph.example.keys() for size in operation.type.shape):
             found.append(None)  # it depends on values
             continue
@@ -62,8 +60,8 @@ def varying_dims(graph: OperationGraph, calls: Sequence[Call]) -> list[Dims | No
     return found
 
 
-class _Reader:
-    """What is known of the operands of a call."""
+class _CallReader:
+    """Reads the values that are known of a call's operands."""
 
     def __init__(self, graph: OperationGraph, found: Sequence[Dims | None]) -> None:
         self.graph, self.found = graph, found
@@ -87,7 +85,7 @@ class _Reader:
         return frozenset(range(len(kind.shape))) if constant else None
 
 
-_Rule = Callable[[_Reader, TensorType, Call], Dims | None]
+_Rule = Callable[[_CallReader, TensorType, Call], Dims | None]
 
 
 def _rule(name: str) -> _Rule | None:
@@ -103,7 +101,7 @@ def _literal(value: Plain) -> bool:
     return not isinstance(value, dict) or not value.keys() & {"op", "of"}
 
 
-def _pointwise(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _pointwise(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     found: set[int] = set()
     for value in [*call.args, *call.kwargs.values()]:
         if isinstance(value, list) or _literal(value):  # a list holds sizes, of which only the result's shape is made
@@ -115,26 +113,26 @@ def _pointwise(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
     return frozenset(found)
 
 
-def _constant(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _constant(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     values = [*call.args, *call.kwargs.values()]
     sizes = [v for v in values if not isinstance(v, list) and not _literal(v) and reader.type(v) is None]
     return None if sizes else frozenset()  # a size as the value to fill with
 
 
-def _range(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _range(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     begins = call.args[0] if len(call.args) > 1 else 0
     step = call.args[2] if len(call.args) > 2 else 1
     return frozenset({0}) if _literal(begins) and _literal(step) else None
 
 
-def _slice(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _slice(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     begin, step = _argument(call, 2, 0), _argument(call, 4, 1)
     if not (_literal(begin) and _literal(step)) or (begin or 0) < 0:
         return None
     return reader.dims(call.args[0])
 
 
-def _select(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _select(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     dims, kind, (at, index) = reader.dims(call.args[0]), reader.type(call.args[0]), call.args[1:3]
     if dims is None or kind is None or not _literal(index) or index < 0:
         return None
@@ -142,7 +140,7 @@ def _select(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
     return frozenset(d - (d > at) for d in dims if d != at)
 
 
-def _reshape(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _reshape(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     """Only dimensions of size 1 may come or go."""
     dims, kind = reader.dims(call.args[0]), reader.type(call.args[0])
     if dims is None or kind is None:
@@ -154,13 +152,13 @@ def _reshape(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
     return frozenset(moved[d] for d in dims)
 
 
-def _scan(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _scan(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     """A sum over all positions before, or a difference to the one before."""
     dims = reader.dims(call.args[0])
     return None if dims is None else dims | {int(call.args[1]) % len(result.shape)}
 
 
-def _diff(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _diff(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     dims, at = reader.dims(call.args[0]), _argument(call, 2, -1) % len(result.shape)
     before = _argument(call, 3, None)
     if before is not None:
@@ -171,12 +169,12 @@ def _diff(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
     return None if dims is None or _argument(call, 4, None) is not None else dims | {at}
 
 
-def _triangle(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _triangle(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     dims, rank = reader.dims(call.args[0]), len(result.shape)
     return None if dims is None or not _literal(_argument(call, 1, 0)) else dims | {rank - 2, rank - 1}
 
 
-def _index(reader: _Reader, result: TensorType, call: Call) -> Dims | None:
+def _index(reader: _CallReader, result: TensorType, call: Call) -> Dims | None:
     """Look up by tensors of integers in the first dimensions: their common shape replaces these."""
     whole, places = call.args
     dims = reader.dims(whole)
@@ -199,6 +197,12 @@ def _argument(call: Call, place: int, default: Any) -> Any:
 
 
 _RULES: dict[str, _Rule] = {
-    "arange": _range, "slice": _slice, "select": _select, "cumsum": _scan, "diff": _diff, "tril": _triangle,
-    "triu": _triangle, "index": _index,
-}  # fmt: skip
+    "arange": _range,
+    "slice": _slice,
+    "select": _select,
+    "cumsum": _scan,
+    "diff": _diff,
+    "tril": _triangle,
+    "triu": _triangle,
+    "index": _index,
+}

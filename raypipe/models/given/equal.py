@@ -13,25 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps hooks that run with its forward or its backward."""
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules", "training"})
 """Compared for themselves."""
-_NO_MATTER = frozenset({
-    "_weight_conversions", "hf_device_map", "_is_hf_initialized", "name_or_path", "_name_or_path", "generation_config",
-    "warnings_issued", "_is_full_backward_hook", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-    "_non_persistent_buffers_set", "gradient_checkpointing", "_gradient_checkpointing_func",
-})  # fmt: skip
+_NO_MATTER = frozenset(
+    {"_weight_conversions", "hf_device_map", "_is_hf_initialized", "name_or_path", "_name_or_path"}
+    | {"generation_config", "warnings_issued", "_is_full_backward_hook", "_forward_hooks_with_kwargs"}
+    | {"_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks"}
+    | {"_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
+    | {"_non_persistent_buffers_set", "gradient_checkpointing", "_gradient_checkpointing_func"}
+)
 """Attributes of modules that no forward's result follows from."""
-_CONFIGS_OWN = frozenset({
-    "use_cache", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "name_or_path", "architectures",
-    "_commit_hash", "output_attentions", "output_hidden_states", "return_dict", "_output_attentions",
-    "_experts_implementation_internal", "_experts_implementation", "decoder_start_token_id",
-})  # fmt: skip
+_CONFIGS_OWN = frozenset(
+    {"use_cache", "transformers_version", "dtype", "torch_dtype", "_name_or_path"}
+    | {"name_or_path", "architectures", "_commit_hash", "output_attentions"}
+    | {"output_hidden_states", "return_dict", "_output_attentions"}
+    | {"_experts_implementation_internal", "_experts_implementation", "decoder_start_token_id"}
+)
 """Keys of configurations that say nothing of what a training forward computes."""
 _LIBRARIES = ("torch", "transformers", "peft")
 _PARAMETRIZE = "torch.nn.utils.parametrize"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,19 +11,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from raypipe.capture.cached import load_kept
-from raypipe.capture.captured import Captured
-from raypipe.capture.reorder import reordered
+from raypipe.capture.captured import Captured, load_kept, reordered
 from raypipe.errors import SpecError
 from raypipe.files import read_json
+from raypipe.graph.calls import Call
 from raypipe.graph.stages.pieces import branch_order, piece_sharding
 from raypipe.graph.subgraphs import shard
 from raypipe.job import GivenSpec, HfSpec
 from raypipe.models.captured import CapturedModel
-from raypipe.models.given.items import SummedLoss
+from raypipe.models.given.root import ITEMS
 from raypipe.models.own_loss import OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
-from raypipe.models.task import Field, Labels, Task
+from raypipe.models.task import IGNORED, Field, Inputs, Labels, Task
 
 GRAPH, ABOUT, WEIGHTS = "operations", "given.json", "weights.safetensors"
 """Files of the folder; the operations are two files, as in the cache of captured models."""
@@ -32,9 +32,13 @@ AGAIN = "train again from the script, which writes it"
 
 
 def given_model(
-    spec: GivenSpec, fields: Mapping[str, Field] | None, mask: float, tensor: bool, branches: bool,
+    spec: GivenSpec,
+    fields: Mapping[str, Field] | None,
+    mask: float,
+    tensor: bool,
+    branches: bool,
     smoothing: float = 0.0,
-) -> CapturedModel:  # fmt: skip
+) -> CapturedModel:
     """Return the layers of an instance.
 
     Args:
@@ -67,7 +71,7 @@ def given_model(
 @lru_cache(maxsize=4)
 def _given(
     record: str, stamp: int, given: tuple[tuple[str, Field], ...], mask: float, branches: bool, smoothing: float
-) -> CapturedModel:  # fmt: skip
+) -> CapturedModel:
     spec, fields = GivenSpec.model_validate_json(record), dict(given)
     folder = Path(spec.given)
     found, about = read_captured(folder)
@@ -79,7 +83,7 @@ def _given(
         if name not in fields:
             raise SpecError("data", f"holds no {name}, which the model was captured with", f"add an array {name}")
     named = {name: (name, fields[name]) for name in found.graph.inputs}
-    values = Written(folder)
+    values = GivenValues(folder)
     if not branches:
         return CapturedModel(found, shard(found.graph), task, values, named, _never)
     one = found.graph.sizes({name: (1, *field.shape) for name, (_, field) in named.items()})
@@ -122,7 +126,7 @@ def _never() -> NoReturn:
     raise SpecError("model.given", "an instance is captured whole, and nothing constructs it again", AGAIN)
 
 
-class Written:
+class GivenValues:
     """Start values: those that the instance had (a ``StartValues``)."""
 
     notices = ()
@@ -143,3 +147,60 @@ class Written:
                 return {name: content.get_tensor(name) for name in parameters}
         except (OSError, SafetensorError) as error:
             raise SpecError("model.given", f"{self.path} can't be read: {error}", AGAIN) from None
+
+
+# Losses that the script divides by the number of labels of the whole mini-batch, which no micro-batch knows.
+#
+# Such a loss is ``sum / num_items_in_batch``. So its graph ends before that division, and the runtime, which knows the
+# number, divides.
+_DIVISION = "aten.div.Tensor"
+_SAME = "aten.alias.default"
+FIX = f"divide the sum of the losses by {ITEMS} at the end, or do without it"
+
+
+def without_items(found: Captured, where: str) -> tuple[Captured, bool]:
+    """Return the graph without the division by ``ITEMS`` at its end, and whether there was one.
+
+    Raises:
+        SpecError: the loss uses the number otherwise; ``where`` names it.
+    """
+    graph = found.graph
+    sources = {key: source for key, source in graph.sources.items() if key != ITEMS}
+    readers = [n for n, operation in enumerate(graph.operations) if ITEMS in operation.operands]
+    if not readers:
+        return replace(found, graph=replace(graph, sources=sources)), False
+    (last,) = graph.outputs.values()
+    operation = graph.operations[last]
+    if readers != [last] or operation.target != _DIVISION or operation.operands[-1] != ITEMS:
+        raise SpecError(where, f"uses {ITEMS} for more than a division of the whole loss", FIX)
+    calls = list(found.calls)
+    operations = list(graph.operations)
+    operations[last] = replace(operation, target=_SAME, operands=operation.operands[:1])
+    calls[last] = Call([calls[last].args[0]], {})
+    plain = replace(graph, operations=tuple(operations), sources=sources)
+    return replace(found, graph=plain, calls=tuple(calls)), True
+
+
+class SummedLoss(OwnLoss):
+    """The data of another task, with a sum over labels that the model returns; the mean is over all labels.
+
+    Args:
+        of: the other task.
+        fields: names of the data's fields.
+        shifted: the first label of each row is no target.
+    """
+
+    unit = "as the script computes it"
+
+    def __init__(self, of: Task, fields: Collection[str], shifted: bool) -> None:
+        super().__init__(of, fields)
+        self.shifted = shifted
+
+    def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
+        """Return the sum."""
+        return output
+
+    def targets(self, inputs: Inputs) -> int:
+        """Count the labels that are not ``IGNORED``, as the Trainer does."""
+        labels = inputs[self.counted]
+        return int((labels[..., 1:] if self.shifted else labels).ne(IGNORED).sum())

@@ -1,4 +1,4 @@
-"""What a model instance or a loss of the script may not have, because no worker could do it as the script does."""
+"""Refuse what a model instance or a script's loss has that no worker could do as the script does."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from raypipe.errors import SpecError
 from raypipe.models.given.equal import HOOKS
 
 _CARRIED = (
-    bool, int, float, complex, str, bytes, type(None), type, types.ModuleType, types.BuiltinFunctionType,
-    types.BuiltinMethodType, torch.dtype, torch.device, torch.Size, range,
-)  # fmt: skip
+    *(bool, int, float, complex, str, bytes, type(None), type, range),
+    *(types.ModuleType, types.BuiltinFunctionType, types.BuiltinMethodType),
+    *(torch.dtype, torch.device, torch.Size),
+)
 """What a function may close over: it is the same at every call."""
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "numpy"}) | sys.stdlib_module_names
 HOOK_FIX = "do in a forward what the hook does, or remove it"

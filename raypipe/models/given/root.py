@@ -142,8 +142,8 @@ def dtype_of(model: nn.Module) -> torch.dtype:
         raise SpecError("model", "has no parameters, so there is nothing to train", "give a model with parameters")
     if len(first) > 1:
         what = ", ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in first.items())
-        raise SpecError("model", f"its parameters are of several dtypes: {what}",
-                        "convert it, for example model.float()")  # fmt: skip
+        why = f"its parameters are of several dtypes: {what}"
+        raise SpecError("model", why, "convert it, for example model.float()")
     (found,) = first
     return found
 

@@ -19,8 +19,7 @@ from raypipe.graph.captured_files import Notify, save, to_stderr
 from raypipe.graph.document import to_document
 from raypipe.job import GivenSpec, HfSpec
 from raypipe.models.build import example_of, match_arguments, with_made
-from raypipe.models.given.items import without_items
-from raypipe.models.given.read import ABOUT, GRAPH, LOGITS, LOSS, SUM, WEIGHTS, read_captured
+from raypipe.models.given.read import ABOUT, GRAPH, LOGITS, LOSS, SUM, WEIGHTS, read_captured, without_items
 from raypipe.models.given.refused import check_instance
 from raypipe.models.given.root import (
     ITEMS,
@@ -76,9 +75,14 @@ def write_config(model: nn.Module, folder: Path) -> None:
 
 
 def write_given(
-    model: nn.Module, spec: GivenSpec, fields: Mapping[str, Field], dtype: torch.dtype, script: ScriptLoss | None,
-    resume: bool = False, notify: Notify = to_stderr,
-) -> None:  # fmt: skip
+    model: nn.Module,
+    spec: GivenSpec,
+    fields: Mapping[str, Field],
+    dtype: torch.dtype,
+    script: ScriptLoss | None,
+    resume: bool = False,
+    notify: Notify = to_stderr,
+) -> None:
     """Capture an instance in its training state and write it to ``spec.given``.
 
     Args:
@@ -123,9 +127,13 @@ def write_given(
 
 
 def _captured(
-    model: nn.Module, spec: GivenSpec, fields: Mapping[str, Field], dtype: torch.dtype, script: ScriptLoss | None,
+    model: nn.Module,
+    spec: GivenSpec,
+    fields: Mapping[str, Field],
+    dtype: torch.dtype,
+    script: ScriptLoss | None,
     notify: Notify,
-) -> tuple[Captured, dict[str, Any]]:  # fmt: skip
+) -> tuple[Captured, dict[str, Any]]:
     from raypipe.capture.capture import capture  # torch.export and SymPy
 
     about: dict[str, Any] = {
@@ -157,8 +165,8 @@ def _captured(
         with as_trained(model, dtype, frozen):
             found = capture(Root(model, [*names, ITEMS], end), example, whole=True, notify=notify)
     except CaptureError as error:
-        raise SpecError(where if error.where == where else f"{where}, {error.where}".removesuffix(", "),
-                        f"{CANNOT}: {error.why}", error.fix) from error  # fmt: skip
+        where = where if error.where == where else f"{where}, {error.where}".removesuffix(", ")
+        raise SpecError(where, f"{CANNOT}: {error.why}", error.fix) from error
     except RaypipeError:
         raise
     found, summed = without_items(found, where)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from raypipe.job import GptSpec
 from raypipe.models.gpt import modules as gpt
-from raypipe.models.gpt.unset import allocate, unset_parameters
+from raypipe.models.gpt.modules import allocate, unset_parameters
 from raypipe.models.keyed_random import fold64
-from raypipe.models.layered import CutTensor, Ends, LayeredModel, StageBody, TiedGroup, equal_slices
+from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
 from raypipe.tensor import Division
 
@@ -28,9 +28,12 @@ class GptLayers(LayeredModel):
     """
 
     def __init__(
-        self, model: GptSpec, dtype: torch.dtype = torch.float32, division: Division | None = None,
+        self,
+        model: GptSpec,
+        dtype: torch.dtype = torch.float32,
+        division: Division | None = None,
         smoothing: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.dtype, self.division = model, dtype, division
         self.names = ("embedding", *(f"block.{i}" for i in range(model.layers)), "head")
         head = self.count - 1
@@ -115,7 +118,7 @@ class GptLayers(LayeredModel):
         return name
 
     def build_stage(
-        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: Ends | None = None
+        self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: BodyEnds | None = None
     ) -> StageBody:
         """Build these layers as one stage; they are consecutive, for a GPT has no branches."""
         built = {i: self.build(i, seed, device) for i in layers}

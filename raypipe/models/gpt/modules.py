@@ -9,10 +9,14 @@ Source: Radford et al. 2019 (GPT-2): architecture and initialisation.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from raypipe.job import GptSpec
 from raypipe.models.keyed_random import KeyedDropout
@@ -115,3 +119,46 @@ def forward_flops(model: GptSpec, index: int) -> float:
     if index > model.layers:
         return 2.0 * sequence * hidden * model.vocabulary
     return 24.0 * sequence * hidden**2 + 2.0 * sequence**2 * hidden
+
+
+# Make modules whose parameters have no values yet.
+#
+# ``torch.device("meta")`` alone would do it. But a module draws its start values there too, and on that device torch
+# draws them, and ``to_empty`` allocates, by Python code that imports its compiler: 2 s of processor time in every
+# worker.
+class _NoStartValues(TorchFunctionMode):
+    """Skips the functions of ``torch.nn.init``."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return kwargs.get("tensor", args[0] if args else None)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def unset_parameters() -> Iterator[None]:
+    """Modules that are made in this block have parameters on the meta device, and draw no values."""
+    with torch.device("meta"), _NoStartValues():
+        yield
+
+
+def allocate(module: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give a module's parameters and buffers memory on a device, without values.
+
+    Args:
+        module: its tensors are on the meta device.
+        dtype: of its floating-point tensors; others keep their own.
+        device: where to.
+    """
+
+    def empty(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype, device=device)
+
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            setattr(owner, name, nn.Parameter(empty(parameter), parameter.requires_grad))
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, empty(buffer))

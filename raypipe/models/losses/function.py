@@ -1,24 +1,22 @@
-"""Find the function that ``model.loss`` names, and make it the end of the model's forward."""
+"""The function that ``model.loss`` names, made the end of the model's forward."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from raypipe.capture.patches.structures import as_plain
-from raypipe.errors import SpecError
+from raypipe.capture.structures import as_plain
+from raypipe.errors import CaptureError, SpecError
 from raypipe.graph.fingerprint import module_code
 from raypipe.job import CapturedSpec
-from raypipe.models.losses.as_it_is import LOSS_AS_IT_IS, LossAsItIs, asked_of_model
-from raypipe.models.losses.contrastive import contrastive
-from raypipe.models.losses.distillation import distillation
-from raypipe.models.losses.figures import as_output
-from raypipe.models.losses.preference import dpo, reward
+from raypipe.models.losses.provided import contrastive, distillation, dpo, reward
+from raypipe.models.own_loss import LOSS
 from raypipe.models.sources.imported import find_function
 from raypipe.models.sources.source import LossFunction
 
@@ -55,7 +53,7 @@ def loss_code(spec: CapturedSpec) -> list[Path]:
     return module_code(spec.loss.partition(":")[0]) if ":" in spec.loss else []
 
 
-class _Model:
+class _CalledModel:
     """The model as a loss function calls it: its own forward, and its submodules and attributes."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -78,7 +76,7 @@ def end_with_loss(module: nn.Module, function: LossFunction, names: Sequence[str
         as_it_is: take what follows the call of the model as one operation, the module at ``LOSS_AS_IT_IS``.
     """
     own = module.forward
-    model = _Model(module, own)
+    model = _CalledModel(module, own)
     last = LossAsItIs(module, function)
     # Not registered as a submodule, because a model may go through its children, as nn.Sequential does.
     object.__setattr__(module, LOSS_AS_IT_IS, last)
@@ -95,3 +93,171 @@ def end_with_loss(module: nn.Module, function: LossFunction, names: Sequence[str
     forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
     module.forward = forward
     return module
+
+
+# Figures that a loss function returns beside its loss, such as how often DPO's model prefers the chosen text.
+#
+# A captured model has one output, so loss and figures are one tensor: the loss first in its last dimension. The
+# output's name holds theirs, and so it stays with a graph that is kept on disk.
+BETWEEN = ","
+WHERE = "model.loss"
+
+
+def loss_and_figures(made: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the parts of what a loss function has returned: the loss, or the loss and a dict of figures of its shape.
+
+    Raises:
+        SpecError: it is neither.
+    """
+    if isinstance(made, Tensor):
+        return made, {}
+    fix = "return the loss, or the loss and a dict of tensors of its shape, as in (loss, {'accuracy': hits})"
+    if not (
+        isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], Tensor) and isinstance(made[1], Mapping)
+    ):
+        raise SpecError(WHERE, f"the function returns {_kind(made)}", fix)
+    loss, figures = made
+    for name, figure in figures.items():
+        if not isinstance(figure, Tensor) or figure.shape != loss.shape:
+            shape = list(figure.shape) if isinstance(figure, Tensor) else _kind(figure)
+            raise SpecError(WHERE, f"the figure {name} is {shape}, the loss {list(loss.shape)}", fix)
+        if not isinstance(name, str) or not name or name == LOSS or BETWEEN in name:
+            raise SpecError(WHERE, f"a figure is named {name!r}", f"use a name without commas, other than {LOSS}")
+    return loss, dict(figures)
+
+
+def as_output(made: Any) -> tuple[Tensor, str]:
+    """Return the captured model's output and its name, from what a loss function has returned."""
+    loss, figures = loss_and_figures(made)
+    if not figures:
+        return loss, LOSS
+    values = [figure.detach().to(loss.dtype) for figure in figures.values()]
+    return torch.stack([loss, *values], -1), BETWEEN.join([LOSS, *figures])
+
+
+def figures_of(output: str) -> tuple[str, ...]:
+    """Return the names of the figures from the output's.
+
+    >>> figures_of("loss"), figures_of("loss,accuracy,margin")
+    ((), ('accuracy', 'margin'))
+    """
+    return tuple(output.split(BETWEEN)[1:])
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+# Loss functions that look at values, as matching found boxes to given ones does: they run as they are.
+#
+# Such a function cannot be captured, but what comes before it can: the model's call. What the function does with the
+# model's outputs is one operation at the end of the graph, which the last stage runs in plain Python.
+LOSS_AS_IT_IS = "_raypipe_loss"
+"""Attribute of the model that holds the function."""
+FIX = "call the model once, with arrays of the batch, and compute the loss from what it returns"
+
+
+class LossAsItIs(nn.Module):
+    """The function as a module without parameters, of what the model has returned and the batch.
+
+    Args:
+        model: the model, for its attributes (a configuration).
+        function: the loss.
+    """
+
+    def __init__(self, model: nn.Module, function: LossFunction) -> None:
+        super().__init__()
+        self._model, self._function = (model,), function
+        self.name = LOSS
+        """Name of the output, known once the function has run."""
+
+    def forward(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss and figures as one tensor (``as_output``).
+
+        Args:
+            outputs: the model's: tensors, or dicts of them, which have their items as attributes too.
+            batch: the batch.
+        """
+        made = self._function(_Answers(self._model[0], by_attribute(outputs)), dict(batch))
+        output, self.name = as_output(made)
+        return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LossAsItIs:
+        return self  # it has no parameters, and the model is not to be copied
+
+
+class _ModelProxy:
+    """Stands for the model in a loss function; it has its attributes, but neither its parameters nor its modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._model, name)
+        if isinstance(found, nn.Module | Tensor):
+            why = f"the function cannot be captured, and reads {name} of the model"
+            raise CaptureError("model.loss", why, FIX)
+        return found
+
+
+class _Called(Exception):  # noqa: N818 - no error, but how the function is left
+    """The function has called the model with these arguments."""
+
+
+class _Asks(_ModelProxy):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Called(args, kwargs)
+
+
+class _Answers(_ModelProxy):
+    """Returns what the model has computed already, once."""
+
+    def __init__(self, model: nn.Module, outputs: Any) -> None:
+        super().__init__(model)
+        self._outputs = [outputs]
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        if not self._outputs:
+            why = "the function cannot be captured, and calls the model more than once"
+            raise CaptureError("model.loss", why, FIX)
+        return self._outputs.pop()
+
+
+def asked_of_model(
+    model: nn.Module, function: LossFunction, batch: Mapping[str, Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with which the function calls the model first.
+
+    Raises:
+        CaptureError: it does not call it, or reads its parameters before.
+    """
+    try:
+        function(_Asks(model), dict(batch))
+    except _Called as called:
+        args, kwargs = called.args
+        return args, kwargs
+    raise CaptureError("model.loss", "the function does not call the model", FIX)
+
+
+class _NamedOutputs(dict[str, Any]):
+    """A model's results by name, as attributes, and by position, as transformers' outputs are."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the model returns no {name}, but {', '.join(self)}") from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return list(self.values())[key] if isinstance(key, int | slice) else super().__getitem__(key)
+
+
+def by_attribute(value: Any) -> Any:
+    """Make dicts in ``value`` have their items as attributes."""
+    if isinstance(value, Mapping):
+        return _NamedOutputs({name: by_attribute(part) for name, part in value.items()})
+    if isinstance(value, list):
+        return [by_attribute(part) for part in value]
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(by_attribute(part) for part in value)
+    return value

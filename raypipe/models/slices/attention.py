@@ -31,14 +31,14 @@ from torch import Tensor
 from raypipe.errors import RunError
 from raypipe.models.keyed_draws import Site
 from raypipe.models.keyed_random import RandomKeys, current_keys, dropout_mask, halves_at, in_training, with_keys
-from raypipe.models.slices.current import Piece, SliceRun, current_slice, slice_run
+from raypipe.models.slices.current import SliceCache, SliceRun, current_slice, slice_run
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What attention drops of its weights."""
+    """The dropout of attention's weights."""
 
     p: float
     """Probability of dropping one."""
@@ -80,9 +80,13 @@ class _Masks:
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, enable_gqa: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     dropped: Dropped | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Compute ``F.scaled_dot_product_attention(..., is_causal=True)`` for the slice that runs, or for whole sequences.
 
     Args:
@@ -112,13 +116,13 @@ class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None, run: SliceRun, masks: _Masks | None
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         pieces = run.next_attention()
         if run.again:
             own = pieces[run.number]  # to which later slices have given gradients, or will
             own.keys, own.values = key.detach(), value.detach()
         else:
-            own = Piece(key.detach(), value.detach())
+            own = SliceCache(key.detach(), value.detach())
             pieces.append(own)
         earlier = tuple(pieces[: run.number])
         out, lse = _block(query, own, True, scale, _mask(masks, query, run.number))
@@ -139,12 +143,11 @@ class _SliceAttention(torch.autograd.Function):
         masks: _Masks | None = ctx.masks
         to_query, to_key, to_value = _block_backward(
             given, query, key, value, total, weights, True, ctx.scale, _mask(masks, query, len(ctx.earlier))
-        )  # fmt: skip
+        )
         for number, piece in enumerate(ctx.earlier):
             more, keys, values = _block_backward(
-                given, query, piece.keys, piece.values, total, weights, False, ctx.scale,
-                _mask(masks, query, number),
-            )  # fmt: skip
+                given, query, piece.keys, piece.values, total, weights, False, ctx.scale, _mask(masks, query, number)
+            )
             to_query.add_(more)
             piece.add(keys, values)
             del more, keys, values
@@ -166,13 +169,13 @@ def _share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's fused kernel for CPUs takes these tensors; elsewhere, the scores of one block are made."""
+    """Return whether torch's fused kernel for CPUs takes these tensors; elsewhere, the scores of one block are made."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] == key.shape[-1]
 
 
 def _block(
-    query: Tensor, piece: Piece, causal: bool, scale: float | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor, piece: SliceCache, causal: bool, scale: float | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the queries' attention over one piece, and the log-sum-exp of its scores: ``[batch, heads, queries]``.
 
     ``mask``: what its weights are multiplied by, ``[batch, heads, queries, keys]``.
@@ -190,9 +193,16 @@ def _block(
 
 
 def _block_backward(
-    given: Tensor, query: Tensor, key: Tensor, value: Tensor, total: Tensor, lse: Tensor, causal: bool,
-    scale: float | None, mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    given: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    total: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what one piece gives to the gradients of queries, keys and values.
 
     ``total`` and ``lse`` are those over all pieces: with them, the weights of the block are those in the whole.
@@ -212,9 +222,10 @@ def _block_backward(
             by_weight, kept = by_weight * mask, weights * mask
         back = weights * (by_weight - (given * total).sum(-1, keepdim=True)) * _scale(query, scale)
         found = (
-            back.to(key.dtype) @ key, back.transpose(-2, -1).to(query.dtype) @ query,
+            back.to(key.dtype) @ key,
+            back.transpose(-2, -1).to(query.dtype) @ query,
             kept.transpose(-2, -1).to(given.dtype) @ given,
-        )  # fmt: skip
+        )
     to_query, to_key, to_value = found
     return to_query, _own_heads(to_key, heads), _own_heads(to_value, heads)
 

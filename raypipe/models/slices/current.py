@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class SliceCache:
     """Keys and values of one slice in one attention: ``[batch, heads, positions, width]``, without a graph."""
 
     keys: Tensor
@@ -40,7 +40,7 @@ class SliceRun:
     """Which slice, from 0."""
     count: int
     """Slices of the micro-batch, all of one length."""
-    pieces: list[list[Piece]]
+    pieces: list[list[SliceCache]]
     """Per attention of the stage, in the order in which they run, the pieces of the slices so far. The forwards of a
     micro-batch's slices share this list; their graphs keep the pieces alive as long as a backward needs them."""
     again: bool = False
@@ -48,7 +48,7 @@ class SliceRun:
     attentions: int = field(default=0)
     """How many attentions have run in this forward."""
 
-    def next_attention(self) -> list[Piece]:
+    def next_attention(self) -> list[SliceCache]:
         """Return the pieces of the attention that runs now."""
         if self.attentions == len(self.pieces):
             self.pieces.append([])

@@ -26,16 +26,18 @@ WRAPPERS = (".base_layer.", ORIGINAL, ".modules_to_save.default.")
 HEADS = ("classifier", "score")
 """New layers of classifiers, which peft trains whole beside the adapters."""
 TYPES = {
-    "ForCausalLM": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM",
-    "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS",
-}  # fmt: skip
+    "ForCausalLM": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+}
 """peft's task types by the end of a class's name; others have none."""
 _ADAPTER = ".lora_"
 _WHOLE = ".modules_to_save.default."
 _ABOUT = (
-    "task_type", "base_model_name_or_path", "inference_mode", "revision", "peft_type", "auto_mapping",
-    "fan_in_fan_out", "peft_version",
-)  # fmt: skip
+    *("task_type", "base_model_name_or_path", "inference_mode", "revision"),
+    *("peft_type", "auto_mapping", "fan_in_fan_out", "peft_version"),
+)
 """Keys of peft's configuration that say nothing of the adapter, or that follow from the model."""
 
 
@@ -54,9 +56,14 @@ def with_adapters(module: nn.Module, spec: LoraSpec) -> nn.Module:
         whole = [name for name in HEADS if isinstance(getattr(module, name, None), nn.Module)]
     kind = next((kind for end, kind in TYPES.items() if type(module).__name__.endswith(end)), None)
     config = LoraConfig(
-        r=spec.r, lora_alpha=spec.lora_alpha, lora_dropout=spec.lora_dropout, target_modules=spec.target_modules,  # type: ignore[arg-type]
-        use_rslora=spec.use_rslora, modules_to_save=whole or None, task_type=kind,
-    )  # fmt: skip
+        r=spec.r,
+        lora_alpha=spec.lora_alpha,  # type: ignore[arg-type]
+        lora_dropout=spec.lora_dropout,
+        target_modules=spec.target_modules,
+        use_rslora=spec.use_rslora,
+        modules_to_save=whole or None,
+        task_type=kind,
+    )
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # peft then sets what the layer needs
@@ -138,7 +145,7 @@ class SavedAdapters:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the user should know of the model without adapters."""
+        """Return what the user should know of the model without adapters."""
         return self.others.notices
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:

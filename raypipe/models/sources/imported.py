@@ -21,10 +21,9 @@ from raypipe.errors import RaypipeError, SpecError, nearest
 from raypipe.files import short
 from raypipe.graph.fingerprint import module_code, structure
 from raypipe.job import ImportSpec
-from raypipe.models.more_tasks import Pixels
 from raypipe.models.sources.source import Identity, LossFunction
 from raypipe.models.start_values import Constructed, StartValues
-from raypipe.models.task import Field, Labels, NextToken, Task, Values
+from raypipe.models.task import Field, Labels, NextToken, Pixels, Task, Values
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
 MEND = "correct it; to see more, call it in Python by itself"
@@ -80,9 +79,10 @@ class Imported:
         labels = (arrays or {}).get("labels")
         name = self.spec.task
         if name is None:
-            name = "causal-lm" if arrays is None or labels is None else (
-                "regression" if labels.dtype.is_floating_point else "classification"
-            )  # fmt: skip
+            if arrays is None or labels is None:
+                name = "causal-lm"
+            else:
+                name = "regression" if labels.dtype.is_floating_point else "classification"
         if name == "causal-lm":
             return NextToken(arrays if arrays is not None else ("shift_labels",))
         if name == "regression":

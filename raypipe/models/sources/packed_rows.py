@@ -1,4 +1,4 @@
-"""Whether a captured model keeps the documents of a packed row apart, so that none sees another.
+"""Check that a captured model keeps the documents of a packed row apart, so that none sees another.
 
 Packed rows hold several documents, and their ``position_ids`` restart where one begins. transformers makes a block mask
 of them for models whose masks it makes by ``create_causal_mask``; other models use them as positions alone, and their
@@ -19,7 +19,7 @@ from raypipe.capture.captured import Captured
 from raypipe.capture.decode import decode, resolve
 from raypipe.capture.opaque import TARGET as OPAQUE
 from raypipe.errors import SpecError
-from raypipe.graph.attention import ATTENTION, mask_of
+from raypipe.graph.calls import ATTENTION, mask_of
 from raypipe.graph.dims import Dim, evaluate, evaluate_all, symbols
 from raypipe.graph.flops import short_name
 from raypipe.graph.operations import Operation, TensorType
@@ -33,10 +33,8 @@ _SOFTMAX = {"softmax", "_softmax", "_safe_softmax"}
 _PRODUCTS = {"matmul", "mm", "bmm", "baddbmm", "einsum"}
 _LARGE = {*_PRODUCTS, "addmm", "linear", "embedding", "scaled_dot_product_attention", "module"}
 """Operations whose results count as 0: no mask is computed from them."""
-_MIXES = {
-    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "cumsum", "cumprod", "logcumsumexp", "lstm", "gru",
-    "rnn_tanh", "rnn_relu", "roll", "flip", "constant_pad_nd", "pad", "fft_fft", "fft_fftn", "fft_rfft",
-}  # fmt: skip
+_MIXES = {"conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "cumsum", "cumprod", "logcumsumexp", "lstm"}
+_MIXES |= {"gru", "rnn_tanh", "rnn_relu", "roll", "flip", "constant_pad_nd", "pad", "fft_fft", "fft_fftn", "fft_rfft"}
 """Operations that combine different positions, or shift them."""
 
 
@@ -58,19 +56,20 @@ def check_apart(captured: Captured) -> None:
     """
     if POSITIONS not in captured.graph.inputs:
         raise _error("the model", "reads none")
-    across = _Row(captured).first_across()
+    across = _PackedRow(captured).first_across()
     if across is not None:
         raise _error(across.module or across.name, "may let them see each other")
 
 
 def _error(what: str, why: str) -> SpecError:
     return SpecError(
-        f"data, {POSITIONS}", f"restart within rows, which packs several documents into one, and {what} {why}",
+        f"data, {POSITIONS}",
+        f"restart within rows, which packs several documents into one, and {what} {why}",
         "give each document a row of its own; rows may differ in length",
-    )  # fmt: skip
+    )
 
 
-class _Row:
+class _PackedRow:
     """The values of a graph for two packed rows, with scores of 0."""
 
     def __init__(self, captured: Captured) -> None:
@@ -127,7 +126,7 @@ class _Row:
         return kind is not None and kind.floating and any(self._is_length(dim) for dim in kind.shape)
 
     def _is_length(self, dim: Dim) -> bool:
-        """Whether a dimension is that of a row's tokens, or grows with it."""
+        """Return whether a dimension is that of a row's tokens, or grows with it."""
         growing = {name for one in self.tokens for name in symbols(one)}
         return dim in self.tokens or bool(symbols(dim) & growing and evaluate(dim, self.sizes) >= self.length)
 
@@ -135,7 +134,7 @@ class _Row:
         return len(kind.shape) > 1 and self._is_length(kind.shape[-2]) and self._is_length(kind.shape[-1])
 
     def _sums_tokens(self, operation: Operation) -> bool:
-        """Whether a product of two results sums over the tokens of a row; those of scores are followed by a softmax."""
+        """Return whether a product sums over the tokens of a row; one of scores is followed by a softmax."""
         types = [self.graph.operations[i].type for i in operation.inputs]
         if operation.equation:
             given, _, result = operation.equation.replace(" ", "").partition("->")
@@ -150,7 +149,7 @@ class _Row:
         return last is not None and len(last.shape) > 1 and self._is_length(last.shape[-2])
 
     def _hides(self, scores: Any) -> bool:
-        """Whether scores, or a mask, hide every key of another document from every query."""
+        """Return whether scores, or a mask, hide every key of another document from every query."""
         if not isinstance(scores, Tensor) or scores.dim() < 2:
             return False
         if scores.shape[-2] != self.length or scores.shape[-1] < self.length:

@@ -13,11 +13,11 @@ from torch import Tensor
 from raypipe.errors import SpecError
 from raypipe.files import read_json
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "C64": torch.complex64,
-}  # fmt: skip
+DTYPES = (
+    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
+    | {"BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16}
+    | {"I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64}
+)
 """Dtypes as safetensors writes them; those that quantised models alone use are not read."""
 
 

@@ -32,7 +32,7 @@ from raypipe.runtime.backward.deferred import (
 )
 from raypipe.runtime.backward.deferred_operations import deferred_operation
 from raypipe.runtime.backward.weights_in_graph import find_weights
-from raypipe.tensor.divided_layers import Row, Vocabulary, plain_product
+from raypipe.tensor.divided_layers import RowParallel, VocabularyParallel, plain_product
 
 __all__ = ["Closure", "WeightQueue", "defer_weight_gradients"]
 QUEUE = "_weight_queue"
@@ -49,7 +49,9 @@ def defer_weight_gradients(root: nn.Module, queue: WeightQueue) -> list[str]:
     for module in root.modules():
         if plain_product(module) is not None:
             module.product = _defer_product(module, queue)  # type: ignore[assignment]
-            deferred.update(p for p in module.parameters(recurse=False) if p.dim() > 1 or not isinstance(module, Row))
+            deferred.update(
+                p for p in module.parameters(recurse=False) if p.dim() > 1 or not isinstance(module, RowParallel)
+            )
             continue
         wrap = _wrapper(module)
         if wrap is not None:
@@ -70,10 +72,10 @@ def _defer_embedding(module: nn.Embedding, queue: WeightQueue) -> Callable[[Tens
 
 def _defer_product(module: nn.Module, queue: WeightQueue) -> Callable[[Tensor], Tensor]:
     """Defer the matrix product of a divided layer, which it computes between the collectives of its group."""
-    if isinstance(module, Vocabulary):
+    if isinstance(module, VocabularyParallel):
         return _defer_embedding(module, queue)
     assert isinstance(module, nn.Linear)
-    bias = None if isinstance(module, Row) else module.bias
+    bias = None if isinstance(module, RowParallel) else module.bias
     return lambda x: deferred_linear(x, module.weight, bias, queue)
 
 

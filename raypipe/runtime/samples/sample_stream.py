@@ -17,10 +17,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.atomic_write import write_whole
-from raypipe.data.documents.order import BlockOrder
-from raypipe.data.documents.prepared import Prepared
+from raypipe.data.documents.prepared import PreparedDocuments
 from raypipe.data.documents.tokens import Tokens
-from raypipe.data.documents.windows import Windows
+from raypipe.data.documents.windows import BlockOrder, Windows
 from raypipe.data.sample_order import SPLITS, Split
 from raypipe.files import read_json
 from raypipe.job.spec import JobSpec
@@ -44,7 +43,7 @@ class SampleStream:
 
     def __init__(self, directory: Path, seed: int, batch: int, workers: int) -> None:
         self._directory, self._batch = directory, batch
-        prepared = Prepared.open(directory / "data")
+        prepared = PreparedDocuments.open(directory / "data")
         self._counts = _read_counts(directory / COUNTS)
         self._known = self._known_now()
         self._windows: dict[Split, Windows] = {}

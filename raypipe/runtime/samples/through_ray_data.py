@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 
-from raypipe.data.documents.prepared import Blocks, Prepared
+from raypipe.data.documents.prepared import Blocks, PreparedDocuments
 from raypipe.data.documents.tokens import Tokens
 from raypipe.data.sample_order import Split
 from raypipe.errors import SpecError
@@ -35,7 +35,7 @@ LEAST_BYTES = 64 << 20
 
 @lru_cache(maxsize=4)
 def _blocks(directory: Path, split: Split) -> Blocks:
-    return Prepared.open(directory, check=False).splits[split]
+    return PreparedDocuments.open(directory, check=False).splits[split]
 
 
 def _pack(directory: Path, split: Split, batch: pa.Table) -> pa.Table:

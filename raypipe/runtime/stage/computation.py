@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raypipe.models import Inputs, Task
 from raypipe.models.keyed_random import RandomKeys, with_keys
-from raypipe.models.slices.current import Piece, SliceRun, slice_run
+from raypipe.models.slices.current import SliceCache, SliceRun, slice_run
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.backward.stack import stacked, stacked_inputs
 from raypipe.runtime.backward.weight_casts import Casts
@@ -80,7 +80,7 @@ class StageComputation:
         """Of each micro-batch that was validated, its sums of the loss function's figures."""
         self.compiled: dict[tuple[int, int], CompiledForward] = {}
         """The stage replicas that are compiled (``runtime.compiled``)."""
-        self.pieces: dict[tuple[tuple[int, int], int, int], list[list[Piece]]] = {}
+        self.pieces: dict[tuple[tuple[int, int], int, int], list[list[SliceCache]]] = {}
         """Keys and values of micro-batches whose slices have not all run forward, by stage replica, step, number."""
         self.draws: Callable[[int, int, Sequence[int], bool], RandomKeys] = RandomKeys
         """Makes the random keys of a forward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from raypipe.graph.stages.links import stage_ends
-from raypipe.models import Ends, LayeredModel, Lengths
+from raypipe.models import BodyEnds, LayeredModel, Lengths
 from raypipe.runtime.transport.channel import StageIOSpec, TensorSpec
 from raypipe.schedule.ir import StageGraph
 
@@ -35,9 +35,9 @@ class StageIOSpecs(Mapping[Edge, StageIOSpec]):
         """What each stage exchanges with which."""
         self._known: dict[tuple[Edge, tuple[tuple[str, int], ...]], StageIOSpec] = {}
 
-    def ends_of(self, stage: int) -> Ends:
+    def ends_of(self, stage: int) -> BodyEnds:
         """Return all results that a stage receives and sends on."""
-        return Ends(self.ends[stage].arriving, self.ends[stage].leaving)
+        return BodyEnds(self.ends[stage].arriving, self.ends[stage].leaving)
 
     def of(self, edge: Edge, lengths: Lengths) -> StageIOSpec:
         """Return an edge's spec for micro-batches of these lengths, from the shapes the model was captured with.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.graph.stages.links import between_parts
-from raypipe.models import Chain, Ends, Inputs, LayeredModel, StageBody
+from raypipe.models import BodyEnds, Chain, Inputs, LayeredModel, StageBody
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, parts_of, segments_of
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
 from raypipe.runtime.backward.stack import can_stack, stacked, unstacked
@@ -104,7 +104,7 @@ class StageModule(nn.Module):
         split: bool,
         recomputed: Collection[int] | None = None,
         finest: bool = False,
-        ends: Ends | None = None,
+        ends: BodyEnds | None = None,
     ) -> None:
         super().__init__()
         ends = ends or model.ends_in_chain(layers)

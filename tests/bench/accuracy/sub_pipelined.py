@@ -32,8 +32,8 @@ from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates
-from raypipe.tensor import Alone, Division, group_of_thread
-from raypipe.tensor.divided_layers import Row
+from raypipe.tensor import Division, SoloGroup, group_of_thread
+from raypipe.tensor.divided_layers import RowParallel
 from tests.runtime.runs.one_device import Fixed
 
 ROWS, SEQUENCE = 4, 8
@@ -41,7 +41,7 @@ RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
 CPU = torch.device("cpu")
 
 
-class Link(Alone):
+class Link(SoloGroup):
     """The member's way to the others: a sum of the whole stream takes ``seconds``, and one goes after the other."""
 
     size = 2
@@ -76,7 +76,7 @@ def measure(layers: int, compute_s: float, sums_s: float, halves: bool) -> tuple
     cut = [range(1), range(1, layers + 1), range(layers + 1, layers + 2)]
     stages = [StageModule(model, part, 0, CPU, False) for part in cut]
     for block in stages[1].modules():
-        if isinstance(block, Row):
+        if isinstance(block, RowParallel):
             block.register_forward_pre_hook(lambda _m, args: (_Timed.apply(args[0], compute_s / 2),))
     schedule = add_updates(from_text("device 0: 0F0 1F0 2F0 2BW0 1BW0 0BW0"))
     modules = {(s, 0): stage for s, stage in enumerate(stages)}

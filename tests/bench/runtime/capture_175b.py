@@ -32,8 +32,8 @@ def work() -> None:
     if kept is not None:
         graph = kept[0]
     else:
-        from raypipe.capture.cached import captured_once
         from raypipe.capture.capture import capture
+        from raypipe.capture.captured import captured_once
         from raypipe.capture.meta import build_without_memory
         from raypipe.capture.transformers_models import configuration
         from tests.capture.transformers_builder import builder, example_inputs

@@ -29,7 +29,7 @@ import ray
 import torch
 
 from raypipe.data import prepare_data
-from raypipe.data.documents.prepared import Prepared
+from raypipe.data.documents.prepared import PreparedDocuments
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
@@ -97,7 +97,7 @@ def through_the_stream(run: Path) -> None:
     stream = ray.remote(MeasuredStream).options(num_cpus=0).remote(run, 0, BATCH * AT_ONCE, WORKERS)
     ray.get(stream.begin.remote(0))
     began, held = time.monotonic(), []
-    texts = Prepared.open(run / "data").splits["train"].blocks
+    texts = PreparedDocuments.open(run / "data").splits["train"].blocks
     # A little less than an epoch, whose samples are only known when it has been read.
     steps = int(0.95 * sum(part.size for block in texts for part in block) / SEQUENCE) // (BATCH * AT_ONCE)
     rows = list(range(BATCH * AT_ONCE))

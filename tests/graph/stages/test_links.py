@@ -15,8 +15,8 @@ from raypipe.graph.stages.links import (
     live_after,
     stage_ends,
     stage_graph,
+    stages_of,
 )
-from raypipe.graph.stages.placed import stages_of
 from raypipe.schedule.ir import StageGraph
 
 

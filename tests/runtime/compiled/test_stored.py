@@ -107,7 +107,7 @@ def test_settings_of_inductor_change_the_key(monkeypatch: pytest.MonkeyPatch) ->
 
 KEY_OF_A_LOSS = """
 from raypipe.models.own_loss import OwnLoss
-from raypipe.models.losses.given import GivenLoss
+from raypipe.models.own_loss import GivenLoss
 from raypipe.models.task import Labels
 from raypipe.runtime.compiled.stored.key import _described
 loss = GivenLoss(Labels(), ["labels", "pixel_values", "weights"])

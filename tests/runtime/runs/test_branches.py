@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.graph.stages.links import stage_graph
-from raypipe.graph.stages.placed import stages_of
+from raypipe.graph.stages.links import stage_graph, stages_of
 from raypipe.job.load import job_from
 from raypipe.models import LayeredModel, build_model
 from tests.capture.models import FAMILIES

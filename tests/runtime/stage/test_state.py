@@ -16,7 +16,7 @@ from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.stage.state import joined, owned_keys, read_state, state_pieces
 from raypipe.runtime.update.gradients import TiedHolders
 from raypipe.runtime.update.optimizer import make_optimizer
-from raypipe.tensor import Alone
+from raypipe.tensor import SoloGroup
 from tests.runtime.runs.small_runs import Done, drive, small_job
 
 SETTINGS = {"steps": 8, "optimizer": "adamw", "clip": 0.5, "lr_schedule": "cosine", "warmup_steps": 2}
@@ -115,7 +115,7 @@ def write(directory: Path, layers: range) -> Path:
     for parameter in module.named.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    tensors = joined(state_pieces(module, optimizer, TIED), Alone())
+    tensors = joined(state_pieces(module, optimizer, TIED), SoloGroup())
     return commit(directory, 1, [write_shard(directory, "rank-00000", tensors)], {})
 
 

@@ -1,4 +1,4 @@
-"""What models return, taken apart into tensors and put together again.
+"""Take apart what models return into tensors, and put it together again.
 
 torch's pytrees know dicts, lists, tuples, named tuples, and classes that somebody has registered. A model may return an
 instance of any dataclass (as diffusers' do, which are ordered dicts at the same time) or of another mapping.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raypipe.data import Corpus, prepare
-from raypipe.data.text_files import find_text
+from raypipe.data.text import find_text
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 
