@@ -80,7 +80,7 @@ def setups_of(
     check_graphs(job.train.cuda_graphs, _on_gpus(workers))
     if wrong := set(schedule.rules.frozen) - set(model.frozen_stages(plan.cut)):
         raise SpecError(
-            "plan: frozen", f"stage {min(wrong)} has parameters to train, and the schedule would not train them",
+            "plan: program", f"stage {min(wrong)} has parameters to train, and the schedule would not train them",
             "use a plan made for this job",
         )  # fmt: skip
     tied = tied_holders(plan, schedule, model)

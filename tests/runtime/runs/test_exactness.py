@@ -13,7 +13,6 @@ from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
 from raypipe.runtime.driver import Driver
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.text import to_text
 from raypipe.search import search
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
@@ -146,7 +145,7 @@ def test_a_free_placement_trains(replicas, reference, stage_pool, text_folder, t
     }  # fmt: skip
     job = make_job(text_folder, parallel)
     found = search(((0, 1, 0, 1, 0),), 4, CostTable.even(5), budget_s=0.1)
-    plan = Plan(parallel=job.parallel, cut=((0,), (1, 2), (3,), (4,), (5,)), order=to_text(found.schedule))
+    plan = Plan.of(job.parallel, ((0,), (1, 2), (3,), (4,), (5,)), job.train.batch, found.schedule)
     prepare(job.data, job.model.sequence, tmp_path / "data")
     log = RunLog(tmp_path)
     driver = Driver(job, plan, tmp_path, log, lambda *_: None)

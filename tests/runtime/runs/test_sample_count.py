@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.errors import SampleCountError, ScheduleError
 from raypipe.plan.online import better_order
-from raypipe.plan.plan import build_schedule, forward_only
+from raypipe.plan.plan import Plan, build_schedule, forward_only
 from raypipe.runtime import set_up_workers
 from raypipe.schedule.ir import Schedule
 from tests.runtime.runs.small_runs import drive, new_driver, small_job
@@ -25,7 +25,10 @@ def half_forward(schedule: Schedule) -> Schedule:
 def test_a_schedule_of_another_batch_ends_the_first_step(
     replicas: int, stage_pool, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(better_order, "build_schedule", lambda plan, batch: build_schedule(plan, batch // 2))
+    def half(plan: Plan, batch: int) -> Schedule:
+        return build_schedule(Plan.of(plan.parallel, plan.cut, batch // 2), batch // 2)
+
+    monkeypatch.setattr(better_order, "build_schedule", half)
     job = small_job(text_folder, {"schedule": "1f1b", "stages": 2, "replicas": replicas}, batch=16)
     with pytest.raises(SampleCountError) as caught:
         drive(job, stage_pool, tmp_path)
