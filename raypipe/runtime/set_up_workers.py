@@ -40,7 +40,7 @@ def set_up(
 
     Args:
         workers: the running worker group, with at least one worker per rank of the plan.
-        job: the job; the plan's ``parallel`` section replaces its own.
+        job: the job; of its ``parallel`` section the plan's counts.
         running: the plan to begin with.
         directory: the run's directory, with the prepared data in ``data``.
         checkpoint: where to read parameters and optimizer state from; None to start afresh.
@@ -70,9 +70,8 @@ def setups_of(
     sent = files_of_nodes(workers, workers.apart, directory, checkpoint)
     plan, schedule, _ = running
     tensor = plan.parallel.tensor
-    job = job.model_copy(update={"parallel": plan.parallel})
     fields = known_fields(directory / "data")
-    model = build_model(job, fields, tensor_rank=0)
+    model = build_model(job, fields, 0, plan.parallel)
     check_statistics(plan.parallel.shard, model.batch_statistics)
     if job.train.on_nonfinite == "skip" and model.batch_statistics and _on_gpus(workers):
         why = "on GPUs, a batch norm's statistics are moved before the host knows the norm of the gradients"
@@ -89,6 +88,7 @@ def setups_of(
         device=0,
         tensor_rank=0,
         job=job,
+        parallel=plan.parallel,
         cut=plan.cut,
         graph=schedule.graph,
         recomputed=layers_to_recompute(plan.parallel, plan.cut),

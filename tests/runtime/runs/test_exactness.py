@@ -9,7 +9,8 @@ import pytest
 from raypipe.data import prepare
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.models import build_model
+from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
 from raypipe.runtime.driver import Driver
 from raypipe.schedule.costs import CostTable
@@ -133,6 +134,24 @@ def test_a_hand_written_schedule_trains(replicas, reference, stage_pool, text_fo
     file.write_text(HAND_WRITTEN)
     parallel = {"schedule": str(file), "stages": 2, "microbatch": 4 // replicas, "replicas": replicas}
     losses = pipeline_losses(make_job(text_folder, parallel), stage_pool, tmp_path)
+    assert losses == pytest.approx(reference, abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
+def test_a_run_takes_nothing_from_the_jobs_own_parallel_keys(reference, stage_pool, text_folder, tmp_path) -> None:
+    """A job of one whole device, run by a plan of stages whose layers are divided too."""
+    plan = make_plan(make_job(text_folder, {"schedule": "zb-h1", "stages": 2, "tensor": 2, "recompute": "full"}))
+    job = make_job(text_folder, {})
+    prepare(job.data, job.model.sequence, tmp_path / "data")
+    log = RunLog(tmp_path)
+    driver = Driver(job, plan, tmp_path, log, lambda *_: None)
+    driver.run(stage_pool(4), None, 0)
+    log.close()
+    model = build_model(job, None)
+    whole = sum(map(model.parameters, range(model.count)))
+    (started,) = (row for row in read_rows(tmp_path / EVENTS) if row["event"] == "started")
+    assert sum(device["parameters"] for device in started["devices"]) < 1.5 * whole
+    losses = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row]
     assert losses == pytest.approx(reference, abs=1e-9, rel=0)
 
 
