@@ -101,12 +101,14 @@ def _costs(times: Sequence[float]) -> CostTable:
 
 
 def with_plan(job: JobSpec, plan: Plan) -> JobSpec:
-    """Return the job with a plan's ``parallel`` keys.
+    """Return the job with a plan's ``parallel`` keys, checked with the plan's program: nothing is generated again.
 
     Raises:
         SpecError: the keys break a rule of job files.
+        ScheduleError: the program cannot be read.
     """
-    return JobSpec.model_validate({**job.model_dump(), "parallel": plan.parallel.model_dump()})
+    keys = {**job.model_dump(), "parallel": plan.parallel.model_dump()}
+    return JobSpec.model_validate(keys, context=plan.one_copy())
 
 
 def planned_by_measuring(

@@ -26,6 +26,7 @@ from raypipe.models.task import Labels, Values
 from raypipe.observe.run_dir import RECORD
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import load_plan
+from raypipe.schedule import SCHEDULES
 from raypipe.train import Prepared, make_plan, prepare_run
 from tests.runtime.cluster.answering import GRPC, answering
 
@@ -337,7 +338,7 @@ def test_plans_of_another_model(refused, job, tmp_path) -> None:
         ([[0, 1, 2, 3, 4, 5], []], "gives stage 1 no layers"),
     ]
     path.write_text(json.dumps(plan | {"parallel": plan["parallel"] | {"schedule": "1f1c"}}))
-    assert refused("--plan", str(path)).startswith(f'{path}: parallel.schedule: "1f1c" is unknown')
+    assert refused("--plan", str(path)).startswith(f"{path}: parallel: was edited")
     for cut_, words in wrong:
         path.write_text(json.dumps(plan | {"cut": cut_}))
         assert words in refused("--plan", str(path))
@@ -400,6 +401,18 @@ def test_a_schedule_file_whose_stages_make_no_chain(refused, job, tmp_path) -> N
     assert "are not a chain" in said
     path.write_text(THREE.format(edges=""))
     assert len(make_plan(load_job(job, [f"parallel.schedule={path}"])).cut) == 3
+
+
+def test_a_plan_needs_neither_its_schedule_file_nor_the_same_generator(job, tmp_path, monkeypatch) -> None:
+    own = tmp_path / "mine.txt"
+    own.write_text(THREE.format(edges=""))
+    made = [make_plan(load_job(job, [f"parallel.schedule={name}"])) for name in (own, "1f1b")]
+    own.unlink()
+    monkeypatch.setitem(SCHEDULES, "1f1b", SCHEDULES["gpipe"])
+    assert make_plan(load_job(job)).program != made[1].program
+    for n, plan in enumerate(made):
+        plan.save(tmp_path / f"{n}.json")
+        assert prepare_run(load_job(job), tmp_path / f"run-{n}", False, tmp_path / f"{n}.json").plan == plan
 
 
 def test_a_plan_whose_order_makes_no_chain_of_its_stages(refused, job, tmp_path) -> None:
