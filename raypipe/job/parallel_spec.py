@@ -209,3 +209,12 @@ class ParallelSpec(Spec):
         if isinstance(data, Mapping) and data.get("auto") is True and data.keys() >= DECIDED:
             return {**data, "auto": False}
         return data
+
+
+def zero_level(shard: Shard) -> int:
+    """Return the ZeRO level that a word means.
+
+    >>> zero_level("none"), zero_level("zero3")
+    (0, 3)
+    """
+    return 0 if shard == "none" else int(shard.removeprefix("zero"))

@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -19,7 +19,7 @@ from raypipe.cost.hosts import Numbering
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.field_types import Devices, Spec
 from raypipe.job.json_file import load_json
-from raypipe.job.parallel_spec import JOBS_OWN, GatherKey, ParallelSpec, Shard
+from raypipe.job.parallel_spec import JOBS_OWN, ParallelSpec, zero_level
 from raypipe.job.recompute_layers import Cut, layers_to_recompute
 from raypipe.job.requested_schedule import base_schedule, check_shape, check_shards, fitting, is_file
 from raypipe.job.spec import JobSpec
@@ -30,7 +30,6 @@ from raypipe.schedule.passes import (
     add_recompute,
     add_updates,
     closed_up,
-    forwards_alone,
     keep_activations,
     place_gradient_sync,
     replicate,
@@ -39,6 +38,9 @@ from raypipe.schedule.passes import (
 )
 from raypipe.schedule.passes.sync import placement_of, stages_to_sum
 from raypipe.schedule.verify import verify
+
+if TYPE_CHECKING:
+    from raypipe.plan.candidate import Candidate
 
 
 class MadeFor(Spec):
@@ -129,7 +131,7 @@ class Plan(Spec):
                 "recompute", "no R tasks can be added to an order that has gathers of its own",
                 "write them into the order, and use recompute: none",
             )  # fmt: skip
-        copy = place_gradient_sync(sharded(copy, parallel, 1), placement_of(parallel.sync), copies=parallel.replicas)
+        copy = place_gradient_sync(sharded(copy, parallel), placement_of(parallel.sync), copies=parallel.replicas)
         text = to_text(add_updates(copy))
         return cls(parallel=parallel, cut=tuple(map(tuple, cut)), program=text, program_of=_digest(_keys(parallel)))
 
@@ -283,46 +285,8 @@ def left_by_frozen(schedule: Schedule, frozen: Collection[int], close: bool) -> 
     return closed_up(less) if close and less is not schedule else less
 
 
-class HasShards(Protocol):
-    """What replicas divide: a job's ``parallel`` section, or a candidate for one."""
-
-    @property
-    def replicas(self) -> int:
-        """Data-parallel copies."""
-
-    @property
-    def unit(self) -> int | None:
-        """Micro-batches of a scheduling unit."""
-
-    @property
-    def shard(self) -> Shard:
-        """What they divide."""
-
-    @property
-    def gather(self) -> GatherKey:
-        """Which tasks share a gather."""
-
-    @property
-    def shard_replicas(self) -> int | None:
-        """Consecutive replicas that divide a stage; None: all."""
-
-
-def zero_level(shard: Shard) -> int:
-    """Return the ZeRO level that a word means.
-
-    >>> zero_level("none"), zero_level("zero3")
-    (0, 3)
-    """
-    return 0 if shard == "none" else int(shard.removeprefix("zero"))
-
-
-def sharded(schedule: Schedule, parallel: HasShards, copies: int) -> Schedule:
-    """Insert the gathers and reduce-scatters that ``shard`` asks for.
-
-    Args:
-        schedule: of ``copies`` data-parallel copies: of all, or of one that stands for all.
-        parallel: what they divide.
-        copies: data-parallel copies that ``schedule`` holds.
+def sharded(schedule: Schedule, parallel: ParallelSpec | Candidate) -> Schedule:
+    """Insert the gathers and reduce-scatters that ``shard`` asks for into the schedule of one data-parallel copy.
 
     Raises:
         ScheduleError: ``gather: order``, and the order has none.
@@ -335,9 +299,8 @@ def sharded(schedule: Schedule, parallel: HasShards, copies: int) -> Schedule:
             "use step, unit or microbatch; a plan of parallel: auto, or a schedule file, may have gathers",
         )  # fmt: skip
     return shard(
-        schedule, zero_level(parallel.shard), gather=parallel.gather, unit=parallel.unit, copies=copies,
-        group=parallel.shard_replicas,
-    )  # fmt: skip
+        schedule, zero_level(parallel.shard), gather=parallel.gather, unit=parallel.unit, group=parallel.shard_replicas
+    )
 
 
 def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Schedule:
@@ -350,8 +313,3 @@ def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Sche
         stages = [s for s, layers in enumerate(cut) if recomputed & set(layers)]
         schedule = add_recompute(schedule, "early", stages) if stages else schedule
     return keep_activations(schedule, parallel.keep) if parallel.keep is not None else schedule
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """Return the schedule with only its forwards, for validation, and what gathers weights for them."""
-    return forwards_alone(schedule)

@@ -13,7 +13,7 @@ from raypipe.job.recompute_layers import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.plan.online.better_order import Running
-from raypipe.plan.plan import Plan, forward_only
+from raypipe.plan.plan import Plan
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.sent_files import files_of_nodes
@@ -29,6 +29,7 @@ from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.counted import check_counted
 from raypipe.schedule.lowering.gpu_programs import gpu_programs
 from raypipe.schedule.lowering.programs import Program, edges, programs, step_programs
+from raypipe.schedule.passes import forwards_alone
 from raypipe.schedule.sharding.members import shard_members
 
 
@@ -162,7 +163,7 @@ def lower(running: Running, gpus: bool) -> tuple[dict[Part, list[Program]], list
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
     schedule = running.schedule
-    train, evaluate = step_programs(schedule, running.ahead), programs(forward_only(schedule))
+    train, evaluate = step_programs(schedule, running.ahead), programs(forwards_alone(schedule))
     check_counted(train, evaluate, schedule)
     if not gpus:
         return train, evaluate

@@ -16,17 +16,25 @@ from hypothesis import strategies as st
 
 from raypipe.errors import RequestError, ScheduleError, SpecError
 from raypipe.job import requested_schedule
-from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.parallel_spec import ParallelSpec, zero_level
 from raypipe.job.recompute_layers import Cut
 from raypipe.job.requested_schedule import base_schedule
 from raypipe.plan import plan as plan_module
-from raypipe.plan.plan import Plan, build_schedule, forward_only, load_plan, sharded, with_recompute
+from raypipe.plan.plan import Plan, build_schedule, load_plan, with_recompute
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.counted import check_counted
 from raypipe.schedule.lowering.programs import Program, programs, step_programs
-from raypipe.schedule.passes import add_updates, closed_up, place_gradient_sync, replicate, without_frozen
+from raypipe.schedule.passes import (
+    add_updates,
+    closed_up,
+    forwards_alone,
+    place_gradient_sync,
+    replicate,
+    shard,
+    without_frozen,
+)
 from raypipe.schedule.passes.sync import placement_of
 from raypipe.schedule.verify import verify
 
@@ -65,7 +73,7 @@ def counted(schedule: Schedule, samples: Fraction, batch: int) -> list[Counter[i
             _count(seen, parts[part], kinds, step, int(samples), schedule.microbatches)
         found.append(seen)
     seen = Counter()
-    _count(seen, programs(forward_only(schedule)), ("F",), 0, int(samples), schedule.microbatches)
+    _count(seen, programs(forwards_alone(schedule)), ("F",), 0, int(samples), schedule.microbatches)
     return [*found, seen]
 
 
@@ -152,7 +160,7 @@ def test_a_plan_is_refused_or_counts_every_sample_once(made: tuple[Plan, int]) -
     plan, batch = made
     try:
         schedule = build_schedule(plan, batch)
-        lowered = step_programs(schedule), programs(forward_only(schedule))
+        lowered = step_programs(schedule), programs(forwards_alone(schedule))
         check_counted(*lowered, schedule)
     except RequestError:
         return
@@ -256,7 +264,10 @@ def generated(parallel: ParallelSpec, cut: Cut, batch: int, frozen: Collection[i
     """The step over all devices as it was made of the keys in each run before plans held programs: all copies first."""
     one = without_frozen(base_schedule(parallel, batch), frozen)
     one = with_recompute(closed_up(one) if frozen and parallel.shard == "none" else one, parallel, cut)
-    every = sharded(replicate(one, parallel.replicas), parallel, parallel.replicas)
+    every, level = replicate(one, parallel.replicas), zero_level(parallel.shard)
+    if level:
+        keys = {"unit": parallel.unit, "copies": parallel.replicas, "group": parallel.shard_replicas}
+        every = shard(every, level, gather=parallel.gather, **keys)
     return add_updates(place_gradient_sync(every, placement_of(parallel.sync)))
 
 
