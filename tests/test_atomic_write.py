@@ -125,7 +125,7 @@ def step() -> Timeline:
 
 PARALLEL = ParallelSpec(schedule="1f1b", stages=2, microbatch=1)
 WRITERS: dict[str, Callable[[Path], object]] = {
-    "plan.json": lambda path: Plan(parallel=PARALLEL, cut=((0,), (1,))).save(path),
+    "plan.json": lambda path: Plan.of(PARALLEL, ((0,), (1,)), 2).save(path),
     "timeline.json": lambda path: save_timelines(path.parent, step(), None),
     "trace.json": lambda path: write_trace(step(), path),
     "figure.svg": lambda path: save(gantt([step()]), path),

@@ -178,7 +178,7 @@ def _bare(schedule: Schedule) -> Schedule:
         raise ScheduleError(
             "schedule", f"{schedule.name} has split backwards; Eq. 1 covers joint ones only", "use the simulator"
         )
-    return schedule.with_orders([t for t in order if t.kind not in BOOKKEEPING] for order in schedule.orders)
+    return schedule.without(BOOKKEEPING)
 
 
 def _ratio(schedule: Schedule) -> float:

@@ -22,9 +22,11 @@ from raypipe.explain.mending import Cause
 from raypipe.explain.recut import Cut, better_cut, costs_of_cut, layer_shares
 from raypipe.explain.recut_frozen import RecutFrozen
 from raypipe.explain.replay import Replay
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.online.better_order import Running, better_plan, runs_ahead, step_seconds
 from raypipe.plan.online.calibrate import fit_costs
 from raypipe.plan.plan import Plan, build_schedule
+from raypipe.schedule import SCHEDULES
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import peak_activations
@@ -64,7 +66,7 @@ class Change:
     mends: str
     """The cause it is about."""
     keys: dict[str, Any] = field(default_factory=dict)
-    """Job keys to set, or the plan's ``cut`` and ``frozen``; empty where it is nothing of either."""
+    """Job keys to set, or the plan's ``cut`` and ``program``; empty where it is nothing of either."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of ``best_change``."""
@@ -138,9 +140,12 @@ def _plans(found: Explanation, replay: Replay, planned: Planned) -> Iterator[Cha
         layers = [len(stage) for stage in cut[0]]
         present = [len(stage) for stage in plan.cut]
         frozen = () if planned.profile is None else frozen_stages(planned.profile, cut[0])
+        order = plan.order() if frozen == plan.frozen else None
+        moved = Plan.of(plan.parallel, cut[0], planned.batch, order, frozen)
+        keys = {"program": moved.program} if moved.program != plan.program else {}
         yield change(
             f"another cut: stages of {_words(layers)} layers instead of {_words(present)}", cut[1], "imbalance",
-            {"cut": [list(stage) for stage in cut[0]], **({"frozen": list(frozen)} if frozen != plan.frozen else {})},
+            {"cut": [list(stage) for stage in cut[0]], **keys},
         )  # fmt: skip
     try:
         swap = better_plan(Running(plan, of.schedule, ahead), planned.batch, planned.clips, costs)
@@ -151,9 +156,10 @@ def _plans(found: Explanation, replay: Replay, planned: Planned) -> Iterator[Cha
             f"another order: {swap.change}", swap.predicted_s, "warm-up", {"parallel.replan": True}
         )  # fmt: skip
     for other, its_costs, what in _other_shapes(planned, costs):
-        seconds = _seconds(other, its_costs, planned, of.schedule)
+        parallel = plan.parallel.model_copy(update=other)
+        seconds = _seconds(parallel, its_costs, planned, of.schedule)
         if seconds is not None:
-            keys = {f"parallel.{k}": getattr(other.parallel, k) for k in ("schedule", "microbatch")}
+            keys = {f"parallel.{k}": getattr(parallel, k) for k in ("schedule", "microbatch")}
             yield change(what, seconds, "warm-up", keys)
 
 
@@ -218,11 +224,10 @@ def _speeds(replay: Replay) -> list[float]:
     return [m / b if b > 0 else 1.0 for m, b in zip(measured, base, strict=True)]
 
 
-def _other_shapes(planned: Planned, costs: CostTable) -> Iterator[tuple[Plan, CostTable, str]]:
-    """Plans with another schedule or micro-batch size, with costs of their tasks and what they change."""
-    plan = planned.plan
-    parallel = plan.parallel
-    if plan.order is not None or parallel.recompute not in ("none", "full"):
+def _other_shapes(planned: Planned, costs: CostTable) -> Iterator[tuple[dict[str, Any], CostTable, str]]:
+    """Yield another schedule or micro-batch size as keys of ``parallel``, costs of its tasks, and what it changes."""
+    parallel = planned.plan.parallel
+    if parallel.schedule not in SCHEDULES or parallel.recompute not in ("none", "full"):
         return
     for name in SAME_MEMORY:
         if name != parallel.schedule and parallel.chunks == 1 and parallel.shard == "none":
@@ -232,26 +237,25 @@ def _other_shapes(planned: Planned, costs: CostTable) -> Iterator[tuple[Plan, Co
                 half = tuple(b / 2 for b in costs.input_grad)
                 own = replace(costs, input_grad=half, weight_grad=half, attention_grad=())
                 how = ", if input and weight gradients take equally long"
-            other = plan.model_copy(update={"parallel": parallel.model_copy(update={"schedule": name})})
-            yield other, own, f"schedule {name} instead of {parallel.schedule}{how}"
+            yield {"schedule": name}, own, f"schedule {name} instead of {parallel.schedule}{how}"
     for size in (parallel.microbatch // 2, parallel.microbatch * 2):
         if size >= 1 and size != parallel.microbatch:
             factor = size / parallel.microbatch
             compute = ("forward", "input_grad", "weight_grad", "recompute", "attention", "attention_grad")
             scaled = {k: tuple(t * factor for t in getattr(costs, k)) for k in compute}
-            other = plan.model_copy(update={"parallel": parallel.model_copy(update={"microbatch": size})})
             what = f"micro-batches of {size} instead of {parallel.microbatch}, if tasks take as long per sample"
-            yield other, replace(costs, **scaled), what
+            yield {"microbatch": size}, replace(costs, **scaled), what
 
 
-def _seconds(other: Plan, costs: CostTable, planned: Planned, present: Schedule) -> float | None:
-    """The simulated step of another plan; None if it cannot be, or its fullest device holds more activations."""
+def _seconds(other: ParallelSpec, costs: CostTable, planned: Planned, present: Schedule) -> float | None:
+    """Simulate the step of a plan with other keys; None if there is none, or its fullest device holds more than now."""
     try:
-        schedule = build_schedule(other, planned.batch)
-        share = other.parallel.microbatch / planned.plan.parallel.microbatch
+        plan = Plan.of(other, planned.plan.cut, planned.batch, frozen=present.rules.frozen)
+        schedule = build_schedule(plan, planned.batch)
+        share = other.microbatch / planned.plan.parallel.microbatch
         if max(peak_activations(schedule)) * share > max(peak_activations(present)) * (1 + 1e-9):
             return None
-        ahead = runs_ahead(other.parallel, planned.clips, schedule, costs)
+        ahead = runs_ahead(other, planned.clips, schedule, costs)
         return step_seconds(schedule, costs, planned.clips, ahead)
     except ScheduleError:
         return None

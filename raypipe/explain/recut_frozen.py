@@ -15,8 +15,8 @@ from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import frozen_stages, stage_costs
 from raypipe.errors import ScheduleError
 from raypipe.explain.recut import BY_LAYERS, Cut
-from raypipe.job.requested_schedule import is_file
 from raypipe.plan.plan import Plan, build_schedule
+from raypipe.schedule import SCHEDULES
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 
@@ -100,9 +100,9 @@ class RecutFrozen:
         frozen = frozen_stages(self.profile, cut)
         if frozen not in self._schedules:
             self._schedules[frozen] = None
-            if self.plan.order is None and not is_file(self.plan.parallel.schedule):
+            if self.plan.parallel.schedule in SCHEDULES:
                 try:
-                    other = self.plan.model_copy(update={"cut": cut, "frozen": frozen})
+                    other = Plan.of(self.plan.parallel, cut, self.batch, frozen=frozen)
                     self._schedules[frozen] = build_schedule(other, self.batch)
                 except ScheduleError:
                     pass

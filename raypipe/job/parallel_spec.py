@@ -165,9 +165,14 @@ class ParallelSpec(Spec):
         return self.sync == "reverse-first-k"
 
     @property
+    def by_layer(self) -> bool:
+        """Whether layers are updated one by one, each when its own sum is in."""
+        return self.sync in BY_LAYER
+
+    @property
     def late_updates(self) -> bool:
         """Whether an update may still be made while the next step runs: there is no barrier between steps."""
-        return self.sync in BY_LAYER or self.side_stream is not None
+        return self.by_layer or self.side_stream is not None
 
     @property
     def replans(self) -> bool:
@@ -204,3 +209,12 @@ class ParallelSpec(Spec):
         if isinstance(data, Mapping) and data.get("auto") is True and data.keys() >= DECIDED:
             return {**data, "auto": False}
         return data
+
+
+def zero_level(shard: Shard) -> int:
+    """Return the ZeRO level that a word means.
+
+    >>> zero_level("none"), zero_level("zero3")
+    (0, 3)
+    """
+    return 0 if shard == "none" else int(shard.removeprefix("zero"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raypipe.errors import ScheduleError
 from raypipe.files import expanded
-from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.forms.schedule_file import load
 from raypipe.schedule.ir import Schedule, Sharding, StageGraph
@@ -53,16 +53,31 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
         ScheduleError: the schedule cannot run, or its devices, micro-batches, stage graph or shards differ from the
             job's.
     """
-    shape = parallel.shape(batch)
     dropped = BOOKKEEPING
     if schedule.sharding is not None:
-        _check_shards(schedule, schedule.sharding, parallel, source)
+        check_shards(schedule, parallel, source, parallel.shard)
+        if parallel.gather != "order":
+            raise ScheduleError(
+                "gather", f"{source} has gathers of its own, the job asks for one per {parallel.gather}",
+                "set parallel.gather to order, or leave AG, FREE, RS and zero out of the schedule",
+            )  # fmt: skip
         if parallel.replicas > 1:
             dropped = BOOKKEEPING - SHARDED
         else:  # nobody to divide anything with
             schedule = replace(schedule, sharding=None)
-    bare = schedule.with_orders([t for t in order if t.kind not in dropped] for order in schedule.orders)
+    bare = schedule.without(dropped)
     verify(bare)
+    check_shape(bare, parallel, batch, source)
+    return bare
+
+
+def check_shape(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str) -> None:
+    """Check a schedule of one data-parallel copy against the job's shape; arguments as of ``fitting``.
+
+    Raises:
+        ScheduleError: its devices, micro-batches or stage graph differ from the job's.
+    """
+    shape = parallel.shape(batch)
     for what, have, want in (
         ("devices", schedule.devices, shape.devices),
         ("microbatches", schedule.microbatches * schedule.size, shape.microbatches),
@@ -76,28 +91,23 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
             f"{source} has edges that are not a chain, but the job's stages are one",
             "leave the edges out, or use a plan with placement: branches",
         )
-    return bare
 
 
-def _check_shards(schedule: Schedule, sharding: Sharding, parallel: ParallelSpec, source: str) -> None:
-    """Check that an order with gathers of its own divides what the job says.
+def check_shards(schedule: Schedule, parallel: ParallelSpec, source: str, shard: Shard) -> None:
+    """Check that a schedule of one data-parallel copy divides what the job says: ``shard`` of its trained stages.
 
     Raises:
-        ScheduleError: it divides something else, or the job wants other gathers.
+        ScheduleError: it divides something else, or among others.
     """
+    sharding = schedule.sharding or Sharding(levels=(0,) * schedule.stages, group=parallel.shard_replicas)
     trained = [n for n, backward in zip(sharding.levels, schedule.backwards, strict=True) if backward.weight_grad]
     words = {f"zero{level}" if level else "none" for level in trained}
     if sharding.copies != 1:
         raise ScheduleError("copies", f"{source} holds {sharding.copies} copies", "give the order of one")
-    if words != {parallel.shard}:
+    if words != {shard}:
         raise ScheduleError(
-            "shard", f"{source} divides {', '.join(sorted(words))}, the job {parallel.shard}",
+            "shard", f"{source} divides {', '.join(sorted(words))}, the job {shard}",
             f"set parallel.shard to {words.pop()}" if len(words) == 1 else "give all stages one level",
-        )  # fmt: skip
-    if parallel.gather != "order":
-        raise ScheduleError(
-            "gather", f"{source} has gathers of its own, the job asks for one per {parallel.gather}",
-            "set parallel.gather to order, or leave AG, FREE, RS and zero out of the schedule",
         )  # fmt: skip
     if sharding.group != parallel.shard_replicas:
         raise ScheduleError(

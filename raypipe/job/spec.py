@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from raypipe.errors import SpecError
 from raypipe.job.data_spec import DataSpec
@@ -40,8 +40,9 @@ class JobSpec(Spec):
         return self.train.batch // self.parallel.microbatch
 
     @model_validator(mode="after")
-    def _rules(self) -> JobSpec:
-        for key, why, fix in problems(self.model, self.data, self.train, self.parallel):
+    def _rules(self, info: ValidationInfo) -> JobSpec:
+        """Check the rules; with the step of a plan as context, for that one."""
+        for key, why, fix in problems(self.model, self.data, self.train, self.parallel, info.context):
             raise SpecError(key, why, fix)  # pydantic does not wrap this exception
         return self
 

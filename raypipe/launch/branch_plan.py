@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ from raypipe.partition.this_machine import this_machine
 from raypipe.plan.branches.arranged import LayerCosts
 from raypipe.plan.branches.choose import Branches, choose_branches
 from raypipe.plan.plan import Plan
-from raypipe.schedule.forms.text import to_text
 
 if TYPE_CHECKING:
     from raypipe.job.cluster import ClusterSpec
@@ -32,13 +32,12 @@ def branch_plan(job: JobSpec, model: LayeredModel) -> Plan:
     parallel = job.parallel
     costs = layer_costs(job, model, this_machine(job.train.dtype, 1))
     found = choose_branches(costs, parallel.stages, parallel.shape(job.train.batch).microbatches)
-    return plan_of(job, found).model_copy(update={"frozen": model.frozen_stages(found.arranged.cut)})
+    return plan_of(job, found, model.frozen_stages(found.arranged.cut))
 
 
-def plan_of(job: JobSpec, found: Branches) -> Plan:
+def plan_of(job: JobSpec, found: Branches, frozen: Collection[int] = ()) -> Plan:
     """Return stages on devices with their order as the plan of a job."""
-    order = to_text(replace(found.schedule, name="auto"))
-    return Plan(parallel=job.parallel, cut=found.arranged.cut, order=order)
+    return Plan.of(job.parallel, found.arranged.cut, job.train.batch, replace(found.schedule, name="auto"), frozen)
 
 
 def layer_costs(job: JobSpec, model: LayeredModel, machine: ClusterSpec) -> LayerCosts:

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import RunError, SpecError
-from raypipe.launch.plans import with_plan
 from raypipe.launch.prepared import Prepared
 from raypipe.observe.run_dir import PROFILE, ask_to_pause, asked_to_stop, go_on
 from raypipe.observe.run_log import EVENTS, Follower, RunLog
@@ -108,10 +107,8 @@ class Elastic:
             if lost or plan is None or plan.parallel.devices > self._could_use():
                 plan = self._plan(self.spec.within(self._could_use()))
             plan.save(directory / "plan.json")
-            job = with_plan(self.prepared.job, plan)
-            self.prepared = replace(
-                self.prepared, job=job, plan=plan, schedule=build_schedule(plan, job.train.batch), resume=True
-            )
+            schedule = build_schedule(plan, self.prepared.job.train.batch)
+            self.prepared = replace(self.prepared, plan=plan, schedule=schedule, resume=True)
         self._hold()
         self._next, self._judged, self._broken_since = None, _devices(self.prepared), None
         go_on(directory)

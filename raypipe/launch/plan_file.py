@@ -44,6 +44,8 @@ def given_plan(
         if not error.where.startswith("parallel"):
             raise  # the error is in the job, not in the plan
         raise SpecError(f"{plan_file}: {error.where}", error.why, error.fix) from None
+    except ScheduleError as error:
+        raise _in_file(error, plan_file) from None
     model = JobModel(job)
     schedule = _checked_schedule(plan, job, model.declared, plan_file)
     return Planned(job, model, _checked_prediction(plan, job, plan_file, say), schedule)
@@ -149,17 +151,17 @@ def _checked_schedule(plan: Plan, job: JobSpec, model: LayeredModel, plan_file: 
     try:
         schedule = build_schedule(plan, job.train.batch)
     except ScheduleError as error:
-        at = error.where.removeprefix("plan: ")
-        inside = ["order"] if plan.order is not None and not at.startswith("order") else []
-        raise ScheduleError(": ".join([str(plan_file), *inside, at]), error.why, error.fix) from None
-    if len(plan.cut) != schedule.stages:
-        raise SpecError(
-            f"{plan_file}: cut", f"has {len(plan.cut)} stages, {plan.parallel.schedule} needs {schedule.stages}",
-            "use a plan made for this job",
-        )  # fmt: skip
+        raise _in_file(error, plan_file) from None
     try:
         check_order(model.results, plan.cut)
         stage_ends(model.results, plan.cut, schedule.graph, schedule.placement[0])
     except ScheduleError as error:
         raise ScheduleError(f"{plan_file}: {error.where}", error.why, error.fix) from None
     return schedule
+
+
+def _in_file(error: ScheduleError, plan_file: Path) -> ScheduleError:
+    """Return an error of a plan's program that begins with the file's name."""
+    at = error.where.removeprefix("plan: ")
+    inside = [] if at.startswith(("parallel", "program")) else ["program"]
+    return ScheduleError(": ".join([str(plan_file), *inside, at]), error.why, error.fix)

@@ -17,7 +17,7 @@ from raypipe.launch.prepared import Planned
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.text import to_text
+from raypipe.schedule.ir import Schedule
 from raypipe.search import Found, search
 from raypipe.search.placements import placed
 from raypipe.simulate.engine import simulate
@@ -45,7 +45,7 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
     if isinstance(parallel.recompute, tuple):
         numbers = named_layers(parallel.recompute, layers.names)
         parallel = parallel.model_copy(update={"recompute": numbers})
-    order: str | None
+    order: Schedule | None = None
     if parallel.placement == "branches":
         plan = branch_plan(job, layers)
         return Planned(job, model, plan, build_schedule(plan, job.train.batch))
@@ -59,16 +59,15 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
             return orders[key]
 
         cut = split_layers(layers, placement, lambda flops: searched(flops).makespan * max(flops))
-        order = to_text(replace(searched([_flops(layers, part) for part in cut]).schedule, name="auto"))
+        order = replace(searched([_flops(layers, part) for part in cut]).schedule, name="auto")
     else:
         schedule = base_schedule(parallel, job.train.batch)
         cut = split_layers(layers, schedule.placement, lambda flops: simulate(schedule, _costs(flops)).makespan)
         if schedule.versions == "stash":
             _check_tied(layers, cut)
-        order = to_text(schedule) if is_file(parallel.schedule) else None
     # A file is run as it is written, with the gradients that frozen stages need not as well.
     frozen = () if is_file(parallel.schedule) else layers.frozen_stages(cut)
-    plan = Plan(parallel=parallel, cut=cut, order=order, frozen=frozen)
+    plan = Plan.of(parallel, cut, job.train.batch, order, frozen)
     return Planned(job, model, plan, build_schedule(plan, job.train.batch))
 
 
@@ -102,12 +101,14 @@ def _costs(times: Sequence[float]) -> CostTable:
 
 
 def with_plan(job: JobSpec, plan: Plan) -> JobSpec:
-    """Return the job with a plan's ``parallel`` keys.
+    """Return the job with a plan's ``parallel`` keys, checked with the plan's program: nothing is generated again.
 
     Raises:
         SpecError: the keys break a rule of job files.
+        ScheduleError: the program cannot be read.
     """
-    return JobSpec.model_validate({**job.model_dump(), "parallel": plan.parallel.model_dump()})
+    keys = {**job.model_dump(), "parallel": plan.parallel.model_dump()}
+    return JobSpec.model_validate(keys, context=plan.one_copy())
 
 
 def planned_by_measuring(

@@ -23,6 +23,7 @@ from raypipe.graph.operations import OperationGraph
 from raypipe.graph.stages.pieces import branch_order, piece_sharding
 from raypipe.graph.subgraphs import shard
 from raypipe.job import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models.captured import CapturedModel, Share
 from raypipe.models.given.read import given_model
 from raypipe.models.gpt.layers import GptLayers
@@ -46,7 +47,9 @@ DTYPES = {
 Fields = Mapping[str, Field]
 
 
-def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = None) -> LayeredModel:
+def build_model(
+    job: JobSpec, fields: Fields | None, tensor_rank: int | None = None, parallel: ParallelSpec | None = None
+) -> LayeredModel:  # fmt: skip
     """Build the layers of a job's model.
 
     A model is captured once, and the result is cached for other processes and runs: see ``graph/captured_files.py``.
@@ -55,18 +58,19 @@ def build_model(job: JobSpec, fields: Fields | None, tensor_rank: int | None = N
         job: the job.
         fields: the raw inputs that the data's arrays provide; None for text.
         tensor_rank: build this tensor rank's share of the model (``parallel.tensor``); None builds the whole model.
+        parallel: the plan's section; None where there is no plan: the job's.
 
     Raises:
         SpecError: the model does not exist, does not fit its data, or cannot be divided.
         CaptureError: the model cannot be captured.
     """
-    division = None
-    if tensor_rank is not None and job.parallel.tensor > 1:
-        division = Division(job.parallel.tensor, tensor_rank, job.parallel.tensor_table)
+    division, parallel = None, job.parallel if parallel is None else parallel
+    if tensor_rank is not None and parallel.tensor > 1:
+        division = Division(parallel.tensor, tensor_rank, parallel.tensor_table)
     smoothing = job.train.label_smoothing
     if isinstance(job.model, GptSpec):
         return GptLayers(job.model, DTYPES[job.train.dtype], division, smoothing)
-    branches = job.parallel.placement == "branches"
+    branches = parallel.placement == "branches"
     if isinstance(job.model, GivenSpec):
         return given_model(job.model, fields, job.data.mask, division is not None, branches, smoothing)
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec

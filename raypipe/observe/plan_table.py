@@ -103,7 +103,7 @@ def seconds(value: float) -> str:
 
 def timeline_of(p: Prediction) -> Timeline:
     """Simulate a step of one data-parallel copy, collectives and updates included."""
-    schedule = sharded(schedule_of(p), p.candidate, 1)
+    schedule = sharded(schedule_of(p), p.candidate)
     if schedule.versions == "flush":
         schedule = add_updates(place_gradient_sync(schedule, p.candidate.sync, copies=p.candidate.replicas))
     return simulate(schedule, p.costs)

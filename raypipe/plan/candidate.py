@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import GatherKey, Innermost, ParallelSpec, Shard
+from raypipe.job.parallel_spec import GatherKey, Innermost, ParallelSpec, Shard, zero_level
 from raypipe.job.spec import JobSpec
 from raypipe.plan.cut.layers import Balance
-from raypipe.plan.plan import zero_level
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy

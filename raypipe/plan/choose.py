@@ -14,7 +14,7 @@ from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING
+from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING, ParallelSpec
 from raypipe.job.rules.check import Problem, stash
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
@@ -33,7 +33,6 @@ from raypipe.plan.searched_orders import searched_orders
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from raypipe.schedule import SCHEDULES
-from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.shape import GRID, OPTIONS, Grid
 
@@ -280,14 +279,11 @@ def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
 
 def plan_of(p: Prediction, job: JobSpec, certificate: Certificate | None = None) -> Plan:
     """The plan file of a prediction."""
-    return Plan.model_validate(
-        {
-            "parallel": parallel_of(p, job), "cut": tuple(map(tuple, p.cut)), "predicted_step_s": p.step_s,
-            "frozen": p.frozen,
-            "bound_s": None if certificate is None else certificate.bound_s,
-            "order": to_text(replace(p.order, name=p.candidate.schedule)) if p.order is not None else None,
-        }
-    )  # fmt: skip
+    order = None if p.order is None else replace(p.order, name=p.candidate.schedule)
+    parallel = ParallelSpec.model_validate(parallel_of(p, job))
+    plan = Plan.of(parallel, p.cut, job.train.batch, order, p.frozen)
+    bound_s = None if certificate is None else certificate.bound_s
+    return plan.model_copy(update={"predicted_step_s": p.step_s, "bound_s": bound_s})
 
 
 def deepest(job: JobSpec, profile: Profile) -> int:

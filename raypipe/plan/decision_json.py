@@ -75,7 +75,7 @@ def link_seconds(p: Prediction) -> dict[str, float]:
     the device where each is most."""
     if p.candidate.shard == "none":
         return {"gather": 0.0, "reduce_scatter": 0.0}
-    order = sharded(schedule_of(p), p.candidate, 1)
+    order = sharded(schedule_of(p), p.candidate)
 
     def busy(kind: str, seconds: Sequence[float]) -> float:
         return max(sum(seconds[t.stage] for t in own if t.kind == kind) for own in order.orders)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from raypipe.errors import RaypipeError
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import JobSpec
 from raypipe.plan.candidate import divisors
 from raypipe.plan.plan import Plan, build_schedule
+from raypipe.schedule import SCHEDULES
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import SHARDED
 
 
 def less_memory(job: JobSpec, plan: Plan, whole_minibatches: bool = False) -> tuple[Plan, str] | None:
@@ -24,11 +29,10 @@ def less_memory(job: JobSpec, plan: Plan, whole_minibatches: bool = False) -> tu
         plan: what ran out of memory.
         whole_minibatches: whether the loss depends on the size of micro-batches (batch norm), so that it must stay.
     """
-    for before, change, words in _changes(plan, whole_minibatches):
-        parallel = before.parallel.model_copy(update=change)
-        found = before.model_copy(update={"parallel": parallel, "predicted_step_s": None, "made_for": None})
+    for parallel, order, words in _changes(plan, whole_minibatches):
         try:
             JobSpec.model_validate({**job.model_dump(), "parallel": parallel.model_dump()})
+            found = Plan.of(parallel, plan.cut, job.train.batch, order, plan.frozen)
             build_schedule(found, job.train.batch)
         except (RaypipeError, ValueError):
             continue
@@ -36,20 +40,21 @@ def less_memory(job: JobSpec, plan: Plan, whole_minibatches: bool = False) -> tu
     return None
 
 
-def _changes(plan: Plan, whole_minibatches: bool) -> Iterator[tuple[Plan, dict[str, Any], str]]:
-    """Yield a plan, keys of ``parallel`` to change in it, and words for all that changes."""
-    parallel = plan.parallel
+def _changes(plan: Plan, whole_minibatches: bool) -> Iterator[tuple[ParallelSpec, Schedule | None, str]]:
+    """Yield other ``parallel`` keys, the order that they are for (None: the named one), and words for what changes."""
+    parallel, order = plan.parallel, plan.order()
     if parallel.gather == "order":
-        plan = plan.model_copy(update={"order": None})
-        yield plan, {"gather": "microbatch"}, "gathers every micro-batch instead of the plan's own"
-        plan = plan.model_copy(update={"parallel": parallel.model_copy(update={"gather": "microbatch"})})
+        order = replace(order.without(SHARDED), sharding=None)
+        parallel = parallel.model_copy(update={"gather": "microbatch"})
+        yield parallel, order, "gathers every micro-batch instead of the plan's own"
     if parallel.recompute != "full" or parallel.keep is not None:
         keys: dict[str, Any] = {"recompute": "full", "keep": None, "alphas": None}
         keys["memory_cap_mb"] = parallel.memory_cap_mb if parallel.postpones else None
-        yield plan, keys, f"recompute: full instead of {_said(parallel.recompute)}"
-    if not whole_minibatches and plan.order is None:  # an order of its own is for so many micro-batches
+        yield parallel.model_copy(update=keys), order, f"recompute: full instead of {_said(parallel.recompute)}"
+    if not whole_minibatches and parallel.schedule in SCHEDULES:  # another order is for so many micro-batches
         for size in reversed(divisors(parallel.microbatch)[:-1]):
-            yield plan, {"microbatch": size}, f"micro-batches of {size} instead of {parallel.microbatch}"
+            changed = parallel.model_copy(update={"microbatch": size})
+            yield changed, None, f"micro-batches of {size} instead of {parallel.microbatch}"
 
 
 def _said(recompute: object) -> str:

@@ -8,35 +8,39 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from raypipe.atomic_write import write_whole
 from raypipe.cost.hosts import Numbering
-from raypipe.errors import ScheduleError
+from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.field_types import Devices, Spec
 from raypipe.job.json_file import load_json
-from raypipe.job.parallel_spec import JOBS_OWN, GatherKey, ParallelSpec, Shard
+from raypipe.job.parallel_spec import JOBS_OWN, ParallelSpec, zero_level
 from raypipe.job.recompute_layers import Cut, layers_to_recompute
-from raypipe.job.requested_schedule import base_schedule, fitting, is_file
+from raypipe.job.requested_schedule import base_schedule, check_shape, check_shards, fitting, is_file
 from raypipe.job.spec import JobSpec
-from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import BOOKKEEPING, SHARDED, Kind
 from raypipe.schedule.passes import (
     add_recompute,
     add_updates,
     closed_up,
-    forwards_alone,
     keep_activations,
     place_gradient_sync,
     replicate,
     shard,
     without_frozen,
 )
-from raypipe.schedule.passes.sync import placement_of
+from raypipe.schedule.passes.sync import placement_of, stages_to_sum
 from raypipe.schedule.verify import verify
+
+if TYPE_CHECKING:
+    from raypipe.plan.candidate import Candidate
 
 
 class MadeFor(Spec):
@@ -62,31 +66,111 @@ class MadeFor(Spec):
         return tuple(kind for kind, ranks in counts for _ in range(ranks // together))
 
 
-ORDER = "plan: order"
-"""Where errors of a plan's order are, until the plan file's name is known."""
+PROGRAM = "plan: program"
+"""Where errors of a plan's program are, until the plan file's name is known."""
+MADE_BY = "raypipe autoconfigure JOB.yaml -o PLAN.json"
+"""The command that makes a plan file."""
 
 
 class Plan(Spec):
-    """A decision that can be run."""
+    """A decision that can be run: what a run does is here, and nothing of it is made again from the keys."""
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     """Version of the file format."""
     parallel: ParallelSpec
     """Schedule, stages, replicas, micro-batch size and the rest."""
     cut: Annotated[tuple[tuple[int, ...], ...], Field(strict=False)]
     """Per stage, the numbers of the model's layers that it holds."""
-    order: str | None = None
-    """Schedule of one pipeline in text form, if it was written by hand or searched; None if its name generates it."""
-
-    frozen: Annotated[tuple[int, ...], Field(strict=False)] = ()
-    """Stages without a trained parameter, whose gradients the schedule leaves out (``passes.without_frozen``)."""
-
+    program: str
+    """The whole step of one data-parallel copy in text form (``schedule/forms/text.py``): the devices of its stages,
+    weight versions, frozen stages, and what each device does in which order, collectives and updates included."""
+    program_of: str
+    """Digest of the ``parallel`` keys that the program was made of, so that edited ones are refused, not ignored."""
     predicted_step_s: Annotated[float, Field(gt=0)] | None = None
     """Predicted step time in seconds; None if there is no prediction."""
     bound_s: Annotated[float, Field(ge=0)] | None = None
     """No plan that divides the devices in the same way has a shorter step, as far as is proved; None if unknown."""
     made_for: MadeFor | None = None
     """The job and device that it was planned for; None if the planner did not make it."""
+
+    @field_validator("format", mode="before")
+    @classmethod
+    def _no_older_one(cls, given: object) -> object:
+        if given == 1:
+            why = "is 1, of an older raypipe: it names a schedule, and a plan now holds the program that is run"
+            raise SpecError("format", why, f"make a new one: {MADE_BY}")
+        return given
+
+    @classmethod
+    def of(
+        cls, parallel: ParallelSpec, cut: Cut, batch: int, order: Schedule | None = None, frozen: Collection[int] = ()
+    ) -> Plan:  # fmt: skip
+        """Make a plan: the one place where a schedule becomes a run's program.
+
+        Args:
+            parallel: schedule, stages, replicas and the rest.
+            cut: per stage, the numbers of its layers.
+            batch: ``train.batch``.
+            order: compute tasks of one data-parallel copy, with gathers where ``gather: order`` says so; None: those of
+                the schedule that ``parallel`` names.
+            frozen: stages without a trained parameter, whose gradients are left out (``passes.without_frozen``). A
+                named schedule is closed up then; orders that somebody wrote or searched for stay as they are.
+
+        Raises:
+            ScheduleError: the schedule does not exist for the shape, or the order has another one.
+        """
+        named = order is None and not is_file(parallel.schedule)
+        copy = base_schedule(parallel, batch) if order is None else fitting(order, parallel, batch, "the order")
+        copy = left_by_frozen(copy, frozen, named and parallel.shard == "none")
+        if copy.sharding is None:
+            copy = with_recompute(copy, parallel, cut)
+        elif parallel.recompute != "none" and (
+            is_file(parallel.schedule) or not any(task.kind == "R" for task in copy.tasks())
+        ):
+            raise ScheduleError(
+                "recompute", "no R tasks can be added to an order that has gathers of its own",
+                "write them into the order, and use recompute: none",
+            )  # fmt: skip
+        copy = place_gradient_sync(sharded(copy, parallel), placement_of(parallel.sync), copies=parallel.replicas)
+        text = to_text(add_updates(copy))
+        return cls(parallel=parallel, cut=tuple(map(tuple, cut)), program=text, program_of=_digest(_keys(parallel)))
+
+    def remade(self, batch: int, order: Schedule | None = None, **changes: Any) -> Plan:
+        """Return the plan with some ``parallel`` keys changed, or another order, and the program that follows.
+
+        Raises:
+            ScheduleError: as for ``of``.
+        """
+        parallel = self.parallel.model_copy(update=changes)
+        made = Plan.of(parallel, self.cut, batch, self.order() if order is None else order, self.frozen)
+        return self.model_copy(update={key: getattr(made, key) for key in ("parallel", "program", "program_of")})
+
+    def one_copy(self) -> Schedule:
+        """Return the program: the step of one data-parallel copy.
+
+        Raises:
+            ScheduleError: it is not in text form.
+        """
+        return from_text(self.program, PROGRAM)
+
+    def order(self) -> Schedule:
+        """Return the order of one data-parallel copy that ``of`` made the program of, less what frozen stages need not.
+
+        Recomputation that ``parallel.recompute`` adds is not in it, and no sums, updates and gathers, except
+        for an order with gathers of its own.
+
+        Raises:
+            ScheduleError: as for ``one_copy``.
+        """
+        copy, added = self.one_copy(), frozenset[Kind]({"R"} if self.parallel.recompute != "none" else ())
+        if self.parallel.gather == "order" and copy.sharding is not None:
+            return copy.without(BOOKKEEPING - SHARDED)
+        return replace(copy.without(BOOKKEEPING | added), sharding=None)
+
+    @property
+    def frozen(self) -> tuple[int, ...]:
+        """Stages without a trained parameter."""
+        return self.one_copy().rules.frozen
 
     def planned_for(
         self, job: JobSpec, device: str, hosts: tuple[int, ...] = (), kinds: tuple[str, ...] = ()
@@ -100,10 +184,7 @@ class Plan(Spec):
         return self.model_copy(update={"made_for": made})
 
     def _decision(self) -> str:
-        # Only what differs from its default: a key that a later raypipe adds leaves the digest of older plans alone.
-        decided = self.model_dump(mode="json", include={"cut", "order"})
-        decided["parallel"] = self.parallel.model_dump(mode="json", exclude=set(JOBS_OWN), exclude_defaults=True)
-        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+        return _digest({**self.model_dump(mode="json", include={"cut", "program"}), "parallel": _keys(self.parallel)})
 
     def differences(self, job: JobSpec) -> list[tuple[str, str]]:
         """Return how the job and the plan differ from what was planned, as (key, why); empty without ``made_for``."""
@@ -131,6 +212,15 @@ class Plan(Spec):
         write_whole(path, self.text())
 
 
+def _keys(parallel: ParallelSpec) -> dict[str, Any]:
+    """What a plan decides. Only what differs from its default: a key that a later raypipe adds changes no digest."""
+    return parallel.model_dump(mode="json", exclude=set(JOBS_OWN), exclude_defaults=True)
+
+
+def _digest(decided: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def _predicted_from(job: JobSpec) -> dict[str, dict[str, Any]]:
     """The job keys on which a prediction depends; ``dropout`` and the like are among the model's keys."""
     train = {"batch": job.train.batch, "dtype": job.train.dtype, "optimizer": job.train.optimizer}
@@ -143,52 +233,46 @@ def load_plan(path: Path) -> Plan:
     Raises:
         SpecError: the file is missing, is not JSON, or is not a plan.
     """
-    return load_json(path, Plan, "raypipe autoconfigure JOB.yaml -o PLAN.json")
+    return load_json(path, Plan, MADE_BY)
 
 
 def build_schedule(plan: Plan, batch: int) -> Schedule:
-    """Build the schedule of a step over all devices: generate, replicate, place all-reduces and updates, verify.
+    """Return the schedule of a step over all devices: the plan's program for each data-parallel copy, checked.
 
     With D devices in a data-parallel copy, device ``w * D + d`` is device ``d`` of copy ``w``.
 
     Raises:
-        ScheduleError: the schedule does not exist for the shape, or the plan's order has another shape.
+        ScheduleError: the program cannot be read or run, is no whole step, or has another shape than the plan's keys,
+            cut and the batch; or the keys are others than it was made of.
     """
-    parallel = plan.parallel
-    schedule = sharded(replicate(one_copy(plan, batch), parallel.replicas), parallel, parallel.replicas)
-    schedule = place_gradient_sync(schedule, placement_of(parallel.sync))  # raises on an unknown sync
-    schedule = add_updates(schedule)
+    parallel, copy = plan.parallel, plan.one_copy()
+    if plan.program_of != _digest(_keys(parallel)):
+        why = "was edited since the program was made of it"
+        raise ScheduleError("plan: parallel", why, f"edit the job and make a new plan: {MADE_BY}")
+    each, ids = parallel.microbatch * copy.share_of_samples, copy.microbatches * parallel.replicas
+    samples = copy.size * parallel.microbatch * ids
+    if ids and (samples != batch or each.denominator != 1):
+        raise ScheduleError(
+            PROGRAM,
+            f"is a step of {samples} sequences ({copy.microbatches} micro-batches of {each}), train.batch is {batch}",
+            f"set train.batch to {samples}, or plan again for {batch}: {MADE_BY}",
+        )  # fmt: skip
+    if copy.stages != len(plan.cut):
+        raise ScheduleError(
+            PROGRAM, f"has {copy.stages} stages, the plan's cut {len(plan.cut)}", "use a plan made for this job"
+        )
+    check_shape(copy, parallel, batch, PROGRAM)
+    check_shards(copy, parallel, PROGRAM, parallel.shard if parallel.replicas > 1 else "none")
+    if parallel.schedule == "auto" and copy.versions != "flush":  # the job was checked against a synchronous one
+        raise ScheduleError(PROGRAM, f"has versions {copy.versions}, and auto has flush", "leave versions out")
+    schedule = replicate(copy, parallel.replicas)
     verify(schedule)
-    each = parallel.microbatch * schedule.share_of_samples
-    if each.denominator != 1 or parallel.microbatch * schedule.size * schedule.microbatches != batch:
-        raise ScheduleError(
-            "microbatches", f"{schedule.microbatches} of {each} sequences do not make a mini-batch of {batch}",
-            "choose train.batch, parallel.microbatch and parallel.replicas so that they divide",
-        )  # fmt: skip
-    return schedule
-
-
-def one_copy(plan: Plan, batch: int) -> Schedule:
-    """Build the compute tasks of one data-parallel copy, without all-reduces and updates.
-
-    The gradients that frozen stages need not are left out, and named schedules closed up.
-
-    An order with gathers of its own (``gather: order``) has them, and its recomputation, already.
-
-    Raises:
-        ScheduleError: as for ``build_schedule``.
-    """
-    schedule = base_schedule(plan.parallel, batch) if plan.order is None else _stored(plan, plan.order, batch)
-    named = plan.order is None and not is_file(plan.parallel.schedule)
-    schedule = left_by_frozen(schedule, plan.frozen, named and plan.parallel.shard == "none")
-    if schedule.sharding is None:
-        return with_recompute(schedule, plan.parallel, plan.cut)
-    written = is_file(plan.parallel.schedule) or not any(task.kind == "R" for task in schedule.tasks())
-    if written and plan.parallel.recompute != "none":
-        raise ScheduleError(
-            "recompute", "no R tasks can be added to an order that has gathers of its own",
-            "write them into the order, and use recompute: none",
-        )  # fmt: skip
+    for kind, stages in (("AR", stages_to_sum(schedule)), ("U", set(range(schedule.stages)))):
+        if wrong := stages ^ {task.stage for task in schedule.tasks() if task.kind == kind}:
+            missing = min(wrong) in stages
+            raise ScheduleError(
+                PROGRAM, f"has {'no' if missing else 'a'} {min(wrong)}{kind}", f"{'add' if missing else 'remove'} it"
+            )
     return schedule
 
 
@@ -201,46 +285,8 @@ def left_by_frozen(schedule: Schedule, frozen: Collection[int], close: bool) -> 
     return closed_up(less) if close and less is not schedule else less
 
 
-class HasShards(Protocol):
-    """What replicas divide: a job's ``parallel`` section, or a candidate for one."""
-
-    @property
-    def replicas(self) -> int:
-        """Data-parallel copies."""
-
-    @property
-    def unit(self) -> int | None:
-        """Micro-batches of a scheduling unit."""
-
-    @property
-    def shard(self) -> Shard:
-        """What they divide."""
-
-    @property
-    def gather(self) -> GatherKey:
-        """Which tasks share a gather."""
-
-    @property
-    def shard_replicas(self) -> int | None:
-        """Consecutive replicas that divide a stage; None: all."""
-
-
-def zero_level(shard: Shard) -> int:
-    """Return the ZeRO level that a word means.
-
-    >>> zero_level("none"), zero_level("zero3")
-    (0, 3)
-    """
-    return 0 if shard == "none" else int(shard.removeprefix("zero"))
-
-
-def sharded(schedule: Schedule, parallel: HasShards, copies: int) -> Schedule:
-    """Insert the gathers and reduce-scatters that ``shard`` asks for.
-
-    Args:
-        schedule: of ``copies`` data-parallel copies: of all, or of one that stands for all.
-        parallel: what they divide.
-        copies: data-parallel copies that ``schedule`` holds.
+def sharded(schedule: Schedule, parallel: ParallelSpec | Candidate) -> Schedule:
+    """Insert the gathers and reduce-scatters that ``shard`` asks for into the schedule of one data-parallel copy.
 
     Raises:
         ScheduleError: ``gather: order``, and the order has none.
@@ -253,38 +299,8 @@ def sharded(schedule: Schedule, parallel: HasShards, copies: int) -> Schedule:
             "use step, unit or microbatch; a plan of parallel: auto, or a schedule file, may have gathers",
         )  # fmt: skip
     return shard(
-        schedule, zero_level(parallel.shard), gather=parallel.gather, unit=parallel.unit, copies=copies,
-        group=parallel.shard_replicas,
-    )  # fmt: skip
-
-
-def _stored(plan: Plan, order: str, batch: int) -> Schedule:
-    """Read the plan's own order of one data-parallel copy, and check it against the plan's shape and the batch.
-
-    Raises:
-        ScheduleError: it cannot be parsed, cannot run, or differs in shape from the plan or the batch.
-    """
-    parallel = plan.parallel
-    schedule = from_text(order, ORDER)
-    samples = schedule.microbatches * schedule.size * parallel.microbatch * parallel.replicas
-    if samples != batch and schedule.microbatches:
-        raise ScheduleError(
-            ORDER,
-            f"is a step of {samples} sequences ({schedule.microbatches} micro-batches), train.batch is {batch}",
-            f"set train.batch to {samples}, or plan again for {batch}: raypipe autoconfigure JOB.yaml -o PLAN.json",
-        )  # fmt: skip
-    if schedule.stages != len(plan.cut):
-        raise ScheduleError(
-            ORDER, f"has {schedule.stages} stages, the plan's cut {len(plan.cut)}", "use a plan made for this job"
-        )
-    schedule = fitting(schedule, parallel, batch, ORDER)
-    if schedule.versions != "flush":  # the job was checked against the versions of its named schedule or file
-        asked = "flush" if parallel.schedule == "auto" else base_schedule(parallel, batch).versions
-        if schedule.versions != asked:
-            raise ScheduleError(
-                ORDER, f"has versions {schedule.versions}, and {parallel.schedule} has {asked}", "leave versions out"
-            )
-    return schedule
+        schedule, zero_level(parallel.shard), gather=parallel.gather, unit=parallel.unit, group=parallel.shard_replicas
+    )
 
 
 def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Schedule:
@@ -297,8 +313,3 @@ def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Sche
         stages = [s for s, layers in enumerate(cut) if recomputed & set(layers)]
         schedule = add_recompute(schedule, "early", stages) if stages else schedule
     return keep_activations(schedule, parallel.keep) if parallel.keep is not None else schedule
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """Return the schedule with only its forwards, for validation, and what gathers weights for them."""
-    return forwards_alone(schedule)

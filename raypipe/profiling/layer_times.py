@@ -296,6 +296,7 @@ class LayerBench:
                 "train": job.train.model_copy(update={"batch": size * step.microbatches}),
                 "data": job.data.model_copy(update={"pad_to_multiple_of": LONGEST}),
             }),
+            parallel=job.parallel,
             cut=cut,
             graph=step.graph,
             placement=step.placement,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import JobSpec, message_dtype
 from raypipe.runtime.transport.channel import Direction, TensorSpec
 
@@ -55,9 +56,9 @@ class MessageCast:
         return dtype.is_floating_point and dtype.itemsize > self.dtype.itemsize
 
 
-def message_cast_of(job: JobSpec) -> MessageCast | None:
-    """Return the cast of a job's messages; None if they are sent unchanged."""
-    name = message_dtype(job.train, job.parallel)
+def message_cast_of(job: JobSpec, parallel: ParallelSpec) -> MessageCast | None:
+    """Return the cast of a job's messages under a plan; None if they are sent unchanged."""
+    name = message_dtype(job.train, parallel)
     if name is None:
         return None
     dtype: torch.dtype = getattr(torch, name)

@@ -143,9 +143,7 @@ class Driver:
         clear(workers, workers.apart, self.directory)
 
     def _run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
-        recovers = can_recover(
-            self.job.model_copy(update={"parallel": self.running.plan.parallel}), self.schedule, workers
-        )
+        recovers = can_recover(self.job, self.running, workers)
         self._setup(workers, checkpoint, done, recovers)
         if workers.standby is None:
             workers.standby = StandbyPool(workers, self.job.train.standby)
@@ -175,7 +173,7 @@ class Driver:
         )
         for message in workers.apart.values():
             self._notice(message)
-        compiled = self._swap.begin(workers, self.job.model_copy(update={"parallel": self.running.plan.parallel}))
+        compiled = self._swap.begin(workers, self.job.train, self.running.plan.parallel)
         waiting = {name for rank, (_, joint) in enumerate(per_rank) for name in compiled.get(rank, joint)}
         for name in sorted(waiting):
             self.log.event("notice", message=f"the weight gradient of {name} cannot wait: it is computed in B")

@@ -13,7 +13,7 @@ from raypipe.job.recompute_layers import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.plan.online.better_order import Running
-from raypipe.plan.plan import Plan, forward_only
+from raypipe.plan.plan import Plan
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.runtime.cluster.host_check import check_hosts
 from raypipe.runtime.cluster.sent_files import files_of_nodes
@@ -28,6 +28,7 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program, check_counted, edges, programs, step_programs
 from raypipe.schedule.lowering.safe_order import gpu_programs
+from raypipe.schedule.passes import forwards_alone
 from raypipe.schedule.sharding.members import shard_members
 
 
@@ -39,7 +40,7 @@ def set_up(
 
     Args:
         workers: the running worker group, with at least one worker per rank of the plan.
-        job: the job; the plan's ``parallel`` section replaces its own.
+        job: the job; of its ``parallel`` section the plan's counts.
         running: the plan to begin with.
         directory: the run's directory, with the prepared data in ``data``.
         checkpoint: where to read parameters and optimizer state from; None to start afresh.
@@ -69,9 +70,8 @@ def setups_of(
     sent = files_of_nodes(workers, workers.apart, directory, checkpoint)
     plan, schedule, _ = running
     tensor = plan.parallel.tensor
-    job = job.model_copy(update={"parallel": plan.parallel})
     fields = known_fields(directory / "data")
-    model = build_model(job, fields, tensor_rank=0)
+    model = build_model(job, fields, 0, plan.parallel)
     check_statistics(plan.parallel.shard, model.batch_statistics)
     if job.train.on_nonfinite == "skip" and model.batch_statistics and _on_gpus(workers):
         why = "on GPUs, a batch norm's statistics are moved before the host knows the norm of the gradients"
@@ -79,7 +79,7 @@ def setups_of(
     check_graphs(job.train.cuda_graphs, _on_gpus(workers))
     if wrong := set(schedule.rules.frozen) - set(model.frozen_stages(plan.cut)):
         raise SpecError(
-            "plan: frozen", f"stage {min(wrong)} has parameters to train, and the schedule would not train them",
+            "plan: program", f"stage {min(wrong)} has parameters to train, and the schedule would not train them",
             "use a plan made for this job",
         )  # fmt: skip
     tied = tied_holders(plan, schedule, model)
@@ -88,6 +88,7 @@ def setups_of(
         device=0,
         tensor_rank=0,
         job=job,
+        parallel=plan.parallel,
         cut=plan.cut,
         graph=schedule.graph,
         recomputed=layers_to_recompute(plan.parallel, plan.cut),
@@ -161,7 +162,7 @@ def lower(running: Running, gpus: bool) -> tuple[dict[Part, list[Program]], list
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
     schedule = running.schedule
-    train, evaluate = step_programs(schedule, running.ahead), programs(forward_only(schedule))
+    train, evaluate = step_programs(schedule, running.ahead), programs(forwards_alone(schedule))
     check_counted(train, evaluate, schedule)
     if not gpus:
         return train, evaluate

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import JobSpec
 from raypipe.models.task import Field
 from raypipe.runtime.communicators import Topology
@@ -25,6 +26,9 @@ class Setup:
     tensor_rank: int
     """Tensor rank of the process within its device (``tensor_ranks``)."""
     job: JobSpec
+    """The job; of its ``parallel`` section the plan's counts."""
+    parallel: ParallelSpec
+    """The plan's."""
     cut: tuple[tuple[int, ...], ...]
     """Per stage, the model layers it holds."""
     graph: StageGraph
@@ -68,7 +72,7 @@ class Setup:
     @property
     def tensor(self) -> int:
         """Number of tensor-parallel ranks of a device."""
-        return self.job.parallel.tensor
+        return self.parallel.tensor
 
     @property
     def rank(self) -> int:

@@ -43,7 +43,7 @@ from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.saving.keeper import send_snapshot
 from raypipe.runtime.saving.shard_writer import SaveBegun, ShardWriter, Write, Written
 from raypipe.runtime.saving.state_to_save import state_to_save
-from raypipe.runtime.settings import dtype_of_sums, first_k_tuner, step_settings, updates_by_layer
+from raypipe.runtime.settings import dtype_of_sums, first_k_tuner, step_settings
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import read_shards
@@ -233,7 +233,7 @@ class StageWorker:
     @staticmethod
     def _late(setup: Setup) -> bool:
         """Return whether some of a step's updates are made while the next one runs."""
-        return setup.job.parallel.late_updates
+        return setup.parallel.late_updates
 
     def _own_groups(self, setup: Setup) -> dict[str, dist.ProcessGroup]:
         """Return this process's groups by the names that its device has for them."""
@@ -243,7 +243,7 @@ class StageWorker:
         """Build the stages and their optimizers."""
         job = setup.job
         groups = self._own_groups(setup)
-        self.plan = plan = build_model(job, setup.fields, setup.tensor_rank)
+        self.plan = plan = build_model(job, setup.fields, setup.tensor_rank, setup.parallel)
         plan.slices = setup.slices
         self.io_specs = specs = io_specs_of(setup, plan)
         self.modules: dict[StageKey, StageModule] = {
@@ -252,7 +252,7 @@ class StageWorker:
             for stage, device in enumerate(devices)
             if device == setup.device
         }
-        self.shards = divide(self.modules, setup.sharding, setup.placement, setup.tied, groups, dtype_of_sums(job))
+        self.shards = divide(self.modules, setup.sharding, setup.placement, setup.tied, groups, dtype_of_sums(setup))
         self.optimizers = {key: make_optimizer(job.train, *self._updated(key)) for key in self.modules}
 
     def _assemble(self, setup: Setup, checkpoint: Checkpoint | None = None) -> None:
@@ -271,7 +271,7 @@ class StageWorker:
             own_channels(communicators.senders, setup.tensor),
             own_channels(communicators.receivers, setup.tensor),
         )
-        if job.parallel.side_stream is not None:
+        if setup.parallel.side_stream is not None:
             prefer_main_stream(self.device)
         settings = step_settings(setup, self.device, plan.batch_statistics, bool(shards.stages))
         sync = self.sync_class(
@@ -282,9 +282,9 @@ class StageWorker:
             groups,
             setup.tensor_rank,
             shards.stages,
-            by_layer=updates_by_layer(job),
+            by_layer=setup.parallel.by_layer,
             tuner=first_k_tuner(setup, self.device),
-            dtype=dtype_of_sums(job),
+            dtype=dtype_of_sums(setup),
         )
         self.executor = executor_for(setup, self.device, self.executor_class)(
             settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),

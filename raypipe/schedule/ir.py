@@ -27,7 +27,7 @@ FREE may occur several times per step; equal tasks are told apart by their order
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -263,3 +263,7 @@ class Schedule:
     def with_orders(self, orders: Iterable[Iterable[Task]], **changes: object) -> Schedule:
         """Return the schedule with other orders, as passes do; ``changes`` are further fields."""
         return replace(self, orders=tuple(tuple(o) for o in orders), **changes)  # type: ignore[arg-type]
+
+    def without(self, kinds: Container[Kind]) -> Schedule:
+        """Return the schedule without tasks of some kinds."""
+        return self.with_orders([t for t in order if t.kind not in kinds] for order in self.orders)

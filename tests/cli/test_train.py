@@ -26,6 +26,7 @@ from raypipe.models.task import Labels, Values
 from raypipe.observe.run_dir import RECORD
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.plan import load_plan
+from raypipe.schedule import SCHEDULES
 from raypipe.train import Prepared, make_plan, prepare_run
 from tests.runtime.cluster.answering import GRPC, answering
 
@@ -288,15 +289,24 @@ def test_a_planned_job_keeps_its_prediction(job: Path, planned: Path, tmp_path: 
 
 def test_a_prediction_of_something_else_is_dropped_and_said(job: Path, planned: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    prepared = prepare_run(load_job(job, ["train.batch=16"]), tmp_path / "larger", False, planned, say=said.append)
+    prepared = prepare_run(load_job(job, ["train.dtype=float64"]), tmp_path / "wider", False, planned, say=said.append)
     assert prepared.plan.predicted_step_s is None
-    assert "train.batch was 8, is 16" in said[0]
+    assert "train.dtype was float32, is float64" in said[0]
     edited = json.loads(planned.read_text())
-    edited["parallel"]["sync"] = "eager" if edited["parallel"]["sync"] == "lazy" else "lazy"
-    planned.write_text(json.dumps(edited))
+    planned.write_text(json.dumps(edited | {"program": edited["program"].replace("schedule ", "schedule my-", 1)}))
     prepared = prepare_run(load_job(job), tmp_path / "edited", False, planned, say=said.append)
     assert prepared.plan.predicted_step_s is None
     assert "the plan was edited" in said[1]
+
+
+def test_a_plan_for_another_batch_or_with_edited_keys(refused, planned: Path) -> None:
+    assert "program: is a step of 8 sequences" in refused("--plan", str(planned), "--set", "train.batch=16")
+    edited = json.loads(planned.read_text())
+    edited["parallel"]["sync"] = "eager" if edited["parallel"]["sync"] == "lazy" else "lazy"
+    planned.write_text(json.dumps(edited))
+    said = refused("--plan", str(planned))
+    assert said.startswith(f"{planned}: parallel: was edited since the program was made of it")
+    assert "raypipe autoconfigure" in said
 
 
 def test_a_plan_for_another_model_of_as_many_layers(refused, planned: Path) -> None:
@@ -323,12 +333,12 @@ def test_plans_of_another_model(refused, job, tmp_path) -> None:
     make_plan(load_job(job)).save(path)
     plan = json.loads(path.read_text())
     wrong = [
-        ([[0, 1, 2, 3, 4, 5]], "has 1 stages, 1f1b needs 2"),
+        ([[0, 1, 2, 3, 4, 5]], "has 2 stages, the plan's cut 1"),
         ([[3, 4, 5], [0, 1, 2]], "holds layers"),
         ([[0, 1, 2, 3, 4, 5], []], "gives stage 1 no layers"),
     ]
     path.write_text(json.dumps(plan | {"parallel": plan["parallel"] | {"schedule": "1f1c"}}))
-    assert refused("--plan", str(path)).startswith(f'{path}: parallel.schedule: "1f1c" is unknown')
+    assert refused("--plan", str(path)).startswith(f"{path}: parallel: was edited")
     for cut_, words in wrong:
         path.write_text(json.dumps(plan | {"cut": cut_}))
         assert words in refused("--plan", str(path))
@@ -339,8 +349,9 @@ def test_plans_of_another_model(refused, job, tmp_path) -> None:
     [
         ("{", "JSON"),
         ("[]", ""),
-        ('{"format": 1}', "parallel"),
-        ('{"format": 2}', "format"),
+        ('{"format": 1}', "raypipe autoconfigure JOB.yaml -o PLAN.json"),
+        ('{"format": 2}', "parallel"),
+        ('{"format": 3}', "format"),
         (None, "cannot be read"),
     ],
 )
@@ -366,11 +377,11 @@ def test_an_order_that_was_searched_for_another_batch(refused, job, tmp_path) ->
     path = tmp_path / "plan.json"
     make_plan(load_job(job, ["parallel.schedule=auto"])).save(path)
     said = refused("--plan", str(path), "--set", "train.batch=32")
-    assert said.startswith(f"{path}: order: is a step of 8 sequences (4 micro-batches), train.batch is 32")
+    assert said.startswith(f"{path}: program: is a step of 8 sequences (4 micro-batches of 2), train.batch is 32")
     assert "set train.batch to 8, or plan again for 32" in said
     plan = json.loads(path.read_text())
-    path.write_text(json.dumps(plan | {"order": "microbatches 0\nplacement 0 1\ndevice 0:\n"}))
-    assert refused("--plan", str(path)).startswith(f"{path}: order: microbatches: ")
+    path.write_text(json.dumps(plan | {"program": "microbatches 0\nplacement 0 1\ndevice 0:\n"}))
+    assert refused("--plan", str(path)).startswith(f"{path}: program: microbatches: ")
 
 
 SKIP = "edges 0>1 0>2 1>2\n"
@@ -392,12 +403,24 @@ def test_a_schedule_file_whose_stages_make_no_chain(refused, job, tmp_path) -> N
     assert len(make_plan(load_job(job, [f"parallel.schedule={path}"])).cut) == 3
 
 
+def test_a_plan_needs_neither_its_schedule_file_nor_the_same_generator(job, tmp_path, monkeypatch) -> None:
+    own = tmp_path / "mine.txt"
+    own.write_text(THREE.format(edges=""))
+    made = [make_plan(load_job(job, [f"parallel.schedule={name}"])) for name in (own, "1f1b")]
+    own.unlink()
+    monkeypatch.setitem(SCHEDULES, "1f1b", SCHEDULES["gpipe"])
+    assert make_plan(load_job(job)).program != made[1].program
+    for n, plan in enumerate(made):
+        plan.save(tmp_path / f"{n}.json")
+        assert prepare_run(load_job(job), tmp_path / f"run-{n}", False, tmp_path / f"{n}.json").plan == plan
+
+
 def test_a_plan_whose_order_makes_no_chain_of_its_stages(refused, job, tmp_path) -> None:
     path, own = tmp_path / "plan.json", tmp_path / "mine.txt"
     own.write_text(THREE.format(edges=""))
     make_plan(load_job(job, [f"parallel.schedule={own}"])).save(path)
     plan = json.loads(path.read_text())
-    path.write_text(json.dumps(plan | {"order": plan["order"].replace("device 0:", SKIP + "device 0:")}))
+    path.write_text(json.dumps(plan | {"program": plan["program"].replace("device 0:", SKIP + "device 0:")}))
     said = refused("--plan", str(path))
     assert said.startswith(f"{path}: ")
     assert "are not a chain" in said

@@ -22,7 +22,7 @@ from raypipe.job.rules.size_limits import MOST_LAYERS
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.job.yaml_text import parse_yaml
-from raypipe.plan.plan import build_schedule, load_plan
+from raypipe.plan.plan import Plan, build_schedule, load_plan
 
 ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / EXAMPLE)
@@ -158,9 +158,9 @@ def test_any_cluster_is_one_or_is_refused(key, value) -> None:
         assert cluster_from(cluster).devices >= 1
 
 
-PLAN = {"format": 1, "parallel": BASE["parallel"], "cut": [[0, 1, 2], [3, 4, 5]], "order": None}
+PLAN = json.loads(Plan.of(load_job(QUICK, FIXED).parallel, ((0, 1, 2), (3, 4, 5)), 8).text())
 plans = st.fixed_dictionaries(
-    {}, optional={**dict.fromkeys(PLAN, values), "order": st.sampled_from(["device 0: 0F0 0BW0", "x", ""]),
+    {}, optional={**dict.fromkeys(PLAN, values), "program": st.sampled_from(["device 0: 0F0 0BW0", "x", ""]),
                   "predicted_step_s": values, "made_for": values},
 )  # fmt: skip
 

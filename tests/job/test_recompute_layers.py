@@ -28,7 +28,7 @@ def test_a_stage_keeps_its_first_layers() -> None:
 def test_stages_that_keep_everything_have_no_r() -> None:
     def recomputing(schedule: str, **keys: object) -> set[int]:
         parallel = ParallelSpec.model_validate({"schedule": schedule, "stages": 4, **keys})
-        return {t.stage for t in build_schedule(Plan(parallel=parallel, cut=CUT), 8).tasks() if t.kind == "R"}
+        return {t.stage for t in build_schedule(Plan.of(parallel, CUT, 8), 8).tasks() if t.kind == "R"}
 
     assert recomputing("1f1b", recompute=[1, 7]) == {0, 2}
     assert recomputing("shifted-critical-path", recompute="stage-aware", alphas=0.67) == {0}

@@ -36,7 +36,7 @@ def test_what_is_recomputed_does_not_count_until_then() -> None:
         job_with(memory_limit=1)
     job = job_with(memory_limit=1, recompute="full")
     cut = ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert peak_activations(build_schedule(Plan(parallel=job.parallel, cut=cut), 16)) == (1, 1, 1, 1)
+    assert peak_activations(build_schedule(Plan.of(job.parallel, cut, 16), 16)) == (1, 1, 1, 1)
     with pytest.raises(SpecError, match=r"the limit is 0\.5"):
         job_with(memory_limit=0.5, recompute="full")
     with pytest.raises(SpecError, match="holds 2 activations, the limit is 1"):
@@ -48,7 +48,7 @@ def test_what_is_recomputed_does_not_count_until_then() -> None:
 
 def test_a_family_that_orders_by_the_limit_still_does() -> None:
     parallel = job_with(schedule="zb-h1", memory_limit=2).parallel
-    plan = Plan(parallel=parallel, cut=((0, 1), (2, 3), (4, 5), (6, 7)))
+    plan = Plan.of(parallel, ((0, 1), (2, 3), (4, 5), (6, 7)), 16)
     assert max(peak_activations(build_schedule(plan, 16))) == 2
 
 

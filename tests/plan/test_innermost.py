@@ -54,7 +54,7 @@ def test_stages_are_on_different_hosts_where_sums_cost_more_than_activations() -
         assert {c.innermost for c in rows} == {way}
         assert as_json(decision)["candidates"][0]["innermost"] == way
     one = Plan.model_validate_json(best.plan.text())
-    other = one.model_copy(update={"parallel": one.parallel.model_copy(update={"innermost": "stages"})})
+    other = one.remade(8, innermost="stages")
     assert one.numbering().by_rank() == [0, 2, 1, 3]
     assert other.numbering().by_rank() == [0, 1, 2, 3]
     assert build_schedule(one, 8) == build_schedule(other, 8)  # it says where ranks are, not what they do

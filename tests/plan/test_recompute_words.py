@@ -67,7 +67,7 @@ def test_each_word_of_the_table_means_the_same_in_a_job(tmp_path, schedule, memo
                 assert (printed(found), found.step_s) == (word, p.step_s)
                 assert plan_of(found, job) == shown
             else:
-                written = Plan(parallel=job.parallel, cut=shown.cut)
+                written = Plan.of(job.parallel, shown.cut, BATCH)
                 assert build_schedule(written, BATCH) == build_schedule(shown, BATCH)
             seen.add(word)
     assert seen == words

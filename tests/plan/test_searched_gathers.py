@@ -152,9 +152,8 @@ def test_what_a_plan_with_gathers_of_its_own_refuses() -> None:
     job, _, plan = searched_plan()
 
     def refused(**changes: Any) -> str:
-        changed = plan.model_copy(update={"parallel": plan.parallel.model_copy(update=changes)})
         with pytest.raises(ScheduleError) as caught:
-            build_schedule(changed, job.train.batch)
+            plan.remade(job.train.batch, **changes)
         return str(caught.value)
 
     assert "has gathers of its own, the job asks for one per unit" in refused(gather="unit")
@@ -162,11 +161,10 @@ def test_what_a_plan_with_gathers_of_its_own_refuses() -> None:
     assert "shard groups of all copies, the job of 2" in refused(shard_replicas=2)
     assert "no R tasks can be added" in refused(recompute="full")
     with pytest.raises(ScheduleError, match="the schedule's order has no gathers"):
-        build_schedule(plan.model_copy(update={"order": None}), job.train.batch)
-    assert plan.order is not None
-    lost = plan.order.replace(" 0AG", "", 1)
+        Plan.of(plan.parallel, plan.cut, job.train.batch)
+    lost = plan.program.replace(" 0AG", "", 1)
     with pytest.raises(ScheduleError, match="sharded here"):
-        build_schedule(plan.model_copy(update={"order": lost}), job.train.batch)
+        build_schedule(plan.model_copy(update={"program": lost}), job.train.batch)
 
 
 def test_a_schedule_file_may_have_gathers_of_its_own(tmp_path: Path) -> None:

@@ -41,8 +41,10 @@ class Problem(NamedTuple):
     fix: str
 
 
-def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
-    """Yield all broken rules, the most basic first."""
+def problems(
+    model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: ParallelSpec, planned: Schedule | None = None
+) -> Iterator[Problem]:  # fmt: skip
+    """Yield all broken rules, the most basic first; ``planned``: one copy's step, where a plan has it already."""
     yield from (Problem(*found) for found in too_many(parallel))
     if isinstance(model, GptSpec):
         yield from (Problem(*found) for found in too_large(model, parallel.microbatch))
@@ -67,7 +69,7 @@ def problems(model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: Paral
     yield from _tensor(model, parallel)
     yield from _shard(parallel)
     yield from _batch(train, parallel)
-    yield from _schedule(model, train, parallel)
+    yield from _schedule(model, train, parallel, planned)
 
 
 def _gpt(model: GptSpec, data: DataSpec) -> Iterator[Problem]:
@@ -295,7 +297,9 @@ KEYS = {"devices": "stages", "microbatches": "microbatch"}
 """Names in errors about a shape -> the corresponding keys of ``parallel``."""
 
 
-def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[Problem]:
+def _schedule(
+    model: ModelSpec, train: TrainSpec, parallel: ParallelSpec, planned: Schedule | None
+) -> Iterator[Problem]:  # fmt: skip
     """Errors of the schedule: an unknown name, an impossible shape, or an option that it does not have."""
     # The number of a captured model's layers is only known after capturing it.
     layers = model.layers if isinstance(model, GptSpec) else None
@@ -313,7 +317,7 @@ def _schedule(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Ite
             yield from _depth(len(placement[0]), parallel.stages, layers)
             yield from _keep(parallel, placement)
             return
-        schedule = checked_schedule(parallel, train.batch)
+        schedule = planned or checked_schedule(parallel, train.batch)
     except ScheduleError as error:
         key = KEYS.get(error.where, error.where)
         yield Problem(f"parallel.{key if key in type(parallel).model_fields else 'schedule'}", _why(error), error.fix)

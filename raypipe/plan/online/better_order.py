@@ -18,7 +18,6 @@ from raypipe.plan.online.measured_steps import as_run
 from raypipe.plan.plan import Plan, build_schedule, left_by_frozen
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Rules, Schedule
 from raypipe.schedule.live_activations import in_flight, peak_activations, recomputed_pairs
 from raypipe.schedule.lowering.norm_policy import resolve
@@ -133,7 +132,7 @@ def better_plan(present: Running, batch: int, clips: bool, costs: CostTable, tri
 
 def key(plan: Plan) -> str:
     """Identify a plan by what can change while a job runs."""
-    return f"{plan.parallel.sync} {plan.order}"
+    return f"{plan.parallel.sync} {plan.program}"
 
 
 def _with_recompute(schedule: Schedule, costs: CostTable) -> CostTable:
@@ -156,22 +155,16 @@ def _candidates(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Plan
     """Candidate plans and what they change: every order, the current one included, with every ``sync``."""
     several = build_schedule(plan, batch).replicas > 1
     for order, change in [(None, ""), *_orders(plan, batch, costs)]:
-        changed = plan if order is None else plan.model_copy(update={"order": to_text(order)})
         for sync in SYNCS if several and plan.parallel.sync not in BY_BUCKET else (plan.parallel.sync,):
             changes = [change] if change else []
             changes += [f"gradient all-reduce {sync}"] if sync != plan.parallel.sync else []
-            parallel = plan.parallel.model_copy(update={"sync": sync})
-            yield changed.model_copy(update={"parallel": parallel}), ", ".join(changes or ["when updates are made"])
+            changed = plan if order is None and sync == plan.parallel.sync else plan.remade(batch, order, sync=sync)
+            yield changed, ", ".join(changes or ["when updates are made"])
 
 
 def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule, str]]:
     """Other orders of one pipeline's tasks on the same devices, each with a description of the change."""
-    parallel = plan.parallel
-    shape = parallel.shape(batch)
-    text = plan.order
-    present = from_text(text, "plan: order") if text is not None else generate(parallel.schedule, shape)
-    close = not is_file(parallel.schedule) and parallel.shard == "none"
-    present = left_by_frozen(present, plan.frozen, close and text is None)
+    parallel, present = plan.parallel, plan.order()
     split = any(task.kind == "W" for task in present.tasks())
     if parallel.schedule == "auto":
         for objective in OBJECTIVES:
@@ -185,7 +178,8 @@ def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule
         return
     bases = [present]
     if not is_file(parallel.schedule):
-        fresh = left_by_frozen(generate(parallel.schedule, shape, costs), plan.frozen, close)
+        fresh = generate(parallel.schedule, parallel.shape(batch), costs)
+        fresh = left_by_frozen(fresh, present.rules.frozen, parallel.shard == "none")
         if fresh.orders != present.orders:
             yield fresh, f"{parallel.schedule} generated for the measured times"
             bases.append(fresh)

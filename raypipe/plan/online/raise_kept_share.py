@@ -56,8 +56,7 @@ class Raiser:
         """Per stage, the bytes that one layer's activations of one micro-batch take."""
 
     def _plan(self, level: int) -> Plan:
-        parallel = self.plan.parallel.model_copy(update={"alphas": self.levels[level], "memory_cap_mb": None})
-        return self.plan.model_copy(update={"parallel": parallel})
+        return self.plan.remade(self.batch, alphas=self.levels[level], memory_cap_mb=None)
 
     @property
     def proven(self) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from raypipe.cost.collectives import Layout, collective_seconds
@@ -14,10 +15,11 @@ from raypipe.cost.stages import as_exchanged, costs_of
 from raypipe.errors import ClusterError, SpecError
 from raypipe.job.recompute_layers import layers_to_recompute
 from raypipe.job.spec import JobSpec
-from raypipe.plan.plan import Plan, one_copy, sharded
+from raypipe.plan.plan import Plan
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.predictor import without_noise
 from raypipe.plan.predict.step_time import StepOverheads, step_time
+from raypipe.schedule.kinds import SHARDED
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.sync import placement_of
 
@@ -106,13 +108,13 @@ def _is_of(profile: Profile, job: JobSpec, plan: Plan) -> bool:
 def _step_s(plan: Plan, job: JobSpec, profile: Profile) -> float:
     """Predict the steady time of a step as the planner does."""
     parallel = plan.parallel
-    copy = one_copy(plan, job.train.batch)
+    order = plan.one_copy().without({"AR", "U"})
+    copy = replace(order.without(SHARDED), sharding=None)
     profile = as_exchanged(without_noise(profile), job.train, parallel)
     costs = costs_of(
         profile, plan.cut, parallel.microbatch, copy,
         parallel.replicas, layers_to_recompute(parallel, plan.cut), parallel.innermost,
     )  # fmt: skip
-    order = sharded(copy, parallel, 1)
     if order.sharding is not None:
         costs = with_sharding(
             costs, profile, plan.cut, copy.placement, order.sharding, parallel.replicas, parallel.innermost

@@ -128,7 +128,7 @@ class Orders:
             return found
         if divided is not None:
             plain = self.of(replace(c, shard="none"), count, keep, remade, frozen, close=False)
-            schedule = sharded(plain.schedule, c, 1)
+            schedule = sharded(plain.schedule, c)
         elif c.recompute == "none":
             named = self.of(c, count).schedule if frozen else generate(c.schedule, shape)
             schedule = left_by_frozen(named, frozen, close)

@@ -15,7 +15,6 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
 from raypipe.plan.regions.joint import Joint
 from raypipe.plan.regions.profile import MADE_BY, RegionProfile
-from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Schedule, StageGraph, Task
 
 NAME = "multi-region"
@@ -87,7 +86,8 @@ def plan_of(job: JobSpec, profile: RegionProfile, joint: Joint) -> Plan:
     if not joint.gains:
         parallel = ParallelSpec(schedule="1f1b", microbatch=profile.microbatch, transport=transport)
         whole = tuple(range(len(profile.layers)))
-        return Plan(parallel=parallel, cut=(whole,), predicted_step_s=joint.usual.step_s * microbatches)
+        plan, step_s = Plan.of(parallel, (whole,), job.train.batch), joint.usual.step_s
+        return plan.model_copy(update={"predicted_step_s": step_s * microbatches})
     if job.train.clip is not None:
         raise SpecError(
             "train.clip", "with a second stream, layers are updated before the norm of all gradients is known",
@@ -97,7 +97,5 @@ def plan_of(job: JobSpec, profile: RegionProfile, joint: Joint) -> Plan:
         schedule="auto", placement="free", chunks=len(profile.layers), microbatch=profile.microbatch, replan=False,
         side_stream=held_until(profile, joint), transport=transport,
     )  # fmt: skip
-    return Plan(
-        parallel=parallel, cut=cut, order=to_text(order_of(profile, joint, microbatches)),
-        predicted_step_s=joint.found.step_s * microbatches,
-    )  # fmt: skip
+    plan = Plan.of(parallel, cut, job.train.batch, order_of(profile, joint, microbatches))
+    return plan.model_copy(update={"predicted_step_s": joint.found.step_s * microbatches})

@@ -225,8 +225,6 @@ def _attempt(
     plan = load_plan(directory / "plan.json")
     parallel, elastic = plan.parallel, job.train.elastic
     if elastic is not None:
-        job = job.model_copy(update={"parallel": parallel})
-    if elastic is not None:
         survivors.actors.update(warm_ones(reservation))
     workers = start_worker_group(
         build_schedule(plan, job.train.batch), parallel.replicas, request.devices, tensor=parallel.tensor,

@@ -171,7 +171,7 @@ class RunMetrics:
 
     def _flops(self) -> float:
         """Operations of a step: one forward and one backward of every sample, whatever is computed again."""
-        model = build_model(self.job, known_fields(self.directory / "data"), tensor_rank=None)
+        model = build_model(self.job, known_fields(self.directory / "data"), parallel=self._plan.parallel)
         return (1.0 + BACKWARD) * self.job.train.batch * math.fsum(model.flops)
 
     def _planned(self) -> Iterable[Reading]:

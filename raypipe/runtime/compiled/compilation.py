@@ -67,10 +67,10 @@ class Compilation:
     ) -> None:  # fmt: skip
         self.executor = executor
         self._graphs = graphs if graphs is not None else task_graphs(setup, executor.settings.device)
-        self.waits = waits or compiles_first(setup.job.train, setup.job.parallel)
-        self._may_begin_eagerly = replaces and not needs_compiled(setup.job.train, setup.job.parallel)
+        self.waits = waits or compiles_first(setup.job.train, setup.parallel)
+        self._may_begin_eagerly = replaces and not needs_compiled(setup.job.train, setup.parallel)
         self._compares = setup.job.train.compile == "auto"
-        self._refused = refusal(setup.job.parallel)
+        self._refused = refusal(setup.parallel)
         self._source = source if source is not None else _source(setup, executor)
         self._pending: Future[Outcome] | None = None
         self._ready: dict[StageKey, CompiledStage] = {}

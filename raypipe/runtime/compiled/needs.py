@@ -103,7 +103,7 @@ class Needs:
     @classmethod
     def of_run(cls, setup: Setup, executor: Executor) -> Needs:
         """Return those of a device of a run. A single validation, at its end, is not worth compiling for."""
-        train, budget = setup.job.train, setup.job.parallel.activation_memory_budget
+        train, budget = setup.job.train, setup.parallel.activation_memory_budget
         validates = (setup.evaluate, train.eval_batches) if train.eval_every else None
         return cls(executor, tuple(setup.train.values()), setup.done, budget, validates)
 

@@ -7,7 +7,9 @@ from dataclasses import asdict
 
 import ray
 
-from raypipe.job.spec import JobSpec, compiles_first
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.spec import compiles_first
+from raypipe.job.train_spec import TrainSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.compiled.report import StageReport
@@ -24,15 +26,15 @@ class CompiledSwap:
         self._swapped = 0
         """Number of steps that had been queued at the newest swap: what they report is from before it."""
 
-    def begin(self, workers: WorkerGroup, job: JobSpec) -> dict[int, list[str]]:
+    def begin(self, workers: WorkerGroup, train: TrainSpec, parallel: ParallelSpec) -> dict[int, list[str]]:
         """Have the workers compile their stages, all at the same time, as far as ``train.compile`` says.
 
         Returns, per rank all of whose stages run compiled already, the matrices whose gradients are computed in B.
         """
         self._due, self._swapped = False, 0
-        if job.train.compile == "none":
+        if train.compile == "none":
             return {}
-        waits = compiles_first(job.train, job.parallel)
+        waits = compiles_first(train, parallel)
         self._log.event("compiling", beside=not waits)
         ranks = {ref: rank for rank, ref in enumerate(workers.call("compile_stages", waits))}
         found: dict[int, list[str]] = {}

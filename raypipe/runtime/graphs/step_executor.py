@@ -273,7 +273,7 @@ class StepExecutor(Executor):
 
 def executor_for(setup: Setup, device: torch.device, plain: type[Executor]) -> Callable[..., Executor]:
     """Return what makes the executor of a device: one that captures steps where ``train.cuda_graphs`` wants that."""
-    wanted = setup.job.train.cuda_graphs in ("step", "auto") and setup.job.parallel.devices == 1
+    wanted = setup.job.train.cuda_graphs in ("step", "auto") and setup.parallel.devices == 1
     return (
         partial(StepExecutor, CudaGraphs(device)) if wanted and device.type == "cuda" and plain is Executor else plain
     )

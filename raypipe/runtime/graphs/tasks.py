@@ -276,7 +276,7 @@ class TaskGraphs:
 def task_graphs(setup: Setup, device: torch.device) -> TaskGraphs | None:
     """Return what captures the compiled stages of a device; None where ``train.cuda_graphs`` does not want it."""
     wanted = setup.job.train.cuda_graphs
-    if device.type != "cuda" or not (wanted == "tasks" or (wanted == "auto" and setup.job.parallel.devices > 1)):
+    if device.type != "cuda" or not (wanted == "tasks" or (wanted == "auto" and setup.parallel.devices > 1)):
         return None
     refused = None
     if setup.sharding is not None:

@@ -24,7 +24,6 @@ from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.recovery.standing import Facts, Standing, agreed_steps
 from raypipe.runtime.recovery.twins import transfers
 from raypipe.runtime.set_up_workers import setups_of
-from raypipe.schedule.ir import Schedule
 
 AT_ONE_STEP = 3
 """Recoveries after the same step, beyond which the run restarts: whatever kills the workers comes with that step."""
@@ -51,10 +50,9 @@ class Recovered:
     """From when the death was noticed to when all devices are ready for the next step."""
 
 
-def can_recover(job: JobSpec, schedule: Schedule, workers: WorkerGroup) -> bool:
+def can_recover(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
     """Return whether a run replaces a worker that dies: whichever it is, twins of all its stages live."""
-    parallel = job.parallel
-    ranks = len(workers.actors)
+    parallel, schedule, ranks = running.plan.parallel, running.schedule, len(workers.actors)
     return (
         job.train.recovery == "in-place"
         and workers.places is not None

@@ -29,7 +29,7 @@ def ran_out(cause: BaseException) -> bool:
 def plan_with_less(job: JobSpec, directory: Path, log: RunLog, cause: BaseException) -> None:
     """Replace the plan of the run in ``directory``; what changes, or that nothing can, is an event."""
     plan = load_plan(directory / "plan.json")
-    statistics = build_model(job, known_fields(directory / "data")).batch_statistics
+    statistics = build_model(job, known_fields(directory / "data"), parallel=plan.parallel).batch_statistics
     found = less_memory(job, plan, statistics)
     if found is None:
         log.event("notice", message="a device ran out of memory, and no plan for these devices needs less")

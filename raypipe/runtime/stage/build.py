@@ -8,7 +8,6 @@ from raypipe.models import LayeredModel
 from raypipe.runtime.setup import Setup
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.schedule.passes.sync import BY_LAYER
 
 
 def io_specs_of(setup: Setup, plan: LayeredModel) -> StageIOSpecs:
@@ -19,14 +18,13 @@ def io_specs_of(setup: Setup, plan: LayeredModel) -> StageIOSpecs:
 def build_stage(setup: Setup, plan: LayeredModel, specs: StageIOSpecs, stage: int, device: torch.device) -> StageModule:
     """Build a stage of a device; its programs say whether its weight gradients are deferred."""
     split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
-    by_layer = setup.job.parallel.sync in BY_LAYER
     return StageModule(
         plan,
         setup.cut[stage],
         setup.job.train.seed,
         device,
-        split or setup.job.parallel.postpones,
+        split or setup.parallel.postpones,
         setup.recomputed,
-        setup.search_recompute or by_layer,
+        setup.search_recompute or setup.parallel.by_layer,
         specs.ends_of(stage),
     )

@@ -25,13 +25,15 @@ from typing import Literal, NoReturn, TypeVar, get_args
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.files import short
+from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task, Versions
-from raypipe.schedule.kinds import BOOKKEEPING, KINDS
+from raypipe.schedule.kinds import BOOKKEEPING, KINDS, Kind
 
 VERSIONS: tuple[Versions, ...] = get_args(Versions)
 RECOMPUTE: tuple[Literal["early", "late"], ...] = ("early", "late")
 W_DEP: tuple[Literal["B", "grad"], ...] = ("B", "grad")
 Word = TypeVar("Word", bound=str)
+_KINDS: dict[str, Kind] = {kind: kind for kind in KINDS}
 _TASK = re.compile(r"([0-9]{1,6})([A-Za-z]+)((?:[0-9]{1,6}(?:,[0-9]{1,6})*)?)(?:@([0-9]{1,6}))?")
 _NUMBER = re.compile(r"[0-9]{1,6}")  # more than six digits is a typing error, not a device
 _SHARE = re.compile(r"[0-9]{1,9}(/[0-9]{1,9}|\.[0-9]{0,18})?|\.[0-9]{1,18}")
@@ -93,7 +95,7 @@ def parse_task(text: str, where: str = "task") -> Task:
             where, f'"{short(text)}" is not a task', "write stage, kind, micro-batch, as in 2F0, 2BW0,1 or 2F0@1"
         )
     stage, letters, mbs, replica = match.groups()
-    kind = next((k for k in KINDS if k == letters), None)
+    kind = _KINDS.get(letters)
     if kind is None:
         raise ScheduleError(
             where, f'"{short(text)}" has the unknown kind "{short(letters)}"', f"kinds are {' '.join(KINDS)}"
@@ -116,6 +118,7 @@ def read_share(text: str) -> Fraction | None:
         return None
 
 
+@no_collection()
 def from_text(text: str, source: str = "schedule") -> Schedule:
     """Read the text form; ``source`` (a file name) begins the location in every error.
 
@@ -279,11 +282,14 @@ class _TextReader:
             self.fail("a device line needs a number and a colon", "write for example: device 0: 0F0 0BW0")
         if int(number) in self.orders:
             self.fail(f"device {number} is given twice", "put its tasks on one line")
-        words = re.finditer(r"\S+", line[len(head) + 1 :])
-        base = len(head) + 2
-        self.orders[int(number)] = tuple(
-            parse_task(word.group(), f"{self.source}:{self.line}:{base + word.start()}") for word in words
-        )
+        tasks = []
+        for word in re.finditer(r"\S+", line[len(head) + 1 :]):
+            try:
+                tasks.append(parse_task(word.group()))
+            except ScheduleError as error:
+                at = f"{self.source}:{self.line}:{len(head) + 2 + word.start()}"
+                raise ScheduleError(at, error.why, error.fix) from None
+        self.orders[int(number)] = tuple(tasks)
 
     def quoted(self, text: str) -> str:
         try:

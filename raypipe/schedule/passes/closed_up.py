@@ -34,7 +34,7 @@ def closed_up(schedule: Schedule) -> Schedule:
 
     A free device starts what it may of the next tasks in the present order, by kind, while it holds no more activations
     than it does at most in that order. What is found is taken if it is no longer for any of a few costs, and shorter
-    for one of them; it depends on the schedule alone, so that a plan need not carry it.
+    for one of them.
 
     Args:
         schedule: of one copy: forwards and backwards of single micro-batches. Others are returned as they are.

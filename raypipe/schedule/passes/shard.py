@@ -92,7 +92,7 @@ def _bare(
             f"{schedule.name} keeps older versions of its weights, which shards do not have",
             "use a synchronous schedule, or zero: 0",
         )
-    bare = schedule.with_orders([t for t in order if t.kind not in SHARDED] for order in schedule.orders)
+    bare = schedule.without(SHARDED)
     sharding = Sharding(levels=levels, copies=copies, group=group) if any(levels) else None
     return replace(bare, sharding=sharding), sharding
 
@@ -201,4 +201,4 @@ def forwards_alone(schedule: Schedule) -> Schedule:
         return bare
     windows = [issued_early(policy_windows(bare, d, "step"), 1) for d in range(bare.devices)]
     placed = place(bare, bare.sharding, windows, None)
-    return placed.with_orders([t for t in order if t.kind != "RS"] for order in placed.orders)
+    return placed.without({"RS"})

@@ -69,11 +69,9 @@ def place_gradient_sync(
     """
     if policy not in get_args(Sync):
         raise ScheduleError("sync", f'"{policy}" is unknown', nearest(str(policy), get_args(Sync)))
-    bare = schedule.with_orders([t for t in order if t.kind != "AR"] for order in schedule.orders)
-    if bare.replicas * copies < 2:
-        return bare
-    summed = {stage for stage in range(bare.stages) if _scattered_over_all(bare, stage, copies)}
-    if len(summed) == bare.stages:
+    bare = schedule.without({"AR"})
+    sums = stages_to_sum(bare, copies)
+    if not sums:
         return bare
     costs = CostTable.even(bare.stages) if costs is None else costs
     graph = link(bare) if graph is None else graph
@@ -84,7 +82,7 @@ def place_gradient_sync(
 
     last = last_gradients(graph)
     ready = times_ready(graph, last, done.end)
-    order_of_sums = [stage for stage in _by_time(ready) if stage not in summed]
+    order_of_sums = [stage for stage in _by_time(ready) if stage in sums]
     turn = {stage: n for n, stage in enumerate(order_of_sums)}
     rows = held(bare)
     closes = [max((k + 1 for k, t in enumerate(order) if t.kind != "U"), default=0) for order in bare.orders]
@@ -116,6 +114,17 @@ def place_gradient_sync(
             new += [task, *after.get(k + 1, [])]
         orders.append(new)
     return bare.with_orders(orders)
+
+
+def stages_to_sum(schedule: Schedule, copies: int = 1) -> set[int]:
+    """Return the stages that have an AR: several replicas hold them, and RS does not sum over all of these.
+
+    Args:
+        schedule: with or without AR tasks.
+        copies: data-parallel copies that take part, of which ``schedule`` is one.
+    """
+    several = schedule.replicas * copies > 1
+    return {stage for stage in range(schedule.stages) if several and not _scattered_over_all(schedule, stage, copies)}
 
 
 def _scattered_over_all(schedule: Schedule, stage: int, copies: int) -> bool:

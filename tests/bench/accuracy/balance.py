@@ -67,7 +67,7 @@ def trained(rounds: int) -> None:
             for name in took:
                 cut = getattr(found, name)
                 plan = Path(folder) / f"{name}.json"
-                Plan(parallel=spec.parallel, cut=tuple(tuple(part) for part in cut.stages)).save(plan)
+                Plan.of(spec.parallel, cut.stages, spec.train.batch).save(plan)
                 run_dir = Path(folder) / f"{name}-{turn}"
                 out = _raypipe("train", str(job), "--plan", str(plan), "--run-dir", str(run_dir), "--json")
                 took[name].append(json.loads(out.splitlines()[-1])["step_s_median"])

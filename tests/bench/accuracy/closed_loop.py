@@ -38,7 +38,6 @@ from raypipe.runtime.cluster.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.worker import StageWorker
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.search import search
 from raypipe.train import make_plan, with_plan
@@ -167,13 +166,8 @@ def plan_for(job: JobSpec, plan: Plan, costs: CostTable) -> Plan:
     """What the planner makes of the same placement and memory from these costs: an order searched for where backwards
     are split, and where gradients are summed."""
     clips = job.train.clip is not None
-    text = plan.order
-    base = from_text(text, "plan") if text else build_schedule(
-        plan.model_copy(update={"parallel": plan.parallel.model_copy(update={"replicas": 1})}),
-        job.train.batch // plan.parallel.replicas,
-    )  # fmt: skip
-    base = base.with_orders([t for t in order if t.kind not in ("AR", "U", "R")] for order in base.orders)
-    orders = [plan.order]
+    base = plan.order().without({"R"})
+    orders = [plan.order()]
     if any(t.kind == "W" for t in base.tasks()):
         limits = peak_activations(base)
         for objective in OBJECTIVES:
@@ -181,7 +175,7 @@ def plan_for(job: JobSpec, plan: Plan, costs: CostTable) -> Plan:
                 base.placement, base.microbatches, costs, memory_limit=limits, objective=objective,
                 budget_s=SEARCH_S / len(OBJECTIVES), starts=[base],
             )  # fmt: skip
-            orders.append(to_text(replace(found.schedule, name=base.name)))
+            orders.append(replace(found.schedule, name=base.name))
     several = build_schedule(plan, job.train.batch).replicas > 1
 
     def seconds(candidate: Plan) -> float:
@@ -190,7 +184,7 @@ def plan_for(job: JobSpec, plan: Plan, costs: CostTable) -> Plan:
 
     return min(
         (
-            plan.model_copy(update={"order": order, "parallel": plan.parallel.model_copy(update={"sync": sync})})
+            plan.remade(job.train.batch, order, sync=sync)
             for order in orders
             for sync in (SYNCS if several else (plan.parallel.sync,))
         ),
@@ -203,11 +197,11 @@ def searched_for(job: JobSpec, believed: CostTable) -> Plan:
     plan = make_plan(job)
     if job.parallel.schedule != "auto":
         return plan
-    schedule = from_text(plan.order or "", "plan")
+    schedule = plan.order()
     found = search(
         schedule.placement, schedule.microbatches, believed, memory_limit=job.parallel.memory_limit, budget_s=3.0
     )  # fmt: skip
-    return plan.model_copy(update={"order": to_text(replace(found.schedule, name="auto"))})
+    return plan.remade(job.train.batch, replace(found.schedule, name="auto"))
 
 
 @dataclass(slots=True)
@@ -319,7 +313,8 @@ def run_real(case: Case, workers: WorkerGroup, where: Path, say: Callable[[str],
     right = drive(job, plan_for(job, plan, measured.costs), (), workers, where / "right")
     say(f"{case.name}: planned again")
     job = case.job(case.steps, replan=True)
-    loop = drive(job, plan.model_copy(update={"parallel": job.parallel}), (), workers, where / "loop")
+    again = Plan.of(job.parallel, plan.cut, job.train.batch, plan.order(), plan.frozen)
+    loop = drive(job, again, (), workers, where / "loop")
     return Outcome(case, alone, right, loop)
 
 
@@ -347,7 +342,7 @@ def run_case(case: Case, workers: WorkerGroup, where: Path, say: Callable[[str],
     right = drive(job, best, paces, workers, where / "right")
     say(f"{case.name}: planned again")
     job = case.job(case.steps, replan=True, **({"memory_cap_mb": 1e6} if share else {}))
-    again = plan.model_copy(update={"parallel": job.parallel})
+    again = Plan.of(job.parallel, plan.cut, job.train.batch, plan.order(), plan.frozen)
     outcome = Outcome(case, alone, right, drive(job, again, paces, workers, where / "loop"))
     for line in outcome.decisions:
         say(f"  {line}")

@@ -25,7 +25,7 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.stages import Placed, costs_of
 from raypipe.plan.choose import choose
 from raypipe.plan.online.measured_steps import as_run
-from raypipe.plan.plan import Plan, build_schedule, one_copy
+from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_run import Rehearsal, run_rehearsal
 from raypipe.runtime.emulation.faults import DeviceFaults
@@ -82,7 +82,7 @@ CASES = (
 
 def as_built(case: Case, plan: Plan) -> tuple[Rehearsal, dict[int, DeviceFaults]]:
     """The plan's step with the times of the fastest kind, and how much longer each device takes."""
-    profile, parallel, one = case.profile(), plan.parallel, one_copy(plan, BATCH)
+    profile, parallel, one = case.profile(), plan.parallel, plan.order()
     assert (parallel.recompute, parallel.shard, parallel.tensor) == ("none", "none", 1), parallel
     shape = (plan.cut, parallel.microbatch, one, parallel.replicas)
     mixed, fastest = costs_of(profile, *shape), costs_of(profile.kinds[0].on_hosts(profile.hosts), *shape)

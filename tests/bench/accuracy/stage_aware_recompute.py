@@ -65,7 +65,7 @@ class Choice:
         )
         recomputed = layers_to_recompute(parallel, cut)
         self.share = share
-        self.schedule: Schedule = build_schedule(Plan(parallel=parallel, cut=cut), BATCH)
+        self.schedule: Schedule = build_schedule(Plan.of(parallel, cut, BATCH), BATCH)
         self.costs = costs_of(profile, cut, MICROBATCH, self.schedule, recomputed=recomputed)
         self.memory = [m.total for m in device_memory(profile, cut, self.schedule, MICROBATCH, recomputed=recomputed)]
 

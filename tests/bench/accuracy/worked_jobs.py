@@ -26,7 +26,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR
 from raypipe.plan.choose import Decision, choose
 from raypipe.plan.online.measured_steps import as_run
-from raypipe.plan.plan import build_schedule, one_copy
+from raypipe.plan.plan import build_schedule
 from raypipe.plan.predict.orders import Order
 from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_run import Rehearsal, run_rehearsal
@@ -68,7 +68,7 @@ class Entry:
         """The step over all devices; every time is ``scale`` times as long."""
         p, plan = self.decision.best, self.decision.plan
         update = p.candidate.update if job.train.needs_norm else "none"
-        norm = resolve(update, lambda: Order(one_copy(plan, job.train.batch)).gains_ahead)
+        norm = resolve(update, lambda: Order(plan.one_copy().without({"AR", "U"})).gains_ahead)
         schedule = as_run(build_schedule(plan, job.train.batch))
         return Rehearsal(schedule=schedule, costs=longer(p.costs, scale), copies=p.candidate.replicas, norm=norm)
 

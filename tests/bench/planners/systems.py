@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.load import job_from
 from raypipe.plan.choose import choose
-from raypipe.plan.plan import one_copy
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.forms.text import to_text
 from tests.bench.planners.cases import MICROBATCHES, Case
@@ -111,7 +110,7 @@ def raypipe(case: Case) -> Verdict | None:
     except SpecError:
         return None
     p = decision.best
-    c, text = p.candidate, to_text(one_copy(decision.plan, case.batch))
+    c, text = p.candidate, to_text(decision.plan.one_copy().without({"AR", "U"}))
     words = f"{c.schedule} {c.stages} x {c.replicas} x T{c.tensor}, B = {c.microbatch}"
     words += "" if c.recompute == "none" else f", recompute {c.recompute}"
     inside = c.innermost == "replicas"

@@ -29,7 +29,7 @@ def raiser(cap_mb: float) -> Raiser:
     parallel = ParallelSpec(
         schedule="shifted-critical-path", stages=8, recompute="stage-aware", memory_cap_mb=cap_mb
     )  # fmt: skip
-    return Raiser(Plan(parallel=parallel, cut=CUT), 16, clips=False)
+    return Raiser(Plan.of(parallel, CUT, 16), 16, clips=False)
 
 
 def devices(search: Raiser, level: int, more: float = 1.0) -> list[StepMemory]:

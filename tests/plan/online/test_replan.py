@@ -266,7 +266,7 @@ def test_a_resumed_run_begins_with_the_plan_that_was_found(text_folder: Path, tm
     job = make_job(text_folder, parallel)
     present = running(make_plan(job), job.train.batch)
     found = better_plan(present, job.train.batch, True, uneven(4)).target.plan
-    assert found.order != present.plan.order
+    assert found.program != present.plan.program
     found.save(tmp_path / "plan.json")
     kept = kept_plan(job, tmp_path)
     assert kept is not None

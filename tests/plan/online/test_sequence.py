@@ -39,7 +39,7 @@ class Clock:
 
 def begin(told: list[str], **parallel: Any) -> ControllerSequence:
     spec = ParallelSpec.model_validate({"schedule": "zb-h1", "stages": 2, **parallel})
-    plan = Plan(parallel=spec, cut=((0, 1), (2, 3)))
+    plan = Plan.of(spec, ((0, 1), (2, 3)), BATCH)
     return ControllerSequence(running_of(plan, BATCH, clips=False), BATCH, False, told.append)
 
 

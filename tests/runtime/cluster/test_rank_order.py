@@ -59,7 +59,8 @@ def test_addresses_and_gpus_are_numbers_not_text() -> None:
 def plan_of_shape(width: int, copies: int, innermost: str, kinds: tuple[str, ...]) -> Plan:
     made = MadeFor(model={}, train={}, device="", decision="", hosts=(1,) * len(kinds), kinds=kinds)
     parallel = ParallelSpec(stages=width, replicas=copies, innermost=innermost)
-    return Plan(parallel=parallel, cut=tuple((s,) for s in range(width)), made_for=made)
+    plan = Plan.of(parallel, tuple((s,) for s in range(width)), copies)
+    return plan.model_copy(update={"made_for": made})
 
 
 def test_copies_take_their_share_of_each_kind_as_the_costs_say() -> None:

@@ -46,8 +46,10 @@ def parallel(**keys: Any) -> ParallelSpec:
 def test_the_faster_way_is_kept_and_losses_do_not_change(compiled_s: float) -> None:
     made, plain = device(), device()
     train = SimpleNamespace(compile="auto", compile_first=False, deterministic=False, cuda_graphs="none", eval_every=0)
-    job = SimpleNamespace(train=train, parallel=parallel())
-    setup = cast(Any, SimpleNamespace(job=job, train={0: made.program}, done=0))
+    setup = cast(
+        Any,
+        SimpleNamespace(job=SimpleNamespace(train=train), parallel=parallel(), train={0: made.program}, done=0),
+    )
     compilation = Compilation(setup, made.executor, InProcess(setup, made.executor, interpreted))
     assert compilation.begin() == []
     assert compilation.state == "compiling"
@@ -112,7 +114,7 @@ def test_others_do_not_wait_for_a_replacement_to_compile(
 ) -> None:
     made, source = device(), Begun(not stored)
     train = SimpleNamespace(compile="inductor", compile_first=True, deterministic=bits_matter, cuda_graphs="none")
-    setup = cast(Any, SimpleNamespace(job=SimpleNamespace(train=train, parallel=parallel())))
+    setup = cast(Any, SimpleNamespace(job=SimpleNamespace(train=train), parallel=parallel()))
     compilation = Compilation(setup, made.executor, source, replaces=replaces)
     compilation._refused = None  # whatever this host has of a compiler
     compilation.begin()

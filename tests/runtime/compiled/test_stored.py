@@ -144,9 +144,9 @@ def test_a_damaged_stage_is_compiled_again(tmp_path: Path, monkeypatch: pytest.M
     job = SimpleNamespace(
         model=SPEC,
         train=SimpleNamespace(dtype="float64", compile_timeout_s=60.0, eval_every=0),
-        parallel=SimpleNamespace(activation_memory_budget=1.0),
     )
-    setup = cast(Any, SimpleNamespace(job=job, cut=((0, 1), (2, 3)), train={0: made.program}, done=0))
+    parallel, cut = SimpleNamespace(activation_memory_budget=1.0), ((0, 1), (2, 3))
+    setup = cast(Any, SimpleNamespace(job=job, parallel=parallel, cut=cut, train={0: made.program}, done=0))
 
     def begin() -> None:
         assert stored_stages.StoredStages(setup, made.executor).begin([(0, 0)]) == []

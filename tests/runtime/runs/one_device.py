@@ -17,7 +17,6 @@ from raypipe.job.train_spec import TrainSpec
 from raypipe.models import LayeredModel
 from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.online.tune_first_k import FirstKTuner
-from raypipe.plan.plan import forward_only
 from raypipe.runtime.executor import Executor
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
@@ -30,7 +29,7 @@ from raypipe.runtime.update.optimizer import make_optimizer
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.lowering.programs import Program, programs
-from raypipe.schedule.passes import add_updates, place_gradient_sync
+from raypipe.schedule.passes import add_updates, forwards_alone, place_gradient_sync
 from raypipe.schedule.verify import verify
 
 LR = 1.0
@@ -154,7 +153,7 @@ def one_device(
         Shares(None) if train is None else DeviceShares(None),
         {}, {}, specs, {},
     )  # fmt: skip
-    (program,), (evaluate,) = programs(schedule), programs(forward_only(schedule))
+    (program,), (evaluate,) = programs(schedule), programs(forwards_alone(schedule))
     return OneDevice(executor, program, stages, evaluate)
 
 

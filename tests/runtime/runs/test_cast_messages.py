@@ -137,7 +137,7 @@ def test_only_wider_floating_tensors_are_cast() -> None:
 def test_gradients_of_a_mean_do_not_vanish_in_float16(text_folder) -> None:
     """The mean over 4096 targets: 1e-6 a target is 2e-10 of the loss, nothing in float16."""
     job = small_job(text_folder, {"schedule": "1f1b", "stages": 2, "wire_dtype": "float16"}, batch=256)
-    message_cast = message_cast_of(job)
+    message_cast = message_cast_of(job, job.parallel)
     gradient = torch.full((4,), 1e-6 / 4096, dtype=torch.float64)
     spec = TensorSpec((4,), torch.float64)
     assert not gradient.half().any()

@@ -9,11 +9,11 @@ import pytest
 from raypipe.data import prepare
 from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.models import build_model
+from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
 from raypipe.runtime.driver import Driver
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.text import to_text
 from raypipe.search import search
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
@@ -138,6 +138,24 @@ def test_a_hand_written_schedule_trains(replicas, reference, stage_pool, text_fo
 
 
 @pytest.mark.runs
+def test_a_run_takes_nothing_from_the_jobs_own_parallel_keys(reference, stage_pool, text_folder, tmp_path) -> None:
+    """A job of one whole device, run by a plan of stages whose layers are divided too."""
+    plan = make_plan(make_job(text_folder, {"schedule": "zb-h1", "stages": 2, "tensor": 2, "recompute": "full"}))
+    job = make_job(text_folder, {})
+    prepare(job.data, job.model.sequence, tmp_path / "data")
+    log = RunLog(tmp_path)
+    driver = Driver(job, plan, tmp_path, log, lambda *_: None)
+    driver.run(stage_pool(4), None, 0)
+    log.close()
+    model = build_model(job, None)
+    whole = sum(map(model.parameters, range(model.count)))
+    (started,) = (row for row in read_rows(tmp_path / EVENTS) if row["event"] == "started")
+    assert sum(device["parameters"] for device in started["devices"]) < 1.5 * whole
+    losses = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row]
+    assert losses == pytest.approx(reference, abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
 @pytest.mark.parametrize("replicas", [*exhaustive(1), 2])
 def test_a_free_placement_trains(replicas, reference, stage_pool, text_folder, tmp_path) -> None:
     """As a plan of the planner has it: five unequal stages on two devices, three on the one, two on the other."""
@@ -146,7 +164,7 @@ def test_a_free_placement_trains(replicas, reference, stage_pool, text_folder, t
     }  # fmt: skip
     job = make_job(text_folder, parallel)
     found = search(((0, 1, 0, 1, 0),), 4, CostTable.even(5), budget_s=0.1)
-    plan = Plan(parallel=job.parallel, cut=((0,), (1, 2), (3,), (4,), (5,)), order=to_text(found.schedule))
+    plan = Plan.of(job.parallel, ((0,), (1, 2), (3,), (4,), (5,)), job.train.batch, found.schedule)
     prepare(job.data, job.model.sequence, tmp_path / "data")
     log = RunLog(tmp_path)
     driver = Driver(job, plan, tmp_path, log, lambda *_: None)

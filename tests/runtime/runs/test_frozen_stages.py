@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from raypipe.errors import SpecError
+from raypipe.plan.plan import Plan
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive
@@ -87,7 +88,8 @@ def test_asynchronous_steps_are_those_of_the_plan_with_all_its_tasks(
     plan = make_plan(job)
     assert plan.frozen == (0,)
     less = drive(job, stage_pool, tmp_path / "less", plan=plan)
-    whole = drive(job, stage_pool, tmp_path / "whole", plan=plan.model_copy(update={"frozen": ()}))
+    every = Plan.of(plan.parallel, plan.cut, job.train.batch)
+    whole = drive(job, stage_pool, tmp_path / "whole", plan=every)
     assert less.losses == pytest.approx(whole.losses, abs=1e-9, rel=0)
     assert less.losses[-1] != less.losses[0]
 
@@ -95,6 +97,6 @@ def test_asynchronous_steps_are_those_of_the_plan_with_all_its_tasks(
 @pytest.mark.runs
 def test_a_plan_that_freezes_what_trains_is_refused(stage_pool, text_folder, tmp_path) -> None:
     job = job_with(text_folder, HALF, {"schedule": "1f1b", "stages": 3})
-    plan = make_plan(job).model_copy(update={"frozen": (0, 1)})
+    plan = Plan.of(job.parallel, make_plan(job).cut, job.train.batch, frozen=(0, 1))
     with pytest.raises(SpecError, match=re.escape("stage 1 has parameters to train")):
         drive(job, stage_pool, tmp_path, plan=plan)

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from raypipe.data import prepare
-from raypipe.plan.plan import one_copy
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Sharding
 from raypipe.search.gathers.positions import search_gathers
 from raypipe.train import make_plan
@@ -74,14 +72,13 @@ def test_searched_gathers_change_no_loss(parallel, plain, stage_pool, text_folde
     plan = make_plan(named)
     group = plan.parallel.shard_replicas
     found = search_gathers(
-        [one_copy(plan, 8)], [[4.0]], replace(CostTable.even(3), gather=(2.0,) * 3, reduce_scatter=(1.0,) * 3),
+        [plan.order()], [[4.0]], replace(CostTable.even(3), gather=(2.0,) * 3, reduce_scatter=(1.0,) * 3),
         [1.0] * 3, sharding=Sharding(levels=(3,) * 3, group=group),
     ).schedule  # fmt: skip
     gathers = [t.stage for t in found.orders[0] if t.kind == "AG"]
     assert 3 < len(gathers) < 2 * 3 * found.microbatches
-    searched = {"parallel": plan.parallel.model_copy(update={"gather": "order"}), "order": to_text(found)}
     own = job(text_folder, {**zeropp, "gather": "order"})
-    done = drive(own, stage_pool, tmp_path, plan=plan.model_copy(update=searched))
+    done = drive(own, stage_pool, tmp_path, plan=plan.remade(8, found, gather="order"))
     assert done.losses == pytest.approx(plain, abs=1e-9, rel=0)
     shards = named.parallel.replicas // (group or named.parallel.replicas)
     assert done.driver.counts["all_gather"] == shards * len(gathers)

@@ -67,7 +67,7 @@ def _compile(request: Request) -> None:
         if is_sound(request.folder):
             return
         shutil.rmtree(request.folder, ignore_errors=True)  # it is damaged, or only begun
-        plan = build_model(setup.job, setup.fields, setup.tensor_rank)
+        plan = build_model(setup.job, setup.fields, setup.tensor_rank, setup.parallel)
         module = build_stage(setup, plan, io_specs_of(setup, plan), request.stage, torch.device("cpu"))
         traced = trace_stage(module, request.needs)
         module.release()  # only shapes are needed from here on
