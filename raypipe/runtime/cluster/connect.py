@@ -7,6 +7,7 @@ that program.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
@@ -31,6 +33,8 @@ from raypipe.signals import held
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"
 LOCKED = "check the port; where the cluster asks for a token, set RAY_AUTH_MODE=token (Ray does not, for a named one)"
 
+END_S = 5.0
+"""Time that the processes of a Ray started here have to end with it."""
 ANSWER_S = 10.0
 """Time that a cluster has to answer a connection."""
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -162,6 +166,8 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
         os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")  # an actor for the page of a dashboard
     cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
     _have_token()
+    this = psutil.Process()
+    before = set(this.children())
     try:
         with on_loopback(), _starting():
             ray.init(
@@ -180,6 +186,22 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
         if isinstance(error, OSError) and error.filename is not None:
             fix = f"see that {error.filename} can be written; it is in your home directory or in Ray's, RAY_TMPDIR"
         raise RunError("ray", f"did not start on this machine: {_first_line(error)}", fix) from None
+    atexit.register(_end_local, [child for child in this.children() if child not in before])
+
+
+def _end_local(started: list[psutil.Process]) -> None:
+    """Shut Ray down, and end what is left of the processes that it started here: one may wait for itself for ever.
+
+    (Ray 2.60: a worker's exit frees a publisher that posts to the event loop whose end it waits for.)
+    """
+    family = list(started)
+    for process in started:
+        with contextlib.suppress(psutil.Error):
+            family += process.children(recursive=True)
+    ray.shutdown()
+    for process in psutil.wait_procs(family, END_S)[1]:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _have_token() -> None:

@@ -103,3 +103,35 @@ def test_a_script_of_the_python_api(tmp_path: Path) -> None:
         assert "Traceback" not in err
         assert "stack" not in err
     assert (directory / "checkpoints" / f"step-{event['step']:08d}" / "manifest.json").exists()
+
+
+STUCK = """
+import atexit, os, time, ray
+from raypipe.runtime.cluster.connect import connect
+
+@ray.remote(num_cpus=0)
+class Stuck:
+    def pid(self):
+        return os.getpid()
+
+    def end(self):
+        atexit.register(time.sleep, 600)  # as one of Ray's that waits for itself
+        ray.actor.exit_actor()
+
+connect(1)
+stuck = Stuck.remote()
+print(ray.get(stuck.pid.remote()))
+try:
+    ray.get(stuck.end.remote())
+except ray.exceptions.RayActorError:
+    pass
+"""
+
+
+def test_a_process_of_ray_that_does_not_end_is_ended() -> None:
+    environment = without_ray(RAY_ADDRESS="local")
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, env=environment, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not Path(f"/proc/{int(done.stdout)}").exists()
