@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypipe.runtime.allocated import PeakMeter, allocated_bytes
 from raypipe.runtime.backward.waiting import Memory, WaitingOperands
+from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
 from raypipe.schedule.families.reverse_first_k import HeldMemory
 
 

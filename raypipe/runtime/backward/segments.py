@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raypipe.runtime.runner import Payload
+from raypipe.runtime.transport.channel import Payload
 
 
 class Segment(NamedTuple):

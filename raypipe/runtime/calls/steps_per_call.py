@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import deque
 
+from raypipe.runtime.executor.step import MOST_STEPS
+
 CALL_S = 0.1
 """Longest call of several steps."""
-MOST_STEPS = 8
-"""More steps in a call would gain next to nothing: their share of it is an eighth already."""
 MEASURED = 3
 """Newest steps of which the longest counts, so that one that seems short does not make a call long."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from raypipe.plan.online.measured_steps import StepClock
+from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.saving.saves import Save
-from raypipe.runtime.step import StepResult
 from raypipe.schedule.lowering.asynchronous import Part
 
 

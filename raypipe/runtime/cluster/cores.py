@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 
-from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.hosts.devices import DeviceRequest
 
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 

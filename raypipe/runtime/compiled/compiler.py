@@ -14,12 +14,12 @@ from raypipe.runtime.compiled.inductor.cache import use_cache
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, opaque
 from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
-from raypipe.runtime.compiled.report import Kept, StageReport, first_line
 from raypipe.runtime.compiled.stage import CompiledStage, span_of
 from raypipe.runtime.compiled.tracing.cut import Cut, Piece, cut, forward_alone
 from raypipe.runtime.compiled.tracing.joint import Joint, trace, trace_validation
 from raypipe.runtime.compiled.tracing.rewrite import prepare
-from raypipe.runtime.executor import Executor
+from raypipe.runtime.executor.compile_report import Kept, StageReport, first_line
+from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.gradients import StageKey

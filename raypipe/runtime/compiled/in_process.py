@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from raypipe.runtime.compiled.compiler import Build, StageCompiler, TracedStage
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.compiled.needs import Needs
-from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.compiled.stored.stored_stages import Outcome
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.executor.compile_report import StageReport
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.gradients import StageKey
 
 

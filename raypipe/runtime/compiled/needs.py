@@ -18,8 +18,8 @@ from raypipe.capture.opaque import flat_results
 from raypipe.data.corpus import Split
 from raypipe.models import Lengths, Task
 from raypipe.runtime.backward.segments import Segment
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.gradients import StageKey

@@ -21,10 +21,9 @@ from raypipe.models.keyed_random import RandomKeys
 from raypipe.runtime.compiled.accumulate import Accumulation
 from raypipe.runtime.compiled.inductor.unchecked import unchecked
 from raypipe.runtime.compiled.layout import Interface, Layout
-from raypipe.runtime.runner import Payload
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import OwnGraph, StageModule
-from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.runtime.transport.channel import Payload, TensorSpec
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes the inputs in a list, which it empties; returns the outputs."""

@@ -17,15 +17,15 @@ from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.measured_steps import StepClock, as_run
 from raypipe.plan.online.recorded_steps import NO_WAITS, RecordedSteps, StepWaits
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.host_check import check_hosts
-from raypipe.runtime.cluster.worker_group import WorkerGroup, device_title
-from raypipe.runtime.communicators import Topology, rendezvous_of
 from raypipe.runtime.driver import QUEUED_CALLS
 from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup
 from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
 from raypipe.runtime.emulation.layer_link import LayerLink
 from raypipe.runtime.emulation.links import Links, with_links
+from raypipe.runtime.group.host_check import check_hosts
+from raypipe.runtime.group.worker_group import WorkerGroup, device_title
+from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
 from raypipe.runtime.transport.same_host.shared_memory import SMALLEST_RING
 from raypipe.runtime.update.gradients import shared_groups, stage_group

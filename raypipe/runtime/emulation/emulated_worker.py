@@ -22,12 +22,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from raypipe.runtime.clocks.shared_clock import SharedClock
-from raypipe.runtime.cluster.host_report import HostQuestion, HostReport, report_host
-from raypipe.runtime.communicators import Communicators, Location, Node, Topology, locate
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
 from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
-from raypipe.runtime.process import set_up_process
-from raypipe.runtime.runner import ProgramRunner
+from raypipe.runtime.executor.runner import ProgramRunner
+from raypipe.runtime.hosts.host_report import HostQuestion, HostReport, report_host
+from raypipe.runtime.process.set_up import set_up_process
+from raypipe.runtime.setup.communicators import Communicators, Location, Node, Topology, locate
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.kinds import NETWORK

@@ -24,12 +24,12 @@ from raypipe.data.corpus import Split
 from raypipe.models.keyed_random import holding_counters
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.clocks.clock import Mark, Spans
-from raypipe.runtime.executor import Executor
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.started_step import StartedStep
 from raypipe.runtime.graphs.device_graphs import CaptureError, CudaGraphs, DeviceGraphs, Graph
 from raypipe.runtime.graphs.step_keys import StepKeys
 from raypipe.runtime.late.side_updates import SideUpdates
-from raypipe.runtime.setup import Setup
-from raypipe.runtime.started_step import StartedStep
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.optimizer import set_rate
 from raypipe.schedule.lowering.programs import Program
 

@@ -13,7 +13,7 @@ from raypipe.models import build_model
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.less_memory import less_memory
 from raypipe.plan.plan import load_plan
-from raypipe.runtime.cluster.failure import describe
+from raypipe.runtime.recovery.failure import describe
 
 KILLED = "NODE_OUT_OF_MEMORY"
 """How Ray says that its memory monitor has killed a process, because its node has hardly any memory left."""

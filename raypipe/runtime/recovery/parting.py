@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from raypipe.errors import TransportError
-from raypipe.runtime.cluster.failure import kind_of
+from raypipe.runtime.recovery.failure import kind_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from raypipe.runtime.communicators import Communicators
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.recovery.standing import Facts, Standing
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.standing import Facts, Standing
+from raypipe.runtime.setup.communicators import Communicators
 from raypipe.runtime.transport.waiting import Progress
 from raypipe.runtime.update.updates import KnownShares
 

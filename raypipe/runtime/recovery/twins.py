@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from raypipe.runtime.tensor_ranks import rank_of
+from raypipe.runtime.setup.tensor_ranks import rank_of
 
 
 class Transfer(NamedTuple):

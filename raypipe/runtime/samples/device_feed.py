@@ -10,7 +10,7 @@ from raypipe.data import open_data
 from raypipe.data.sample_order import Split
 from raypipe.models import DTYPES, Task
 from raypipe.runtime.samples.stream_feed import StreamFeed
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import StageKey

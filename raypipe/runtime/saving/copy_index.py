@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.checkpoint import ShardInfo
-from raypipe.runtime.saving.keeper import Keeper
+from raypipe.runtime.state.keeper import Keeper
 
 NUMBERS = 1 << 32
 """Copies that each driver may number."""

@@ -14,8 +14,8 @@ from raypipe.models import BodyEnds, Chain, Inputs, LayeredModel, StageBody
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, parts_of, segments_of
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
 from raypipe.runtime.backward.stack import can_stack, stacked, unstacked
-from raypipe.runtime.runner import Payload
 from raypipe.runtime.stage.alternate import Alternation
+from raypipe.runtime.transport.channel import Payload
 
 
 class OwnGraph(Protocol):

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 Direction = Literal["act", "grad"]
+Payload = tuple[Tensor, ...]
+"""The tensors one stage hands to another for one micro-batch."""
 
 
 class Label(NamedTuple):

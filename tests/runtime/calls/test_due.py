@@ -11,7 +11,8 @@ import pytest
 from raypipe.job.train_spec import TrainSpec
 from raypipe.observe.run_dir import ask_to_evaluate, ask_to_save
 from raypipe.runtime.calls.due import Due, Dues
-from raypipe.runtime.calls.steps_per_call import CALL_S, MOST_STEPS, StepsPerCall
+from raypipe.runtime.calls.steps_per_call import CALL_S, StepsPerCall
+from raypipe.runtime.executor.step import MOST_STEPS
 
 MANY = 1000
 

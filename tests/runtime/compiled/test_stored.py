@@ -18,13 +18,13 @@ from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compiler import trace_stage
 from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
 from raypipe.runtime.compiled.needs import Needs
-from raypipe.runtime.compiled.report import Kept
 from raypipe.runtime.compiled.stage import swap_in
 from raypipe.runtime.compiled.stored import stored_stages
 from raypipe.runtime.compiled.stored.document import DOCUMENT, is_sound, read_stage, write_stage
 from raypipe.runtime.compiled.stored.key import stage_key
 from raypipe.runtime.compiled.stored.parts import compiled_parts
 from raypipe.runtime.compiled.stored.request import Request
+from raypipe.runtime.executor.compile_report import Kept
 from tests.runtime.compiled.pieces import assert_same, step_of
 from tests.runtime.runs.one_device import OneDevice, even_cut, one_device
 

@@ -22,7 +22,6 @@ from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.calibrate import message_delays
 from raypipe.runtime.clocks.shared_clock import SharedClock
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.communicators import Topology
 from raypipe.runtime.emulation import emulated_all_reduce as emulated_sums
 from raypipe.runtime.emulation import emulated_worker as emulation
 from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
@@ -40,6 +39,7 @@ from raypipe.runtime.emulation.emulated_run import (
 )  # fmt: skip
 from raypipe.runtime.emulation.emulated_worker import EmulatedRunner, EmulatedSetup, wait_until
 from raypipe.runtime.emulation.layer_link import LayerLink
+from raypipe.runtime.setup.communicators import Topology
 from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule import Shape, generate

@@ -13,9 +13,9 @@ import pytest
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.runtime.calls import steps_per_call
-from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.reserve import Reservation, reserve
-from raypipe.runtime.cluster.worker_group import Survivors, WorkerGroup, start_worker_group
+from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.reserve import Reservation, reserve
 from raypipe.schedule.ir import Schedule
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.dying_worker import dying

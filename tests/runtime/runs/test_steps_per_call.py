@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raypipe.runtime.calls import steps_per_call
-from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.group.worker_group import WorkerGroup
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import Done, drive, small_job
 

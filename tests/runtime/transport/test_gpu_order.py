@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypipe.errors import TransportError
-from raypipe.runtime.runner import ProgramRunner
+from raypipe.runtime.executor.runner import ProgramRunner
 from raypipe.runtime.transport.channel import Label, Peer, Receiver, Sender, StageIOSpec, TensorSpec
 from raypipe.runtime.transport.gpu.nccl import NcclReceiver, NcclSender
 from raypipe.runtime.transport.same_host.receive import ShmReceiver

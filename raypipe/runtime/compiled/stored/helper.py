@@ -19,12 +19,12 @@ import torch
 
 from raypipe.models import build_model
 from raypipe.runtime.compiled.compiler import trace_stage
-from raypipe.runtime.compiled.report import first_line
 from raypipe.runtime.compiled.stored.document import is_sound, write_stage
 from raypipe.runtime.compiled.stored.limit import keep_within
 from raypipe.runtime.compiled.stored.parts import compiled_parts
 from raypipe.runtime.compiled.stored.request import Request
-from raypipe.runtime.stage.build import build_stage, io_specs_of
+from raypipe.runtime.executor.compile_report import first_line
+from raypipe.runtime.setup.build import build_stage, io_specs_of
 
 NICENESS = 10
 """Compilation leaves the processor to whoever trains."""

@@ -23,10 +23,19 @@ import raypipe
 from raypipe.models.task import Task
 from raypipe.runtime.compiled.inductor.cache import VARIABLE
 from raypipe.runtime.compiled.needs import StageNeeds
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
 
-SOURCES = ("capture", "models", "tensor", "runtime/backward", "runtime/compiled", "runtime/stage")
+SOURCES = (
+    "capture",
+    "models",
+    "tensor",
+    "runtime/backward",
+    "runtime/compiled",
+    "runtime/executor",
+    "runtime/setup",
+    "runtime/stage",
+)
 """Rooms of raypipe whose code ends up in the graphs, or reads them."""
 
 SETTINGS = "TORCHINDUCTOR_"

@@ -9,11 +9,11 @@ from raypipe.runtime.compiled.compiler import TracedStage, shapes_of, wanted_pie
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.compiled.layout import Interface, Layout
 from raypipe.runtime.compiled.needs import Example
-from raypipe.runtime.compiled.report import first_line
 from raypipe.runtime.compiled.stage import span_of
 from raypipe.runtime.compiled.stored.document import Part, Source
 from raypipe.runtime.compiled.tracing.cut import Piece
 from raypipe.runtime.compiled.tracing.joint import Joint
+from raypipe.runtime.executor.compile_report import first_line
 
 
 def compiled_parts(traced: TracedStage) -> list[Part]:

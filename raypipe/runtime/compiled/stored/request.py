@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypipe.runtime.compiled.needs import StageNeeds
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.setup.setup import Setup
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from raypipe.runtime.compiled.inductor.cache import use_cache
 from raypipe.runtime.compiled.needs import Needs, StageNeeds, opaque
-from raypipe.runtime.compiled.report import StageReport, first_line
 from raypipe.runtime.compiled.stage import CompiledStage
 from raypipe.runtime.compiled.stored.document import is_sound, read_stage
 from raypipe.runtime.compiled.stored.helper_process import HelperProcess, stored_in
 from raypipe.runtime.compiled.stored.key import stage_key
 from raypipe.runtime.compiled.stored.limit import note_use
 from raypipe.runtime.compiled.stored.request import Request
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.executor.compile_report import StageReport, first_line
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.gradients import StageKey
 
 Outcome = list[tuple[StageKey, CompiledStage | None, StageReport]]

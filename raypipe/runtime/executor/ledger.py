@@ -1,0 +1,94 @@
+"""What a device tells the others of each step before its update, so that the step can be finished without it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raypipe.runtime.executor.standing import Facts, Standing
+from raypipe.runtime.executor.step import MOST_STEPS
+from raypipe.runtime.update.collective import Push, wait_for
+
+FIELDS = 3
+KEPT = 2 * MOST_STEPS
+"""Steps whose facts are kept: those of a call whose results may be lost, and of the call after it."""
+
+
+class Ledger:
+    """Sends a device's share of a step's result to all others when its gradients are final, and hears of theirs.
+
+    An update that cannot be taken back waits for that (``wait``); see ``standing`` for what follows from it. One that
+    was made before its norm is known can be taken back and does not wait.
+
+    Args:
+        world: the process group of all devices.
+        keys: the stage replicas of this device, each of which is updated once a step.
+        done: number of steps done so far.
+    """
+
+    def __init__(self, world: dist.ProcessGroup, keys: Collection[Hashable], done: int) -> None:
+        self._world: dist.ProcessGroup | None = world
+        self._keys = frozenset(keys)
+        self._done = done
+        self._told: int | None = None
+        """The newest step that was told, from 0."""
+        self._work: dist.Work | None = None
+        self._found = torch.empty(0, dtype=torch.float64)
+        self._heard: deque[Facts] = deque(maxlen=KEPT)
+        self.begun = done
+        """Number of steps begun."""
+        self.updated: set[Hashable] = set()
+        """The stage replicas whose update of the newest step that was told has been made."""
+
+    def tell(self, step: int, norm_squared: Tensor, loss_sum: float, samples: int) -> None:
+        """Tell the others that this device's gradients of ``step`` are complete, and its share of the result."""
+        assert self._world is not None
+        ranks = self._world.size()
+        own = torch.tensor([float(norm_squared), loss_sum, float(samples)], dtype=torch.float64).repeat(ranks)
+        self._done, self._told, self.updated = step, step, set()
+        self._found = torch.empty_like(own)
+        self._work = dist.all_to_all_single(self._found, own, group=self._world, async_op=True)
+
+    def heard(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self, push: Push) -> None:
+        """Wait until all others have told the same of their step.
+
+        Raises:
+            TransportError: a device did not do so in time.
+        """
+        if self._work is not None:
+            wait_for("all devices' gradients", self._work, push)
+            self._hear()
+
+    def _hear(self) -> None:
+        assert self._told is not None
+        norms, losses, samples = self._found.view(-1, FIELDS).t().tolist()
+        self._heard.append(Facts(self._told, tuple(norms), tuple(losses), tuple(int(n) for n in samples)))
+        self._work = None
+
+    def leave(self) -> None:
+        """Let go of the process group; take in what has arrived."""
+        work, self._world = self._work, None
+        if work is not None and work.is_completed():
+            try:
+                work.wait()
+                self._hear()
+            except RuntimeError:
+                pass
+        self._work = None
+
+    def standing(self, pending: bool) -> Standing:
+        """Say how far this device is; ``pending``: its updates can still be taken back."""
+        if self._told is None:
+            return Standing(self._done, ready=False, agreed=False, begun=self.begun)
+        if self.updated == self._keys and not pending:
+            return Standing(self._told + 1, False, False, tuple(self._heard), self.begun)
+        agreed = bool(self._heard) and self._heard[-1].step == self._told
+        return Standing(self._told, True, agreed, tuple(self._heard), self.begun)
