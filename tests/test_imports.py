@@ -16,7 +16,7 @@ LAYERS = [
 """The rooms, in the order that data flows through them."""
 RUNTIME = [
     "transport", "clocks", "process", "backward", "stage", "update", "shard", "late", "validation", "setup", "hosts",
-    "executor", "compiled", "graphs", "samples", "state", "recovery", "worker", "group", "saving", "calls", "driver",
+    "executor", "compiled", "graphs", "samples", "state", "recovery", "worker", "group", "saving", "driver",
     "cluster", "emulation",
 ]  # fmt: skip
 """The rooms of ``runtime``, in their order; the files beside them are the driver's."""

@@ -74,7 +74,7 @@ def _run_locked(
     prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None], callbacks: Sequence[Any]
 ) -> tuple[Result, dict[str, Any]]:
     from raypipe.runtime.cluster.connect import connect
-    from raypipe.runtime.cluster.cores import cores_of_one_host, warning
+    from raypipe.runtime.hosts.devices import cores_of_one_host, warning
 
     directory = prepared.directory
     together = prepared.plan.parallel.tensor

@@ -1,7 +1,7 @@
 """The driver queues steps, validations and saves with all workers, and collects their results in the same order.
 
 Devices never wait for the driver inside a step: each of them has its whole step as a program, and at least
-``QUEUED_CALLS`` calls, of one step or of several short ones (``calls.steps_per_call``), are queued ahead.
+``QUEUED_CALLS`` calls, of one step or of several short ones (``calls.due``), are queued ahead.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from raypipe.plan.online.controller import MeasuredStep
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.sequence import ControllerSequence
 from raypipe.plan.plan import Plan
-from raypipe.runtime.calls.due import Due, Dues
-from raypipe.runtime.calls.steps_per_call import StepsPerCall
-from raypipe.runtime.calls.ticket import DoneStep, Ticket
+from raypipe.runtime.calls import DoneStep, Due, Dues, StepsPerCall, Ticket
 from raypipe.runtime.compiled_swap import CompiledSwap
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.executor.step import StepResult

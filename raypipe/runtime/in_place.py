@@ -1,8 +1,9 @@
 """Replace workers that died while all others keep their processes and their state: the driver's side.
 
 A run can recover so where every stage of a device has a twin: a data-parallel copy, or Chimera's other direction. The
-living workers part (``survivor``), replacements start on the devices of the dead ones, all join in new groups under a
-new name, twins send their state to the replacements, and the step that was running is finished or repeated.
+living workers part (``recovery.replacement``), replacements start on the devices of the dead ones, all join in new
+groups under a new name, twins send their state to the replacements, and the step that was running is finished or
+repeated.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from ray.exceptions import RayActorError, RayError
 from raypipe.errors import DeviceError, RaypipeError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.online.better_order import Running
-from raypipe.runtime.executor.standing import Facts, Standing, agreed_steps
+from raypipe.runtime.executor.ledger import Facts, Standing, agreed_steps
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
-from raypipe.runtime.recovery.twins import transfers
+from raypipe.runtime.recovery.replacement import transfers
 from raypipe.runtime.set_up_workers import setups_of
 
 AT_ONE_STEP = 3
@@ -33,7 +34,7 @@ NEWEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a recovery has done."""
+    """The outcome of a recovery."""
 
     done: int
     """Number of steps after which all devices go on."""

@@ -56,10 +56,13 @@ BACKWARD = 2.0
 
 
 COUNTED = {
-    "restarted": declared.RECOVERIES, "recovered": declared.RECOVERIES, "paused": declared.RECOVERIES,
+    "restarted": declared.RECOVERIES,
+    "recovered": declared.RECOVERIES,
+    "paused": declared.RECOVERIES,
     "replanned": declared.REPLANS,
-    "skipped": declared.SKIPPED, "rewound": declared.REWINDS,
-}  # fmt: skip
+    "skipped": declared.SKIPPED,
+    "rewound": declared.REWINDS,
+}
 """Events of events.jsonl, and the metrics that count them."""
 
 
@@ -99,7 +102,7 @@ class RunMetrics:
         self._guard(EXPORTING, self._step, row, clock, devices)
 
     def figures(self, step_s: float, devices: Sequence[StepResult]) -> dict[str, float]:
-        """What loggers are told of the devices beside a step's row: MFU where their peak is known, and memory.
+        """Return what loggers get of the devices beside a step's row: MFU where their peak is known, and memory.
 
         Memory is the largest peak of any device, as far as they have reported it.
         """
@@ -175,7 +178,7 @@ class RunMetrics:
         return (1.0 + BACKWARD) * self.job.train.batch * math.fsum(model.flops)
 
     def _planned(self) -> Iterable[Reading]:
-        """What the run's events say of the plan and of what came before this attempt."""
+        """Yield what the run's events say of the plan and of what came before this attempt."""
         events = read_rows(self.directory / EVENTS)
         begun = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
         kinds = Counter(e["event"] for e in events[begun:])

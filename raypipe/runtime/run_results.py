@@ -1,4 +1,4 @@
-"""What devices report of steps and validations: checked, put together and logged."""
+"""Check, put together and log what devices report of steps and validations."""
 
 from __future__ import annotations
 
@@ -36,9 +36,14 @@ class RunResults:
     """
 
     def __init__(
-        self, job: JobSpec, data: Path, tokens_per_step: float, log: RunLog, metrics: RunMetrics,
+        self,
+        job: JobSpec,
+        data: Path,
+        tokens_per_step: float,
+        log: RunLog,
+        metrics: RunMetrics,
         nonfinite: NonFinitePolicy,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._job, self._data, self._train, self._tokens_per_step = job, data, job.train, tokens_per_step
         self._streams = job.data.type == "documents"
         self._log, self._metrics, self._nonfinite = log, metrics, nonfinite

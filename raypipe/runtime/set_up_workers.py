@@ -15,7 +15,7 @@ from raypipe.models import LayeredModel, build_model
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.plan import Plan
 from raypipe.plan.shard_ways import check_statistics
-from raypipe.runtime.graphs.check import check_graphs
+from raypipe.runtime.graphs.device_graphs import check_graphs
 from raypipe.runtime.group.host_check import check_hosts
 from raypipe.runtime.group.sent_files import files_of_nodes
 from raypipe.runtime.group.worker_group import WorkerGroup

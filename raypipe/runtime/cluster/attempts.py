@@ -34,8 +34,15 @@ from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_wor
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.rank_order import by_number, kinds_of, kinds_on_hosts
 from raypipe.runtime.hosts.reserve import Kept, Reservation, reserved_by
-from raypipe.runtime.recovery.failure import failure_message, is_final, keep_traceback, own_error, root_cause
-from raypipe.runtime.recovery.out_of_memory import plan_with_less, ran_out
+from raypipe.runtime.recovery.failure import (
+    failure_message,
+    is_final,
+    keep_traceback,
+    own_error,
+    plan_with_less,
+    ran_out,
+    root_cause,
+)
 from raypipe.runtime.saving.copy_index import index_of
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints

@@ -10,8 +10,8 @@ from itertools import groupby
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raypipe.runtime.compiled.inductor.cache import use_cache
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
+from raypipe.runtime.compiled.inductor.toolchain import use_cache
 from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, opaque
 from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
 from raypipe.runtime.compiled.stage import CompiledStage, span_of
@@ -47,7 +47,7 @@ class TracedStage:
 
     @property
     def kept(self) -> Kept:
-        """What the cut means."""
+        """Return the consequences of the cut."""
         names = {id(parameter): name for name, parameter in self.module.named.items()}
         held = dict(self.module.named_parameters())
         inside = [

@@ -37,7 +37,7 @@ class InProcess:
 
     @property
     def compiles(self) -> bool:
-        """Whether there are stages to compile: none is stored."""
+        """Return whether there are stages to compile: none is stored."""
         return bool(self._traced)
 
     def close(self) -> None:

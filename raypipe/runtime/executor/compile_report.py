@@ -1,4 +1,4 @@
-"""What a worker reports of the compilation of its stages; plain data."""
+"""The report of a worker on the compilation of its stages; plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CompileState = Literal["settled", "compiling", "ready"]
 
 @dataclass(frozen=True)
 class Kept:
-    """What the cut of a stage means for memory and for what W can put off, and what is left eager."""
+    """The consequences of the cut of a stage for memory and for what W can put off, and what is left eager."""
 
     in_input_grad: tuple[str, ...]
     """Matrices whose gradients are computed in B."""
@@ -24,7 +24,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class StageReport:
-    """What became of one stage replica."""
+    """The outcome for one stage replica."""
 
     stage: int
     replica: int

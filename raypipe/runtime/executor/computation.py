@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from raypipe.models import Inputs, Task
 from raypipe.models.keyed_random import RandomKeys, with_keys
+from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.models.slices.current import SliceCache, SliceRun, slice_run
+from raypipe.runtime.backward.deferred import Closure
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.backward.stack import stacked, stacked_inputs
 from raypipe.runtime.executor.step import StepSettings
@@ -20,8 +22,11 @@ from raypipe.runtime.executor.weight_casts import Casts
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import HalfBatch, HalfBatches, MicrobatchState, OwnGraph, StageModule
 from raypipe.runtime.transport.channel import Payload
+from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.weight_versions import Snapshot, run_with
 from raypipe.runtime.validation.predictions import KeepsPredictions, Kept, Preprocess
+from raypipe.schedule.ir import Task as PipelineTask
+from raypipe.schedule.lowering.programs import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class StageComputation:
         modules: the device's stage replicas.
         task: what the model is trained for; the end of the last stage is its loss.
         casts: casts to the autocast dtype.
-        building: what surrounds the forward of a stage replica on a micro-batch (``executor.postponed``).
+        building: what surrounds the forward of a stage replica on a micro-batch (``executor.computation``).
     """
 
     def __init__(
@@ -248,3 +253,110 @@ class StageComputation:
             else:
                 saved.outputs = made
         saved.boundaries.entries = []
+
+
+# Running statistics (batch norm) of a device's stage replicas: summed over replicas, moved at the update.
+
+
+class SummedStatistics:
+    """The batch statistics that the stage replicas of a device have seen of a step.
+
+    Args:
+        modules: the stage replicas.
+        sync: sums what ``seen`` returns beside their gradients.
+        microbatches: micro-batches of a step.
+    """
+
+    def __init__(self, modules: Mapping[StageKey, StageModule], sync: GradientSync, microbatches: int) -> None:
+        self._modules, self._sync, self._microbatches = modules, sync, microbatches
+
+    def seen(self, key: StageKey, step: int) -> Tensor | None:
+        """Return a replica's share of a step's batch statistics (``running_statistics``); None without any."""
+        statistics = self._modules[key].statistics
+        return part_of_step(statistics, step, self._microbatches) if statistics else None
+
+    def move(self, key: StageKey, step: int) -> None:
+        """Move a replica's on; called when the step's forwards are complete and final in all replicas."""
+        total = self._sync.totals.pop(key, None)
+        if total is None:
+            total = self.seen(key, step)
+        if total is not None:
+            move_all(self._modules[key].statistics, total, step, self._microbatches)
+
+    def forget(self, key: StageKey, step: int) -> None:
+        """Leave a replica's as they are, after a step that makes no update."""
+        self._sync.totals.pop(key, None)
+        for one in self._modules[key].statistics:
+            one.forget(step)
+
+    def move_on(self, key: StageKey) -> None:
+        """Move a replica's on by itself, where it is updated after every micro-batch."""
+        for one in self._modules[key].statistics:
+            one.move_on()
+
+
+# Reverse first-k: the weight gradients of a stage's first layers wait until its last backward has ended.
+#
+# They are then computed from the first layer on, so that the sum that the next forward needs first starts first. Which
+# ones wait is decided when a micro-batch's forward builds its graph: a parameter that does not wait gets its gradient
+# from autograd, in the backward, as ever. In a schedule with split backwards, all weight gradients wait for W anyway;
+# there only the order within the last W changes.
+#
+# Source: Oh et al. 2022 (OOO backprop), section 5.1, Algorithm 2.
+
+Key = tuple[int, int]
+"""(stage, replica)."""
+NOTHING: frozenset[Tensor] = frozenset()
+
+
+class PostponedGradients:
+    """Which weight gradients of a device's stage replicas wait; without ``first_k``, none beyond those of W tasks."""
+
+    def __init__(self, modules: Mapping[Key, StageModule]) -> None:
+        self._modules = modules
+        self._active = False
+        self._layer: dict[Key, dict[Tensor, int]] = {}
+        self._first: dict[Key, frozenset[Tensor]] = {}
+        self._last: dict[Key, int] = {}
+        self._split: set[tuple[int, int]] = set()
+
+    def begin_step(self, program: Program, completes: Collection[PipelineTask], first_k: Mapping[Key, int]) -> None:
+        """Begin a step.
+
+        Args:
+            program: the device's.
+            completes: the tasks that complete a stage replica's gradients and that its sum follows at once.
+            first_k: how many of its layers with parameters wait, per stage replica that sums its gradients; empty if
+                the job does not ask for it.
+        """
+        self._active = bool(first_k)
+        if not self._active:
+            return
+        self._split = {(a.task.stage, mb) for a in program.actions if a.task.kind == "W" for mb in a.task.mbs}
+        self._last = {(t.stage, t.replica): t.mbs[-1] for t in completes}
+        for key, k in first_k.items():
+            layers = self._modules[key].trained_by_block
+            self._layer[key] = {p: n for n, layer in enumerate(layers[:k]) for p in layer}
+            self._first[key] = frozenset(self._layer[key])
+
+    def of(self, key: Key, mb: int) -> frozenset[Tensor] | None:
+        """Return the parameters whose gradients for a micro-batch wait; None for all that can (a W task's)."""
+        if not self._active or (key[0], mb) in self._split:
+            return None
+        return self._first.get(key, NOTHING) if self._last.get(key) == mb else NOTHING
+
+    @contextmanager
+    def forward(self, key: Key, mb: int) -> Iterator[None]:
+        """Surround the part of a forward that builds a micro-batch's graph."""
+        queue = self._modules[key].queue
+        before, queue.only = queue.only, self.of(key, mb)
+        try:
+            yield
+        finally:
+            queue.only = before
+
+    def sort(self, key: Key, closures: list[Closure]) -> None:
+        """Put the gradients of the first layers behind all others, from the first layer on."""
+        layer = self._layer.get(key) if self._active else None
+        if layer:
+            closures.sort(key=lambda closure: 1 + min((layer.get(p, -1) for p in closure.parameters), default=-1))

@@ -18,22 +18,17 @@ from raypipe.models.host_copies import runs_behind, to_host
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.backward.segments import RecomputeBoundaries
 from raypipe.runtime.backward.stack import stacked, unstacked
-from raypipe.runtime.executor.computation import Microbatches, StageComputation
+from raypipe.runtime.executor.computation import Microbatches, PostponedGradients, StageComputation, SummedStatistics
 from raypipe.runtime.executor.ledger import Ledger
-from raypipe.runtime.executor.postponed import PostponedGradients
 from raypipe.runtime.executor.runner import ProgramRunner
-from raypipe.runtime.executor.started_step import StartedStep
-from raypipe.runtime.executor.step import FirstK, StepResult, StepSettings
-from raypipe.runtime.executor.summed_statistics import SummedStatistics
+from raypipe.runtime.executor.step import FirstK, StartedStep, StepResult, StepSettings
 from raypipe.runtime.executor.weight_casts import Casts
-from raypipe.runtime.late.late_updates import LateUpdates
 from raypipe.runtime.late.side_stream import side_stream
-from raypipe.runtime.late.side_updates import SideUpdates
+from raypipe.runtime.late.side_updates import LateUpdates, SideUpdates
 from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
 from raypipe.runtime.shard.device_shards import DeviceShards
 from raypipe.runtime.stage.inputs import Feed
-from raypipe.runtime.stage.ports import Ports
-from raypipe.runtime.stage.shapes import StageIOSpecs
+from raypipe.runtime.stage.shapes import Ports, StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
@@ -68,9 +63,14 @@ class Executor(ProgramRunner):
         shards: DeviceShards | None = None,
     ) -> None:
         super().__init__(
-            settings.microbatches, settings.timeout_s, senders, receivers, io_spec, settings.device,
-            settings.message_cast
-        )  # fmt: skip
+            settings.microbatches,
+            settings.timeout_s,
+            senders,
+            receivers,
+            io_spec,
+            settings.device,
+            settings.message_cast,
+        )
         self.io_specs = io_spec
         self.settings = settings
         self.modules = modules
@@ -93,9 +93,14 @@ class Executor(ProgramRunner):
             self.late = LayerUpdates(modules, optimizers, sync, self.outgoing.push, self.clock, self.statistics.move)
         elif settings.side_stream is not None:
             self.late = SideUpdates(
-                modules, optimizers, sync, side_stream(settings.device), settings.side_stream, self.outgoing.push,
+                modules,
+                optimizers,
+                sync,
+                side_stream(settings.device),
+                settings.side_stream,
+                self.outgoing.push,
                 self.statistics.move,
-            )  # fmt: skip
+            )
         # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}
@@ -258,11 +263,13 @@ class Executor(ProgramRunner):
         weights = versions.for_forward(mbs[0] >= self.settings.microbatches) if versions is not None else None
         arrived = [
             tuple(
-                t for m in action.receives if m.mb == mb
+                t
+                for m in action.receives
+                if m.mb == mb
                 for t in self.p2p_buffers.pop(("act", m.src_stage, stage, self.base + mb))
             )
             for mb in mbs
-        ]  # fmt: skip
+        ]
         has_backward = self.training and self.program.ends_at.get(stage) != "F"
         if has_backward:
             for one in arrived:
@@ -376,9 +383,13 @@ class Executor(ProgramRunner):
             self.shards.open_gradients(key, self.outgoing.push)
 
     def _finish_weights(
-        self, module: StageModule, saved: MicrobatchState, key: StageKey, early: BucketedAllReduce | None,
+        self,
+        module: StageModule,
+        saved: MicrobatchState,
+        key: StageKey,
+        early: BucketedAllReduce | None,
         watched_but: Collection[Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute deferred weight gradients; ``watched_but``: the backward was watched for all but these."""
         self.postponed.sort(key, saved.closures)
         if self.late is not None and self.late.takes(key, saved):
@@ -404,9 +415,8 @@ class Executor(ProgramRunner):
         stage = action.task.stage
         at = self.base + mb
         arrived = [
-            (m.src_stage, self.p2p_buffers.pop(("grad", m.src_stage, stage, at)))
-            for m in action.receives if m.mb == mb
-        ]  # fmt: skip
+            (m.src_stage, self.p2p_buffers.pop(("grad", m.src_stage, stage, at))) for m in action.receives if m.mb == mb
+        ]
         if not arrived:
             scale = self._scale(mb, saved.outputs[0].dtype)
             # So that a loss that is not finite makes the norm so: 0 * inf is not a number, and all devices hear of it.
@@ -536,12 +546,25 @@ class Executor(ProgramRunner):
         if isinstance(group, ProcessGroup):
             all_reduces, group.all_reduces = group.all_reduces, 0
         result = StepResult(
-            0.0, samples, 0.0, marks, self.received, self.received_bytes, reduced + sums, all_reduces, memory,
-            self.updates.optimistic, gathers, scatters, first_k=self._changed_first_k() if self.training else (),
-            data_wait_s=self.feed.take_wait_s(), gather_waits=tuple(self._gather_waits.items()),
+            0.0,
+            samples,
+            0.0,
+            marks,
+            self.received,
+            self.received_bytes,
+            reduced + sums,
+            all_reduces,
+            memory,
+            self.updates.optimistic,
+            gathers,
+            scatters,
+            first_k=self._changed_first_k() if self.training else (),
+            data_wait_s=self.feed.take_wait_s(),
+            gather_waits=tuple(self._gather_waits.items()),
             message_waits=self.message_waits,
-            sums_wait_s=self._sums_wait_s, figures=self.computation.take_figures(targets),
-        )  # fmt: skip
+            sums_wait_s=self._sums_wait_s,
+            figures=self.computation.take_figures(targets),
+        )
         self._gather_waits.clear()
         self._sums_wait_s = 0.0
         loss = to_host(torch.stack(losses).double().sum()) if losses else None

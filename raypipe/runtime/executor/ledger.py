@@ -1,17 +1,71 @@
-"""What a device tells the others of each step before its update, so that the step can be finished without it."""
+"""Exchange each device's share of a step before its update, so that the step can be finished without that device.
+
+A device tells the others when the gradients of its step are complete and final, and makes no update that it could not
+take back before it has heard the same of all others (``Ledger``). So when one device has such an update of a step, the
+others have at least that step's gradients and can finish it by themselves; and when none has, all of them can forget
+the step and run it again. Which of the two it is follows from what the living devices know (``agreed_steps``).
+
+Source: two-phase commit (Gray 1978, Notes on Data Base Operating Systems, section 5.8.3): the step is the transaction.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Hashable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypipe.runtime.executor.standing import Facts, Standing
+from raypipe.errors import RunError
 from raypipe.runtime.executor.step import MOST_STEPS
 from raypipe.runtime.update.collective import Push, wait_for
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The shares of a step that all devices sent, by rank: what the driver needs of the result of one that died."""
+
+    step: int
+    """Counted from 0."""
+    norm_squared: tuple[float, ...]
+    loss_sum: tuple[float, ...]
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far one device is."""
+
+    done: int
+    """Number of steps whose updates are final here."""
+    ready: bool
+    """Whether the gradients of the step after these are complete, and the others have been told so."""
+    agreed: bool
+    """Whether all devices are known to be ``ready`` for that step, so that its update may be final on some of them."""
+    facts: tuple[Facts, ...] = ()
+    """Of the newest steps of which all have been heard."""
+    begun: int = 0
+    """Number of steps that this device has begun."""
+
+
+def agreed_steps(standings: Collection[Standing]) -> int:
+    """Return the number of steps after which all devices go on.
+
+    Raises:
+        RunError: a device can come to that state neither forward nor backward, which no death can bring about.
+    """
+    target = max(one.done + one.agreed for one in standings)
+    for one in standings:
+        if one.done != target and not (one.done == target - 1 and one.ready):
+            raise RunError(
+                "recovery",
+                f"a device has done {one.done} steps and another one {target}",
+                "restart from the last checkpoint",
+            )
+    return target
+
 
 FIELDS = 3
 KEPT = 2 * MOST_STEPS
@@ -21,8 +75,8 @@ KEPT = 2 * MOST_STEPS
 class Ledger:
     """Sends a device's share of a step's result to all others when its gradients are final, and hears of theirs.
 
-    An update that cannot be taken back waits for that (``wait``); see ``standing`` for what follows from it. One that
-    was made before its norm is known can be taken back and does not wait.
+    An update that cannot be taken back waits for that (``wait``). One that was made before its norm is known can be
+    taken back and does not wait.
 
     Args:
         world: the process group of all devices.
@@ -54,7 +108,7 @@ class Ledger:
         self._work = dist.all_to_all_single(self._found, own, group=self._world, async_op=True)
 
     def heard(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
         return self._work is None or self._work.is_completed()
 
     def wait(self, push: Push) -> None:

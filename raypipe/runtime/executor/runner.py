@@ -139,9 +139,10 @@ class ProgramRunner(ABC):
                     for sender in self.senders.values():
                         sender.flush(0.0)  # its error names the peer
                     raise TransportError(
-                        "this device", f"did not end its step within {self.timeout_s:g} s",
+                        "this device",
+                        f"did not end its step within {self.timeout_s:g} s",
                         "look at the devices it gets messages from; train.message_timeout_s",
-                    )  # fmt: skip
+                    )
                 time.sleep(POLL_S)
         return spans.times()
 

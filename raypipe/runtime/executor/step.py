@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from raypipe.checkpoint import ShardInfo
 from raypipe.errors import SampleCountError
 from raypipe.plan.online.controller import StepMemory
 from raypipe.plan.online.recorded_steps import StepWaits
+from raypipe.runtime.clocks.clock import Spans
 from raypipe.runtime.executor.cast_messages import MessageCast
 from raypipe.runtime.executor.compile_report import CompileState, StageReport
 from raypipe.runtime.hosts.node_files import SentShard
@@ -39,7 +41,7 @@ class FirstK(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a worker has written for a save."""
+    """The shard that a worker has written for a save."""
 
     rank: int
     number: int
@@ -53,7 +55,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a worker reports of one step. But for predictions it stays small, because it travels through Ray."""
+    """A worker's report of one step. But for predictions it stays small, because it travels through Ray."""
 
     loss_sum: float
     """Sum of the losses of the micro-batches whose last stage is on this device, divided by the targets of the
@@ -118,18 +120,21 @@ def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
     counted = sum(r.samples for r in results)
     if counted != due:
         raise SampleCountError(
-            where, f"its loss covers {counted} samples instead of {due}",
+            where,
+            f"its loss covers {counted} samples instead of {due}",
             "this is a fault of raypipe: report it with the run's plan.json",
-        )  # fmt: skip
+        )
 
 
 def waits_of(devices: Sequence[StepResult]) -> StepWaits:
     """Return what devices waited for inside the tasks of a step."""
     messages = tuple(r.message_waits for r in devices)
     return StepWaits(
-        data_s=tuple(r.data_wait_s for r in devices), gather_s=tuple(dict(r.gather_waits) for r in devices),
-        sums_s=tuple(r.sums_wait_s for r in devices), message_s=messages if any(messages) else (),
-    )  # fmt: skip
+        data_s=tuple(r.data_wait_s for r in devices),
+        gather_s=tuple(dict(r.gather_waits) for r in devices),
+        sums_s=tuple(r.sums_wait_s for r in devices),
+        message_s=messages if any(messages) else (),
+    )
 
 
 def communication_counts(results: Sequence[StepResult], tensor: int) -> dict[str, int]:
@@ -177,3 +182,39 @@ class StepSettings:
     """Whether every micro-batch runs in two halves that alternate."""
     tensor_rank: int = 0
     """Tensor rank of this process within its device. All ranks compute the loss; only rank 0 reports it."""
+
+
+# A step that was started, and whose result the host reads later: on a GPU, while the next step runs.
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """All that is known of a step when its last task has been queued."""
+
+    partial: StepResult
+    """The result, as far as the host knows it."""
+    loss: Tensor | None
+    """Sum of the losses, on its way to the host (``host_copies.to_host``); None without a last stage here."""
+    targets: int
+    """Targets of the mini-batch."""
+    squares: Tensor | None
+    """Squared gradient norms of the step's updates, on their way to the host; None without updates."""
+    spans: Spans
+    times_of: Callable[[Spans], NDArray[np.float64]]
+    """Waits for the step's end."""
+    late: Callable[[NDArray[np.float64]], float] | None = None
+    """Where updates are made while the next step runs: completes them, sets when all-reduces ended, and returns this
+    device's share of the squared norm."""
+
+    def result(self) -> StepResult:
+        """Wait for the end of the step on the device, and return its result. Call it once, in the order of steps.
+
+        Raises:
+            TransportError: the device, or one of its messages, does not get there in time.
+        """
+        times = self.times_of(self.spans)
+        loss = 0.0 if self.loss is None else float(self.loss) / self.targets
+        # With several updates in a step (PipeDream), report the mean of their squared norms.
+        squares = [] if self.squares is None else self.squares.tolist()
+        norm = sum(squares) / max(1, len(squares)) if self.late is None else self.late(times)
+        return replace(self.partial, times=times, loss_sum=loss, norm_squared=norm)

@@ -52,9 +52,10 @@ def check_hosts(workers: WorkerGroup, directory: Path | None = None, timeout_s: 
 def no_answer(nodes: Sequence[Location], directory: Path | None, timeout_s: float) -> RunError:
     """Make the error about nodes that do not answer."""
     return RunError(
-        f"node {', '.join(at.address for at in nodes)}", f"did not answer within {timeout_s:g} s",
+        f"node {', '.join(at.address for at in nodes)}",
+        f"did not answer within {timeout_s:g} s",
         f"see whether the file system under {directory} hangs there" if directory else "see what keeps it busy",
-    )  # fmt: skip
+    )
 
 
 def judge(reports: Sequence[HostReport], own: Mapping[str, str]) -> None:
@@ -68,9 +69,10 @@ def judge(reports: Sequence[HostReport], own: Mapping[str, str]) -> None:
         for name, version in own.items():
             if report.versions[name] != version:
                 raise ClusterError(
-                    node, f"has {name} {report.versions[name]}, but the driver has {version}",
+                    node,
+                    f"has {name} {report.versions[name]}, but the driver has {version}",
                     "install the same versions of raypipe, torch, ray and Python on every node",
-                )  # fmt: skip
+                )
         if report.network is not None:
             raise report.network
 

@@ -297,9 +297,13 @@ def start_actors(
         if rank not in actors:
             actors[rank] = places.start(rank, title)
     workers = WorkerGroup(
-        [actors[rank] for rank in range(len(titles))], titles, [], place.run_id,
-        place if reservation is None else None, places,
-    )  # fmt: skip
+        [actors[rank] for rank in range(len(titles))],
+        titles,
+        [],
+        place.run_id,
+        place if reservation is None else None,
+        places,
+    )
     try:
         workers.locate()
     except BaseException:

@@ -68,8 +68,9 @@ def free_bundles(bundle: Mapping[str, float]) -> dict[str, int]:
     stay = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - drained_nodes()
     return {
         node: min(int(has.get(kind, 0.0) / each + 1e-6) for kind, each in bundle.items() if each)
-        for node, has in available_resources_per_node().items() if node in stay
-    }  # fmt: skip
+        for node, has in available_resources_per_node().items()
+        if node in stay
+    }
 
 
 def knows_node_types(status: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What a node reports to the driver before training, to show that it can work with the others."""
+"""Report a node to the driver before training, to show that it can work with the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOOKS, LOOK_AGAIN_S = 5, 0.5
 
 @dataclass(frozen=True, slots=True)
 class HostQuestion:
-    """What the driver asks every node to check."""
+    """The checks that the driver asks of every node."""
 
     directory: Path | None
     """The run's directory; None where nothing is written."""
@@ -40,7 +40,7 @@ class HostQuestion:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """What a node found."""
+    """The findings of a node."""
 
     address: str
     versions: Mapping[str, str]

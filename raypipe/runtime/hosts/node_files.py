@@ -83,9 +83,10 @@ def end_folder(run: str, name: str, listing: Listing) -> None:
     if (found := listed(partial)) != dict(listing):
         wrong = sorted(file for file in {*found, *listing} if found.get(file) != listing.get(file))
         raise ClusterError(
-            f"node {own_address()}", f"did not take {wrong[0]} of {name} as the driver sent it: its disk may be full",
+            f"node {own_address()}",
+            f"did not take {wrong[0]} of {name} as the driver sent it: its disk may be full",
             f"free space under {folder.parent}, or set TMPDIR on that node",
-        )  # fmt: skip
+        )
     partial.rename(folder)
 
 

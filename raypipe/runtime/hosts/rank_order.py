@@ -67,9 +67,10 @@ def in_planners_order(bundles: Iterable[Bundle], kinds: Sequence[str] = ()) -> l
     if not kinds:
         return host_by_host(bundles)
     return [
-        bundle for kind in dict.fromkeys(kinds)
+        bundle
+        for kind in dict.fromkeys(kinds)
         for bundle in host_by_host([one for one in bundles if kinds[one.number] == kind])
-    ]  # fmt: skip
+    ]
 
 
 def by_number(by_rank: Sequence[str], numbering: Numbering, together: int) -> list[str]:
@@ -130,11 +131,12 @@ def check_kinds(kinds: Sequence[str], bundle: DeviceRequest, nodes: Iterable[Map
         if has.get(kind, 0) < wanted:
             there = ", ".join(f"{count} {name or 'without a type'}" for name, count in has.items())
             raise ClusterError(
-                "plan", f"is for {wanted} devices of accelerator type {kind}, and the cluster has: {there or 'none'}",
+                "plan",
+                f"is for {wanted} devices of accelerator type {kind}, and the cluster has: {there or 'none'}",
                 "plan for this cluster: raypipe profile JOB.yaml -o PROFILE.json, then raypipe autoconfigure "
                 "JOB.yaml --profile PROFILE.json; nodes name their kind with ray start --resources "
                 f"'{{\"{resource_of(kind)}\": 1}}' where Ray does not find it",
-            )  # fmt: skip
+            )
 
 
 def located_bundles(groups: Iterable[PlacementGroup], gpus: float, kinds: Sequence[str]) -> list[Bundle]:

@@ -168,9 +168,7 @@ class Reservation:
         for part in self.parts:
             if part not in stay:
                 remove_placement_group(part.group)
-        return replace(
-            self, parts=tuple(stay), devices=sum(part.group.bundle_count for part in stay) * self.together
-        )  # fmt: skip
+        return replace(self, parts=tuple(stay), devices=sum(part.group.bundle_count for part in stay) * self.together)
 
     def with_more(self, devices: int) -> Reservation | None:
         """Reserve free devices of some nodes beside these, ``devices`` in all; None if there are too few now."""
@@ -188,9 +186,15 @@ def _nodes_of(part: Part) -> set[str] | None:
 
 
 def reserve(
-    devices: int, request: DeviceRequest, timeout_s: float | None, notify: Notify = silent, together: int = 1,
-    kinds: tuple[str, ...] = (), by_node: bool = False, run_id: str | None = None,
-) -> Reservation:  # fmt: skip
+    devices: int,
+    request: DeviceRequest,
+    timeout_s: float | None,
+    notify: Notify = silent,
+    together: int = 1,
+    kinds: tuple[str, ...] = (),
+    by_node: bool = False,
+    run_id: str | None = None,
+) -> Reservation:
     """Reserve ``devices`` devices, waiting for them as ``Reservation.wait`` does.
 
     Each ``together`` of them are on one node: their bundle is one, which is stronger than a strategy of Ray's.
@@ -296,8 +300,9 @@ def _by_node(bundles: int, bundle: dict[str, float], run_id: str) -> tuple[Part,
         return None
     parts = tuple(
         _part(run_id, [bundle] * count, "STRICT_PACK", bundle_label_selector=[{NODE_ID: node}] * count)
-        for node, count in takes.items() if count
-    )  # fmt: skip
+        for node, count in takes.items()
+        if count
+    )
     if all(part.group.wait(SEEN_FREE_S) for part in parts):
         return parts
     for part in parts:

@@ -86,7 +86,7 @@ class DeviceMemory(NamedTuple):
 
 
 class MemoryReports:
-    """What a device says of its memory with the results of its steps, at most once a second."""
+    """Reports a device's memory with the results of its steps, at most once a second."""
 
     EVERY_S = 1.0
 

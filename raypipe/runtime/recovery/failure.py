@@ -25,7 +25,13 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from raypipe.data import known_fields
 from raypipe.errors import DeviceError, RaypipeError, RunError, TransportError
+from raypipe.job.spec import JobSpec
+from raypipe.models import build_model
+from raypipe.observe.run_log import RunLog
+from raypipe.plan.less_memory import less_memory
+from raypipe.plan.plan import load_plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -125,7 +131,7 @@ _LIBRARIES = tuple(f"{Path(folder).resolve()}/" for folder in (Path(__file__).pa
 
 
 def _is_users(filename: str) -> bool:
-    """Whether a source file belongs neither to raypipe nor to an installed library; ``<...>`` is generated code."""
+    """Return whether a source file is neither raypipe's nor an installed library's; ``<...>`` is generated code."""
     path = Path(filename).resolve()
     return not (filename.startswith("<") or _INSTALLED & set(path.parts) or str(path).startswith(_LIBRARIES))
 
@@ -263,3 +269,29 @@ def keep_traceback(directory: Path, error: BaseException) -> Path:
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}{where}\n{text.rstrip()}\n\n")
     return path
+
+
+# Have the next attempt at a run use a plan that needs less memory, where a device ran out of it.
+
+KILLED = "NODE_OUT_OF_MEMORY"
+"""How Ray says that its memory monitor has killed a process, because its node has hardly any memory left."""
+
+
+def ran_out(cause: BaseException) -> bool:
+    """Return whether a failure (a result of ``own_error``) is that of a device without memory."""
+    if isinstance(cause, DeviceError):
+        return cause.kind == "memory"
+    return isinstance(cause, RayActorError) and KILLED in str(cause)
+
+
+def plan_with_less(job: JobSpec, directory: Path, log: RunLog, cause: BaseException) -> None:
+    """Replace the plan of the run in ``directory``; what changes, or that nothing can, is an event."""
+    plan = load_plan(directory / "plan.json")
+    statistics = build_model(job, known_fields(directory / "data"), parallel=plan.parallel).batch_statistics
+    found = less_memory(job, plan, statistics)
+    if found is None:
+        log.event("notice", message="a device ran out of memory, and no plan for these devices needs less")
+        return
+    smaller, change = found
+    smaller.save(directory / "plan.json")
+    log.event("out_of_memory", message=describe(cause), change=change)

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from raypipe.errors import RaypipeError
 from raypipe.plan.online.controller import StepMemory
-from raypipe.runtime.executor.standing import Facts
+from raypipe.runtime.executor.ledger import Facts
 from raypipe.runtime.executor.step import StepResult
 
 

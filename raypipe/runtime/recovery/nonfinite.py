@@ -1,4 +1,4 @@
-"""What the driver does about a step whose loss, gradients or norm are not finite (``train.on_nonfinite``).
+"""Handle steps whose loss, gradients or norm are not finite (``train.on_nonfinite``), in the driver.
 
 ``skip`` is done by the devices, which all see the same global norm (``update.updates``); the driver counts. ``rewind``
 goes back to the last checkpoint and on with the data after the bad mini-batch, so that all mini-batches since the

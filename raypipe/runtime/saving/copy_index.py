@@ -38,7 +38,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What a driver learns from the index when it begins."""
+    """The answer that a driver gets from the index when it begins."""
 
     first: int
     """The number of its first copy."""

@@ -18,9 +18,8 @@ from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER
 from raypipe.runtime.transport.inbox import absent
 from raypipe.runtime.transport.interfaces import use_interface
-from raypipe.runtime.transport.mesh import open_channels, served_by
 from raypipe.runtime.transport.process_groups import connected_on_use
-from raypipe.runtime.transport.registry import TRANSPORTS
+from raypipe.runtime.transport.registry import TRANSPORTS, open_channels, served_by
 from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.transport.transport import Ends
 from raypipe.runtime.update.norm import ONE_HOP
@@ -108,17 +107,25 @@ class Communicators:
             # What is sent on the world's groups are shares of the gradient norm, by many ranks to a few each.
             with connected_on_use(len(topology.peers) > ONE_HOP):
                 dist.init_process_group(
-                    "gloo", store=store, rank=rank, world_size=len(topology.peers),
+                    "gloo",
+                    store=store,
+                    rank=rank,
+                    world_size=len(topology.peers),
                     timeout=FOREVER if posted_ahead else limit,
-                )  # fmt: skip
+                )
                 # Collectives keep the message timeout also where messages on the world's group may take any time.
                 self.world = dist.new_group(timeout=limit, backend="gloo") if posted_ahead else dist.group.WORLD
             self.clock = open_clock(rank, nodes, first, store, topology.run_id, timeout_s=topology.timeout_s)
             self.groups = create_groups(topology.groups, backend, topology.timeout_s)
             self.senders, self.receivers = open_channels(
-                topology.peers[rank], topology.peers, topology.edges, topology.transport, topology.run_id,
-                timeout_s=topology.timeout_s, ring_bytes=topology.ring_bytes,
-            )  # fmt: skip
+                topology.peers[rank],
+                topology.peers,
+                topology.edges,
+                topology.transport,
+                topology.run_id,
+                timeout_s=topology.timeout_s,
+                ring_bytes=topology.ring_bytes,
+            )
         except RuntimeError as error:  # torch's, of Gloo, NCCL or the store
             self.close()
             raise absent(error) from error
@@ -162,9 +169,13 @@ def _meet(rank: int, topology: Topology, address: str, port: int) -> Any:
     listener = _listening.pop(port, None) if rank == 0 else None
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            address, port, len(topology.peers), is_master=rank == 0, timeout=timedelta(seconds=topology.timeout_s),
+            address,
+            port,
+            len(topology.peers),
+            is_master=rank == 0,
+            timeout=timedelta(seconds=topology.timeout_s),
             master_listen_fd=listener.detach() if listener is not None else None,
-        )  # fmt: skip
+        )
     except RuntimeError as error:
         raise absent(error) from error
 

@@ -1,4 +1,4 @@
-"""What the driver sends a worker before the first step: plain data, a few kilobytes."""
+"""The message of the driver to a worker before the first step: plain data, a few kilobytes."""
 
 from __future__ import annotations
 

@@ -35,8 +35,11 @@ def tensor_rank_groups(groups: Mapping[str, tuple[int, ...]], devices: int, size
     """Turn groups of devices into groups of processes, one per tensor rank, and add each device's tensor group."""
     if size == 1:
         return dict(groups)
-    found = {f"{name}, tensor rank {m}": tuple(rank_of(d, m, size) for d in ranks)
-             for name, ranks in groups.items() for m in range(size)}  # fmt: skip
+    found = {
+        f"{name}, tensor rank {m}": tuple(rank_of(d, m, size) for d in ranks)
+        for name, ranks in groups.items()
+        for m in range(size)
+    }
     for device in range(devices):
         found[f"{TENSOR_GROUP} {device}"] = tuple(rank_of(device, m, size) for m in range(size))
     return found

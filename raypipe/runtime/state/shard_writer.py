@@ -32,7 +32,7 @@ NICENESS = 10
 
 @dataclass(frozen=True, slots=True)
 class SaveBegun:
-    """What a worker reports of a save when it can train on."""
+    """A worker's report of a save when it can train on."""
 
     broken: str | None
     """Key of a tensor that is infinite or not a number, so that there must be no checkpoint; None if all are finite."""

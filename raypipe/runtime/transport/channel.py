@@ -96,7 +96,7 @@ class Sender(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether a message waits for ``progress`` to send it."""
+        """Return whether a message waits for ``progress`` to send it."""
 
     def progress(self) -> None:
         """Send as much of what is pending as is possible without waiting."""

@@ -43,7 +43,7 @@ class Source(Protocol):
 
     @property
     def compiles(self) -> bool:
-        """Whether some of the stages that were begun are not stored."""
+        """Return whether some of the stages that were begun are not stored."""
 
     def close(self) -> None:
         """Give up what is under way."""
@@ -62,9 +62,14 @@ class Compilation:
     """
 
     def __init__(
-        self, setup: Setup, executor: Executor, source: Source | None = None, waits: bool = False,
-        graphs: TaskGraphs | None = None, replaces: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        setup: Setup,
+        executor: Executor,
+        source: Source | None = None,
+        waits: bool = False,
+        graphs: TaskGraphs | None = None,
+        replaces: bool = False,
+    ) -> None:
         self.executor = executor
         self._graphs = graphs if graphs is not None else task_graphs(setup, executor.settings.device)
         self.waits = waits or compiles_first(setup.job.train, setup.parallel)

@@ -1,4 +1,4 @@
-"""What a worker takes from its setup for its executor: the settings of a step, and how gradients are summed."""
+"""Derive the executor's settings from a worker's setup: those of a step, and how gradients are summed."""
 
 from __future__ import annotations
 
@@ -33,13 +33,22 @@ def step_settings(setup: Setup, device: torch.device, batch_statistics: bool, di
     together = setup.tensor > 1 or divides or ((setup.recovers or skips) and batch_statistics)
     update: RequestedNormPolicy = "wait" if together else parallel.update
     return StepSettings(
-        seed=job.train.seed, microbatches=setup.microbatches,
-        samples_per_microbatch=setup.samples_per_microbatch, slices=setup.slices,
-        clip=job.train.clip, skips=skips, update=update, timeout_s=job.train.message_timeout_s, device=device,
-        autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None, tensor_rank=setup.tensor_rank,
-        by_layer=parallel.by_layer, side_stream=parallel.side_stream,
-        sub_pipelined=parallel.sub_pipelined, message_cast=message_cast_of(job, parallel),
-    )  # fmt: skip
+        seed=job.train.seed,
+        microbatches=setup.microbatches,
+        samples_per_microbatch=setup.samples_per_microbatch,
+        slices=setup.slices,
+        clip=job.train.clip,
+        skips=skips,
+        update=update,
+        timeout_s=job.train.message_timeout_s,
+        device=device,
+        autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None,
+        tensor_rank=setup.tensor_rank,
+        by_layer=parallel.by_layer,
+        side_stream=parallel.side_stream,
+        sub_pipelined=parallel.sub_pipelined,
+        message_cast=message_cast_of(job, parallel),
+    )
 
 
 def dtype_of_sums(setup: Setup) -> torch.dtype | None:

@@ -24,10 +24,8 @@ from raypipe.models import build_model
 from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.executor.compile_report import StageReport
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.executor.ledger import Ledger
-from raypipe.runtime.executor.standing import Facts, Standing
-from raypipe.runtime.executor.started_step import StartedStep
-from raypipe.runtime.executor.step import StepResult, Written
+from raypipe.runtime.executor.ledger import Facts, Ledger, Standing
+from raypipe.runtime.executor.step import StartedStep, StepResult, Written
 from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.host_report import HostQuestion, HostReport, report_host
@@ -35,10 +33,15 @@ from raypipe.runtime.late.side_stream import prefer_main_stream
 from raypipe.runtime.process.memory import MemoryReports
 from raypipe.runtime.process.set_up import choose_precision, first_backward, heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.recovery.failure import raises_device_errors
-from raypipe.runtime.recovery.parting import parts_when_lost
-from raypipe.runtime.recovery.survivor import leave, part, settle
-from raypipe.runtime.recovery.transfer import receive_stage, send_stage
-from raypipe.runtime.recovery.twins import Transfer
+from raypipe.runtime.recovery.replacement import (
+    Transfer,
+    leave,
+    part,
+    parts_when_lost,
+    receive_stage,
+    send_stage,
+    settle,
+)
 from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.setup.build import build_stage, io_specs_of
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
@@ -49,8 +52,7 @@ from raypipe.runtime.shard.state import read_shards
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.state.keeper import send_snapshot
 from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Write
-from raypipe.runtime.state.state import read_previous, read_state
-from raypipe.runtime.state.state_to_save import state_to_save
+from raypipe.runtime.state.state import read_previous, read_state, state_to_save
 from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.update.collective import wait_for
 from raypipe.runtime.update.device_norm import DeviceShares
@@ -204,7 +206,7 @@ class StageWorker:
         Args:
             setup: as that of ``setup``, for the new members. Its checkpoint is not read.
             moved: the state that replacements receive from others, in one order for all.
-            facts: see ``survivor.settle``.
+            facts: see ``replacement.settle``.
 
         Raises:
             TransportError: another worker cannot be reached.
@@ -287,9 +289,19 @@ class StageWorker:
             dtype=dtype_of_sums(setup),
         )
         self.executor = executor_for(setup, self.device, self.executor_class)(
-            settings, self.modules, self.optimizers, plan.task, feed, sync, self._shares(sync.complete, setup),
-            senders, receivers, self.io_specs, versions, shards,
-        )  # fmt: skip
+            settings,
+            self.modules,
+            self.optimizers,
+            plan.task,
+            feed,
+            sync,
+            self._shares(sync.complete, setup),
+            senders,
+            receivers,
+            self.io_specs,
+            versions,
+            shards,
+        )
         self.executor.measures = setup.search_recompute
         self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
         self.group = self._tensor_group(groups)
@@ -399,10 +411,13 @@ class StageWorker:
         """Add what else there is to say since the result before."""
         compiled, self.compiled_since = tuple(self.compiled_since), []
         return replace(
-            result, device_memory=self.memory_reports.due(), written=self.shard_writer.ended(), compiled=compiled,
+            result,
+            device_memory=self.memory_reports.due(),
+            written=self.shard_writer.ended(),
+            compiled=compiled,
             compile_state="settled" if self.compilation is None else self.compilation.state,
             notices=self.executor.notices() + (() if self.compilation is None else self.compilation.notices()),
-        )  # fmt: skip
+        )
 
     @raises_device_errors
     @parts_when_lost

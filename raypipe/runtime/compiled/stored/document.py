@@ -40,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """What a stage, or a segment of it, is compiled into."""
+    """The compiled pieces of a stage, or of a segment of it."""
 
     span: Span
     layout: Layout

@@ -1,4 +1,4 @@
-"""What a worker asks of the process that compiles a stage for it."""
+"""The request of a worker to the process that compiles a stage for it."""
 
 from __future__ import annotations
 

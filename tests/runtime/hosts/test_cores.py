@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from raypipe.runtime.cluster.cores import physical_cores
+from raypipe.runtime.hosts.devices import physical_cores
 
 
 def test_hyperthreads_of_a_core_count_once(tmp_path: Path, monkeypatch) -> None:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from raypipe.runtime.recovery.twins import transfers
+from raypipe.runtime.recovery.replacement import transfers
 from raypipe.schedule import generate
 from raypipe.schedule.shape import Shape
 

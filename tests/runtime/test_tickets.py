@@ -8,7 +8,7 @@ import numpy as np
 
 from raypipe.plan.online.controller import StepMemory
 from raypipe.plan.online.measured_steps import StepClock
-from raypipe.runtime.calls.ticket import Ticket
+from raypipe.runtime.calls import Ticket
 from raypipe.runtime.executor.step import StepResult, Written
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.asynchronous import WHOLE

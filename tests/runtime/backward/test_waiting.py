@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.runtime.backward.deferred import Closure, WeightQueue, deferred_linear
-from raypipe.runtime.backward.peaks import LayerPeaks
-from raypipe.runtime.backward.waiting import WaitingOperands
+from raypipe.runtime.backward.waiting import LayerPeaks, WaitingOperands
 from raypipe.runtime.process.memory import PeakMeter, heap_bytes
 from raypipe.schedule.families.reverse_first_k import postponed_peaks
 

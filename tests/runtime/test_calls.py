@@ -10,8 +10,7 @@ import pytest
 
 from raypipe.job.train_spec import TrainSpec
 from raypipe.observe.run_dir import ask_to_evaluate, ask_to_save
-from raypipe.runtime.calls.due import Due, Dues
-from raypipe.runtime.calls.steps_per_call import CALL_S, StepsPerCall
+from raypipe.runtime.calls import CALL_S, Due, Dues, StepsPerCall
 from raypipe.runtime.executor.step import MOST_STEPS
 
 MANY = 1000
