@@ -92,7 +92,7 @@ class DeviceError(RunError):
     """A device raised an exception that is not one of raypipe's errors; the message names the device and the task.
 
     ``details`` is its traceback as text, because the exception itself may not be picklable or may need the user's
-    modules. ``kind`` classifies it; see ``runtime.cluster.failure``.
+    modules. ``kind`` classifies it; see ``runtime.recovery.failure``.
     """
 
     def __init__(self, where: str, why: str, fix: str = "", details: str = "", kind: str = "bug") -> None:

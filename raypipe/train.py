@@ -121,7 +121,7 @@ def prepare_run(
 
 def _release_measured() -> None:
     """Release the devices that wait for the run since they were measured for it."""
-    from raypipe.runtime.cluster.reserve import end_idle
+    from raypipe.runtime.hosts.reserve import end_idle
 
     end_idle()
 

@@ -74,8 +74,8 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
 
     import ray
 
-    from raypipe.runtime.cluster.worker_group import WorkerGroup
-    from raypipe.runtime.worker import StageWorker
+    from raypipe.runtime.group.worker_group import WorkerGroup
+    from raypipe.runtime.worker.worker import StageWorker
 
     actors: list[object] = []
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypipe.runtime.communicators import own_address
+from raypipe.runtime.setup.communicators import own_address
 from tests.ray_environment import without_ray
 
 START_S = 90.0

@@ -56,7 +56,7 @@ def test_a_home_that_ray_cannot_write_to_gets_a_token_in_the_environment(monkeyp
 def test_ray_trains_failures_have_a_reason() -> None:
     from ray.train.v2.api.exceptions import ControllerError
 
-    from raypipe.runtime.cluster.failure import describe
+    from raypipe.runtime.recovery.failure import describe
 
     assert describe(ControllerError(OSError(28, "No space left on device"))).endswith("No space left on device")
     assert describe(ControllerError(ValueError())) == "ValueError"

@@ -1,7 +1,7 @@
 """Imports point one way, and the planning half needs neither torch nor Ray (read from the source, nothing imported)."""
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +14,12 @@ LAYERS = [
     "profiling", "launch", "train", "trained", "sample", "export", "trainer", "cli", "__main__",
 ]  # fmt: skip
 """The rooms, in the order that data flows through them."""
+RUNTIME = [
+    "transport", "clocks", "process", "backward", "stage", "update", "shard", "late", "validation", "setup", "hosts",
+    "executor", "compiled", "graphs", "samples", "state", "recovery", "worker", "group", "saving", "driver",
+    "cluster", "emulation",
+]  # fmt: skip
+"""The rooms of ``runtime``, in their order; the files beside them are the driver's."""
 PLANNING = {
     "errors", "signals", "files", "atomic_write", "machine_code", "schedule", "simulate", "search", "cost", "graph",
     "plan",
@@ -61,6 +67,22 @@ def test_imports_only_point_up_the_list(path: Path) -> None:
     assert here in LAYERS, f"{here} has no place in the order of layers"
     for used in raypipe_layers(path):
         assert LAYERS.index(used) <= LAYERS.index(here), f"{path} reaches down into {used}"
+
+
+def runtime_room(parts: Sequence[str]) -> str:
+    """Return the room of a module below ``runtime``, given by the names on the way to it."""
+    return parts[0] if (ROOT / "runtime" / parts[0]).is_dir() else "driver"
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) == "runtime"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_runtime_has_rooms_in_an_order_too(path: Path) -> None:
+    """Type-checking imports count: whoever needs to know a room stands on top of it."""
+    here = runtime_room(path.relative_to(ROOT / "runtime").parts)
+    assert here in RUNTIME, f"{here} has no place in the order of runtime's rooms"
+    for name in imports(path, type_checking=True):
+        if name.startswith("raypipe.runtime."):
+            used = runtime_room(name.split(".")[2:])
+            assert RUNTIME.index(used) <= RUNTIME.index(here), f"{path} reaches down into {used}"
 
 
 @pytest.mark.parametrize("folder", sorted({p.parent for p in FILES}), ids=lambda p: str(p.relative_to(ROOT)))

@@ -9,7 +9,7 @@ from raypipe.observe.run_dir import ask_to_save
 from raypipe.observe.run_log import RunLog
 
 if TYPE_CHECKING:
-    from raypipe.runtime.cluster.reserve import Reservation
+    from raypipe.runtime.hosts.reserve import Reservation
 
 
 class DrainedNodes:
@@ -23,7 +23,7 @@ class DrainedNodes:
         """See whether there are more of them; call it now and then."""
         from ray.exceptions import RayError
 
-        from raypipe.runtime.cluster.autoscaler import drained_nodes
+        from raypipe.runtime.hosts.autoscaler import drained_nodes
 
         try:
             found = drained_nodes() - self._known

@@ -23,8 +23,8 @@ from raypipe.observe.run_log import EVENTS, Follower, RunLog
 from raypipe.plan.plan import Plan, build_schedule
 
 if TYPE_CHECKING:
-    from raypipe.runtime.cluster.reserve import Reservation
-    from raypipe.runtime.recovery.standby import Warm
+    from raypipe.runtime.group.standby import Warm
+    from raypipe.runtime.hosts.reserve import Reservation
 
 SETTLE_S = 2.0
 """A number of free devices counts once it has stayed for so long: nodes come one by one, and other jobs come and go."""
@@ -43,7 +43,7 @@ class Elastic:
         self, prepared: Prepared, reservation: Reservation, reserve: Callable[[Prepared, str], Reservation]
     ) -> None:
         """Begin with a plan and its devices; ``reserve`` waits for those of another plan, under the run's id."""
-        from raypipe.runtime.cluster.autoscaler import requested
+        from raypipe.runtime.hosts.autoscaler import requested
 
         spec = prepared.job.train.elastic
         assert spec is not None
@@ -127,7 +127,7 @@ class Elastic:
             self._reservation, self._more = self._more.reservation, None
 
     def _going(self) -> set[str]:
-        from raypipe.runtime.cluster.autoscaler import drained_nodes
+        from raypipe.runtime.hosts.autoscaler import drained_nodes
 
         return drained_nodes()
 
@@ -206,7 +206,7 @@ class Elastic:
 
     def _warm_up(self, plan: Plan) -> Warm | None:
         """Start the processes that a plan needs beside those there are; None where they start when the run pauses."""
-        from raypipe.runtime.recovery.standby import Warm
+        from raypipe.runtime.group.standby import Warm
 
         reservation = self._reservation
         if reservation.together != plan.parallel.tensor or reservation.kinds:
@@ -237,7 +237,7 @@ class Elastic:
 
     def _free(self) -> int:
         """Return how many more workers the cluster has room for now."""
-        from raypipe.runtime.cluster.autoscaler import free_workers
+        from raypipe.runtime.hosts.autoscaler import free_workers
 
         return free_workers(self._reservation.request)
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ray.train import Result
 
     from raypipe.runtime.cluster.attempts import RunRequest
-    from raypipe.runtime.cluster.devices import DeviceRequest
-    from raypipe.runtime.cluster.reserve import Reservation
+    from raypipe.runtime.hosts.devices import DeviceRequest
+    from raypipe.runtime.hosts.reserve import Reservation
 
 LOOK_S = 0.5
 """Interval at which the logs of a run are read."""
@@ -74,7 +74,7 @@ def _run_locked(
     prepared: Prepared, dashboard_port: int | None, watch: Callable[[], None], callbacks: Sequence[Any]
 ) -> tuple[Result, dict[str, Any]]:
     from raypipe.runtime.cluster.connect import connect
-    from raypipe.runtime.cluster.cores import cores_of_one_host, warning
+    from raypipe.runtime.hosts.devices import cores_of_one_host, warning
 
     directory = prepared.directory
     together = prepared.plan.parallel.tensor
@@ -103,8 +103,8 @@ def _on_devices(
     Returns what it ended with, and what Ray Train returned or raised.
     """
     from raypipe.runtime.cluster.attempts import RunRequest
-    from raypipe.runtime.cluster.rank_order import kinds_of
-    from raypipe.runtime.cluster.reserve import reserve, take_idle
+    from raypipe.runtime.hosts.rank_order import kinds_of
+    from raypipe.runtime.hosts.reserve import reserve, take_idle
     from raypipe.runtime.saving.copy_index import copies_kept
 
     def hold_for(prepared: Prepared, run_id: str | None = None) -> Reservation:
@@ -210,7 +210,7 @@ def _result(ended: Result | BaseException, directory: Path) -> Result:
         RunError: the run failed for another reason.
     """
     from raypipe.runtime.cluster.attempts import DRIVER_DIED
-    from raypipe.runtime.cluster.failure import describe, keep_traceback
+    from raypipe.runtime.recovery.failure import describe, keep_traceback
 
     failed = isinstance(ended, BaseException)
     events = read_rows(directory / EVENTS)

@@ -10,8 +10,8 @@ import ray
 
 from raypipe.cost.collectives import Kind
 from raypipe.cost.fit import Timed, TimedCollective
-from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.communicators import Topology, rendezvous_of
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 
 
 class LinkBench:

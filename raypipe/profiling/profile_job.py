@@ -37,12 +37,12 @@ from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.link_times import LinkBench
 from raypipe.profiling.profiling_worker import DeviceFacts, StageProfiler
 from raypipe.runtime.cluster.connect import connect, connect_all
-from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.failure import outside_a_run
-from raypipe.runtime.cluster.host_check import check_hosts
-from raypipe.runtime.cluster.rank_order import devices_of_kinds
-from raypipe.runtime.cluster.reserve import Reservation, is_idle, leave_idle, reserve
-from raypipe.runtime.cluster.worker_group import start_actors
+from raypipe.runtime.group.host_check import check_hosts
+from raypipe.runtime.group.worker_group import start_actors
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.rank_order import devices_of_kinds
+from raypipe.runtime.hosts.reserve import Reservation, is_idle, leave_idle, reserve
+from raypipe.runtime.recovery.failure import outside_a_run
 from raypipe.signals import enough_by_interrupt
 
 Say = Callable[[str], None]

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypipe.data import is_prepared, prepare_data
 from raypipe.job.spec import JobSpec
@@ -23,15 +24,15 @@ from raypipe.models import build_model
 from raypipe.models.build import Fields
 from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import Samples, middle_look
-from raypipe.runtime.allocated import PeakMeter, allocated_bytes, host_memory_bytes, process_bytes
-from raypipe.runtime.cluster.failure import raises_device_errors
-from raypipe.runtime.communicators import Communicators, Topology
-from raypipe.runtime.process import give_back_memory
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.process.memory import PeakMeter, allocated_bytes, host_memory_bytes, resident_bytes
+from raypipe.runtime.process.set_up import give_back_memory
+from raypipe.runtime.recovery.failure import raises_device_errors
+from raypipe.runtime.setup.communicators import Communicators, Topology
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
 from raypipe.runtime.update.flat_collectives import start_all_gather, start_reduce_scatter
-from raypipe.runtime.update.optimizer import learning_rate
-from raypipe.runtime.worker import StageWorker
+from raypipe.runtime.update.optimizer import learning_rate, untraced
+from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Action, Program
 
@@ -120,7 +121,7 @@ class StageProfiler(StageWorker):
         """Return the device's name and memory; base memory includes the model's code and captured graph."""
         if self._base_bytes is None:  # at the first call, before any parameter is built
             self._described = build_model(job, fields)
-            self._base_bytes = process_bytes(self.device)
+            self._base_bytes = _process_bytes(self.device)
             gc.collect()
             self._in_use = allocated_bytes(self.device)
         base, node = self._base_bytes, self.locate().peer.node
@@ -156,8 +157,8 @@ class StageProfiler(StageWorker):
             setup = replace(setup, data=own)
         self.setup(setup)
         if setup.job.train.compile == "inductor":  # a layer that cannot be compiled runs eagerly, as in training
-            from raypipe.runtime.compiled.compilation import Compilation  # these import the compiler
             from raypipe.runtime.compiled.in_process import InProcess
+            from raypipe.runtime.worker.compilation import Compilation  # these import the compiler
 
             # Here, because layers are many and small: a process for each would take longer than they do.
             here = InProcess(self.setup_data, self.executor)
@@ -334,3 +335,24 @@ def _processor() -> str:
     with open("/proc/cpuinfo") as lines:
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
     return f"{name}, one core"
+
+
+def _process_bytes(device: torch.device) -> float:
+    """Measure the memory that a training process needs without its model: resident, or on a GPU the GPU's.
+
+    It trains a tiny model first, because the first backward and optimizer step load code.
+    """
+    layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()).to(device)
+    optimizer = untraced(torch.optim.AdamW)(layer.parameters(), fused=True)
+    for bfloat16 in (False, False, True):  # bfloat16 matrix products load code of their own
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+            q = layer(torch.ones(2, 4, 16, 64, device=device))
+            y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            loss = F.cross_entropy(y.flatten(0, 2), torch.zeros(128, dtype=torch.long, device=device))
+        torch.autograd.backward([loss], [torch.ones_like(loss)])  # with gradients, as a stage: that imports SymPy
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return float(total - free)
+    return float(resident_bytes())

@@ -1,7 +1,7 @@
 """The driver queues steps, validations and saves with all workers, and collects their results in the same order.
 
 Devices never wait for the driver inside a step: each of them has its whole step as a program, and at least
-``QUEUED_CALLS`` calls, of one step or of several short ones (``calls.steps_per_call``), are queued ahead.
+``QUEUED_CALLS`` calls, of one step or of several short ones (``calls.due``), are queued ahead.
 """
 
 from __future__ import annotations
@@ -24,26 +24,23 @@ from raypipe.plan.online.controller import MeasuredStep
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.sequence import ControllerSequence
 from raypipe.plan.plan import Plan
-from raypipe.runtime.calls.due import Due, Dues
-from raypipe.runtime.calls.steps_per_call import StepsPerCall
-from raypipe.runtime.calls.ticket import DoneStep, Ticket
-from raypipe.runtime.cluster.run_metrics import RunMetrics
-from raypipe.runtime.cluster.sent_files import clear
-from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.compiled.swap import CompiledSwap
+from raypipe.runtime.calls import DoneStep, Due, Dues, StepsPerCall, Ticket
+from raypipe.runtime.compiled_swap import CompiledSwap
 from raypipe.runtime.early_stop import Patience, patience_of
-from raypipe.runtime.nonfinite.found import NonFiniteError
-from raypipe.runtime.nonfinite.policy import NonFinitePolicy, left_out_before
-from raypipe.runtime.recovery.in_place import RECOVERABLE, InPlace, Recovered, can_recover
+from raypipe.runtime.executor.step import StepResult
+from raypipe.runtime.group.sent_files import clear
+from raypipe.runtime.group.standby import StandbyPool
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.in_place import RECOVERABLE, InPlace, Recovered, can_recover
 from raypipe.runtime.recovery.lost_results import completed, outcomes
-from raypipe.runtime.recovery.standby import StandbyPool
+from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before
+from raypipe.runtime.run_metrics import RunMetrics
 from raypipe.runtime.run_results import RunResults
 from raypipe.runtime.samples.sample_stream import samples_streamed
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints, Saved
 from raypipe.runtime.saving.saves import Saves
 from raypipe.runtime.set_up_workers import install, set_up
-from raypipe.runtime.step import StepResult
 from raypipe.runtime.validation.metrics import ValidationMetrics
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.norm_policy import NormPolicy

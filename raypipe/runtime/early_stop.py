@@ -35,7 +35,7 @@ class Patience:
 
     @property
     def spec(self) -> EarlyStopSpec:
-        """What the job says."""
+        """Return the job's settings."""
         assert self.train.early_stop is not None
         return self.train.early_stop
 
@@ -60,7 +60,7 @@ class Patience:
 
     @property
     def exhausted(self) -> bool:
-        """Whether training should stop."""
+        """Return whether training should stop."""
         return self.reached is not None or (self.spec.patience is not None and self.waited >= self.spec.patience)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What devices report of steps and validations: checked, put together and logged."""
+"""Check, put together and log what devices report of steps and validations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from raypipe.data import validation_weights
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.measured_steps import StepClock
-from raypipe.runtime.cluster.run_metrics import RunMetrics
 from raypipe.runtime.early_stop import Patience
-from raypipe.runtime.nonfinite.found import NonFiniteError
-from raypipe.runtime.nonfinite.policy import NonFinitePolicy
-from raypipe.runtime.step import StepResult, check_samples, communication_counts, waits_of
+from raypipe.runtime.executor.step import StepResult, check_samples, communication_counts, waits_of
+from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy
+from raypipe.runtime.run_metrics import RunMetrics
 from raypipe.runtime.update.norm import clip_factor, norm_of
 from raypipe.runtime.update.optimizer import learning_rate
 from raypipe.runtime.validation.metrics import PREFIX, ValidationMetrics
@@ -37,9 +36,14 @@ class RunResults:
     """
 
     def __init__(
-        self, job: JobSpec, data: Path, tokens_per_step: float, log: RunLog, metrics: RunMetrics,
+        self,
+        job: JobSpec,
+        data: Path,
+        tokens_per_step: float,
+        log: RunLog,
+        metrics: RunMetrics,
         nonfinite: NonFinitePolicy,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._job, self._data, self._train, self._tokens_per_step = job, data, job.train, tokens_per_step
         self._streams = job.data.type == "documents"
         self._log, self._metrics, self._nonfinite = log, metrics, nonfinite

@@ -15,14 +15,14 @@ from raypipe.models import LayeredModel, build_model
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.plan import Plan
 from raypipe.plan.shard_ways import check_statistics
-from raypipe.runtime.cluster.host_check import check_hosts
-from raypipe.runtime.cluster.sent_files import files_of_nodes
-from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.communicators import Topology, rendezvous_of
-from raypipe.runtime.graphs.check import check_graphs
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.graphs.device_graphs import check_graphs
+from raypipe.runtime.group.host_check import check_hosts
+from raypipe.runtime.group.sent_files import files_of_nodes
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.setup.communicators import Topology, rendezvous_of
+from raypipe.runtime.setup.setup import Setup
+from raypipe.runtime.setup.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
 from raypipe.runtime.shard.device_shards import shard_groups
-from raypipe.runtime.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
 from raypipe.runtime.update.gradients import TiedHolders, shared_groups
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part

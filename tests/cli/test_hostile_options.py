@@ -8,7 +8,7 @@ from raypipe.cli import run
 from raypipe.cost.peak import GIVEN, peak_flops_s
 from raypipe.errors import SpecError
 from raypipe.runtime.cluster.connect import _check_reachable
-from raypipe.runtime.cluster.run_metrics import RAYS_INTERVAL, USUAL_INTERVAL_S, export_interval_s
+from raypipe.runtime.run_metrics import RAYS_INTERVAL, USUAL_INTERVAL_S, export_interval_s
 
 EPOCHS, JOB, LONG = "jobs/epochs-inception-v3.yaml", "jobs/quickstart.yaml", "x" * 5000
 REQUESTS = [

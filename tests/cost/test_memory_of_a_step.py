@@ -21,12 +21,12 @@ from raypipe.job.load import job_from
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import DTYPES, GptLayers, build_model
 from raypipe.partition.pieces import tensor_ranks_of
-from raypipe.runtime.executor import Executor
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import StepSettings
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.step import StepSettings
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.optimizer import make_optimizer

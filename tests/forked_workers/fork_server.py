@@ -20,8 +20,9 @@ from pathlib import Path
 
 LARGE = (
     "google.protobuf.message", "jsonschema", "requests",  # half of the time that importing Ray takes
-    "raypipe.checkpoint", "raypipe.data", "raypipe.models", "raypipe.runtime.communicators", "raypipe.runtime.setup",
-    "raypipe.runtime.stage.stage", "raypipe.runtime.update.gradients", "raypipe.plan.online.sequence",
+    "raypipe.checkpoint", "raypipe.data", "raypipe.models", "raypipe.runtime.setup.communicators",
+    "raypipe.runtime.setup.setup", "raypipe.runtime.stage.stage", "raypipe.runtime.update.gradients",
+    "raypipe.plan.online.sequence",
 )  # fmt: skip
 """What workers need that is slow to import. Not Ray: when its library is loaded it reads the environment, which has the
 worker's job, and keeps what it has read."""

@@ -11,7 +11,7 @@ from ray.exceptions import RaySystemError
 from raypipe.launch.drained import DrainedNodes
 from raypipe.observe.run_dir import asked_to_save
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.runtime.cluster import autoscaler
+from raypipe.runtime.hosts import autoscaler
 
 
 def unanswered() -> set[str]:

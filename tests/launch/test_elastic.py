@@ -22,9 +22,9 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
-from raypipe.runtime.cluster import autoscaler
-from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.recovery import standby
+from raypipe.runtime.group import standby
+from raypipe.runtime.hosts import autoscaler
+from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.train import prepare_run
 from tests.plan.conftest import make_job, make_profile
 

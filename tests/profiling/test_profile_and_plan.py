@@ -11,8 +11,8 @@ from raypipe.errors import SpecError
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.plan import load_plan
 from raypipe.profiling import profile_and_plan as profile_and_plan
-from raypipe.runtime.cluster.reserve import end_idle
 from raypipe.runtime.driver import Driver
+from raypipe.runtime.hosts.reserve import end_idle
 from raypipe.train import prepare_run
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.test_exactness import STEPS, make_job

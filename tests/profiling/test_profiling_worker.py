@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 from raypipe.data import is_prepared
 from raypipe.profiling.profiling_worker import StageProfiler
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.setup.setup import Setup
 from tests.runtime.runs.small_runs import small_job
 
 
 def test_a_folder_is_made_only_for_data_that_is_elsewhere_and_removed(tmp_path, text_folder, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr("raypipe.runtime.worker.set_up_process", lambda _: None)  # that is for processes of their own
+    # It changes the process that it is called in: this one, instead of a worker's.
+    monkeypatch.setattr("raypipe.runtime.worker.worker.set_up_process", lambda _: None)
     (tmp_path / "temporary").mkdir()
     stage = StageProfiler(0, "profile · device 0")
     stage.clear()

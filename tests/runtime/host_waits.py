@@ -25,14 +25,14 @@ from raypipe.job import GptSpec
 from raypipe.job.load import load_job
 from raypipe.models import DTYPES, GptLayers, host_copies
 from raypipe.runtime.clocks import clock
-from raypipe.runtime.executor import Executor
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import StepResult, StepSettings
 from raypipe.runtime.late import side_stream
 from raypipe.runtime.shard.device_shards import divide, shard_groups
 from raypipe.runtime.shard.sharded_stage import ShardedStage
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.step import StepResult, StepSettings
 from raypipe.runtime.transport.interfaces import GLOO
 from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.update.device_norm import DeviceShares

@@ -10,8 +10,8 @@ import numpy as np
 
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.online.controller import StepMemory
+from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.run_results import RunResults
-from raypipe.runtime.step import StepResult
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from tests.runtime.runs.small_runs import small_job
 

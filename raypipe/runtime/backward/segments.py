@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raypipe.runtime.runner import Payload
+from raypipe.runtime.transport.channel import Payload
 
 
 class Segment(NamedTuple):
@@ -50,9 +50,7 @@ def segments_of(
     """
     kinds = [recomputed is None or part[0] in recomputed for part in parts]
     begins = [0, *(k for k in range(1, len(parts)) if kinds[k] != kinds[k - 1]), len(parts)]
-    return tuple(
-        Segment(a, b, kinds[a], gives[b - 1] if b < len(parts) else ()) for a, b in pairwise(begins)
-    )  # fmt: skip
+    return tuple(Segment(a, b, kinds[a], gives[b - 1] if b < len(parts) else ()) for a, b in pairwise(begins))
 
 
 @dataclass(slots=True)

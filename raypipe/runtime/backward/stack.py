@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from raypipe.models import CutTensor, Inputs
-from raypipe.runtime.runner import Payload
+from raypipe.runtime.transport.channel import Payload
 
 
 def can_stack(one: Sequence[CutTensor], two: Sequence[CutTensor]) -> bool:

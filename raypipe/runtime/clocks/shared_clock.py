@@ -106,9 +106,14 @@ class Store(Protocol):
 
 
 def open_clock(
-    rank: int, nodes: Sequence[str], address: str, store: Store, run_id: str, local: Local = time.monotonic,
+    rank: int,
+    nodes: Sequence[str],
+    address: str,
+    store: Store,
+    run_id: str,
+    local: Local = time.monotonic,
     timeout_s: float = 300.0,
-) -> SharedClock:  # fmt: skip
+) -> SharedClock:
     """Open the run's clock; every process of the run must call this.
 
     Args:
@@ -232,9 +237,10 @@ class ClockFollower(contextlib.AbstractContextManager[None]):
             self._estimate(FIRST)
         except OSError as error:
             raise TransportError(
-                "clocks", f"rank 0 does not answer at {address}, port {port}: {error}",
+                "clocks",
+                f"rank 0 does not answer at {address}, port {port}: {error}",
                 "allow the cluster's nodes to connect to each other on all ports, as Ray itself and Gloo need it",
-            ) from None  # fmt: skip
+            ) from None
         self._thread = threading.Thread(target=self._follow, name="raypipe-clock", daemon=True)
         self._thread.start()
 

@@ -28,14 +28,21 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
 from raypipe.observe.timelines import save_timelines
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.plan.predict.on_hosts import on_hosts
-from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.failure import failure_message, is_final, keep_traceback, own_error, root_cause
-from raypipe.runtime.cluster.rank_order import by_number, kinds_of, kinds_on_hosts
-from raypipe.runtime.cluster.reserve import Kept, Reservation, reserved_by
-from raypipe.runtime.cluster.worker_group import Survivors, WorkerGroup, start_worker_group
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.recovery.out_of_memory import plan_with_less, ran_out
-from raypipe.runtime.recovery.standby import warm_ones
+from raypipe.runtime.group.standby import warm_ones
+from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.rank_order import by_number, kinds_of, kinds_on_hosts
+from raypipe.runtime.hosts.reserve import Kept, Reservation, reserved_by
+from raypipe.runtime.recovery.failure import (
+    failure_message,
+    is_final,
+    keep_traceback,
+    own_error,
+    plan_with_less,
+    ran_out,
+    root_cause,
+)
 from raypipe.runtime.saving.copy_index import index_of
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints

@@ -26,8 +26,8 @@ from ray._private import ray_constants
 from ray._private import utils as ray_utils
 
 from raypipe.errors import RunError, SpecError
-from raypipe.runtime.cluster.autoscaler import autoscales
-from raypipe.runtime.cluster.devices import DeviceRequest, check_room, local_cpus, request_devices
+from raypipe.runtime.hosts.autoscaler import autoscales
+from raypipe.runtime.hosts.devices import DeviceRequest, check_room, local_cpus, request_devices
 from raypipe.signals import held
 
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"

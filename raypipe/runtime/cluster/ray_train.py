@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from raypipe.errors import RunError
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.cluster.attempts import ATTEMPTED, RunRequest, driver_loop, failures
-from raypipe.runtime.communicators import own_address
+from raypipe.runtime.setup.communicators import own_address
 
 if TYPE_CHECKING:
     from ray.train import Result

@@ -10,16 +10,16 @@ from itertools import groupby
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raypipe.runtime.compiled.inductor.cache import use_cache
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
+from raypipe.runtime.compiled.inductor.toolchain import use_cache
 from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, opaque
 from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
-from raypipe.runtime.compiled.report import Kept, StageReport, first_line
 from raypipe.runtime.compiled.stage import CompiledStage, span_of
 from raypipe.runtime.compiled.tracing.cut import Cut, Piece, cut, forward_alone
 from raypipe.runtime.compiled.tracing.joint import Joint, trace, trace_validation
 from raypipe.runtime.compiled.tracing.rewrite import prepare
-from raypipe.runtime.executor import Executor
+from raypipe.runtime.executor.compile_report import Kept, StageReport, first_line
+from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.gradients import StageKey
@@ -47,7 +47,7 @@ class TracedStage:
 
     @property
     def kept(self) -> Kept:
-        """What the cut means."""
+        """Return the consequences of the cut."""
         names = {id(parameter): name for name, parameter in self.module.named.items()}
         held = dict(self.module.named_parameters())
         inside = [

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from raypipe.runtime.compiled.compiler import Build, StageCompiler, TracedStage
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.compiled.needs import Needs
-from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.compiled.stored.stored_stages import Outcome
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.executor.compile_report import StageReport
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.gradients import StageKey
 
 
@@ -37,7 +37,7 @@ class InProcess:
 
     @property
     def compiles(self) -> bool:
-        """Whether there are stages to compile: none is stored."""
+        """Return whether there are stages to compile: none is stored."""
         return bool(self._traced)
 
     def close(self) -> None:

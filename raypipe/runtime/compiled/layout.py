@@ -1,4 +1,4 @@
-"""What the inputs and outputs of a stage's compiled pieces mean; plain data, without the graphs."""
+"""The meaning of the inputs and outputs of a stage's compiled pieces; plain data, without the graphs."""
 
 from __future__ import annotations
 

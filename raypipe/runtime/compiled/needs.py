@@ -1,4 +1,4 @@
-"""What a stage has to be compiled for: the pieces that its programs run, and what they are given; plain data.
+"""The pieces that a stage's programs run, for which it is compiled, and what they are given; plain data.
 
 Where samples differ in length, a stage is compiled for the lengths that most micro-batches are padded to; those of
 another length run eagerly.
@@ -18,8 +18,8 @@ from raypipe.capture.opaque import flat_results
 from raypipe.data.corpus import Split
 from raypipe.models import Lengths, Task
 from raypipe.runtime.backward.segments import Segment
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.gradients import StageKey
@@ -48,7 +48,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Example:
-    """What a forward is given, without the values."""
+    """The arguments of a forward, without the values."""
 
     samples: int
     arrived: tuple[TensorSpec, ...]
@@ -67,7 +67,7 @@ class Example:
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """What a stage has to be compiled for."""
+    """All that a stage has to be compiled for."""
 
     needed: Needed
     examples: tuple[Example, ...]
@@ -94,9 +94,13 @@ class Needs:
     """
 
     def __init__(
-        self, executor: Executor, programs: Collection[Program], done: int = 0, budget: float = 1.0,
+        self,
+        executor: Executor,
+        programs: Collection[Program],
+        done: int = 0,
+        budget: float = 1.0,
         validates: tuple[Program, int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.executor, self.programs, self.done, self.budget = executor, programs, done, budget
         self.validates = validates
 
@@ -139,9 +143,8 @@ class Needs:
         keeps = any((key[0], mb) not in recomputed for task in tasks if task.kind == "F" for mb in task.mbs)
         first = next(task.mbs[0] for task in tasks if task.kind == "F")
         return Needed(
-            not kinds.isdisjoint(JOINT) or "W" not in kinds, "W" in kinds, "R" in kinds, keeps,
-            first % microbatches,
-        )  # fmt: skip
+            not kinds.isdisjoint(JOINT) or "W" not in kinds, "W" in kinds, "R" in kinds, keeps, first % microbatches
+        )
 
     def _read(self, key: StageKey, needed: Needed) -> dict[str, TensorSpec]:
         """Return the raw inputs that a stage reads of a micro-batch; those of a validation are alike."""
@@ -161,18 +164,24 @@ class Needs:
         for lengths in self._frequent("val", range(min(batches, LOOKED_AT)))[0]:
             one = replace(self._whole(key, read, lengths), training=False)
             yield replace(
-                one, samples=one.samples * together, arrived=tuple(_rows(spec, together) for spec in one.arrived),
+                one,
+                samples=one.samples * together,
+                arrived=tuple(_rows(spec, together) for spec in one.arrived),
                 inputs={name: _rows(spec, together) for name, spec in one.inputs.items()},
-            )  # fmt: skip
+            )
 
     def _whole(self, key: StageKey, read: Mapping[str, TensorSpec], lengths: Lengths) -> Example:
         """Return what the forward of a whole stage is given for micro-batches of one length."""
         executor, module = self.executor, self.executor.modules[key]
         return Example(
-            executor.settings.samples_per_microbatch, executor.io_specs.arriving(key[0], lengths),
-            {name: _of_length(spec, lengths.get(name)) for name, spec in read.items()}, None,
-            executor.settings.autocast, None if module.sends_on else executor.task, lengths=tuple(lengths.items()),
-        )  # fmt: skip
+            executor.settings.samples_per_microbatch,
+            executor.io_specs.arriving(key[0], lengths),
+            {name: _of_length(spec, lengths.get(name)) for name, spec in read.items()},
+            None,
+            executor.settings.autocast,
+            None if module.sends_on else executor.task,
+            lengths=tuple(lengths.items()),
+        )
 
     def _examples_of(
         self, key: StageKey, needed: Needed, read: Mapping[str, TensorSpec], lengths: Lengths

@@ -21,10 +21,9 @@ from raypipe.models.keyed_random import RandomKeys
 from raypipe.runtime.compiled.accumulate import Accumulation
 from raypipe.runtime.compiled.inductor.unchecked import unchecked
 from raypipe.runtime.compiled.layout import Interface, Layout
-from raypipe.runtime.runner import Payload
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import OwnGraph, StageModule
-from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.runtime.transport.channel import Payload, TensorSpec
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes the inputs in a list, which it empties; returns the outputs."""
@@ -56,7 +55,7 @@ class CompiledPiece:
 
     @cached_property
     def accumulation(self) -> Accumulation:
-        """What adds the piece's weight gradients."""
+        """Return the object that adds the piece's weight gradients."""
         return Accumulation(self.piece.gradients)
 
     def inputs(self, values: Values) -> list[Tensor]:
@@ -233,7 +232,7 @@ def _emptied(values: list[Tensor]) -> list[Tensor]:
 
 
 class ProgramRun:
-    """What the forward of a whole stage leaves for its backward.
+    """The tensors that the forward of a whole stage leaves for its backward.
 
     Args:
         program: the stage's.
@@ -246,9 +245,13 @@ class ProgramRun:
     __slots__ = ("_again", "_kept", "_parameters", "_program", "_unfed", "_versions")
 
     def __init__(
-        self, program: StageProgram, parameters: Sequence[Tensor], given: Sequence[Tensor], kept: Sequence[Tensor],
+        self,
+        program: StageProgram,
+        parameters: Sequence[Tensor],
+        given: Sequence[Tensor],
+        kept: Sequence[Tensor],
         outputs: Payload,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._program, self._parameters, self._kept = program, parameters, kept
         self._again = [given[number] for number in program.read_again]
         self._versions = [x._version for x in self._again]
@@ -270,14 +273,16 @@ class ProgramRun:
         program, again = self._program, self._again
         if [x._version for x in again] != self._versions:
             raise RunError(
-                "a compiled stage", "weights or inputs of a micro-batch were overwritten between forward and backward",
+                "a compiled stage",
+                "weights or inputs of a micro-batch were overwritten between forward and backward",
                 "this is a fault of raypipe: report it with the run's plan.json",
-            )  # fmt: skip
+            )
         with torch.no_grad():
             values: Values = {
-                "given": dict(zip(program.read_again, again, strict=True)), "kept": self._kept,
+                "given": dict(zip(program.read_again, again, strict=True)),
+                "kept": self._kept,
                 "tangent": program.wanted(self._unfed, gradients),
-            }  # fmt: skip
+            }
             return program.sent_back(inputs, program.run_backward(values, self._parameters))
 
 
@@ -290,9 +295,13 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, program: StageProgram, parameters: Sequence[Tensor], given: list[Tensor], _: Tensor | None,
+        ctx: Any,
+        program: StageProgram,
+        parameters: Sequence[Tensor],
+        given: list[Tensor],
+        _: Tensor | None,
         *arrived: Tensor,
-    ) -> Payload:  # fmt: skip
+    ) -> Payload:
         outputs, kept = program.run_forward(given)
         ctx.program, ctx.parameters = program, parameters
         ctx.save_for_backward(*(given[number] for number in program.read_again), *kept)
@@ -307,8 +316,9 @@ class _Run(torch.autograd.Function):
         count = len(program.read_again)
         wanted = [g.contiguous() for g, one in zip(gradients, program.differentiable, strict=True) if one]
         values: Values = {
-            "given": dict(zip(program.read_again, saved[:count], strict=True)), "kept": saved[count:],
+            "given": dict(zip(program.read_again, saved[:count], strict=True)),
+            "kept": saved[count:],
             "tangent": wanted,
-        }  # fmt: skip
+        }
         back = iter(program.run_backward(values, ctx.parameters))
         return None, None, None, None, *(next(back) if takes else None for takes in program.takes_gradient)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from raypipe.models import Inputs
 from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.compiled.program import StageProgram
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.runner import Payload
-from raypipe.runtime.stage.computation import CompiledForward, Forward
+from raypipe.runtime.executor.computation import CompiledForward, Forward
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.transport.channel import Payload
 from raypipe.runtime.update.gradients import StageKey
 
 Span = tuple[int, int] | None

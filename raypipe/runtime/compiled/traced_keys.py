@@ -62,9 +62,7 @@ class TracedKeys(RandomKeys):
         tables: what ``Places.tables`` returns, as tensors of the trace; None to note the places only.
     """
 
-    def __init__(
-        self, samples: int, places: Places, tables: Sequence[Tensor] | None, training: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, samples: int, places: Places, tables: Sequence[Tensor] | None, training: bool = True) -> None:
         super().__init__(0, TRACED_STEP, [], training)
         self.samples, self.first = [0] * samples, 0
         self._places = places
@@ -80,9 +78,13 @@ class TracedKeys(RandomKeys):
         return self._tables[0 if per_sample else -1][sites.index(site)]
 
     def halves(
-        self, seeds: Keys, part: Sequence[int], whole: Sequence[int], device: torch.device,
+        self,
+        seeds: Keys,
+        part: Sequence[int],
+        whole: Sequence[int],
+        device: torch.device,
         begin: tuple[int, int] | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the operator's result; see ``RandomKeys.halves``."""
         assert isinstance(seeds, Tensor)
         drawn: Tensor = torch.ops.raypipe.keyed_halves(seeds, list(part), list(whole))

@@ -70,9 +70,11 @@ class DeviceProcesses:
         self._connections = [Connection(own.detach()) for own, _ in pairs]
         theirs = [their.fileno() for _, their in pairs]
         self._forking = subprocess.Popen(
-            [sys.executable, "-m", __name__, *map(str, theirs)], stdin=subprocess.PIPE, pass_fds=theirs,
+            [sys.executable, "-m", __name__, *map(str, theirs)],
+            stdin=subprocess.PIPE,
+            pass_fds=theirs,
             env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )  # fmt: skip
+        )
         for _, their in pairs:
             their.close()
         for connection, arguments in zip(self._connections, workers, strict=True):

@@ -11,11 +11,11 @@ from typing import Any
 
 import ray
 
-from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.rank_order import located_bundles
-from raypipe.runtime.cluster.reserve import reserve
-from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.device_processes import DeviceProcesses
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.rank_order import located_bundles
+from raypipe.runtime.hosts.reserve import reserve
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFaults:
-    """What goes wrong on one emulated device; times in seconds."""
+    """The faults of one emulated device; times in seconds."""
 
     slow: tuple[tuple[int, int, float], ...] = ()
     """(first step, end, factor): in these steps, counted from 0, its tasks take so many times as long."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from raypipe.errors import SpecError
 from raypipe.runtime.late.side_stream import MAIN_PRIORITY, ForkedStream, SideStream
 
 Made = TypeVar("Made")
@@ -100,3 +101,20 @@ class CudaGraphs:
     def side_stream(self) -> SideStream:
         """See DeviceGraphs.side_stream."""
         return ForkedStream(self._device)
+
+
+# What has to be known of the cluster before a job can ask for CUDA graphs.
+
+
+def check_graphs(wanted: str, gpus: bool) -> None:
+    """Check that the devices can capture graphs, where ``train.cuda_graphs`` insists on it.
+
+    Raises:
+        SpecError: they are CPUs.
+    """
+    if wanted in ("tasks", "step") and not gpus:
+        raise SpecError(
+            "train.cuda_graphs",
+            f"{wanted} needs GPU devices, and this cluster's are CPUs",
+            "use none, or auto, which captures where there are GPUs",
+        )

@@ -1,4 +1,4 @@
-"""What one micro-batch in flight has of a captured stage: its fixed inputs, its graphs, and what they put out.
+"""The share of one micro-batch in flight in a captured stage: its fixed inputs, its graphs, and what they put out.
 
 Between its forward and its last backward, a micro-batch's values lie where its own graphs read and write them. So every
 micro-batch in flight needs a slot of its own, and a slot serves the next one when nobody has a use for its values.
@@ -7,7 +7,7 @@ Forward, backward and weight gradients of a slot follow one another, so they sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,47 @@ from raypipe.models.keyed_random import holding_counters
 from raypipe.runtime.backward.split_backward import Closure
 from raypipe.runtime.compiled.program import StageProgram, Values
 from raypipe.runtime.graphs.device_graphs import DeviceGraphs, Graph, Made
-from raypipe.runtime.graphs.fixed_gradients import FixedGradients
+
+# Gradients that lie in the same memory in every step, so that a graph can add to them.
+
+
+class FixedGradients:
+    """The gradients of one stage replica's parameters.
+
+    Those that are summed over devices lie in flat tensors already (``update.flat_gradients``), which only have to last.
+
+    Args:
+        elsewhere: parameters whose gradients others hold, in memory that lasts.
+    """
+
+    def __init__(self, elsewhere: Collection[Tensor] = ()) -> None:
+        self._elsewhere = frozenset(elsewhere)
+        self._own: dict[Tensor, Tensor] = {}
+
+    def open(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Let gradients accumulate in their memory from now until they are dropped; return them, in order.
+
+        What has been computed elsewhere in this step is copied there; a first gradient of a step is added to zeros.
+        """
+        fresh = []
+        for p in parameters:
+            if p in self._elsewhere:
+                continue
+            own = self._own.get(p)
+            if own is None:
+                own = self._own[p] = torch.zeros_like(p, memory_format=torch.contiguous_format)
+            if p.grad is own:
+                continue
+            if p.grad is None:
+                fresh.append(own)
+            else:
+                own.copy_(p.grad)
+            p.grad = own
+        if fresh:
+            torch._foreach_zero_(fresh)
+        found = [p.grad for p in parameters]
+        assert all(gradient is not None for gradient in found), "whoever sums gradients has opened them"
+        return [gradient for gradient in found if gradient is not None]
 
 
 @dataclass
@@ -47,9 +87,13 @@ class Slot:
     """
 
     def __init__(
-        self, program: StageProgram, graphs: DeviceGraphs, gradients: FixedGradients, given: Sequence[Tensor],
+        self,
+        program: StageProgram,
+        graphs: DeviceGraphs,
+        gradients: FixedGradients,
+        given: Sequence[Tensor],
         copied: range,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._program, self._graphs, self._gradients, self._copied = program, graphs, gradients, copied
         self._given = [torch.empty_like(x) if i in copied else x for i, x in enumerate(given)]
         self._pool = graphs.new_pool()

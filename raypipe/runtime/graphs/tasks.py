@@ -23,15 +23,14 @@ from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.backward.split_backward import Closure
 from raypipe.runtime.compiled.program import StageProgram
 from raypipe.runtime.compiled.stage import CompiledStage, span_of
-from raypipe.runtime.executor import Executor
+from raypipe.runtime.executor.computation import CompiledForward, Forward
+from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.device_graphs import CaptureError, CudaGraphs, DeviceGraphs
-from raypipe.runtime.graphs.fixed_gradients import FixedGradients
-from raypipe.runtime.graphs.slot import Slot
-from raypipe.runtime.runner import Payload
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.graphs.slot import FixedGradients, Slot
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.alternate import Alternation
-from raypipe.runtime.stage.computation import CompiledForward, Forward
 from raypipe.runtime.stage.stage import OwnGraph, StageModule
+from raypipe.runtime.transport.channel import Payload
 from raypipe.runtime.update.gradients import StageKey
 
 Note = Callable[[str, str], None]
@@ -182,7 +181,7 @@ class CapturedProgram:
 
 
 class CapturedRun:
-    """What the captured forward of a whole stage leaves for its backward."""
+    """The tensors that the captured forward of a whole stage leaves for its backward."""
 
     __slots__ = ("_captured", "_lease", "_unfed")
 

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,6 +29,42 @@ from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.optimizer import set_rate
 from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Program
+
+# Updates that are made while the next step already runs: what the executor asks of them.
+
+
+class LateUpdates(Protocol):
+    """Makes the updates of one device's stage replicas without a barrier between steps."""
+
+    def begin_step(self, program: Program, step: int, lr: float) -> None:
+        """A training step begins."""
+
+    def before_forward(self, key: StageKey) -> None:
+        """The forward of a stage replica is to run next; what it reads must be updated by then."""
+
+    def before_backward(self, key: StageKey) -> None:
+        """A backward of a stage replica is to run next, and may add to gradients."""
+
+    def takes(self, key: StageKey, saved: MicrobatchState) -> bool:
+        """Take over the deferred weight gradients of a micro-batch; returns False to leave them to the caller."""
+
+    def begin(self) -> None:
+        """All sums of this device's step have been started."""
+
+    def defer(self, key: StageKey, step: int, lr: float) -> None:
+        """The step's gradients of a stage replica are complete, or will be; ``lr`` is that of its update."""
+
+    def complete(self, key: StageKey) -> None:
+        """Make what is left of a stage replica's update; does nothing if nothing is."""
+
+    def complete_all(self) -> None:
+        """Make what is left of all updates."""
+
+    def report(self, step: int, program: Program, times: NDArray[np.float64]) -> float:
+        """Return this device's share of a step's squared gradient norm; its updates are completed for that."""
+
+    def close(self) -> None:
+        """Give up what is left of the updates, and everything that this refers to."""
 
 
 @dataclass(slots=True)
@@ -73,9 +110,10 @@ class SideUpdates:
         self.modules, self.optimizers, self.sync, self.stream = modules, optimizers, sync, stream
         self._until, self._push, self._updated = held, push, updated
         tied = frozenset(
-            key for key, module in modules.items()
+            key
+            for key, module in modules.items()
             if {id(p) for p in module.trained.values()} & {id(p) for copies in sync.tied_copies for p in copies}
-        )  # fmt: skip
+        )
         self._group = {key: tied if key in tied else frozenset({key}) for key in modules}
         self._first = min(modules)
         self.reads = True

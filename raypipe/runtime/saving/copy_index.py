@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.checkpoint import ShardInfo
-from raypipe.runtime.saving.keeper import Keeper
+from raypipe.runtime.state.keeper import Keeper
 
 NUMBERS = 1 << 32
 """Copies that each driver may number."""
@@ -38,7 +38,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """What a driver learns from the index when it begins."""
+    """The answer that a driver gets from the index when it begins."""
 
     first: int
     """The number of its first copy."""

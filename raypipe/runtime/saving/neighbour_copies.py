@@ -23,14 +23,14 @@ from ray.exceptions import RayError
 from raypipe.checkpoint import ShardInfo
 from raypipe.errors import CheckpointError
 from raypipe.observe.run_log import RunLog
-from raypipe.runtime.cluster.node_files import SentShard
-from raypipe.runtime.cluster.sent_files import received
-from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.executor.step import StepResult, Written
+from raypipe.runtime.group.sent_files import received
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.hosts.node_files import SentShard
+from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.copy_index import Attached, Copy, start_index
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.saving.shard_writer import SaveBegun, Written
-from raypipe.runtime.step import StepResult
+from raypipe.runtime.state.shard_writer import SaveBegun
 
 ANSWER_S = 5.0
 """Time that a keeper has to answer."""

@@ -13,7 +13,7 @@ from raypipe.checkpoint.manifest import NAME
 from raypipe.errors import DivergenceError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
-from raypipe.runtime.nonfinite.policy import LEFT_OUT
+from raypipe.runtime.recovery.nonfinite import LEFT_OUT
 
 SCORE = "score"
 """Key of a manifest's ``meta`` where ``train.best_metric`` is not the loss: its name, and its value as a score."""

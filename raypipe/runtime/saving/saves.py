@@ -20,13 +20,13 @@ from ray.exceptions import RayError
 
 from raypipe.checkpoint import ShardInfo
 from raypipe.observe.run_log import RunLog
-from raypipe.runtime.cluster.sent_files import received
-from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.executor.step import StepResult, Written
+from raypipe.runtime.group.sent_files import received
+from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.recovery.lost_results import outcomes
+from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.saving.shard_writer import SaveBegun, Written
-from raypipe.runtime.step import StepResult
+from raypipe.runtime.state.shard_writer import SaveBegun
 
 SAID_S = 0.5
 """Longest wait for the write of the save before that is not worth a notice."""

@@ -109,8 +109,13 @@ def divide(
             continue
         stage = key[0]
         found[key] = ShardedStage(
-            module, stage, sharding.levels[stage], groups[dividing_group(stage, member)],
-            groups.get(same_shard_group(stage, member)), undivided, counts=placement[0][stage] in member.group,
+            module,
+            stage,
+            sharding.levels[stage],
+            groups[dividing_group(stage, member)],
+            groups.get(same_shard_group(stage, member)),
+            undivided,
+            counts=placement[0][stage] in member.group,
             reduce_dtype=reduce_dtype,
-        )  # fmt: skip
+        )
     return DeviceShards(found)

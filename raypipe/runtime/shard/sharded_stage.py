@@ -54,7 +54,7 @@ class ShardedStage:
 
     @property
     def pieces(self) -> list[nn.Parameter]:
-        """What this device's optimizer updates."""
+        """Return the parameters that this device's optimizer updates."""
         return [piece for flat in self.flats for piece in flat.pieces]
 
     @property
@@ -99,7 +99,7 @@ class ShardedStage:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients accumulate in flat tensors now."""
+        """Return whether gradients accumulate in flat tensors now."""
         return any(flat.gradients.opened for flat in self.flats)
 
     def open_gradients(self) -> None:

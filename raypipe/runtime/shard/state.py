@@ -67,9 +67,10 @@ def read_shards(checkpoint: Checkpoint, stage: ShardedStage, optimizer: torch.op
 def _check(checkpoint: Checkpoint, key: str, saved: Tensor, parameter: Tensor) -> None:
     if saved.shape != parameter.shape:
         raise CheckpointError(
-            str(checkpoint.path), f"{key} has shape {tuple(saved.shape)}, but the model's has {tuple(parameter.shape)}",
+            str(checkpoint.path),
+            f"{key} has shape {tuple(saved.shape)}, but the model's has {tuple(parameter.shape)}",
             "resume with the job that wrote it",
-        )  # fmt: skip
+        )
 
 
 def _read_optimizer(checkpoint: Checkpoint, flat: FlatWeights, optimizer: torch.optim.Optimizer) -> None:

@@ -35,9 +35,17 @@ class Feed:
         self.slices, self.lengths_of_slice = slices, lengths_of_slice
 
     def __init__(
-        self, data: Dataset | None, task: Task, fields: Iterable[str], seed: int, batch: int, samples: int,
-        device: torch.device, dtype: torch.dtype, left_out: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        data: Dataset | None,
+        task: Task,
+        fields: Iterable[str],
+        seed: int,
+        batch: int,
+        samples: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        left_out: int = 0,
+    ) -> None:
         self._left_out = left_out
         self.data, self.task, self.fields = data, task, frozenset(fields)
         self.seed, self.batch, self.samples, self.device, self.dtype = seed, batch, samples, device, dtype

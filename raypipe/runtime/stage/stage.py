@@ -14,12 +14,12 @@ from raypipe.models import BodyEnds, Chain, Inputs, LayeredModel, StageBody
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, parts_of, segments_of
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
 from raypipe.runtime.backward.stack import can_stack, stacked, unstacked
-from raypipe.runtime.runner import Payload
 from raypipe.runtime.stage.alternate import Alternation
+from raypipe.runtime.transport.channel import Payload
 
 
 class OwnGraph(Protocol):
-    """What a forward leaves for its backward where that is no graph of autograd's that ends in the outputs."""
+    """The link from a forward to its backward where that is no graph of autograd's that ends in the outputs."""
 
     def backward(
         self, stage: StageModule, inputs: Payload, gradients: Sequence[Tensor], turns: Alternation | None
@@ -58,7 +58,7 @@ class HalfBatches:
 
 @dataclass(slots=True)
 class MicrobatchState:
-    """What a stage keeps of one micro-batch between its forward and its backward."""
+    """The tensors that a stage keeps of one micro-batch between its forward and its backward."""
 
     inputs: Payload
     """Activations received from the stages before."""
@@ -165,7 +165,7 @@ class StageModule(nn.Module):
 
     @property
     def recomputes_whole(self) -> bool:
-        """Whether an R task recomputes the whole stage."""
+        """Return whether an R task recomputes the whole stage."""
         return len(self.segments) == 1 and self.segments[0].recomputed
 
     def forward(self, arrived: Payload, inputs: Inputs, segment: Segment | None = None) -> Payload:

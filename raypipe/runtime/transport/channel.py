@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 Direction = Literal["act", "grad"]
+Payload = tuple[Tensor, ...]
+"""The tensors one stage hands to another for one micro-batch."""
 
 
 class Label(NamedTuple):
@@ -94,7 +96,7 @@ class Sender(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether a message waits for ``progress`` to send it."""
+        """Return whether a message waits for ``progress`` to send it."""
 
     def progress(self) -> None:
         """Send as much of what is pending as is possible without waiting."""

@@ -69,7 +69,7 @@ class Transport(ABC):
     posted, long before anybody waits for it."""
 
     def available(self) -> bool:
-        """Whether this process has what the transport ``needs``."""
+        """Return whether this process has what the transport ``needs``."""
         return True
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Transport(ABC):
         """Why it can't carry messages from ``src`` to ``dst``; empty if it can. All devices get the same answer."""
 
     def over_cpu_channel(self, src: Peer, dst: Peer) -> bool:
-        """Whether its channel for this edge sends over one for CPU tensors, which ``open`` then finds in ``ends``."""
+        """Return whether its channel for this edge sends over one for CPU tensors, which ``open`` finds in ``ends``."""
         return False
 
     def groups(self, edges: Sequence[Edge]) -> list[tuple[int, ...]]:

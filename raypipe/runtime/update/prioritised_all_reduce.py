@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.plan.online.tune_first_k import FirstKTuner
-from raypipe.runtime.backward.peaks import LayerPeaks
-from raypipe.runtime.backward.waiting import WaitingOperands
+from raypipe.runtime.backward.waiting import LayerPeaks, WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce, Piece
 from raypipe.runtime.update.collective import PendingSum, Push, wait_for

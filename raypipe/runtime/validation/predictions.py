@@ -21,7 +21,7 @@ Preprocess = Callable[[Tensor, Tensor], Tensor]
 
 
 class Predictions(NamedTuple):
-    """What a function for metrics gets: those two of transformers' ``EvalPrediction`` that hold values."""
+    """The argument of a function for metrics: those two fields of transformers' ``EvalPrediction`` that hold values."""
 
     predictions: Array
     """The model's output, ``[samples, ...]``, or what the preprocessing made of it."""

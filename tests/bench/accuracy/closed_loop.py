@@ -34,9 +34,9 @@ from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.online.better_order import OBJECTIVES, SYNCS, runs_ahead, step_seconds
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.worker import StageWorker
+from raypipe.runtime.group.worker_group import WorkerGroup, start_actors
+from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.search import search

@@ -19,8 +19,8 @@ import ray
 
 from raypipe.job.load import job_from
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.worker import StageWorker
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.worker.worker import StageWorker
 from tests.bench.runtime.families import TEXT, jobs
 from tests.runtime.runs.small_runs import drive
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.emulation.emulated_worker import wait_until
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.collective import Push, wait_for
 from raypipe.runtime.update.gradients import GradientSync, StageKey
-from raypipe.runtime.worker import StageWorker
+from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Action, Message, Program

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.executor import Executor
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import StepSettings
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.step import StepSettings
 from raypipe.runtime.update.gradients import GradientSync
 from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.forms.text import from_text

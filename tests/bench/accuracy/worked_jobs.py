@@ -28,8 +28,8 @@ from raypipe.plan.choose import Decision, choose
 from raypipe.plan.online.measured_steps import as_run
 from raypipe.plan.plan import build_schedule
 from raypipe.plan.predict.orders import Order
-from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_run import Rehearsal, run_rehearsal
+from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.schedule.lowering.norm_policy import resolve
 from tests.bench.accuracy.emulated import first, longer, worker_group_of
 from tests.plan.test_worked_jobs import MACHINES, costed

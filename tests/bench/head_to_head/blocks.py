@@ -9,7 +9,7 @@ from statistics import median
 
 from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
-from raypipe.runtime.calls.steps_per_call import MOST_STEPS
+from raypipe.runtime.executor.step import MOST_STEPS
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.driver import Driver
+from raypipe.runtime.group.worker_group import WorkerGroup, start_worker_group
 from tests.bench.head_to_head.blocks import Block
 from tests.bench.head_to_head.cases import DEVICES
 from tests.bench.head_to_head.dispatch import RecordingClock, driver_share

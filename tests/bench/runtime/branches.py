@@ -33,9 +33,9 @@ from raypipe.models import build_model
 from raypipe.models.task import Field
 from raypipe.plan.branches.arranged import LayerCosts
 from raypipe.plan.branches.choose import Branches, best_chain, choose_branches
-from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal
 from raypipe.runtime.emulation.links import Links
+from raypipe.runtime.group.worker_group import WorkerGroup
 from tests.bench.accuracy.emulated import first, worker_group_of
 
 STEPS = 8

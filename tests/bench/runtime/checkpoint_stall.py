@@ -26,9 +26,9 @@ from raypipe.job.load import job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import start_worker_group
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.worker import StageWorker
+from raypipe.runtime.group.worker_group import start_worker_group
+from raypipe.runtime.worker.worker import StageWorker
 from raypipe.train import make_plan
 
 MODEL = {"type": "gpt", "layers": 8, "hidden": 384, "heads": 6, "sequence": 128, "vocabulary": 256, "dropout": 0.0}

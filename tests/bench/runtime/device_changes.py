@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.job.load import load_job
-from raypipe.runtime.communicators import own_address
+from raypipe.runtime.setup.communicators import own_address
 from tests.bench.runtime.kill_driver import text_in
 from tests.ray_head import free_ports, ray_head
 from tests.runtime.runs.elastic_run import WAIT_S, ElasticRun, TwoNodes

@@ -36,8 +36,8 @@ from raypipe.models import build_model
 from raypipe.models.task import NextToken
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import start_worker_group
 from raypipe.runtime.driver import Driver
+from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.samples.sample_stream import SampleStream
 from raypipe.train import make_plan
 

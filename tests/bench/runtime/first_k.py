@@ -24,8 +24,7 @@ from dataclasses import fields, replace
 from statistics import fmean
 from typing import NamedTuple
 
-from raypipe.runtime.emulation.emulated_run import Rehearsal, run_rehearsal
-from raypipe.runtime.emulation.layer_link import LayerLink
+from raypipe.runtime.emulation.emulated_run import LayerLink, Rehearsal, run_rehearsal
 from raypipe.runtime.update.prioritised_all_reduce import PIECE_BYTES
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.reverse_first_k import reverse_first_k

@@ -28,9 +28,9 @@ from raypipe.job.load import job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.cluster.worker_group import start_worker_group
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.step import StepResult
+from raypipe.runtime.executor.step import StepResult
+from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.train import make_plan
 from tests.bench.accuracy.memory import Peak, PeakStage, own_ray

@@ -35,10 +35,10 @@ from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.online.tune_first_k import JUDGE_AT
 from raypipe.runtime.backward.deferred import Closure
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
 from raypipe.runtime.update.gradients import GradientSync, StageKey
-from raypipe.runtime.worker import StageWorker
+from raypipe.runtime.worker.worker import StageWorker
 from raypipe.train import make_plan
 from tests.bench.runtime.kill_driver import text_in
 from tests.hosts import hosts, ray_cluster
@@ -129,7 +129,7 @@ def inside(folder: Path, rounds: int, first_k: int | None, layer_s: float) -> di
     import ray
 
     from raypipe.runtime.cluster.connect import connect
-    from raypipe.runtime.cluster.worker_group import start_worker_group
+    from raypipe.runtime.group.worker_group import start_worker_group
 
     found: dict[str, Any] = {row: {"steps_s": [], "losses": [], "k": []} for row in ROWS}
     workers = None

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from raypipe.runtime.communicators import Communicators, Topology
 from raypipe.runtime.emulation.device_processes import ENVIRONMENT
+from raypipe.runtime.setup.communicators import Communicators, Topology
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.interfaces import LOOPBACK
 from raypipe.runtime.transport.process_groups import in_rounds

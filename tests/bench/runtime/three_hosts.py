@@ -33,8 +33,8 @@ from raypipe.plan.online.better_order import step_seconds
 from raypipe.plan.plan import build_schedule
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.emulation.emulated_worker import wait_until
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.worker import StageWorker
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.lowering.programs import Action
@@ -175,7 +175,7 @@ def inside(name: str, folder: Path, steps: int) -> Found:
     import ray
 
     from raypipe.runtime.cluster.connect import connect
-    from raypipe.runtime.cluster.worker_group import start_worker_group
+    from raypipe.runtime.group.worker_group import start_worker_group
 
     job = job_of(name, folder / "text", steps)
     directory = folder / name

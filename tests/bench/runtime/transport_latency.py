@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, Sender, TensorSpec
-from raypipe.runtime.transport.mesh import open_channels
+from raypipe.runtime.transport.registry import open_channels
 
 SIZES = {"4 KB": (4096, 200), "64 KB": (1 << 16, 100), "1 MB": (1 << 20, 30), "4 MB": (4 << 20, 15)}
 PEERS = [Peer(0, "n0", "cpu", "stage 0"), Peer(1, "n0", "cpu", "stage 1")]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from raypipe.job import GptSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.process import set_up_process
+from raypipe.runtime.process.set_up import set_up_process
 from raypipe.runtime.update.bucketed_all_reduce import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets_of
 from raypipe.runtime.update.optimizer import make_optimizer
 

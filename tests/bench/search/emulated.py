@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
-from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal
 from raypipe.runtime.emulation.links import Links
+from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule

@@ -16,9 +16,9 @@ from math import exp, log
 from statistics import median
 
 from raypipe.plan.candidate import Candidate
-from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal
 from raypipe.runtime.emulation.links import Links
+from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.kinds import COMPUTE
 from raypipe.simulate.timeline import Timeline

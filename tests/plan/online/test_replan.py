@@ -18,7 +18,7 @@ from raypipe.plan.online.controller import Event, MeasuredStep
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.replan import Replanner
 from raypipe.plan.plan import Plan, build_schedule, load_plan
-from raypipe.runtime.calls import steps_per_call
+from raypipe.runtime import calls
 from raypipe.runtime.driver import Driver
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
@@ -306,7 +306,7 @@ def test_swaps_between_two_steps_change_no_loss(
     saved: dict[int, Path] = {}
     monkeypatch.setattr(sequence, "Replanner", Eager)
     monkeypatch.setattr(Eager, "by", 1e-3 if stays else 1e3)
-    monkeypatch.setattr(steps_per_call, "MOST_STEPS", 1)  # so that it is known which steps are queued by then
+    monkeypatch.setattr(calls, "MOST_STEPS", 1)  # so that it is known which steps are queued by then
     driver = Driver(job, make_plan(job), tmp_path, log, lambda step, path, _: saved.update({step: path}))
     present, before = driver.running, driver.schedule
     present.plan.save(tmp_path / "plan.json")

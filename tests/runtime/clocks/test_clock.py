@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypipe.runtime.clocks.clock import EventClock, HostClock, clock_for
-from raypipe.runtime.runner import ProgramRunner
+from raypipe.runtime.executor.runner import ProgramRunner
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import Action, Program
 

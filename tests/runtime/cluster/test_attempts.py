@@ -11,7 +11,7 @@ from raypipe.errors import CheckpointError, DeviceError, DevicesError, Transport
 from raypipe.job.load import job_from
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.cluster import attempts
-from raypipe.runtime.cluster.devices import DeviceRequest
+from raypipe.runtime.hosts.devices import DeviceRequest
 
 
 class FullStorage:

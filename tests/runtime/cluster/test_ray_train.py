@@ -18,8 +18,8 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster import attempts
 from raypipe.runtime.cluster import ray_train as train_run
 from raypipe.runtime.cluster.attempts import RunRequest, failure_logged, failures
-from raypipe.runtime.cluster.devices import DeviceRequest
 from raypipe.runtime.cluster.ray_train import start_run
+from raypipe.runtime.hosts.devices import DeviceRequest
 
 
 def log_of(directory: Path, *kinds: str) -> None:

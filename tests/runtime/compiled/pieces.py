@@ -12,8 +12,8 @@ from raypipe.models import LayeredModel
 from raypipe.runtime.compiled.compiler import StageCompiler, TracedStage
 from raypipe.runtime.compiled.needs import Needs
 from raypipe.runtime.compiled.program import Compiled
-from raypipe.runtime.compiled.report import StageReport
 from raypipe.runtime.compiled.stage import swap_in
+from raypipe.runtime.executor.compile_report import StageReport
 from tests.runtime.runs.one_device import LR, OneDevice, Outcome, one_device
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from raypipe.runtime.compiled.stored.helper_process import HelperProcess
+from raypipe.runtime.compiled.stored.stored_stages import HelperProcess
 
 
 def started(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> HelperProcess:

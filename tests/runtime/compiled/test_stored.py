@@ -18,13 +18,13 @@ from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compiler import trace_stage
 from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
 from raypipe.runtime.compiled.needs import Needs
-from raypipe.runtime.compiled.report import Kept
 from raypipe.runtime.compiled.stage import swap_in
 from raypipe.runtime.compiled.stored import stored_stages
 from raypipe.runtime.compiled.stored.document import DOCUMENT, is_sound, read_stage, write_stage
-from raypipe.runtime.compiled.stored.key import stage_key
-from raypipe.runtime.compiled.stored.parts import compiled_parts
+from raypipe.runtime.compiled.stored.helper import compiled_parts
 from raypipe.runtime.compiled.stored.request import Request
+from raypipe.runtime.compiled.stored.stored_stages import stage_key
+from raypipe.runtime.executor.compile_report import Kept
 from tests.runtime.compiled.pieces import assert_same, step_of
 from tests.runtime.runs.one_device import OneDevice, even_cut, one_device
 
@@ -109,7 +109,7 @@ KEY_OF_A_LOSS = """
 from raypipe.models.own_loss import OwnLoss
 from raypipe.models.own_loss import GivenLoss
 from raypipe.models.task import Labels
-from raypipe.runtime.compiled.stored.key import _described
+from raypipe.runtime.compiled.stored.stored_stages import _described
 loss = GivenLoss(Labels(), ["labels", "pixel_values", "weights"])
 loss.reads = frozenset(["labels", "weights", "pixel_values", "mask"])
 print(_described(loss))

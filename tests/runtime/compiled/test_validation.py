@@ -13,7 +13,7 @@ from raypipe.job import GptSpec
 from raypipe.models import GptLayers, LayeredModel, build_model
 from raypipe.runtime.compiled import compiler
 from raypipe.runtime.compiled.stage import CompiledStage
-from raypipe.runtime.step import StepResult
+from raypipe.runtime.executor.step import StepResult
 from tests.exhaustive import ONLY, exhaustive
 from tests.runtime.compiled.pieces import compiled_device, step_of
 from tests.runtime.runs.one_device import OneDevice, even_cut, one_device

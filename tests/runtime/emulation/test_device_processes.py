@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import RunError
-from raypipe.runtime.communicators import Location
 from raypipe.runtime.emulation.device_processes import DeviceProcesses
+from raypipe.runtime.setup.communicators import Location
 
 WORKERS = [(0, "stage 0", "node a", "127.0.0.1"), (1, "stage 1", "node a", "127.0.0.1")]
 WAIT_S = 60.0

@@ -22,14 +22,12 @@ from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.calibrate import message_delays
 from raypipe.runtime.clocks.shared_clock import SharedClock
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.communicators import Topology
-from raypipe.runtime.emulation import emulated_all_reduce as emulated_sums
 from raypipe.runtime.emulation import emulated_worker as emulation
-from raypipe.runtime.emulation.emulated_all_reduce import AllReduceLane
 from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_run import (
     PROCESS_BYTES,
     SHARED_BYTES,
+    LayerLink,
     Links,
     Rehearsal,
     check_processes,
@@ -38,8 +36,8 @@ from raypipe.runtime.emulation.emulated_run import (
     rehearsal,
     run_rehearsal,
 )  # fmt: skip
-from raypipe.runtime.emulation.emulated_worker import EmulatedRunner, EmulatedSetup, wait_until
-from raypipe.runtime.emulation.layer_link import LayerLink
+from raypipe.runtime.emulation.emulated_worker import AllReduceLane, EmulatedRunner, EmulatedSetup, wait_until
+from raypipe.runtime.setup.communicators import Topology
 from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule import Shape, generate
@@ -308,7 +306,7 @@ def test_sums_and_norms_of_several_hosts_are_on_one_clock(monkeypatch, offset_s)
     def both(everybody: torch.Tensor, own: torch.Tensor, group: object) -> None:
         everybody[0], everybody[1] = own[0], began + 30 + offset_s
 
-    monkeypatch.setattr(emulated_sums.dist, "all_to_all_single", both)
+    monkeypatch.setattr(emulation.dist, "all_to_all_single", both)
     lane = AllReduceLane({"stage 0": SimpleNamespace(size=lambda: 2)}, clock)  # type: ignore[dict-item]
     lane.join(7, 5 * MS, "stage 0")
     ((index, end),) = lane.finish()

@@ -8,17 +8,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from raypipe.runtime import worker
-from raypipe.runtime.compiled.compilation import Compilation
 from raypipe.runtime.compiled.in_process import InProcess
-from raypipe.runtime.compiled.report import StageReport
-from raypipe.runtime.executor import Executor
+from raypipe.runtime.executor.compile_report import StageReport
+from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.step_executor import StepExecutor
 from raypipe.runtime.graphs.tasks import TaskGraphs
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.worker import StageWorker
+from raypipe.runtime.worker import worker
+from raypipe.runtime.worker.compilation import Compilation
+from raypipe.runtime.worker.worker import StageWorker
 from tests.runtime.compiled.pieces import interpreted
 from tests.runtime.graphs.recorded import RecordedGraphs
 

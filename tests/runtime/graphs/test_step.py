@@ -14,9 +14,8 @@ import torch
 from raypipe.job import GptSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers, keyed_random
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.graphs.step_executor import UNCAPTURED, StepExecutor
-from raypipe.runtime.graphs.step_keys import StepKeys
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.graphs.step_executor import UNCAPTURED, StepExecutor, StepKeys
 from raypipe.runtime.late.side_updates import SideUpdates
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.update.gradients import GradientSync

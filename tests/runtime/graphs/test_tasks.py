@@ -14,8 +14,7 @@ from raypipe.job import GptSpec
 from raypipe.models import GptLayers, keyed_random
 from raypipe.runtime.compiled.program import CompiledPiece, StageProgram
 from raypipe.runtime.compiled.stage import CompiledStage
-from raypipe.runtime.graphs.fixed_gradients import FixedGradients
-from raypipe.runtime.graphs.slot import Slot
+from raypipe.runtime.graphs.slot import FixedGradients, Slot
 from raypipe.runtime.graphs.tasks import TaskGraphs
 from raypipe.runtime.update.flat_gradients import FlatGradients
 from tests.exhaustive import exhaustive

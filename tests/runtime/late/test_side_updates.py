@@ -80,12 +80,12 @@ def assert_alike(one: Any, two: Any) -> None:
 )
 def test_the_numbers_of_one_stream(tied, stages, held, monkeypatch) -> None:
     """In float64 with dropout; also where a held weight gradient is due before the forward that it was to wait for."""
-    monkeypatch.setattr("raypipe.runtime.executor.side_stream", lambda device: Slow())
+    monkeypatch.setattr("raypipe.runtime.executor.executor.side_stream", lambda device: Slow())
     assert_alike(trained(tied, stages, held), trained(tied, stages, None))
 
 
 def test_a_joint_backward_and_a_validation_between_steps(monkeypatch) -> None:
-    monkeypatch.setattr("raypipe.runtime.executor.side_stream", lambda device: Slow())
+    monkeypatch.setattr("raypipe.runtime.executor.executor.side_stream", lambda device: Slow())
     count = BATCH // MICROBATCH
     order = "device 0: " + " ".join(
         f"0F{m} 1F{m} 2F{m} 2BW{m} 1BW{m} 0BW{m}" for m in range(count)
@@ -95,7 +95,7 @@ def test_a_joint_backward_and_a_validation_between_steps(monkeypatch) -> None:
 
 @pytest.mark.parametrize("forgets", ["before_forward", "before_backward"])
 def test_a_main_stream_that_does_not_wait_is_found_out(forgets, monkeypatch) -> None:
-    monkeypatch.setattr("raypipe.runtime.executor.side_stream", lambda device: Slow())
+    monkeypatch.setattr("raypipe.runtime.executor.executor.side_stream", lambda device: Slow())
     expected = trained(False, 4, None)
     monkeypatch.setattr(side_updates.SideUpdates, forgets, lambda self, key: None)
     if forgets == "before_backward":  # only a parameter that both streams add to has to be waited for
@@ -113,7 +113,7 @@ def test_an_error_of_the_second_stream_comes_out(monkeypatch) -> None:
 
             return super().run(fail, keep)
 
-    monkeypatch.setattr("raypipe.runtime.executor.side_stream", lambda device: Broken())
+    monkeypatch.setattr("raypipe.runtime.executor.executor.side_stream", lambda device: Broken())
     with pytest.raises(ArithmeticError, match="planted"):
         trained(False, 4, {})
 

@@ -12,7 +12,7 @@ from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.run_view.event_sentences import event_sentences
 from raypipe.plan.plan import load_plan
-from raypipe.runtime.recovery.out_of_memory import plan_with_less, ran_out
+from raypipe.runtime.recovery.failure import plan_with_less, ran_out
 from raypipe.train import make_plan
 from tests.runtime.runs.small_runs import small_job
 

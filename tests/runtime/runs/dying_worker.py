@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from raypipe.checkpoint import ShardInfo, Snapshot, write_snapshot
-from raypipe.runtime.executor import Executor
-from raypipe.runtime.recovery.ledger import Ledger
-from raypipe.runtime.worker import StageWorker
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.ledger import Ledger
+from raypipe.runtime.worker.worker import StageWorker
 
 
 def orders(file: Path) -> list[str]:

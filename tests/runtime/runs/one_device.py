@@ -17,11 +17,11 @@ from raypipe.job.train_spec import TrainSpec
 from raypipe.models import LayeredModel
 from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.online.tune_first_k import FirstKTuner
-from raypipe.runtime.executor import Executor
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import StepSettings
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.step import StepSettings
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders
 from raypipe.runtime.update.norm import Shares

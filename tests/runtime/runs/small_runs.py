@@ -13,8 +13,8 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
-from raypipe.runtime.cluster.worker_group import WorkerGroup
 from raypipe.runtime.driver import Driver
+from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.validation.metrics import validation_metrics
 from raypipe.train import make_plan
 

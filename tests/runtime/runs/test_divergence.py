@@ -17,7 +17,7 @@ from raypipe.errors import DivergenceError
 from raypipe.job import JobSpec
 from raypipe.job.load import job_from
 from raypipe.observe.run_log import METRICS
-from raypipe.runtime.stage.state import Piece, not_finite
+from raypipe.runtime.state.state import Piece, not_finite
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive
 

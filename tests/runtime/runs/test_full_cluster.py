@@ -17,8 +17,8 @@ CODE = """
 import os, sys, threading
 os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
 from raypipe.cli import run
-from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.reserve import reserve
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.reserve import reserve
 from tests.driver_here import without_ray_train
 from tests.ray_environment import start_ray
 without_ray_train()

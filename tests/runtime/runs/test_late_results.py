@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime.group.worker_group import WorkerGroup
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job
 

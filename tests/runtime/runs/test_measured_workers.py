@@ -21,7 +21,7 @@ import json, sys, time
 from pathlib import Path
 import ray
 import raypipe.train
-from raypipe.runtime.cluster.reserve import _idle
+from raypipe.runtime.hosts.reserve import _idle
 from raypipe.train import execute, prepare_run
 from tests.runtime.runs.test_exactness import make_job
 

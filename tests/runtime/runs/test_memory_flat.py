@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 import ray
 
-from raypipe.runtime.cluster.worker_group import WorkerGroup
-from raypipe.runtime.process import heap_bytes
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.process.set_up import heap_bytes
 from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS, WARM = 500, 100

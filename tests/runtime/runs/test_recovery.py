@@ -12,10 +12,10 @@ import pytest
 
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-from raypipe.runtime.calls import steps_per_call
-from raypipe.runtime.cluster.devices import DeviceRequest
-from raypipe.runtime.cluster.reserve import Reservation, reserve
-from raypipe.runtime.cluster.worker_group import Survivors, WorkerGroup, start_worker_group
+from raypipe.runtime import calls
+from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.reserve import Reservation, reserve
 from raypipe.schedule.ir import Schedule
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.dying_worker import dying
@@ -129,7 +129,7 @@ def test_a_worker_is_replaced_in_the_middle_of_a_call(
     job = small_job(text_folder, TWO_COPIES, steps=15, clip=0.5)
     found = []
     for call_s in (0.0, 1e9):
-        monkeypatch.setattr(steps_per_call, "CALL_S", call_s)
+        monkeypatch.setattr(calls, "CALL_S", call_s)
         if call_s:
             mortals.file.write_text(f"{rank} 9 {moment}")  # the call has the steps 5 to 12, from 0
         driver = new_driver(job, tmp_path / str(call_s))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from raypipe.runtime.calls import steps_per_call
-from raypipe.runtime.cluster.worker_group import WorkerGroup
+from raypipe.runtime import calls as driver_calls
+from raypipe.runtime.group.worker_group import WorkerGroup
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import Done, drive, small_job
 
@@ -45,7 +45,7 @@ def test_results_are_the_same(
     job = small_job(text_folder, parallel, **train)
     found: list[tuple[Done, list[int]]] = []
     for call_s in (0.0, 1e9):
-        monkeypatch.setattr(steps_per_call, "CALL_S", call_s)
+        monkeypatch.setattr(driver_calls, "CALL_S", call_s)
         calls: list[int] = []
         with monkeypatch.context() as patch:
             found.append((drive(job, counted(stage_pool, calls, patch), tmp_path / str(call_s)), calls))

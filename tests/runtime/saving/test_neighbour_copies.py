@@ -13,12 +13,13 @@ import torch
 
 from raypipe.checkpoint import Snapshot, open_checkpoint
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.executor.step import Written
+from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.copy_index import start_index
-from raypipe.runtime.saving.keeper import send_snapshot
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.saving.shard_writer import SaveBegun, Written
+from raypipe.runtime.state.keeper import send_snapshot
+from raypipe.runtime.state.shard_writer import SaveBegun
 from tests.runtime.runs.small_runs import small_job
 
 pytestmark = pytest.mark.runs

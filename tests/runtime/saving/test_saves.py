@@ -12,14 +12,15 @@ import torch
 
 from raypipe.checkpoint import latest, open_checkpoint, write_shard
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.runtime.calls.ticket import Ticket
-from raypipe.runtime.nonfinite.found import NonFiniteError
+from raypipe.runtime.calls import Ticket
+from raypipe.runtime.executor.step import Written
+from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.saving.saves import Save, Saves
-from raypipe.runtime.saving.shard_writer import SaveBegun, Written
+from raypipe.runtime.state.shard_writer import SaveBegun
 from raypipe.schedule.lowering.asynchronous import WHOLE
-from tests.runtime.calls.test_ticket import CLOCK, STEP
 from tests.runtime.runs.small_runs import small_job
+from tests.runtime.test_tickets import CLOCK, STEP
 
 RANKS = 2
 

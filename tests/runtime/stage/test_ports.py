@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypipe.runtime.stage.ports import Ports
+from raypipe.runtime.stage.shapes import Ports
 
 A, B, C = (torch.tensor([x]) for x in (1.0, 10.0, 100.0))
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
-from raypipe.runtime.transport.mesh import open_channels
+from raypipe.runtime.transport.registry import open_channels
 from raypipe.runtime.transport.replica_groups import create_groups
 
 WORLD = 4

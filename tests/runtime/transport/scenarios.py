@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Receiver, Sender, TensorSpec
-from raypipe.runtime.transport.mesh import open_channels
+from raypipe.runtime.transport.registry import open_channels
 from tests.runtime.transport.kinds import PEERS
 
 

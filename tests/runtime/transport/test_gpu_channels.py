@@ -18,8 +18,7 @@ from raypipe.runtime.transport.gpu.nccl import NcclReceiver, NcclSender
 from raypipe.runtime.transport.gpu.pinned import PinnedReceiver, PinnedSender
 from raypipe.runtime.transport.gpu.side_stream import Mark, SideStream, snapshot
 from raypipe.runtime.transport.inbox import empty, empty_pinned
-from raypipe.runtime.transport.same_host.receive import ShmReceiver
-from raypipe.runtime.transport.same_host.send import ShmSender
+from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
 from raypipe.runtime.transport.waiting import Progress
 
 A, B = Peer(0, "n", "cuda:a", "stage 0"), Peer(1, "n", "cuda:a", "stage 1")

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from raypipe.runtime.transport.channel import Label, Peer
-from raypipe.runtime.transport.same_host.receive import ShmReceiver
-from raypipe.runtime.transport.same_host.send import ShmSender
+from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
 from raypipe.runtime.transport.waiting import Progress
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from raypipe.runtime.communicators import Topology
-from raypipe.runtime.tensor_ranks import tensor_rank_edges, tensor_rank_groups
+from raypipe.runtime.setup.communicators import Topology
+from raypipe.runtime.setup.tensor_ranks import tensor_rank_edges, tensor_rank_groups
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.process_groups import LAZY, connected, connected_on_use, in_rounds
 from raypipe.runtime.update.gradients import shared_groups

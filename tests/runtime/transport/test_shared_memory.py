@@ -15,12 +15,10 @@ import torch
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
-from raypipe.runtime.transport.same_host import hand_over
-from raypipe.runtime.transport.same_host import send as shm_send
-from raypipe.runtime.transport.same_host.receive import ShmReceiver
+from raypipe.runtime.transport.same_host import hand_over, shm
 from raypipe.runtime.transport.same_host.ring import directory, ring_file
-from raypipe.runtime.transport.same_host.send import ShmSender
 from raypipe.runtime.transport.same_host.shared_memory import INLINE_LIMIT, LARGEST_RING, SMALLEST_RING, edge_name
+from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
 from raypipe.runtime.transport.waiting import Progress
 
 A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
@@ -74,7 +72,7 @@ def refuse_rings(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
         return ring_file(capacity)
 
-    monkeypatch.setattr(shm_send, "ring_file", short)
+    monkeypatch.setattr(shm, "ring_file", short)
 
 
 def test_without_memory_messages_wait_in_the_sender(
@@ -125,7 +123,7 @@ def test_a_message_that_can_never_fit_is_an_error(
 
 
 def test_a_message_larger_than_the_largest_ring_still_travels(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_send, "LARGEST_RING", SMALLEST_RING)
+    monkeypatch.setattr(shm, "LARGEST_RING", SMALLEST_RING)
     receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, SMALLEST_RING)
     sender.connect(1)
     receiver.accept(1)

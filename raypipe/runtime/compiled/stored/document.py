@@ -21,9 +21,9 @@ from raypipe.atomic_write import whole, write_whole
 from raypipe.files import read_json, read_regular
 from raypipe.runtime.compiled.layout import Gradient, Interface, Layout, Slot
 from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
-from raypipe.runtime.compiled.report import Kept
 from raypipe.runtime.compiled.stage import CompiledStage, Span
 from raypipe.runtime.compiled.traced_keys import Places
+from raypipe.runtime.executor.compile_report import Kept
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
 
@@ -40,7 +40,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """What a stage, or a segment of it, is compiled into."""
+    """The compiled pieces of a stage, or of a segment of it."""
 
     span: Span
     layout: Layout

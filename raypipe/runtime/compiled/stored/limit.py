@@ -35,8 +35,9 @@ def keep_within(store: Path, limit_bytes: int = LIMIT_BYTES, in_use_s: float = I
     Returns:
         The folders removed, oldest first.
     """
-    stages = sorted((used, size, folder) for folder in store.iterdir() if folder.is_dir()
-                    for used, size in [_use(folder)])  # fmt: skip
+    stages = sorted(
+        (used, size, folder) for folder in store.iterdir() if folder.is_dir() for used, size in [_use(folder)]
+    )
     total = sum(size for _, size, _ in stages)
     removed = []
     for used, size, folder in stages:

@@ -1,4 +1,4 @@
-"""What a worker asks of the process that compiles a stage for it."""
+"""The request of a worker to the process that compiles a stage for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from raypipe.runtime.compiled.needs import StageNeeds
-from raypipe.runtime.setup import Setup
+from raypipe.runtime.setup.setup import Setup
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,15 @@ def cut(joint: Joint, budget: float = 1.0) -> Cut:
     cut = _Backward(joint, backward, slots)
     split, weights, handed, inside = cut.split()
     return Cut(
-        first, _piece(forward, outputs, slots), cut.whole(), split, weights, nbytes(kept),
-        nbytes(node for node in handed if slots.get(node.name, Slot("kept", 0)).source != "given"), inside,
-    )  # fmt: skip
+        first,
+        _piece(forward, outputs, slots),
+        cut.whole(),
+        split,
+        weights,
+        nbytes(kept),
+        nbytes(node for node in handed if slots.get(node.name, Slot("kept", 0)).source != "given"),
+        inside,
+    )
 
 
 def forward_alone(joint: Joint) -> Piece:
@@ -119,9 +125,11 @@ def _halves(joint: Joint, budget: float) -> tuple[fx.GraphModule, fx.GraphModule
     def halves(share: float) -> tuple[int, tuple[fx.GraphModule, fx.GraphModule]]:
         with functorch.patch(activation_memory_budget=share):
             made = min_cut_rematerialization_partition(
-                joint.graph, None, num_fwd_outputs=joint.outputs,
+                joint.graph,
+                None,
+                num_fwd_outputs=joint.outputs,
                 static_lifetime_input_indices=[*range(parameters), *casts],
-            )  # fmt: skip
+            )
         return nbytes(_outputs_and_kept(joint, made[0])[1]), made
 
     size, found = halves(1.0)
@@ -185,9 +193,10 @@ class _Backward:
         handed = [node for node in boundary if node.op != "placeholder"]
         slots = {**self.slots, **{node.name: Slot("handed", i) for i, node in enumerate(handed)}}
         weight_grad = Piece(
-            graph=extract(self.module, boundary, ends.nodes), slots=tuple(slots[node.name] for node in boundary),
+            graph=extract(self.module, boundary, ends.nodes),
+            slots=tuple(slots[node.name] for node in boundary),
             gradients=gradients,
-        )  # fmt: skip
+        )
 
         outputs = _Outputs()
         back = tuple(None if node is None else outputs.add(node) for node in self.back)

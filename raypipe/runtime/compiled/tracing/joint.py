@@ -144,11 +144,19 @@ def trace(module: StageModule, example: Example) -> Joint:
     n = len(stage.parameters)
     takes = tuple(wants[n + len(stage.buffers) : n + len(stage.buffers) + len(example.arrived)])
     return Joint(
-        graph=graph, fake=fake, given=len(values) + len(tables),
-        parameters=stage.parameters, buffers=stage.buffers, inputs=stage.inputs, places=places,
-        trained=[i for i in range(n) if wants[i]], takes_gradient=takes, differentiable=differentiable,
-        statistics=list(stage.statistics), casts=[],
-    )  # fmt: skip
+        graph=graph,
+        fake=fake,
+        given=len(values) + len(tables),
+        parameters=stage.parameters,
+        buffers=stage.buffers,
+        inputs=stage.inputs,
+        places=places,
+        trained=[i for i in range(n) if wants[i]],
+        takes_gradient=takes,
+        differentiable=differentiable,
+        statistics=list(stage.statistics),
+        casts=[],
+    )
 
 
 def trace_validation(module: StageModule, example: Example) -> Joint:
@@ -174,10 +182,19 @@ def trace_validation(module: StageModule, example: Example) -> Joint:
         raise ValueError("it draws random numbers in a validation")
     outputs = len(next(iter(reversed(graph.graph.nodes))).args[0])
     return Joint(
-        graph=graph, fake=fake, given=len(values), parameters=stage.parameters, buffers=stage.buffers,
-        inputs=stage.inputs, places=places, trained=[], takes_gradient=(False,) * len(example.arrived),
-        differentiable=(False,) * outputs, statistics=[], casts=[],
-    )  # fmt: skip
+        graph=graph,
+        fake=fake,
+        given=len(values),
+        parameters=stage.parameters,
+        buffers=stage.buffers,
+        inputs=stage.inputs,
+        places=places,
+        trained=[],
+        takes_gradient=(False,) * len(example.arrived),
+        differentiable=(False,) * outputs,
+        statistics=[],
+        casts=[],
+    )
 
 
 def _leaves(values: Sequence[Tensor], wants: Sequence[bool]) -> list[Tensor]:

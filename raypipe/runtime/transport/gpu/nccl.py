@@ -168,7 +168,7 @@ class NcclSender:
 
     @property
     def pending(self) -> bool:
-        """Whether an envelope is pending; the GPU sends the payload by itself."""
+        """Return whether an envelope is pending; the GPU sends the payload by itself."""
         return self._base.pending
 
     def progress(self) -> None:

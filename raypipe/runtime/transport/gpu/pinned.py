@@ -63,7 +63,7 @@ class PinnedSender:
 
     @property
     def pending(self) -> bool:
-        """Whether a copy is under way, or the CPU channel has something pending."""
+        """Return whether a copy is under way, or the CPU channel has something pending."""
         return bool(self._copying) or self._base.pending
 
     def progress(self) -> None:

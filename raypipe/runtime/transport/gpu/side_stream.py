@@ -16,11 +16,11 @@ class Mark(Protocol):
     """A point in a stream; a ``torch.cuda.Event`` is one."""
 
     def query(self) -> bool:
-        """Whether everything before it is done."""
+        """Return whether everything before it is done."""
 
 
 class Side(Protocol):
-    """What the channels for GPU tensors need of a stream. Tests replace it by one that does everything at once."""
+    """The stream that the channels for GPU tensors need. Tests replace it by one that does everything at once."""
 
     device: torch.device
 

@@ -56,7 +56,7 @@ class Ring:
         self._base = ctypes.addressof(self._released) + _HEADER
 
     def holds(self, nbytes: int) -> bool:
-        """Whether a block of ``nbytes`` always fits once the reader has caught up, wherever the ring's end falls."""
+        """Return whether ``nbytes`` always fit once the reader has caught up, wherever the ring's end falls."""
         return 2 * (nbytes + _ALIGN) <= self.capacity
 
     def place(self, nbytes: int) -> int | None:

@@ -16,7 +16,7 @@ NEW_RING   capacity                       empty; its file was handed over before
 =========  =============================  =====================================
 
 When a ring is full it is replaced by a larger one, so that sending needs no room made by a slow reader; only what
-cannot be placed even so waits in the sender. The two ends are in ``send`` and ``receive``.
+cannot be placed even so waits in the sender. The two ends are in ``shm``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,220 @@
+"""The settings of a step beyond its program, the result that each device reports, and checks over all results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raypipe.checkpoint import ShardInfo
+from raypipe.errors import SampleCountError
+from raypipe.plan.online.controller import StepMemory
+from raypipe.plan.online.recorded_steps import StepWaits
+from raypipe.runtime.clocks.clock import Spans
+from raypipe.runtime.executor.cast_messages import MessageCast
+from raypipe.runtime.executor.compile_report import CompileState, StageReport
+from raypipe.runtime.hosts.node_files import SentShard
+from raypipe.runtime.process.memory import DeviceMemory
+from raypipe.runtime.validation.predictions import Kept
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
+
+MOST_STEPS = 8
+"""Steps in one call of the workers. More would gain next to nothing: their share of a call is an eighth already."""
+
+
+class FirstK(NamedTuple):
+    """How many layers' weight gradients a stage postpones (reverse first-k)."""
+
+    stage: int
+    k: int
+    most: int
+    """The largest k that memory allows."""
+    peaks: tuple[float, ...]
+    """By k, the bytes that a holder has allocated at its fullest in the backward; empty where they are not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The shard that a worker has written for a save."""
+
+    rank: int
+    number: int
+    """Of the save."""
+    shard: ShardInfo | SentShard | None
+    """None if the worker had nothing to write."""
+    seconds: float
+    lost: bool = False
+    """Whether a copy could not be handed over, because its keeper is gone (``neighbour_copies``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A worker's report of one step. But for predictions it stays small, because it travels through Ray."""
+
+    loss_sum: float
+    """Sum of the losses of the micro-batches whose last stage is on this device, divided by the targets of the
+    mini-batch; 0 on all but the first tensor-parallel rank of a device."""
+    samples: int
+    """Samples in ``loss_sum``."""
+    norm_squared: float
+    """This device's share of the squared global gradient norm, before clipping."""
+    times: NDArray[np.float64]
+    """``[tasks, 2]``: start and end of every task, in seconds on the run's clock (``shared_clock``). Until the worker
+    converts them, on this host's monotonic clock."""
+    received: int
+    """Number of messages received from other devices."""
+    received_bytes: int
+    """Bytes of the tensors in those messages."""
+    all_reduces: float
+    """Gradient all-reduces; every rank of a group counts 1 / (size of the group) for each."""
+    tensor_all_reduces: int
+    """All-reduces within layers, over the tensor-parallel ranks of this device."""
+    memory: StepMemory
+    """Measured memory; zeros where it was not measured."""
+    optimistic: bool
+    """Whether the update was made before the global norm was known; a norm above the limit undoes and repeats it."""
+    all_gathers: float = 0.0
+    """Gathers of a stage's weights; every member of a group counts 1 / (size of the group) for each."""
+    reduce_scatters: float = 0.0
+    """Reduce-scatters of a stage's gradients, counted alike."""
+    device_memory: DeviceMemory | None = None
+    """Memory of the device's process, about once a second; None in between."""
+    first_k: tuple[FirstK, ...] = ()
+    """With reverse first-k: of each stage, once and whenever it has changed."""
+    data_wait_s: float = 0.0
+    """Seconds for which this device waited for its samples."""
+    gather_waits: tuple[tuple[int, float], ...] = ()
+    """(position of a task in this device's order, seconds in it that it waited for gathered weights); on CPUs."""
+    message_waits: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    """Position of a task in this device's order -> seconds before it that this device waited for messages, and seconds
+    from then to its start; on CPUs."""
+    sums_wait_s: float = 0.0
+    """Seconds before the first update that this device waited for gradient sums; on CPUs."""
+    written: Written | None = None
+    """The write of a checkpoint that has ended since the step before, if one has."""
+    compiled: tuple[StageReport, ...] = ()
+    """Stages that were compiled beside the steps before, or are not run compiled any more."""
+    compile_state: CompileState = "settled"
+    """How far this device's compiled programs are."""
+    notices: tuple[str, ...] = ()
+    """Tasks that could not be captured as graphs since the step before, each with the reason."""
+    figures: tuple[tuple[str, float], ...] = ()
+    """In a validation: (name, sum) of each figure of the loss function, divided as ``loss_sum`` is; on the devices that
+    have a share of it."""
+    predictions: tuple[Kept, ...] = ()
+    """In a validation with metrics: what the last stage put out; on the first tensor-parallel rank of a device."""
+
+
+def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
+    """Check that the loss covers exactly ``due`` samples; training on a part of them would otherwise go unnoticed.
+
+    Raises:
+        SampleCountError: there are more or fewer than ``due``.
+    """
+    counted = sum(r.samples for r in results)
+    if counted != due:
+        raise SampleCountError(
+            where,
+            f"its loss covers {counted} samples instead of {due}",
+            "this is a fault of raypipe: report it with the run's plan.json",
+        )
+
+
+def waits_of(devices: Sequence[StepResult]) -> StepWaits:
+    """Return what devices waited for inside the tasks of a step."""
+    messages = tuple(r.message_waits for r in devices)
+    return StepWaits(
+        data_s=tuple(r.data_wait_s for r in devices),
+        gather_s=tuple(dict(r.gather_waits) for r in devices),
+        sums_s=tuple(r.sums_wait_s for r in devices),
+        message_s=messages if any(messages) else (),
+    )
+
+
+def communication_counts(results: Sequence[StepResult], tensor: int) -> dict[str, int]:
+    """Sum the messages, their bytes and the all-reduces of a step over all workers.
+
+    ``tensor`` is the number of workers per device.
+    """
+    counts = {
+        "p2p": sum(r.received for r in results),
+        "p2p_bytes": sum(r.received_bytes for r in results),
+        "all_reduce": round(math.fsum(r.all_reduces for r in results)),
+        "all_gather": round(math.fsum(r.all_gathers for r in results)),
+        "reduce_scatter": round(math.fsum(r.reduce_scatters for r in results)),
+    }
+    if tensor > 1:
+        counts["tensor_all_reduce"] = sum(r.tensor_all_reduces for r in results) // tensor
+    return counts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """Settings that stay the same over all steps of a run."""
+
+    seed: int
+    microbatches: int
+    """Micro-batch ids of a step, over all replicas."""
+    samples_per_microbatch: int
+    slices: int = 1
+    """Slices of a micro-batch along the sequence, each an id of its own."""
+    clip: float | None
+    skips: bool = False
+    """Whether a step whose loss or gradients are not finite makes no update."""
+    update: RequestedNormPolicy
+    timeout_s: float
+    autocast: torch.dtype | None
+    device: torch.device
+    message_cast: MessageCast | None = None
+    """Cast of the messages between devices; None to send them as they are."""
+    by_layer: bool = False
+    """Whether layers are updated one by one as their sums come in (``update.layer_updates``)."""
+    side_stream: Mapping[int, int] | None = None
+    """Where weight gradients and updates run on a second stream (``late.side_updates``): the stages whose last weight
+    gradient is held back, and before which stage's next forward it begins."""
+    sub_pipelined: bool = False
+    """Whether every micro-batch runs in two halves that alternate."""
+    tensor_rank: int = 0
+    """Tensor rank of this process within its device. All ranks compute the loss; only rank 0 reports it."""
+
+
+# A step that was started, and whose result the host reads later: on a GPU, while the next step runs.
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """All that is known of a step when its last task has been queued."""
+
+    partial: StepResult
+    """The result, as far as the host knows it."""
+    loss: Tensor | None
+    """Sum of the losses, on its way to the host (``host_copies.to_host``); None without a last stage here."""
+    targets: int
+    """Targets of the mini-batch."""
+    squares: Tensor | None
+    """Squared gradient norms of the step's updates, on their way to the host; None without updates."""
+    spans: Spans
+    times_of: Callable[[Spans], NDArray[np.float64]]
+    """Waits for the step's end."""
+    late: Callable[[NDArray[np.float64]], float] | None = None
+    """Where updates are made while the next step runs: completes them, sets when all-reduces ended, and returns this
+    device's share of the squared norm."""
+
+    def result(self) -> StepResult:
+        """Wait for the end of the step on the device, and return its result. Call it once, in the order of steps.
+
+        Raises:
+            TransportError: the device, or one of its messages, does not get there in time.
+        """
+        times = self.times_of(self.spans)
+        loss = 0.0 if self.loss is None else float(self.loss) / self.targets
+        # With several updates in a step (PipeDream), report the mean of their squared norms.
+        squares = [] if self.squares is None else self.squares.tolist()
+        norm = sum(squares) / max(1, len(squares)) if self.late is None else self.late(times)
+        return replace(self.partial, times=times, loss_sum=loss, norm_squared=norm)

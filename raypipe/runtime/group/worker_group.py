@@ -1,0 +1,325 @@
+"""Start and stop a worker group: one actor per rank on reserved devices, named by what it runs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import ray
+
+from raypipe.cost.hosts import Numbering
+from raypipe.errors import TransportError
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.reserve import Kept, Notify, Place, Reservation, reserve, silent
+from raypipe.runtime.setup.communicators import Location
+from raypipe.runtime.worker.worker import StageWorker
+from raypipe.schedule.ir import Schedule
+
+START_S = 120.0
+"""Time that the worker processes have to start, once their devices are reserved."""
+LOOK_S = 1.0
+"""Interval at which a group that waits for its workers looks whether their nodes are there."""
+LEAVE_S = 5.0
+"""Time that workers have to leave what they are in, before they are ended."""
+CALLS = 64
+"""Number of newest calls per worker whose references a group keeps, to find the cause of a failure among them. It is
+more than are ever queued, and few enough that a long run does not keep all results alive."""
+
+
+class Standby(Protocol):
+    """Processes that wait to be workers (``group.standby``)."""
+
+    def take(self, node: str) -> Any | None:
+        """Return one that waits on a node; None if none does."""
+
+    def stop(self) -> None:
+        """End all that wait."""
+
+
+@dataclass(slots=True)
+class Survivors:
+    """The processes of an attempt that the next one can use."""
+
+    actors: Kept = field(default_factory=dict)
+    standby: Standby | None = None
+
+    def end(self) -> None:
+        """End them."""
+        for actor in self.actors.values():
+            ray.kill(actor)
+        self.actors.clear()
+        self.end_standby()
+
+    def end_standby(self) -> None:
+        """End those that stand by."""
+        if self.standby is not None:
+            self.standby.stop()
+            self.standby = None
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The bundles that workers are started in."""
+
+    place: Reservation
+    bundles: list[int]
+    """Per rank, the bundle of its device."""
+    actor_class: type
+
+    def start(self, rank: int, title: str, again: int = 0) -> Any:
+        """Start the worker of a rank; ``again`` counts those that had this place before in the same attempt."""
+        number = f".{again}" if again else ""
+        options = self.options(rank, f"{title} · device {rank} · {self.place.run_id}{number}")
+        return ray.remote(self.actor_class).options(**options).remote(rank, title)
+
+    def options(self, rank: int, name: str) -> dict[str, Any]:
+        """Return the options of an actor called ``name`` that runs on a rank's device."""
+        request = self.place.request
+        # One compute thread per device, because the host's cores are shared by several devices.
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
+        return {
+            "name": name,
+            "scheduling_strategy": self.place.strategy(self.bundles[rank]),
+            "num_cpus": request.cpus,
+            "num_gpus": request.gpus,
+            "runtime_env": {"env_vars": threads} if threads else {},
+            "max_restarts": 0,
+        }
+
+    def of_ranks(self) -> list[tuple[Place, int]]:
+        """Return each rank's bundle, and its number among the bundle's ranks."""
+        places, together = self.place.places(), self.place.together
+        return [(places[bundle], rank % together) for rank, bundle in enumerate(self.bundles)]
+
+
+@dataclass(slots=True)
+class WorkerGroup:
+    """The running workers of one attempt, by rank."""
+
+    actors: list[Any]
+    titles: list[str]
+    locations: list[Location]
+    run_id: str
+    reservation: Reservation | None = None
+    """The devices that are released when the workers stop; None if they stay reserved."""
+    places: Places | None = None
+    """Where a worker that dies can be started again; None if nobody knows."""
+    process_groups: int = 0
+    """Process groups that the newest set-up made."""
+    apart: dict[str, str] = field(default_factory=dict)
+    """By node, why it cannot use the run's directory (``host_check``)."""
+    samples: Any = None
+    """The actor that streams samples to the workers; None where they read files."""
+    standby: Standby | None = None
+    """Processes that wait to take the place of one that dies."""
+    calls: deque[Any] = field(init=False)
+    """References of the newest calls."""
+
+    def __post_init__(self) -> None:
+        self.calls = deque(maxlen=CALLS * max(1, len(self.actors)))
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """Queue one call on every actor, in rank order; return the references."""
+        return self.note([getattr(actor, method).remote(*args) for actor in self.actors])
+
+    def call_each(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        """Queue one call on every actor with arguments of its own, in rank order; return the references."""
+        return self.note(
+            [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)]
+        )
+
+    def note(self, refs: Iterable[Any]) -> list[Any]:
+        """Keep the references of calls, where the cause of a failure is looked for; return them as a list."""
+        refs = list(refs)
+        self.calls.extend(refs)
+        return refs
+
+    def processes(self) -> list[Any]:
+        """Return the actors that are processes of their own, with which all workers end."""
+        return self.actors
+
+    def locate(self) -> None:
+        """Wait until all workers have started, and note where they are.
+
+        Raises:
+            TransportError: some did not start within ``START_S``, or the node of one is gone; the run may try again.
+        """
+        where = late = self.call("locate")
+        deadline = time.monotonic() + START_S
+        while late and time.monotonic() < deadline:
+            _, late = ray.wait(where, num_returns=len(where), timeout=LOOK_S)
+            if late and self.places is not None and self.places.place.is_broken():
+                first = self._first_of(where, late)
+                raise TransportError(first, "its node, or another of the run's, is gone", "bring it back, or resume")
+        if late:
+            raise TransportError(
+                self._first_of(where, late),
+                f"{len(late)} of {len(where)} workers, this one first, did not start within {START_S:g} s",
+                "see whether its node is overloaded or out of memory, and Ray's logs there",
+            )
+        self.locations[:] = ray.get(where)
+
+    def _first_of(self, asked: Sequence[Any], late: Sequence[Any]) -> str:
+        return next(title for title, ref in zip(self.titles, asked, strict=True) if ref in late)
+
+    def first_ranks(self) -> dict[str, int]:
+        """Return the first rank on each node, by Ray's id of the node."""
+        return {at.peer.node: rank for rank, at in reversed(list(enumerate(self.locations)))}
+
+    def stop(self) -> None:
+        """Kill all actors, and release their devices unless the run holds them for its next attempt."""
+        for actor in self.processes():
+            ray.kill(actor)
+        if self.standby is not None:
+            self.standby.stop()
+        if self.reservation is not None:
+            self.reservation.give_back()
+
+    def by_place(self) -> Kept:
+        """Return the actors by where they run, for another group on the same devices."""
+        assert self.places is not None
+        return dict(zip(self.places.of_ranks(), self.actors, strict=True))
+
+    def on_cpus(self) -> bool:
+        """Return whether no worker has a GPU, whose collectives may hang when a peer is gone."""
+        return all(at.peer.device == "cpu" for at in self.locations)
+
+    def leave(self) -> Survivors:
+        """Have all workers leave their plan; return those that did, and processes that stood by in place of others.
+
+        Workers that do not leave in time are ended. The group has none of them any more.
+        """
+        assert self.places is not None
+        asked = {actor.leave.remote(): rank for rank, actor in enumerate(self.actors)}
+        left, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LEAVE_S)
+        kept: Kept = {}
+        where = self.places.of_ranks()
+        for ref, rank in asked.items():
+            try:
+                if ref in left:
+                    ray.get(ref)
+                    kept[where[rank]] = self.actors[rank]
+                    continue
+            except ray.exceptions.RayError:
+                pass  # it has died, or cannot leave
+            ray.kill(self.actors[rank])
+            if self.standby is not None and (other := self.standby.take(self.locations[rank].peer.node)) is not None:
+                kept[where[rank]] = other
+        return Survivors(kept, self.standby)
+
+
+def device_title(schedule: Schedule, device: int, copies: int) -> str:
+    """Return a device's name in the dashboard and in errors: its stages, data-parallel copy and direction.
+
+    A device with several stage replicas names them all: ``stage 0 · replica 0 · down + stage 3 · replica 0 · up``.
+    """
+    per_copy = schedule.replicas // copies
+    parts = []
+    for replica, devices in enumerate(schedule.placement):
+        stages = [str(s) for s, d in enumerate(devices) if d == device]
+        if stages:
+            noun = "stage" if len(stages) == 1 else "stages"
+            direction = "" if per_copy == 1 else " · down" if replica % per_copy < per_copy // 2 else " · up"
+            parts.append(f"{noun} {','.join(stages)} · replica {replica // per_copy}{direction}")
+    return " + ".join(parts)
+
+
+def start_worker_group(
+    schedule: Schedule,
+    copies: int,
+    request: DeviceRequest,
+    actor_class: type = StageWorker,
+    timeout_s: float | None = 120.0,
+    tensor: int = 1,
+    reservation: Reservation | None = None,
+    notify: Notify = silent,
+    kept: Kept | None = None,
+    numbering: Numbering | None = None,
+) -> WorkerGroup:
+    """Reserve the devices of a schedule and start ``tensor`` workers for each: ``actor_class(rank, title)``.
+
+    The other arguments are those of ``start_actors``; ``copies`` is the number of data-parallel copies.
+
+    Raises:
+        DevicesError: the devices were not free within ``timeout_s``.
+    """
+    titles = [
+        device_title(schedule, d, copies) + (f" · tensor {m}" if tensor > 1 else "")
+        for d in range(schedule.devices)
+        for m in range(tensor)
+    ]
+    return start_actors(titles, request, actor_class, timeout_s, reservation, notify, tensor, kept, numbering)
+
+
+def start_actors(
+    titles: list[str],
+    request: DeviceRequest,
+    actor_class: type,
+    timeout_s: float | None = 120.0,
+    reservation: Reservation | None = None,
+    notify: Notify = silent,
+    together: int = 1,
+    kept: Kept | None = None,
+    numbering: Numbering | None = None,
+) -> WorkerGroup:
+    """Reserve a device for each title and start ``actor_class(rank, title)`` on it, in the order of ``rank_order``.
+
+    Args:
+        titles: one name per actor.
+        request: the resources that each actor reserves.
+        actor_class: the class of all actors.
+        timeout_s: seconds to wait for free devices; None to wait without a limit.
+        reservation: devices that the run has reserved already; they stay reserved when the workers stop.
+        notify: called with a sentence now and then while the devices are not free.
+        together: number of consecutive ranks that must be on one node.
+        kept: actors that serve on where they are; those on no device of the new group are ended.
+        numbering: which of the devices, host by host, each rank gets; by default in their order.
+
+    Raises:
+        DevicesError: the devices were not free within ``timeout_s``.
+    """
+    if reservation is None:
+        place = reserve(len(titles), request, timeout_s, notify, together)
+    else:
+        place = reservation.for_attempt()
+        place.wait(timeout_s, notify)  # Ray reschedules the group when one of its nodes is lost
+    try:
+        places = Places(place, place.in_rank_order(numbering), actor_class)
+    except BaseException:
+        if reservation is None:
+            place.give_back()
+        raise
+    actors = _serving_on(places, kept or {}, titles)
+    for rank, title in enumerate(titles):
+        if rank not in actors:
+            actors[rank] = places.start(rank, title)
+    workers = WorkerGroup(
+        [actors[rank] for rank in range(len(titles))],
+        titles,
+        [],
+        place.run_id,
+        place if reservation is None else None,
+        places,
+    )
+    try:
+        workers.locate()
+    except BaseException:
+        workers.stop()  # the caller has no group yet that it could stop
+        raise
+    return workers
+
+
+def _serving_on(places: Places, kept: Kept, titles: Sequence[str]) -> dict[int, Any]:
+    """Give ranks to kept actors, and end those that have no place; return the former by rank."""
+    found = {}
+    for rank, (at, title) in enumerate(zip(places.of_ranks(), titles, strict=True)):
+        if (actor := kept.pop(at, None)) is not None:
+            actor.become.remote(rank, title)
+            found[rank] = actor
+    for actor in kept.values():
+        ray.kill(actor)
+    kept.clear()
+    return found

@@ -1,0 +1,110 @@
+"""Measure the memory of a worker process: the bytes its allocator has in use, their peak, and the resident set."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from raypipe.runtime.process.set_up import heap_bytes
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes in use: by torch's allocator on a GPU, by malloc on a CPU.
+
+    Where the C library does not report them, it is the resident set, which changes in pages and rarely shrinks.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return heap_bytes()
+    except (OSError, AttributeError):
+        return resident_bytes()
+
+
+class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context manager that records the peak of the memory in use, in bytes, as ``peak``.
+
+    On a GPU it is the allocator's own peak. On a CPU memory is read after every operator, so what a kernel allocates
+    and frees before it returns is not seen.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.before = self.peak = 0
+
+    def __enter__(self) -> PeakMeter:
+        self.before = self.peak = allocated_bytes(self.device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated(self.device)
+            return
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, allocated_bytes(self.device))
+        return out
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process in bytes."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def host_memory_bytes() -> float:
+    """Bytes of memory of this host, or what a container is given of it."""
+    total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        return min(total, float(text))
+    return total
+
+
+class DeviceMemory(NamedTuple):
+    """In bytes."""
+
+    peak: int
+    """On a GPU the most that torch's allocator has reserved so far, else the process's largest resident set."""
+    limit: float
+    """All of the GPU's memory, or the host's."""
+    own: bool
+    """No other process is to take of that: it is a GPU's."""
+
+
+class MemoryReports:
+    """Reports a device's memory with the results of its steps, at most once a second."""
+
+    EVERY_S = 1.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._due = 0.0
+        self._limit = (
+            float(torch.cuda.get_device_properties(device).total_memory)
+            if device.type == "cuda"
+            else host_memory_bytes()
+        )
+
+    def due(self) -> DeviceMemory | None:
+        """The present state; None where the last one is younger than a second."""
+        now = time.monotonic()
+        if now < self._due:
+            return None
+        self._due = now + self.EVERY_S
+        if self._device.type == "cuda":
+            return DeviceMemory(torch.cuda.max_memory_reserved(self._device), self._limit, True)
+        return DeviceMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, self._limit, False)

@@ -1,0 +1,251 @@
+"""Replace a device that died, on the devices: those that live leave the groups that they shared with it, finish or
+forget their step, and send their state to the replacement.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raypipe.errors import TransportError
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.ledger import Facts, Standing
+from raypipe.runtime.recovery.failure import kind_of
+from raypipe.runtime.setup.communicators import Communicators
+from raypipe.runtime.setup.tensor_ranks import rank_of
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.transport.waiting import Progress
+from raypipe.runtime.update.master_weights import updated_tensor
+from raypipe.runtime.update.updates import KnownShares
+
+
+def part(executor: Executor, communicators: Communicators) -> Standing:
+    """Leave the channels and groups of a device for good, and say how far it is. Call it once.
+
+    Its neighbours see that the connections end, so whoever waits for this device stops waiting, whatever for.
+    Parameters, optimizer state and gradients stay. Groups whose collectives are still under way go in a thread: Gloo
+    waits for these collectives, which end when the other members leave as well.
+    """
+    assert executor.ledger is not None
+    executor.ledger.leave()
+    standing = executor.ledger.standing(executor.updates.pending)
+    leave(executor, communicators)
+    return standing
+
+
+def leave(executor: Executor, communicators: Communicators) -> None:
+    """Leave the channels and groups of a device for good, also while a collective is under way."""
+    held = communicators.leave()
+    held += executor.sync.leave()
+    held += executor.shards.leave()
+    if not executor.sync.complete:  # else this device knows the norm by itself, in no group
+        executor.updates.shares = KnownShares([])
+    executor.senders, executor.receivers, executor.outgoing = {}, {}, Progress()
+    threading.Thread(target=_drop, args=(held.clear,), name="raypipe-leave", daemon=True).start()
+
+
+def _drop(clear: Callable[[], Any]) -> None:
+    clear()
+    gc.collect()  # what the errors of failed waits still refer to
+
+
+def settle(executor: Executor, standing: Standing, target: int, facts: Facts | None) -> None:
+    """Bring parameters and optimizer state to the end of ``target`` steps (``ledger.agreed_steps``).
+
+    Args:
+        executor: the device's, after ``part``.
+        standing: what ``part`` returned.
+        target: number of steps done.
+        facts: of step ``target - 1``, as somebody has heard them; None if nobody has, and nobody needs them.
+    """
+    updates, ledger = executor.updates, executor.ledger
+    assert ledger is not None
+    if standing.done < target:
+        assert facts is not None
+        for key in executor.modules:
+            if key not in ledger.updated:
+                executor.update_stage(key)
+        if updates.pending:
+            if not executor.sync.complete:  # else this device knows the norm by itself
+                updates.shares = KnownShares(list(facts.norm_squared))
+            updates.commit(executor.outgoing.push)
+    else:
+        updates.undo()
+    for key in executor.modules:
+        executor.sync.drop(key)
+    executor.forget()
+
+
+# Let a worker whose call fails for the loss of another device leave its groups at once, so that no other one waits.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def parts_when_lost(
+    method: Callable[Concatenate[Any, P], R],
+) -> Callable[Concatenate[Any, P], R]:
+    """Wrap a worker's method: where a connection is lost, the worker parts, and calls that are queued behind fail.
+
+    So each failure shows at once where it was, and workers that live on can be set up again.
+    """
+
+    @functools.wraps(method)
+    def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.apart:
+            raise TransportError(
+                self.whereabouts(), "does nothing until the lost device is replaced", "see the error that came before"
+            )
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            goes_on = self.device.type == "cpu" or self.setup_data.job.train.elastic is not None
+            if goes_on and kind_of(error) == "lost":
+                self.part()
+            raise
+
+    return run
+
+
+# Send the state of a stage replica to another process: parameters, optimizer state and running statistics.
+#
+# Random numbers and samples need no transfer, since they follow from the seed and the number of the step
+# (``models.keyed_random``, ``data``).
+
+OURS = "recovery"
+
+
+def send_stage(group: dist.ProcessGroup, to: int, module: StageModule, optimizer: torch.optim.Optimizer) -> int:
+    """Send a stage replica's state to rank ``to`` of ``group``; returns its bytes.
+
+    Raises:
+        TransportError: the receiver is gone, or does not take it in time.
+    """
+    names: list[list[str]] = []
+    tensors: list[Tensor] = []
+    for name, parameter, updated in _parameters(module, optimizer):
+        tensors += [parameter.detach()] if updated is parameter else [parameter.detach(), updated.detach()]
+        state = optimizer.state.get(updated, {})
+        keys = sorted(key for key, value in state.items() if isinstance(value, Tensor))
+        names.append([name, *keys])
+        tensors += [state[key] for key in keys]
+    tensors += _statistics(module)
+    head: dict[str, Any] = {
+        "names": names,
+        "specs": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors],
+    }
+    text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+    try:
+        dist.send(torch.tensor([len(text)]), to, group=group)
+        dist.send(text, to, group=group)
+        for tensor in tensors:
+            dist.send(tensor.cpu().contiguous(), to, group=group)
+    except RuntimeError as error:
+        raise _lost(f"rank {to}", error) from error
+    return sum(t.nbytes for t in tensors)
+
+
+@torch.no_grad()
+def receive_stage(group: dist.ProcessGroup, source: int, module: StageModule, optimizer: torch.optim.Optimizer) -> None:
+    """Receive what ``send_stage`` sends from rank ``source`` of ``group`` into a stage replica of the same layers.
+
+    Raises:
+        TransportError: the sender is gone, or does not send in time, or has another stage.
+    """
+    try:
+        count = torch.zeros(1, dtype=torch.int64)
+        dist.recv(count, source, group=group)
+        text = torch.empty(int(count), dtype=torch.uint8)
+        dist.recv(text, source, group=group)
+        head = json.loads(bytes(text.tolist()))
+        arrived: list[Tensor] = []
+        for shape, dtype in head["specs"]:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.recv(tensor, source, group=group)
+            arrived.append(tensor)
+    except RuntimeError as error:
+        raise _lost(f"rank {source}", error) from error
+    left = iter(arrived)
+    keys = {name: found for name, *found in head["names"]}
+    own = list(_parameters(module, optimizer))
+    if [name for name, _, _ in own] != list(keys):
+        raise TransportError(OURS, f"rank {source} holds other parameters", "restart from the last checkpoint")
+    for name, parameter, updated in own:
+        parameter.copy_(next(left))
+        if updated is not parameter:
+            updated.copy_(next(left))
+        if keys[name]:
+            optimizer.state[updated] = {key: next(left).to(_where(key, updated)) for key in keys[name]}
+    for held in _statistics(module):
+        held.copy_(next(left))
+
+
+def _where(key: str, updated: Tensor) -> torch.device:
+    return updated.device
+
+
+def _parameters(module: StageModule, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+    """Yield each parameter with what the optimizer updates for it, in an order that the names give."""
+    for name, parameter in sorted(module.named.items()):
+        yield name, parameter, updated_tensor(optimizer, parameter)
+
+
+def _statistics(module: StageModule) -> list[Tensor]:
+    return [held for one in module.statistics for _, held in sorted(one.buffers_by_name.items())]
+
+
+def _lost(who: str, error: RuntimeError) -> TransportError:
+    return TransportError(OURS, f"lost {who} while state was moved: {error}", "restart from the last checkpoint")
+
+
+# Which living device can give a replacement the state of each stage that it has to hold.
+
+
+class Transfer(NamedTuple):
+    """The state of a stage replica goes from one process to another."""
+
+    source: tuple[int, int]
+    """(stage, replica) as the sender has it."""
+    target: tuple[int, int]
+    """(stage, replica) as the receiver has it."""
+    sender: int
+    """Rank of the process that has the state."""
+    receiver: int
+    """Rank of the replacement."""
+
+
+def transfers(placement: Sequence[Sequence[int]], dead: Collection[int], tensor: int = 1) -> list[Transfer] | None:
+    """Return the transfers that restore the processes ``dead``, in one order for all; None if a stage is lost.
+
+    Args:
+        placement: device of each stage, per replica.
+        dead: ranks.
+        tensor: number of processes of a device; each has a twin of its own tensor rank only.
+
+    >>> transfers([[0, 1], [2, 3]], {1})
+    [Transfer(source=(1, 1), target=(1, 0), sender=3, receiver=1)]
+    >>> transfers([[0, 1]], {1}) is None
+    True
+    """
+    found = []
+    for rank in sorted(dead):
+        device, tensor_rank = divmod(rank, tensor)
+        for replica, devices in enumerate(placement):
+            for stage, held in enumerate(devices):
+                if held != device:
+                    continue
+                twins = ((rank_of(other[stage], tensor_rank, tensor), r) for r, other in enumerate(placement))
+                living = [(twin, r) for twin, r in twins if twin not in dead]
+                if not living:
+                    return None
+                sender, r = living[0]
+                found.append(Transfer((stage, r), (stage, replica), sender, rank))
+    return found

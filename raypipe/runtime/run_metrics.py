@@ -1,0 +1,254 @@
+"""A run's metrics, exported through Ray from the driver's process; what they are is in ``observe/metrics.py``.
+
+The driver notes what the devices report with every step, and a thread beside it sets the metrics: no step waits for
+them and no message is sent for them. The thread sets all of them again and again, about once a second and for no more
+than ``SHARE`` of the time, because Ray drops a gauge that nobody has set for a while, even one that has not changed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ray.util import metrics as ray_metrics
+
+from raypipe.cost.peak import peak_flops_s
+from raypipe.data import known_fields
+from raypipe.explain.causes import explain
+from raypipe.explain.measured import Measured
+from raypipe.explain.mending import CAUSES
+from raypipe.explain.replay import Replay
+from raypipe.job.spec import JobSpec
+from raypipe.models import build_model
+from raypipe.observe import metrics as declared
+from raypipe.observe.metrics import DURATION_BUCKETS, METRICS, RUN_TAGS, Metric, Reading, device_readings, step_readings
+from raypipe.observe.run_log import EVENTS, read_rows
+from raypipe.plan.online.measured_steps import StepClock
+from raypipe.plan.online.recorded_steps import FEWEST
+from raypipe.plan.online.sequence import Guard
+from raypipe.plan.plan import Plan
+from raypipe.runtime.executor.step import StepResult
+from raypipe.runtime.setup.communicators import Location
+from raypipe.schedule.lowering.norm_policy import NormPolicy
+
+EVERY_S = 1.0
+SHARE = 0.005
+"""Of one core's time, at most."""
+EXPLAINED_EVERY_S = 15.0
+"""Shortest time between two explanations of where a step's time goes."""
+EXPLAINED_TASKS = 10_000
+"""Most tasks of the steps that are explained for metrics: half a second of the driver's processor, beside training."""
+LONG_RUN_S = 60.0
+"""A run of that length may end some seconds later."""
+RAYS_INTERVAL = "RAY_metrics_report_interval_ms"
+USUAL_INTERVAL_S = 10.0
+LONGEST_INTERVAL_S = 600.0
+"""What is set above that is not waited for."""
+EXPORTING = "exporting metrics"
+BACKWARD = 2.0
+"""Operations of a backward in those of its forward, as MFU counts them (Chowdhery et al. 2022, PaLM, appendix B)."""
+
+
+COUNTED = {
+    "restarted": declared.RECOVERIES,
+    "recovered": declared.RECOVERIES,
+    "paused": declared.RECOVERIES,
+    "replanned": declared.REPLANS,
+    "skipped": declared.SKIPPED,
+    "rewound": declared.REWINDS,
+}
+"""Events of events.jsonl, and the metrics that count them."""
+
+
+class RunMetrics:
+    """The metrics of one attempt at a run. Nothing that goes wrong here ends training: ``tell`` hears of it, once."""
+
+    def __init__(self, job: JobSpec, plan: Plan, directory: Path, tell: Callable[[str], None]) -> None:
+        self.job, self.directory = job, directory
+        self.tensor, self.copies = plan.parallel.tensor, plan.parallel.replicas
+        self._plan = plan
+        self._guard = Guard(tell)
+        self._exported: dict[str, Any] = {}
+        self._held: dict[tuple[Metric, str], Reading] = {}
+        """What does not come with every step, by metric and device."""
+        self._newest: tuple[dict[str, Any], StepClock] | None = None
+        """The newest step's row, and the clock that timed it."""
+        self._counts = dict.fromkeys(COUNTED.values(), 0)
+        self._flops_per_peak_s: float | None = None
+        """Operations of a step over the peak of all devices: the shortest time that a step could take."""
+        self._peak_bytes = 0
+        self._per_host: list[int] = []
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._begun, self._diverged = time.monotonic(), False
+        self.norm: NormPolicy = "none"
+        """What updates do about the global gradient norm."""
+        self._lost: list[Reading] = []
+        self._explains_at = self._explaining_s = 0.0
+
+    def begin(self, run_id: str, places: Sequence[Location]) -> None:
+        """Before the first step; ``places`` are the workers', by rank. ``close`` ends it."""
+        self._guard(EXPORTING, self._begin, run_id, places)
+
+    def step(self, row: dict[str, Any], clock: StepClock, devices: Sequence[StepResult]) -> None:
+        """A step is done: its row of metrics.jsonl, the clock that timed it, and what each device reports."""
+        self._guard(EXPORTING, self._step, row, clock, devices)
+
+    def figures(self, step_s: float, devices: Sequence[StepResult]) -> dict[str, float]:
+        """Return what loggers get of the devices beside a step's row: MFU where their peak is known, and memory.
+
+        Memory is the largest peak of any device, as far as they have reported it.
+        """
+        reported = [one.device_memory.peak for one in devices if one.device_memory is not None]
+        self._peak_bytes = max([self._peak_bytes, *reported])
+        found = {"memory_bytes": float(self._peak_bytes)} if self._peak_bytes else {}
+        if self._flops_per_peak_s is not None:
+            found["mfu"] = self._flops_per_peak_s / step_s
+        return found
+
+    def diverged(self) -> None:
+        """Training has diverged: the loss is no longer a number."""
+        self._newest, self._diverged = None, True
+        self._hold([(declared.LOSS, math.nan, {})])
+
+    def validation(self, loss: float) -> None:
+        """A validation is done."""
+        self._hold([(declared.VALIDATION_LOSS, loss, {})])
+
+    def event(self, name: str, fields: dict[str, Any]) -> None:
+        """Something that goes to events.jsonl has happened."""
+        if name == "predicted":
+            predicted = (declared.STEP_PREDICTED, "step_s"), (declared.BUBBLE_PREDICTED, "bubble_ratio")
+            self._hold((metric, fields[key], {}) for metric, key in predicted)
+        elif name == "checkpoint_begun":
+            self._hold([(declared.CHECKPOINT_STALL, fields["stall_s"], {})])
+        elif (counted := COUNTED.get(name)) is not None:
+            self._counts[counted] += 1
+            self._hold([(counted, float(self._counts[counted]), {})])
+
+    def close(self) -> None:
+        """The run is over: what is newest is set once more, and then nothing any longer.
+
+        The end of a long run that has diverged waits until Ray has exported that, for whoever is to be woken by it.
+        """
+        self._ends.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._guard(EXPORTING, self._set_all)
+            if self._diverged and time.monotonic() - self._begun > LONG_RUN_S:
+                time.sleep(export_interval_s() + EVERY_S)  # Ray exports nothing when a process ends
+
+    def _hold(self, readings: Iterable[Reading]) -> None:
+        with self._lock:
+            for reading in readings:
+                metric, _, tags = reading
+                self._held[metric, tags.get("device", "")] = reading
+
+    def _begin(self, run_id: str, places: Sequence[Location]) -> None:
+        name = self.directory.name.encode("ascii", "backslashreplace").decode()  # Ray's tags are ASCII
+        tags = dict(zip(RUN_TAGS, (name, run_id, name), strict=True))
+        for metric in METRICS:
+            keys = (*RUN_TAGS, *metric.tags)
+            one = (
+                ray_metrics.Gauge(metric.name, metric.help, keys)
+                if metric.kind == "gauge"
+                else ray_metrics.Histogram(metric.name, metric.help, list(DURATION_BUCKETS), keys)
+            )
+            self._exported[metric.name] = one.set_default_tags(tags)
+        on_node = Counter(place.peer.node for place in places)
+        self._per_host = [on_node[place.peer.node] for place in places]
+        peaks = [peak_flops_s(place.model, self.job.train.dtype) for place in places]
+        known = [peak for peak in peaks if peak is not None]
+        if len(known) == len(peaks):
+            self._flops_per_peak_s = self._flops() / math.fsum(known)
+        self._hold(self._planned())
+        self._thread = threading.Thread(target=self._work, name="raypipe-metrics", daemon=True)
+        self._thread.start()
+
+    def _flops(self) -> float:
+        """Operations of a step: one forward and one backward of every sample, whatever is computed again."""
+        model = build_model(self.job, known_fields(self.directory / "data"), parallel=self._plan.parallel)
+        return (1.0 + BACKWARD) * self.job.train.batch * math.fsum(model.flops)
+
+    def _planned(self) -> Iterable[Reading]:
+        """Yield what the run's events say of the plan and of what came before this attempt."""
+        events = read_rows(self.directory / EVENTS)
+        begun = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
+        kinds = Counter(e["event"] for e in events[begun:])
+        self._counts = dict.fromkeys(COUNTED.values(), 0)
+        for name, counted in COUNTED.items():
+            self._counts[counted] += kinds[name]
+        yield from ((metric, float(count), {}) for metric, count in self._counts.items())
+        if self._plan.predicted_step_s is not None:
+            yield declared.STEP_PREDICTED, self._plan.predicted_step_s, {}
+        planned = next((e["candidates"][0] for e in reversed(events) if e["event"] == "planned"), None)
+        p = self._plan.parallel
+        if planned is None or any(planned[key] != getattr(p, key) for key in ("schedule", "stages", "microbatch")):
+            return
+        yield declared.BUBBLE_PREDICTED, planned["bubble_ratio"], {}
+        for device, held in enumerate(planned["memory_bytes"][:: self.tensor]):
+            yield declared.MEMORY_PLANNED, held, {"device": str(device)}
+
+    def _step(self, row: dict[str, Any], clock: StepClock, devices: Sequence[StepResult]) -> None:
+        self._exported[declared.STEP_DURATION.name].observe(row["step_s"])
+        for i, one in enumerate(devices):
+            if (held := one.device_memory) is not None:
+                tags = {"device": str(i)}
+                # The processes of a host's CPU devices share its memory.
+                limit = held.limit / (1 if held.own else self._per_host[i * self.tensor])
+                self._hold([(declared.MEMORY, held.peak, tags), (declared.MEMORY_LIMIT, limit, tags)])
+        self._newest = row, clock
+
+    def _work(self) -> None:
+        pause = 0.0
+        while not self._ends.wait(pause):
+            begun, explaining = time.thread_time(), self._explaining_s
+            self._guard(EXPORTING, self._set_all)
+            took_s = time.thread_time() - begun - (self._explaining_s - explaining)
+            pause = max(EVERY_S, took_s / SHARE)
+
+    def _lost_seconds(self, clock: StepClock) -> list[Reading]:
+        """Seconds of a step that are lost, by cause; found anew now and then, and 0 for a cause that is gone."""
+        recorded = clock.recorded
+        if time.monotonic() < self._explains_at or recorded is None or len(recorded.steps) < FEWEST:
+            return self._lost
+        of = Measured(schedule=recorded.schedule, steps=tuple(recorded.steps), norm=self.norm)
+        if sum(len(t) for t in of.steps[0].times) * len(of.steps) > EXPLAINED_TASKS:
+            return []
+        begun = time.thread_time()
+        lost = dict.fromkeys(CAUSES, 0.0) | {one.cause: one.seconds for one in explain(Replay(of)).causes}
+        self._lost = [(declared.LOST, seconds, {"cause": cause}) for cause, seconds in lost.items()]
+        took_s = time.thread_time() - begun
+        self._explaining_s += took_s
+        self._explains_at = time.monotonic() + max(EXPLAINED_EVERY_S, took_s / SHARE)
+        return self._lost
+
+    def _set_all(self) -> None:
+        with self._lock:
+            readings = list(self._held.values())
+        if (newest := self._newest) is not None:
+            row, clock = newest
+            readings += step_readings(row, self.job.train.batch)
+            readings += self._lost_seconds(clock)
+            if self._flops_per_peak_s is not None:
+                readings.append((declared.MFU, self._flops_per_peak_s / row["step_s"], {}))
+            if (timeline := clock.measured()) is not None:
+                readings += device_readings(timeline, row["step_s"], self.copies)
+        for metric, value, tags in readings:
+            self._exported[metric.name].set(value, tags)
+
+
+def export_interval_s() -> float:
+    """How often Ray exports what a process has set."""
+    try:
+        given = float(os.environ[RAYS_INTERVAL]) / 1000.0
+    except (KeyError, ValueError):
+        return USUAL_INTERVAL_S
+    return given if 0 <= given <= LONGEST_INTERVAL_S else USUAL_INTERVAL_S

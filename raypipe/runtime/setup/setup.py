@@ -1,0 +1,80 @@
+"""The message of the driver to a worker before the first step: plain data, a few kilobytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.spec import JobSpec
+from raypipe.models.task import Field
+from raypipe.runtime.setup.communicators import Topology
+from raypipe.runtime.setup.tensor_ranks import rank_of
+from raypipe.runtime.update.gradients import TiedHolders
+from raypipe.schedule.ir import Sharding, StageGraph, Versions
+from raypipe.schedule.lowering.asynchronous import Part
+from raypipe.schedule.lowering.programs import Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """Everything one worker needs; only ``device``, ``tensor_rank`` and the programs differ between workers."""
+
+    device: int
+    """Number of the device in the schedule."""
+    tensor_rank: int
+    """Tensor rank of the process within its device (``tensor_ranks``)."""
+    job: JobSpec
+    """The job; of its ``parallel`` section the plan's counts."""
+    parallel: ParallelSpec
+    """The plan's."""
+    cut: tuple[tuple[int, ...], ...]
+    """Per stage, the model layers it holds."""
+    graph: StageGraph
+    """Which stages talk."""
+    placement: tuple[tuple[int, ...], ...]
+    topology: Topology
+    tied: tuple[TiedHolders, ...]
+    samples_per_microbatch: int
+    microbatches: int
+    """Micro-batch ids of a step, over all replicas."""
+    versions: Versions
+    train: dict[Part, Program]
+    """This device's step programs, by how a step begins and ends."""
+    evaluate: Program
+    data: Path
+    """Folder of the prepared data."""
+    fields: dict[str, Field] | None
+    """Per prepared array, the shape of one sample and its dtype; None for text."""
+    checkpoint: Path | None
+    """Where to read parameters and optimizer state from; None to start afresh."""
+    shards: Path | None = None
+    """Folder of this node in which shards of checkpoints are written before they are sent to the driver; None where the
+    node shares the run's directory."""
+    slices: int = 1
+    """Slices of a micro-batch along the sequence, each an id of its own."""
+    recomputed: frozenset[int] | None = None
+    """Layers that an R task recomputes; None for all of its stage."""
+    sharding: Sharding | None = None
+    """What the data-parallel copies of a stage divide; None: nothing."""
+    samples: Any = None
+    """The actor that streams samples (``samples.sample_stream``); None where they are read from ``data``."""
+    done: int = 0
+    """Number of steps done before."""
+    left_out: int = 0
+    """Mini-batches of training data that were left out before."""
+    recovers: bool = False
+    """Whether a device that dies is replaced in place (``recovery``)."""
+    search_recompute: bool = False
+    """Whether ``recomputed`` may change during the run; memory is then measured."""
+
+    @property
+    def tensor(self) -> int:
+        """Number of tensor-parallel ranks of a device."""
+        return self.parallel.tensor
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process among all processes."""
+        return rank_of(self.device, self.tensor_rank, self.tensor)

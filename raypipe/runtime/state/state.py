@@ -1,0 +1,244 @@
+"""Save and load a stage's parameters and optimizer state under names that do not depend on the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raypipe.checkpoint import Checkpoint, buffer_key
+from raypipe.errors import CheckpointError
+from raypipe.runtime.setup.setup import Setup
+from raypipe.runtime.shard.device_shards import DeviceShards
+from raypipe.runtime.shard.state import gathered_state
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.update.gradients import StageKey, TiedHolders
+from raypipe.runtime.update.master_weights import load_master, updated_tensor
+from raypipe.runtime.update.weight_versions import WeightVersions
+from raypipe.tensor import Shard, TensorGroup
+
+PREVIOUS = "previous"
+"""State key of the weights before the last update, which PipeDream-2BW still uses."""
+
+
+def owned_keys(
+    device: int, modules: Mapping[StageKey, StageModule], placement: tuple[tuple[int, ...], ...]
+) -> list[StageKey]:
+    """Return the stage replicas that this device saves: those of which it is the first holder."""
+    return [
+        (stage, replica)
+        for stage, replica in sorted(modules)
+        if (device, replica) == min((devices[stage], r) for r, devices in enumerate(placement))
+    ]
+
+
+def _canonical(name: str, tied: tuple[TiedHolders, ...]) -> str:
+    for tie in tied:
+        if name in tie.parameters:
+            return tie.name
+    return name
+
+
+def _saves(module: StageModule, name: str, tied: tuple[TiedHolders, ...]) -> bool:
+    """Return whether this stage saves a parameter that it holds; tied parameters are saved by their first layer's."""
+    return all(name not in tie.parameters or tie.layer in module.layers for tie in tied)
+
+
+class Piece(NamedTuple):
+    """A tensor of a checkpoint, or this tensor rank's share of one."""
+
+    key: str
+    tensor: Tensor
+    shard: Shard | None
+    """How the tensor is divided over the tensor ranks; None if this is the whole tensor."""
+
+
+def joined(pieces: Sequence[Piece], group: TensorGroup) -> dict[str, Tensor]:
+    """Join the shares to whole tensors, and distribute these over the tensor ranks of a device for writing.
+
+    All tensor ranks must call this with the same keys in the same order; each gets its part of the tensors.
+    """
+    found: dict[str, Tensor] = {}
+    for number, piece in enumerate(pieces):
+        writer = number % group.size
+        if piece.shard is None:
+            whole = piece.tensor if group.rank == writer else None
+        else:
+            shares = group.gather(piece.tensor.contiguous(), writer)
+            whole = piece.shard.join([share.cpu() for share in shares]) if shares is not None else None
+        if whole is not None:
+            found[piece.key] = whole
+    return found
+
+
+def state_pieces(
+    module: StageModule,
+    optimizer: torch.optim.Optimizer,
+    tied: tuple[TiedHolders, ...],
+    divided: Collection[str] = (),
+) -> list[Piece]:
+    """Collect ``param/<name>``, ``optim/<name>/<key>`` and ``buffer/<name>`` (running statistics) of one stage.
+
+    A tied parameter is saved once, under its group's name; of a parameter with a master weight, that is saved.
+    Parameters that data-parallel copies divide (``divided``) are left out (``runtime.shard.state``).
+    """
+    found: list[Piece] = []
+    for name, parameter in module.named.items():
+        if name in divided or not _saves(module, name, tied):
+            continue
+        shard = module.shards.get(name)
+        updated = updated_tensor(optimizer, parameter)
+        found.append(Piece(f"param/{name}", updated.detach(), shard))
+        for key, value in sorted(optimizer.state.get(updated, {}).items()):
+            if isinstance(value, Tensor):
+                found.append(Piece(f"optim/{name}/{key}", value, shard if value.shape == parameter.shape else None))
+    for one in module.statistics:
+        found += [Piece(buffer_key(name), value, None) for name, value in one.buffers_by_name.items()]
+    return found
+
+
+def not_finite(module: StageModule, pieces: Sequence[Piece]) -> str | None:
+    """Return the key of a piece with an infinite value or NaN; None if all are finite.
+
+    Frozen parameters are not checked: they may legitimately hold infinities, as attention masks do.
+    """
+    untrained = [name for name in module.named if name not in module.trained]
+    frozen = {f"param/{name}" for name in untrained} | {f"optim/{name}/{PREVIOUS}" for name in untrained}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
+    for piece in pieces:
+        if piece.tensor.is_floating_point() and piece.tensor.numel() and piece.key not in frozen:
+            by_kind.setdefault((piece.tensor.device, piece.tensor.dtype), []).append(piece)
+    for group in by_kind.values():
+        largest = _largest([piece.tensor for piece in group])
+        if not bool(torch.isfinite(largest).all()):
+            return group[int(torch.isfinite(largest).logical_not().nonzero()[0])].key
+    return None
+
+
+def _largest(tensors: list[Tensor]) -> Tensor:
+    """Return the largest magnitude in each tensor of one device and dtype, ``[tensors]``.
+
+    Largest and smallest values are exact in every dtype and propagate NaN. On a GPU one launch, and one wait of the
+    host, serve all tensors; on a CPU torch's norm takes ten times as long as these two.
+    """
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors, math.inf))
+    return torch.stack([torch.stack(torch.aminmax(x)) for x in tensors]).abs().amax(1)
+
+
+def read_state(
+    checkpoint: Checkpoint,
+    module: StageModule,
+    optimizer: torch.optim.Optimizer,
+    tied: tuple[TiedHolders, ...],
+    tensor_rank: int = 0,
+    divided: Collection[str] = (),
+) -> None:
+    """Load one stage's parameters and optimizer state (this tensor rank's shares), whichever plan wrote them.
+
+    Parameters that data-parallel copies divide (``divided``) are left out (``runtime.shard.state``).
+
+    Raises:
+        CheckpointError: a parameter is missing or has another shape, so the checkpoint is of another model.
+    """
+    keys = set(checkpoint.keys)
+    wanted: dict[str, list[str]] = {}
+    for name in module.named.keys() - set(divided):
+        base = _canonical(name, tied)
+        prefix = f"optim/{base}/"
+        states = sorted(k for k in keys if k.startswith(prefix) and not k.endswith(f"/{PREVIOUS}"))
+        wanted[name] = [f"param/{base}", *states]
+    buffers = {buffer_key(name): held for one in module.statistics for name, held in one.buffers_by_name.items()}
+    tensors = checkpoint.read({k for ks in wanted.values() for k in ks} | set(buffers))
+    for name, parameter in module.named.items():
+        if name in divided:
+            continue
+        param_key, *optim_keys = wanted[name]
+        saved, shard = tensors[param_key], module.shards.get(name)
+        whole = tuple(parameter.shape) if shard is None else shard.whole_shape(parameter.shape)
+        if tuple(saved.shape) != whole:
+            raise CheckpointError(
+                str(checkpoint.path),
+                f"{param_key} has shape {tuple(saved.shape)}, but the model's has {whole}",
+                "resume with the job that wrote it",
+            )
+        load_master(optimizer, parameter, _own(saved, shard, tensor_rank))
+        if optim_keys:
+            values = {k.rsplit("/", 1)[1]: tensors[k] for k in optim_keys}
+            optimizer.state[updated_tensor(optimizer, parameter)] = {
+                key: _own(value, shard if tuple(value.shape) == whole else None, tensor_rank)
+                .clone()
+                .to(parameter.device)
+                for key, value in values.items()
+            }
+    for key, held in buffers.items():
+        held.copy_(tensors[key])
+
+
+def _own(whole: Tensor, shard: Shard | None, tensor_rank: int) -> Tensor:
+    return whole if shard is None else shard.cut(whole, tensor_rank)
+
+
+def previous_pieces(module: StageModule, previous: Mapping[str, Tensor], tied: tuple[TiedHolders, ...]) -> list[Piece]:
+    """Collect the weights before the last update as ``optim/<name>/previous``.
+
+    ``previous`` holds them by parameter path in the module.
+    """
+    names = {id(p): name for name, p in module.named.items()}
+    found = []
+    for path, parameter in module.named_parameters():
+        name = names[id(parameter)]
+        if path in previous and _saves(module, name, tied):
+            found.append(Piece(f"optim/{name}/{PREVIOUS}", previous[path].detach(), module.shards.get(name)))
+    return found
+
+
+def read_previous(
+    checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...], tensor_rank: int = 0
+) -> dict[str, Tensor]:
+    """Read what ``previous_pieces`` wrote, by parameter path; empty if the checkpoint has none."""
+    names = {path: name for path, p in module.named_parameters() for name, own in module.trained.items() if own is p}
+    keys = {path: f"optim/{_canonical(name, tied)}/{PREVIOUS}" for path, name in names.items()}
+    if not set(keys.values()) <= set(checkpoint.keys):
+        return {}
+    tensors = checkpoint.read(set(keys.values()))
+    return {
+        path: _own(tensors[key], module.shards.get(names[path]), tensor_rank).to(module.get_parameter(path).device)
+        for path, key in keys.items()
+    }
+
+
+# What a worker saves: the parameters and optimizer state of the stages whose first holder is its device.
+
+
+def state_to_save(
+    setup: Setup,
+    modules: Mapping[StageKey, StageModule],
+    optimizers: Mapping[StageKey, torch.optim.Optimizer],
+    versions: Mapping[StageKey, WeightVersions],
+    shards: DeviceShards,
+    group: TensorGroup,
+) -> tuple[dict[str, Tensor], str | None]:
+    """Return this worker's share of a checkpoint, and the key of a tensor that is infinite or not a number, if any.
+
+    Tensor-parallel ranks of a device share the work, as do the members of a shard group; each has whole parameters. All
+    of them must call this. Most of the tensors are those of the training itself, so they change with its next step.
+    """
+    state: list[Piece] = []
+    broken: str | None = None
+    for key in owned_keys(setup.device, modules, setup.placement):
+        divided = shards.stages[key].names if key in shards.stages else frozenset[str]()
+        pieces = state_pieces(modules[key], optimizers[key], setup.tied, divided)
+        if key in versions:
+            pieces += previous_pieces(modules[key], versions[key].previous(), setup.tied)
+        broken = broken or not_finite(modules[key], pieces)
+        state += pieces
+    for key, stage in sorted(shards.stages.items()):
+        if stage.counts:
+            gathered = [Piece(k, value, None) for k, value in gathered_state(stage, optimizers[key]).items()]
+            broken = broken or not_finite(modules[key], gathered)
+            state += gathered
+    return joined(state, group), broken

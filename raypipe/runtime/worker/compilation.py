@@ -1,0 +1,184 @@
+"""When a device runs its stages compiled.
+
+A run starts eagerly. A thread waits for the compiled programs, which other processes make (``stored``), loads them and
+says so; when all devices have theirs, the driver has them swap between two steps, all before the same one. Some runs
+wait for the programs before the first step instead (``job.spec.compiles_first``). A device that replaces one that died
+keeps the others waiting, so there it waits for what is stored already, and compiles the rest beside the next steps.
+
+With ``auto``, a device times some eager steps before it swaps and some compiled ones after, and keeps what is faster.
+It decides that by itself, because its results are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from statistics import median
+from typing import Protocol
+
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.spec import compiles_first, needs_compiled
+from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
+from raypipe.runtime.compiled.stage import CompiledStage, swap_in
+from raypipe.runtime.compiled.stored.stored_stages import Outcome, StoredStages
+from raypipe.runtime.executor.compile_report import CompileState, StageReport
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.graphs.tasks import TaskGraphs, task_graphs
+from raypipe.runtime.setup.setup import Setup
+from raypipe.runtime.update.gradients import StageKey
+from raypipe.schedule.passes.sync import BY_LAYER
+
+MEASURED = 5
+"""Steps that each way is timed for."""
+
+
+class Source(Protocol):
+    """Where compiled stages come from."""
+
+    def begin(self, keys: Sequence[StageKey]) -> list[StageReport]:
+        """Begin to compile stages; return those that cannot be."""
+
+    def find(self) -> Outcome:
+        """Wait for the compiled stages."""
+
+    @property
+    def compiles(self) -> bool:
+        """Return whether some of the stages that were begun are not stored."""
+
+    def close(self) -> None:
+        """Give up what is under way."""
+
+
+class Compilation:
+    """Compiles the stages of a device and swaps them in.
+
+    Args:
+        setup: that of the device's worker.
+        executor: of the device, set up.
+        source: where compiled stages come from; None: the store on a CPU, this process on a GPU.
+        waits: whether to compile before the first step.
+        replaces: whether the device takes the place of one that died.
+        graphs: captures what is compiled; None: as the job says.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        executor: Executor,
+        source: Source | None = None,
+        waits: bool = False,
+        graphs: TaskGraphs | None = None,
+        replaces: bool = False,
+    ) -> None:
+        self.executor = executor
+        self._graphs = graphs if graphs is not None else task_graphs(setup, executor.settings.device)
+        self.waits = waits or compiles_first(setup.job.train, setup.parallel)
+        self._may_begin_eagerly = replaces and not needs_compiled(setup.job.train, setup.parallel)
+        self._compares = setup.job.train.compile == "auto"
+        self._refused = refusal(setup.parallel)
+        self._source = source if source is not None else _source(setup, executor)
+        self._pending: Future[Outcome] | None = None
+        self._ready: dict[StageKey, CompiledStage] = {}
+        self._times: list[float] = []
+        self._first = 0
+        """The first step whose time counts."""
+        self._eager_s: float | None = None
+        self._timing = self._due = False
+
+    @property
+    def state(self) -> CompileState:
+        """How far this device is."""
+        if self._pending is not None or (self._timing and self._eager_s is None):
+            return "compiling"
+        return "ready" if self._due else "settled"
+
+    def begin(self) -> list[StageReport]:
+        """Begin to compile the stages, or compile them; return what became of those that are done."""
+        if self._refused is not None:
+            return [StageReport(*key, 0.0, self._refused) for key in self.executor.modules]
+        refused = self._source.begin(list(self.executor.modules))
+        if len(refused) == len(self.executor.modules):
+            return refused
+        if self.waits and not (self._may_begin_eagerly and self._source.compiles):
+            reports = self._take(self._source.find())
+            if self._ready and not self._compares:
+                self.swap(0)
+            return [*refused, *reports]
+        thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-compile")
+        self._pending = thread.submit(self._source.find)
+        thread.shutdown(wait=False)
+        return refused
+
+    def before_step(self, step: int) -> list[StageReport]:
+        """See how far the programs are, and with ``auto`` what is faster; return what became of stages since."""
+        if self._pending is not None and self._pending.done():
+            outcome, self._pending = self._pending.result(), None
+            self._first = step
+            return self._take(outcome)
+        if self._timing and len(self._times) >= MEASURED:
+            taken, self._times, self._timing = median(self._times), [], False
+            if self._eager_s is None:
+                self._eager_s, self._due = taken, True
+            elif taken > self._eager_s:
+                swap_in(self.executor, {})
+                why = f"compiled, it takes {taken:.4g} s a step on its device instead of {self._eager_s:.4g} s"
+                return [StageReport(*key, 0.0, why) for key in self._ready]
+        return []
+
+    def swap(self, step: int) -> None:
+        """Run the compiled stages from ``step`` on; nothing happens where there are none."""
+        if not self._due:
+            return
+        self._due = False
+        self._swap_in()
+        if self._compares:
+            self._timing, self._first = True, step + 1  # the first compiled step warms up
+
+    def _swap_in(self) -> None:
+        captures = self._graphs
+        swap_in(self.executor, self._ready if captures is None else captures.captured(self.executor, self._ready))
+
+    def go_on(self, executor: Executor) -> None:
+        """Go on with another executor of the same stages."""
+        runs = bool(self.executor.computation.compiled)
+        self.executor = executor
+        if runs:
+            self._swap_in()
+
+    def notices(self) -> tuple[str, ...]:
+        """Return what there is to say of tasks that are not captured, once."""
+        return () if self._graphs is None else self._graphs.take_notes()
+
+    def after_step(self, step: int, seconds: float) -> None:
+        """Note how long the tasks of a step took on this device."""
+        if self._timing and step >= self._first:
+            self._times.append(seconds)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        self._source.close()
+
+    def _take(self, outcome: Outcome) -> list[StageReport]:
+        self._ready = {key: compiled for key, compiled, _ in outcome if compiled is not None}
+        self._timing = bool(self._ready) and self._compares
+        self._due = bool(self._ready) and not self._compares
+        return [report for _, _, report in outcome]
+
+
+def refusal(parallel: ParallelSpec) -> str | None:
+    """Return why no stage of a run can be compiled; None if some can."""
+    if parallel.tensor > 1:
+        return "its layers are divided over tensor ranks, whose collectives cannot be compiled yet"
+    if parallel.sync in BY_LAYER:
+        return f"parallel.sync: {parallel.sync} updates layer by layer, and a compiled forward runs all layers at once"
+    if parallel.side_stream is not None:
+        return "nobody has tried compiled stages with parallel.side_stream"
+    return missing_toolchain()
+
+
+def _source(setup: Setup, executor: Executor) -> Source:
+    if executor.settings.device.type == "cpu":
+        return StoredStages(setup, executor)
+    from raypipe.runtime.compiled.in_process import InProcess  # it imports the compiler: seconds of CPU time
+
+    return InProcess(setup, executor)

@@ -1,0 +1,73 @@
+"""Derive the executor's settings from a worker's setup: those of a step, and how gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from raypipe.job.spec import reduce_dtype
+from raypipe.plan.online.tune_first_k import FirstKTuner
+from raypipe.runtime.executor.cast_messages import message_cast_of
+from raypipe.runtime.executor.step import StepSettings
+from raypipe.runtime.process.memory import host_memory_bytes
+from raypipe.runtime.setup.setup import Setup
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
+
+
+def step_settings(setup: Setup, device: torch.device, batch_statistics: bool, divides: bool) -> StepSettings:
+    """Return the settings of a device's steps.
+
+    Args:
+        setup: that of the device's worker.
+        device: what it computes on.
+        batch_statistics: whether layers keep running statistics of the samples.
+        divides: whether data-parallel copies divide a stage of this device.
+    """
+    job, parallel = setup.job, setup.parallel
+    # An update that has to be undone is noticed by each process when it looks; members must do so in step.
+    # The same holds for those that divide a stage: a step begun again gathers it again, on all of them.
+    # And running statistics that an update has moved cannot be taken back.
+    skips = job.train.on_nonfinite == "skip"
+    together = setup.tensor > 1 or divides or ((setup.recovers or skips) and batch_statistics)
+    update: RequestedNormPolicy = "wait" if together else parallel.update
+    return StepSettings(
+        seed=job.train.seed,
+        microbatches=setup.microbatches,
+        samples_per_microbatch=setup.samples_per_microbatch,
+        slices=setup.slices,
+        clip=job.train.clip,
+        skips=skips,
+        update=update,
+        timeout_s=job.train.message_timeout_s,
+        device=device,
+        autocast=torch.bfloat16 if job.train.dtype == "bfloat16" else None,
+        tensor_rank=setup.tensor_rank,
+        by_layer=parallel.by_layer,
+        side_stream=parallel.side_stream,
+        sub_pipelined=parallel.sub_pipelined,
+        message_cast=message_cast_of(job, parallel),
+    )
+
+
+def dtype_of_sums(setup: Setup) -> torch.dtype | None:
+    """Return the dtype in which gradients are summed; None for their own."""
+    name = reduce_dtype(setup.job.train, setup.parallel)
+    found: torch.dtype | None = None if name is None else getattr(torch, name)
+    return found
+
+
+def first_k_tuner(setup: Setup, device: torch.device) -> Callable[[int], FirstKTuner] | None:
+    """Return what makes, for a stage of so many layers, the tuner of its k: within the memory that the job gives a
+    device, or where k is to be chosen, within its share of the host's. None without reverse first-k."""
+    given = setup.parallel
+    if not given.postpones:
+        return None
+    memory = None
+    if given.memory_cap_mb is not None:
+        memory = given.memory_cap_mb * 2**20
+    elif given.first_k is None and device.type == "cpu":
+        node = setup.topology.peers[setup.rank].node
+        memory = host_memory_bytes() / sum(peer.node == node for peer in setup.topology.peers)
+    return partial(FirstKTuner, fixed=given.first_k, memory=memory)

@@ -1,0 +1,108 @@
+"""Files for nodes that do not share the run's directory arrive whole and unchanged, or it is said."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from raypipe.checkpoint import commit, open_checkpoint, write_shard
+from raypipe.errors import CheckpointError, ClusterError
+from raypipe.runtime.group import sent_files
+from raypipe.runtime.hosts import node_files
+from raypipe.runtime.hosts.node_files import SentShard
+
+
+class Calls(list):
+    """A node's worker: it runs what it is asked to at once, and notes it."""
+
+    @property
+    def on_node(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=self.run)
+
+    def run(self, name: str, *args: object) -> object:
+        self.append(name)
+        return getattr(node_files, name)(*args)
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch) -> Calls:
+    """One node with a temporary folder of its own, and pieces of a few bytes."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(node_files.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(node_files, "CHUNK_BYTES", 7)
+    for module in (node_files, sent_files):
+        monkeypatch.setattr(module, "own_address", lambda: "10.0.0.2")
+        monkeypatch.setattr(module.ray, "put", lambda value: value)
+        monkeypatch.setattr(module.ray, "get", lambda value: value)
+    return Calls()
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def send(node: Calls, folder: Path) -> Path:
+    return sent_files.send_folder(SimpleNamespace(actors=[node]), [0], folder, "run", "data")[0]  # type: ignore[arg-type]
+
+
+def test_a_folder_arrives_and_is_sent_again_only_if_it_changed(node, tmp_path) -> None:
+    data = tmp_path / "data"
+    (data / "deep").mkdir(parents=True)
+    (data / "corpus.json").write_bytes(b"{}")
+    (data / "deep" / "tokens").write_bytes(os.urandom(100))
+    (data / "empty").touch()
+    there = send(node, data)
+    assert files_in(there) == files_in(data)
+    assert there.parent.stat().st_mode & 0o077 == 0  # nobody else's to read
+    node.clear()
+    assert send(node, data) == there
+    assert "take_chunk" not in node
+    (data / "deep" / "tokens").write_bytes(os.urandom(100))
+    (data / "empty").unlink()
+    assert files_in(send(node, data)) == files_in(data)
+    node_files.clear_files("run")
+    assert not there.parent.exists()
+
+
+def test_a_file_that_arrives_otherwise_is_said(node, tmp_path, monkeypatch) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "tokens").write_bytes(b"0123456789")
+    monkeypatch.setattr(node_files, "take_chunk", lambda *args: None)
+    with pytest.raises(ClusterError, match="did not take tokens of data as the driver sent it"):
+        send(node, data)
+
+
+def test_anothers_folder_is_refused(node, tmp_path, monkeypatch) -> None:
+    node_files.node_folder("run")
+    monkeypatch.setattr(node_files.os, "getuid", lambda: os.geteuid() + 1)
+    mine = node_files.node_folder  # the name has the user's number in it: take the one that is there
+    with pytest.raises(ClusterError, match="belongs to another user"):
+        mine("run")
+
+
+def test_shards_make_the_checkpoint_that_they_would_make_at_home(node, tmp_path) -> None:
+    tensors = [{"param/0.a": torch.randn(5)}, {"param/1.b": torch.randn(3, 2, dtype=torch.float64)}]
+    own, sent = tmp_path / "own", node_files.node_folder("run")
+    own.mkdir()
+    shards = [write_shard(own, "rank-0", tensors[0])]
+    shards.append(node_files.sent_shard(write_shard(sent, "rank-1", tensors[1]), sent))
+    assert not list(sent.iterdir())
+    assert len(shards[1].chunks) > 1
+    commit(own, 3, [sent_files.received(own, shard) for shard in shards], {})
+    checkpoint = open_checkpoint(own)
+    for each in tensors:
+        for key, value in checkpoint.read(each).items():
+            assert torch.equal(value, each[key])
+
+
+def test_a_damaged_shard_is_no_checkpoint(node, tmp_path) -> None:
+    sent = node_files.node_folder("run")
+    good = node_files.sent_shard(write_shard(sent, "rank-0", {"param/0.a": torch.ones(4)}), sent)
+    with pytest.raises(CheckpointError, match="is not what its worker sent"):
+        sent_files.received(tmp_path, SentShard(good.info, (b"x", *good.chunks[1:])))
+    assert not list(tmp_path.glob("rank-*"))

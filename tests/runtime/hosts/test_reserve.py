@@ -1,0 +1,74 @@
+"""Devices are waited for in the open, kept for all attempts at a run, and cleared of what a killed one left."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from typing import Any
+
+import pytest
+import ray
+from ray.util import list_named_actors
+
+from raypipe.errors import DevicesError
+from raypipe.runtime.group.worker_group import start_actors
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.reserve import reserve
+
+pytestmark = pytest.mark.runs
+FEW = DeviceRequest(cpus=0.01, gpus=0.0)
+
+
+class Plain:
+    def __init__(self, rank: int, title: str) -> None:
+        pass
+
+    def locate(self) -> int:
+        return 1
+
+
+def test_a_wait_is_told_and_ends_when_the_devices_come_free(local_ray) -> None:
+    all_of_them = DeviceRequest(cpus=ray.cluster_resources()["CPU"], gpus=0.0)
+    free = ray.available_resources().get("CPU", 0.0)
+    assert free > 1
+    other = reserve(1, DeviceRequest(cpus=1.0, gpus=0.0), 60.0)
+    request = DeviceRequest(cpus=free, gpus=0.0)  # but the other one has a CPU of them
+    told: list[str] = []
+    timer = threading.Timer(2.5, other.give_back)
+    timer.start()
+    mine = reserve(1, request, None, told.append)
+    mine.give_back()
+    timer.join()
+    assert re.fullmatch(rf"needs {free:g} CPUs, {free - 1:g} free, waiting 0:0[12]", told[0])
+    with pytest.raises(DevicesError, match=r"were not free within 1 s") as caught:
+        reserve(2, all_of_them, 1.0)
+    assert "wait_for_devices_s" in caught.value.fix
+
+
+def test_what_a_killed_attempt_left_is_ended_and_its_devices_serve_the_next(local_ray) -> None:
+    held = reserve(2, FEW, 60.0)
+    try:
+        first = start_actors(["a", "b"], FEW, Plain, reservation=held)
+        assert _of(held) == 2
+        held.end_attempts()  # the first fleet's driver was killed: nobody has stopped it
+        second = start_actors(["a", "b"], FEW, Plain, reservation=held)
+        assert second.run_id != first.run_id
+        assert _of(held) == 2
+        assert second.locations == [1, 1]
+        second.stop()
+        assert not held.is_broken()  # still the run's
+        _wait_for(lambda: _of(held) == 0)
+    finally:
+        held.give_back()
+
+
+def _of(held: Any) -> int:
+    return sum(f" · {held.run_id}-" in name for name in list_named_actors())
+
+
+def _wait_for(there: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,94 @@
+"""What a worker's process imports, and its settings where it uses a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from raypipe.runtime.process.set_up import CUDA_SETTINGS, set_up_cuda
+
+
+def test_cuda_settings_are_made_and_a_users_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in CUDA_SETTINGS:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is restored
+    del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    set_up_cuda()
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+
+
+STEP = """
+import sys
+import torch
+from raypipe.job.train_spec import TrainSpec
+from raypipe.runtime.update.optimizer import make_optimizer
+ours = torch.nn.Linear(4, 4, dtype=torch.float64)
+theirs = torch.nn.Linear(4, 4, dtype=torch.float64)
+for name, kind, options in (
+    ("adamw", torch.optim.AdamW, {"weight_decay": 0.1, "fused": True}),
+    ("adam", torch.optim.Adam, {"weight_decay": 0.1, "fused": True}),
+    ("sgd", torch.optim.SGD, {"weight_decay": 0.1, "momentum": 0.9, "fused": True}),
+    ("adagrad", torch.optim.Adagrad, {"weight_decay": 0.1, "eps": 1e-8}),
+    ("rmsprop", torch.optim.RMSprop, {"weight_decay": 0.1, "momentum": 0.9}),
+):
+    theirs.load_state_dict(ours.state_dict())
+    train = TrainSpec(steps=1, batch=1, optimizer=name, lr=0.1, weight_decay=0.1, momentum=0.9, decay="all")
+    mine = make_optimizer(train, dict(ours.named_parameters()))
+    for step in range(3):
+        ours(torch.full((2, 4), step + 1.0, dtype=torch.float64)).square().sum().backward()
+        mine.step()
+        mine.zero_grad()
+    mine.load_state_dict(mine.state_dict())
+    assert not {"torch._dynamo", "sympy"} & set(sys.modules), "the tracer was imported"
+    after.append((name, kind, options, [p.detach().clone() for p in ours.parameters()]))
+    starts.append([p.detach().clone() for p in theirs.parameters()])
+for (name, kind, options, expected), start in zip(after, starts):
+    with torch.no_grad():
+        for p, value in zip(theirs.parameters(), start):
+            p.copy_(value)
+    plain = kind(theirs.parameters(), lr=0.1, **options)
+    for step in range(3):
+        theirs(torch.full((2, 4), step + 1.0, dtype=torch.float64)).square().sum().backward()
+        plain.step()
+        plain.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), expected)), name
+"""
+
+
+@pytest.mark.slow
+def test_an_optimizer_updates_as_torchs_and_does_not_import_the_tracer() -> None:
+    done = subprocess.run([sys.executable, "-c", "after, starts = [], []\n" + STEP], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+STAGE = """
+import sys
+import torch
+from raypipe.job import GptSpec
+from raypipe.models.gpt.layers import GptLayers
+model = GptSpec(type="gpt", layers=2, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.0)
+stage = GptLayers(model, torch.float64).build_stage([0, 1, 2, 3], 0)
+assert all(p.dtype == torch.float64 and p.device.type == "cpu" and p.isfinite().all() for p in stage.parameters())
+assert not {"torch._dynamo", "sympy"} & set(sys.modules), "the tracer was imported"
+"""
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_gpt_is_built_without_the_tracer() -> None:
+    done = subprocess.run([sys.executable, "-c", STAGE], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_imports_nothing_that_only_a_capture_needs() -> None:
+    """SymPy and transformers take as long to import as all of raypipe, and workers read what the driver captured."""
+    code = (
+        "import sys, raypipe.runtime.worker.worker; sys.exit(str({'sympy', 'transformers'} & set(sys.modules) or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert not done.stderr.strip()

@@ -1,0 +1,128 @@
+"""``train.compile: auto``: eager steps while a thread compiles, then whatever is faster, swapped between two steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from raypipe.job import GptSpec
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.models import GptLayers
+from raypipe.runtime.compiled.in_process import InProcess
+from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
+from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
+from raypipe.runtime.compiled.stored.stored_stages import Outcome
+from raypipe.runtime.executor.compile_report import StageReport
+from raypipe.runtime.update.gradients import StageKey
+from raypipe.runtime.worker.compilation import MEASURED, Compilation, refusal
+from tests.runtime.compiled.pieces import compiled_device, interpreted
+from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
+from tests.runtime.runs.test_any_model import CASES, model_of
+
+SPEC = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=256, dropout=0.1, tie_embeddings=True)
+
+
+def device() -> OneDevice:
+    model = GptLayers(SPEC, torch.float64)
+    ids = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(0))
+    rows = {"input_ids": ids[:, :-1].contiguous(), "shift_labels": ids[:, 1:].contiguous()}
+    return one_device(model, even_cut(model, 2), rows, torch.float64, 2, split=True)
+
+
+def parallel(**keys: Any) -> ParallelSpec:
+    return ParallelSpec(schedule="1f1b", stages=2, microbatch=1, **keys)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_toolchain() is not None, reason=str(missing_toolchain()))
+@pytest.mark.parametrize("compiled_s", [0.5, 2.0], ids=["faster", "slower"])
+def test_the_faster_way_is_kept_and_losses_do_not_change(compiled_s: float) -> None:
+    made, plain = device(), device()
+    train = SimpleNamespace(compile="auto", compile_first=False, deterministic=False, cuda_graphs="none", eval_every=0)
+    setup = cast(
+        Any,
+        SimpleNamespace(job=SimpleNamespace(train=train), parallel=parallel(), train={0: made.program}, done=0),
+    )
+    compilation = Compilation(setup, made.executor, InProcess(setup, made.executor, interpreted))
+    assert compilation.begin() == []
+    assert compilation.state == "compiling"
+    assert compilation._pending is not None
+    compilation._pending.result()
+    reports, ran = [], []
+    for step in range(2 * MEASURED + 4):
+        reports += compilation.before_step(step)
+        if compilation.state == "ready":  # the driver would wait for the other devices
+            compilation.swap(step)
+        ran.append(bool(made.executor.computation.compiled))
+        compilation.after_step(step, compiled_s if ran[-1] else 1.0)
+        losses = [one.executor.run(one.program, step, LR * 1e-3).loss_sum for one in (made, plain)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-12, rel=0)
+    stays = compiled_s < 1.0
+    after = [stays] * 3
+    assert ran == [False] * MEASURED + [True] * (MEASURED + 1) + after[: len(ran) - 2 * MEASURED - 1]
+    assert [report.reason is None for report in reports] == [True, True] + [False, False] * (not stays)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_toolchain() is not None, reason=str(missing_toolchain()))
+def test_a_second_compilation_finds_every_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model = model_of("mlp")
+    rows = model.task.complete(CASES["mlp"][1])
+    found = []
+    for _ in range(2):
+        counters["inductor"].clear()
+        _, _, reports = compiled_device(model, even_cut(model, 1), rows, torch.float64, 2, build=compile_graph)
+        assert [report.reason for report in reports] == [None]
+        found.append({what: counters["inductor"][f"fxgraph_cache_{what}"] for what in ("miss", "hit", "bypass")})
+    graphs = found[0]["miss"]
+    assert graphs
+    assert found == [{"miss": graphs, "hit": 0, "bypass": 0}, {"miss": 0, "hit": graphs, "bypass": 0}]
+
+
+class Begun:
+    """A source whose stages are stored, or are compiled by somebody."""
+
+    def __init__(self, compiles: bool) -> None:
+        self.compiles, self.waited = compiles, threading.Event()
+
+    def begin(self, keys: Sequence[StageKey]) -> list[StageReport]:
+        return []
+
+    def find(self) -> Outcome:
+        self.waited.set()
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("stored", "replaces", "bits_matter", "beside"),
+    [(False, True, False, True), (True, True, False, False), (False, True, True, False), (False, False, False, False)],
+    ids=["begins eagerly", "loads what is stored", "must not run eagerly", "a fresh start"],
+)
+def test_others_do_not_wait_for_a_replacement_to_compile(
+    stored: bool, replaces: bool, bits_matter: bool, beside: bool
+) -> None:
+    made, source = device(), Begun(not stored)
+    train = SimpleNamespace(compile="inductor", compile_first=True, deterministic=bits_matter, cuda_graphs="none")
+    setup = cast(Any, SimpleNamespace(job=SimpleNamespace(train=train), parallel=parallel()))
+    compilation = Compilation(setup, made.executor, source, replaces=replaces)
+    compilation._refused = None  # whatever this host has of a compiler
+    compilation.begin()
+    assert (compilation.state == "compiling") == beside
+    assert source.waited.wait(10.0)
+
+
+def test_what_no_stage_can_be_compiled_for() -> None:
+    assert "tensor ranks" in str(refusal(parallel(tensor=2)))
+    assert "layer by layer" in str(refusal(parallel(sync="reverse-first-k")))
+    assert refusal(parallel()) == missing_toolchain()
