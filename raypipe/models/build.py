@@ -49,7 +49,7 @@ Fields = Mapping[str, Field]
 
 def build_model(
     job: JobSpec, fields: Fields | None, tensor_rank: int | None = None, parallel: ParallelSpec | None = None
-) -> LayeredModel:  # fmt: skip
+) -> LayeredModel:
     """Build the layers of a job's model.
 
     A model is captured once, and the result is cached for other processes and runs: see ``graph/captured_files.py``.
