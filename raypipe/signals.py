@@ -41,7 +41,7 @@ OURS = (Terminated, Interrupted, TerminationError, InterruptionError)
 
 
 class _Handlers:
-    """What this process does about signals; ``received`` is the first one, ``raised`` if not only noted."""
+    """The handler of this process's signals; ``received`` is the first one, ``raised`` if not only noted."""
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -153,7 +153,7 @@ def held() -> Iterator[None]:
 
 
 def _replaceable(handler: object) -> bool:
-    """Whether a handler is not the user's: Python's own, or Ray's."""
+    """Return whether a handler is not the user's: Python's own, or Ray's."""
     if handler in (None, signal.SIG_DFL, signal.default_int_handler):
         return True
     return str(getattr(handler, "__module__", "")).startswith("ray.")

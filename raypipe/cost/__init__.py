@@ -1,1 +1,1 @@
-"""What tasks, messages and memory cost: from a model of the machine or from measurements, in one form."""
+"""Costs of tasks, messages and memory: from a model of the machine or from measurements, in one form."""

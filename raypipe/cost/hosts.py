@@ -26,7 +26,7 @@ class Hosts:
 
     @property
     def uniform(self) -> bool:
-        """Whether device d is on host ``d // per_host``."""
+        """Return whether device d is on host ``d // per_host``."""
         return all(count == self.per_host for count in self.counts)
 
     def of(self, device: int) -> int:

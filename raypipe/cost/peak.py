@@ -63,7 +63,7 @@ def _given(text: str) -> float:
 
 
 def words_of(device: str) -> frozenset[str]:
-    """What a device's name says, however drivers and data sheets spell it.
+    """Return what a device's name says, however drivers and data sheets spell it.
 
     >>> sorted(words_of("NVIDIA H100 80GB HBM3") - words_of("H100 SXM5 80 GB"))
     []

@@ -300,7 +300,7 @@ class Profile(Spec):
 
     @property
     def kind_name(self) -> str:
-        """What a plan calls this kind of device: Ray's accelerator type, else the device's name."""
+        """Return what a plan calls this kind of device: Ray's accelerator type, else the device's name."""
         return self.accelerator_type or self.device
 
     @property
@@ -315,7 +315,7 @@ class Profile(Spec):
 
     @property
     def process_bytes(self) -> float:
-        """What a device's process takes beside the model."""
+        """Return what a device's process takes beside the model."""
         return self.base_bytes + self.code_bytes
 
     def at_speed(self, factor: float) -> Profile:

@@ -273,7 +273,7 @@ class Placed:
 
     @property
     def one_per_host(self) -> bool:
-        """Whether no two devices share a host."""
+        """Return whether no two devices share a host."""
         return self.hosts.uniform and self.hosts.per_host == 1
 
     @property

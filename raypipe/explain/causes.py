@@ -29,7 +29,7 @@ devices' shares are estimated."""
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What one cause costs."""
+    """Seconds that one cause costs."""
 
     cause: Cause
     seconds: float
@@ -94,7 +94,7 @@ def explain(replay: Replay) -> Explanation:
 
 
 def _matters(replay: Replay, cause: Cause) -> bool:
-    """Whether mending a cause changes any time of the replay, alone or once all others are mended."""
+    """Return whether mending a cause changes any time of the replay, alone or once all others are mended."""
     every = [Mend(c) for c in MENDABLE]
     others = [m for m in every if m.cause != cause]
     limit = NOTHING * replay.step_s()

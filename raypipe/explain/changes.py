@@ -1,4 +1,4 @@
-"""What to change so that steps become shorter, each change predicted from the measured times.
+"""Changes that make steps shorter, each predicted from the measured times.
 
 Two kinds of change are compared. Mending a cause where it is (a disturbed device, late data, a slow link): the replay
 says what that gains. And another plan, which is simulated with the measured times beside the present one: another cut,

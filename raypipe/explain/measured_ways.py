@@ -43,7 +43,7 @@ class _Sent:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """What messages of one link usually take, in seconds."""
+    """Usual seconds of the messages of one link."""
 
     alone: float
     """From leaving to arriving where none is before it."""
@@ -104,7 +104,7 @@ def measured(
 
 
 def _usual(messages: Sequence[_Sent]) -> _Link | None:
-    """What the messages of a link usually take; None where no one was waited for.
+    """Return what the messages of a link usually take; None where no one was waited for.
 
     Of a message that had left when its receiver looked for it, most of the wait may be reading it. So those count that
     left later, if there are any.

@@ -1,4 +1,4 @@
-"""What can be mended of a step: each cause of lost time, on all devices or on one."""
+"""Parts of a step that can be mended: each cause of lost time, on all devices or on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each task would have taken on an undisturbed device: the line between a straggler and a bad cut.
+"""Times that tasks would have taken on an undisturbed device: the line between a straggler and a bad cut.
 
 A stage that is too large is slow always and wherever it runs; a disturbed device is slower than something it should
 equal. Four things tell the two apart:

@@ -1,4 +1,4 @@
-"""What each task of a measured step waits for, before any time is known."""
+"""Waits of the tasks of a measured step, before any time is known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[int, int]
 
 @dataclass(slots=True)
 class Waits:
-    """What the tasks of a step wait for, before any time is known."""
+    """Waits of the tasks of a step, before any time is known."""
 
     graph: TaskGraph
     messages: list[list[tuple[int, Pair]]]

@@ -210,7 +210,7 @@ def cluster_file(path: Path) -> Path:
 
 
 def moved_note(path: Path) -> str | None:
-    """What to tell who gave the path of a description that has moved; None where it is where they say."""
+    """Return what to tell who gave the path of a description that has moved; None where it is where they say."""
     found = cluster_file(path)
     if found == path or not path.suffix:
         return None

@@ -161,22 +161,22 @@ class ParallelSpec(Spec):
 
     @property
     def postpones(self) -> bool:
-        """Whether weight gradients of the first layers wait."""
+        """Return whether weight gradients of the first layers wait."""
         return self.sync == "reverse-first-k"
 
     @property
     def by_layer(self) -> bool:
-        """Whether layers are updated one by one, each when its own sum is in."""
+        """Return whether layers are updated one by one, each when its own sum is in."""
         return self.sync in BY_LAYER
 
     @property
     def late_updates(self) -> bool:
-        """Whether an update may still be made while the next step runs: there is no barrier between steps."""
+        """Return whether an update may still be made while the next step runs: there is no barrier between steps."""
         return self.by_layer or self.side_stream is not None
 
     @property
     def replans(self) -> bool:
-        """Whether a running job plans again."""
+        """Return whether a running job plans again."""
         if self.placement == "branches":
             return False
         return self.schedule == "auto" if self.replan is None else self.replan
@@ -187,7 +187,7 @@ class ParallelSpec(Spec):
         return {key: getattr(self, key) for key in sorted(self.model_fields_set - {"auto"})}
 
     def allows(self, plan: ParallelSpec) -> bool:
-        """Whether a plan has the shape that is given here beside ``auto``."""
+        """Return whether a plan has the shape that is given here beside ``auto``."""
         return all(
             getattr(plan, key) == (SAME_AS.get(wish, wish) if key == "schedule" else wish)
             for key, wish in self.given.items()

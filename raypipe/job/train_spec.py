@@ -229,10 +229,10 @@ class TrainSpec(Spec):
 
     @property
     def needs_norm(self) -> bool:
-        """Whether every device needs the global gradient norm of each step."""
+        """Return whether every device needs the global gradient norm of each step."""
         return self.clip is not None or self.on_nonfinite == "skip"
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the best checkpoint is kept in addition to the newest."""
+        """Return whether the best checkpoint is kept in addition to the newest."""
         return self.early_stop is not None or self.load_best_at_end

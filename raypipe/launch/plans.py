@@ -94,7 +94,7 @@ def _flops(layers: LayeredModel, part: Sequence[int]) -> float:
 
 
 def _costs(times: Sequence[float]) -> CostTable:
-    """What is known of a model that was never measured: B and W take as long as F each."""
+    """Return what is known of a model that was never measured: B and W take as long as F each."""
     zeros = (0.0,) * len(times)
     each = tuple(times)
     return CostTable(forward=each, input_grad=each, weight_grad=each, recompute=zeros, all_reduce=zeros, update=zeros)

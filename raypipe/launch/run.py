@@ -176,7 +176,7 @@ def _ended(
 
 
 def _trains(directory: Path) -> bool:
-    """Whether a driver runs steps now, and so can save the newest one."""
+    """Return whether a driver runs steps now, and so can save the newest one."""
     marks = [e["event"] for e in _of_this_run(directory) if e["event"] in BETWEEN or e["event"] == "started"]
     return bool(marks[-1] == "started")
 

@@ -44,7 +44,7 @@ class Submission:
 def submission(
     job: Path, overrides: Sequence[str], run_dir: str | None, resume: bool, runtime_env: Path | None, folder: Path
 ) -> Submission:
-    """What to submit for a job file below ``folder``, the working directory that travels with the job.
+    """Return what to submit for a job file below ``folder``, the working directory that travels with the job.
 
     Raises:
         SpecError: the job file is elsewhere, the run directory would be lost, or the runtime environment cannot be

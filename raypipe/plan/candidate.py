@@ -94,7 +94,7 @@ class Candidate(ParallelShape):
 
     @property
     def one_stage_each(self) -> bool:
-        """Whether every device of a copy holds one stage.
+        """Return whether every device of a copy holds one stage.
 
         Raises:
             ScheduleError: the family has no such form.

@@ -260,7 +260,7 @@ class _Chooser:
 
 
 def label(c: Candidate) -> str:
-    """What a candidate is a case of."""
+    """Return what a candidate is a case of."""
     if c.devices == 1:
         return "single device"
     if c.stages > 1:
@@ -423,7 +423,7 @@ def choose(
 
 
 def may_be_arranged(given: Mapping[str, object]) -> bool:
-    """Whether the keys that a job gives leave cut, placement and order to be searched together."""
+    """Return whether the keys that a job gives leave cut, placement and order to be searched together."""
     free = given.get("schedule", "auto") == "auto" and given.get("shard", "none") == "none"
     return free and given.get("recompute") != "full" and not any(key in given for key in (*OPTIONS, "placement"))
 
@@ -432,7 +432,7 @@ def _notes(
     rows: Sequence[Row], profile: Profile, shared: Mapping[Sharing, Profile], count: int, given: Mapping[str, object],
     greedy: bool, unsliced: str | None,
 ) -> Iterator[str]:  # fmt: skip
-    """What a reader of the rows has to know."""
+    """Return what a reader of the rows has to know."""
     if profile.other_kinds:
         yield (
             f"Devices of several kinds, numbered in this order: {profile.device_names}. Each copy takes its share of "

@@ -60,7 +60,7 @@ def _candidate(row: Row) -> dict[str, Any]:
 
 
 def recompute_word(p: Prediction) -> Recompute:
-    """What a plan recomputes, in the words of a job's ``parallel.recompute``: ``none``, ``full`` (also where the
+    """Return what a plan recomputes, in the words of a job's ``parallel.recompute``: ``none``, ``full`` (also where the
     schedule does so by itself), ``microbatches`` if some of them keep their activations, ``layers`` if some do."""
     if p.recomputed is not None:
         return "layers" if len(p.recomputed) < sum(map(len, p.cut)) else "full"

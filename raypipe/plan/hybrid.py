@@ -28,7 +28,7 @@ EXAMPLE = "jobs/epochs-inception-v3.yaml"
 
 
 class EpochsTable(Spec):
-    """What is known about a model's convergence and about splitting it: the whole file of ``raypipe hybrid``."""
+    """Facts of a model's convergence and of splitting it: the whole file of ``raypipe hybrid``."""
 
     mp_speedup: dict[Annotated[int, Field(ge=2, le=MOST_DEVICES)], Above] = Field(default_factory=dict)
     """Speed-up of a step when M devices share one copy of the model, by M. Only ``raypipe hybrid`` needs it."""
@@ -138,7 +138,7 @@ def workers_needed(table: EpochsTable, devices: Iterable[int] | None = None) -> 
 
 
 def hybrid_wins(table: EpochsTable, split: int, workers: int) -> bool:
-    """Whether N workers of M devices beat M * N workers of one device: ``SU^M > M * SE_MN / SE_N * E_N / E_MN``.
+    """Return whether N workers of M devices beat M * N workers of one device: ``SU^M > M * SE_MN / SE_N * E_N / E_MN``.
 
     Source: Pal et al. 2019, Equation 6.
     """

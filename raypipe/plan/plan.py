@@ -213,7 +213,7 @@ class Plan(Spec):
 
 
 def _keys(parallel: ParallelSpec) -> dict[str, Any]:
-    """What a plan decides. Only what differs from its default: a key that a later raypipe adds changes no digest."""
+    """Return what a plan decides where that is no default: a key that a later raypipe adds changes no digest."""
     return parallel.model_dump(mode="json", exclude=set(JOBS_OWN), exclude_defaults=True)
 
 

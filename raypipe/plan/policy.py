@@ -80,7 +80,7 @@ def _kinds(judge: Judge, same: Sequence[Grid], pick: Pick) -> Iterable[list[Cand
 
 
 def _covered(c: Candidate) -> bool:
-    """Whether the paper's rule covers the candidate."""
+    """Return whether the paper's rule covers the candidate."""
     units = c.concat == "direct" or c.microbatches > c.stages
     return c.unit in (None, c.microbatches) and c.pipelines == 2 and units
 

@@ -61,7 +61,7 @@ def _neighbours(p: Prediction) -> str:
 
 
 def _divided(p: Prediction) -> str:
-    """What the copies divide; a plan that divides nothing does not say so."""
+    """Return what the copies divide; a plan that divides nothing does not say so."""
     c = p.candidate
     if c.shard == "none":
         return ""

@@ -1,4 +1,4 @@
-"""What data-parallel copies of a candidate may divide: ZeRO level, size of the shard groups, gathers.
+"""Ways in which data-parallel copies of a candidate divide state: ZeRO level, size of the shard groups, gathers.
 
 A plan without shards stays a candidate; these come beside it where memory is short (``predict.oom_fallback``), where a
 plan that was found may be faster for them, and where a job asks for them. What needs as much memory as another way and

@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 class Asked(NamedTuple):
-    """What is to be measured."""
+    """A request for a measurement."""
 
     target: float
     """Validation loss at which a run ends, in the task's unit."""

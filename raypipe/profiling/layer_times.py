@@ -149,7 +149,7 @@ class LayerBench:
         return each.held(self.model.parameters(layer), self.model.trained_parameters(layer))
 
     def fits(self, size: int, room: float) -> bool:
-        """Whether the activations of micro-batches of ``size`` fit, as far as known from a smaller size."""
+        """Return whether the activations of micro-batches of ``size`` fit, as far as known from a smaller size."""
         weights = sum(map(self._state_bytes, self.measured))
         alive = (
             ALIVE * size * sum(max(t[self.groups[i]] / n for n, t in self.grown["F"].items()) for i in self.measured)

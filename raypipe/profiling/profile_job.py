@@ -104,7 +104,7 @@ def measure_profile(
 
 @dataclass(frozen=True, slots=True)
 class _Measuring:
-    """What is measured, and how thoroughly."""
+    """A measurement: of what, and how thorough."""
 
     job: JobSpec
     model: LayeredModel

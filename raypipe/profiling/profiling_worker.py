@@ -82,7 +82,7 @@ class FakeChannel:
 
     @property
     def pending(self) -> bool:
-        """Whether messages are unsent, which is never so."""
+        """Return whether messages are unsent, which is never so."""
         return False
 
     def progress(self) -> None:

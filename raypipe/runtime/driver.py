@@ -98,14 +98,14 @@ class Driver:
 
     @property
     def norm(self) -> NormPolicy:
-        """What updates do about the global gradient norm."""
+        """Return what updates do about the global gradient norm."""
         if not self.job.train.needs_norm:
             return "none"
         return "optimistic" if self.running.ahead else "wait"
 
     @property
     def patience(self) -> Patience | None:
-        """What decides when validation no longer improves; None if nothing does."""
+        """Return what decides when validation no longer improves; None if nothing does."""
         return self.results.patience
 
     @property

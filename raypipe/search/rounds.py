@@ -66,7 +66,7 @@ class Rounds:
         return min(self.elite, default=float("inf"))
 
     def done(self) -> bool:
-        """Whether the goal is reached or the budget spent."""
+        """Return whether the goal is reached or the budget spent."""
         return bool(self.elite) and (self.best <= self.goal or self.budget.left <= 0)
 
     def keep(self, orders: DeviceOrders, value: float) -> None:

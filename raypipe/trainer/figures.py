@@ -37,7 +37,7 @@ class Figures:
 
 
 class _Saves:
-    """What ``transformers.trainer_pt_utils`` needs of a Trainer to write its files."""
+    """The part of a Trainer that ``transformers.trainer_pt_utils`` needs to write its files."""
 
     def __init__(self, trainer: Figures) -> None:
         self.args = SimpleNamespace(output_dir=str(trainer.directory))

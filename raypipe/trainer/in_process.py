@@ -58,7 +58,7 @@ def trainer_of(
 
 
 def generates(args: Any) -> bool:
-    """Whether predictions are what the model generates (``Seq2SeqTrainingArguments``)."""
+    """Return whether predictions are what the model generates (``Seq2SeqTrainingArguments``)."""
     return bool(getattr(args, "predict_with_generate", False))
 
 

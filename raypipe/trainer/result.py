@@ -1,4 +1,4 @@
-"""What ``train`` returns: Ray Train's result, with what ``transformers.TrainOutput`` has as well."""
+"""The result of ``train``: Ray Train's result, with what ``transformers.TrainOutput`` has as well."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has done so far, as the Trainer's state."""
+"""The progress of a run, as the Trainer's state."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def device_memory(
 
 @dataclass(frozen=True)
 class _Setting:
-    """What holds for all devices of a schedule."""
+    """Settings that all devices of a schedule share."""
 
     schedule: Schedule
     base: Sequence[float]
@@ -203,7 +203,7 @@ class _Moments:
 
     @property
     def beside(self) -> float:
-        """What changes beside activations, workspace and messages."""
+        """Return what changes beside activations, workspace and messages."""
         held = self.casts + self.gradients + self.replica_gradients + self.reducing + self.undo
         return held + self.live.gathered + self.live.gradients
 

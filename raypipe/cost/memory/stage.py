@@ -46,11 +46,11 @@ class StageMemory:
 
     @property
     def state(self) -> float:
-        """What is held from the first task of a step to the last: weights and optimizer state."""
+        """Return what is held throughout a step: weights and optimizer state."""
         return self.weights + self.frozen + self.optimizer
 
     def divided(self, level: int, group: int) -> StageMemory:
-        """What one of ``group`` holders has of it that divide the stage at this ZeRO level.
+        """Return what one of ``group`` holders has of it that divide the stage at this ZeRO level.
 
         Source: Rajbhandari et al. 2020 (ZeRO), section 5.
         """
@@ -62,7 +62,7 @@ class StageMemory:
 
     @property
     def undo(self) -> float:
-        """What undoing an update needs a copy of. Weights are not copied where master weights give them again."""
+        """Return what undoing an update copies. Weights are not copied where master weights give them again."""
         return self.optimizer if self.update else self.weights + self.optimizer
 
     @property

@@ -403,7 +403,7 @@ def _depth(stages: int, devices: int, layers: int | None) -> Iterator[Problem]:
 
 
 def _branches(model: ModelSpec, parallel: ParallelSpec) -> Iterator[Problem]:
-    """What a graph of branches has no use for: its stages follow from the model, and are as uneven as its branches."""
+    """Yield keys without use for a graph of branches, whose stages follow from the model, as uneven as its branches."""
     if isinstance(model, GptSpec):
         yield Problem("parallel.placement", "the built-in GPT is a chain of blocks without branches", "use line")
     for key, fix in (

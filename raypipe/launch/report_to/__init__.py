@@ -1,1 +1,1 @@
-"""What a run tells TensorBoard, MLflow and Weights & Biases, from the process that started it."""
+"""Reports of a run to TensorBoard, MLflow and Weights & Biases, from the process that started it."""

@@ -15,7 +15,7 @@ Cut = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCosts:
-    """What a micro-batch costs, by layer and by result; times in seconds."""
+    """Costs of a micro-batch, by layer and by result; times in seconds."""
 
     results: tuple[Result, ...]
     result_bytes: tuple[float, ...]

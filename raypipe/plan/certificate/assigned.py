@@ -62,7 +62,7 @@ MOST_LEVELS = 8_000
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """What the program proved, and the best assignment that it saw."""
+    """The bound that the program proved, and the best assignment that it saw."""
 
     bound_s: float
     devices: tuple[int, ...] | None
@@ -200,7 +200,7 @@ class _Program:
             self.model.add(self.step >= head + rest + met + self.after).only_enforce_if(holds[level])
 
     def ways(self, d: int, head: LinearExprT, work: LinearExprT) -> None:
-        """What a device cannot do before its first backward can begin, and after its last B."""
+        """Return what a device cannot do before its first backward can begin, and after its last B."""
         i, kind, model = self.i, self.kind(d), self.model
         layers, n = range(i.layers), i.microbatches
         back = sum(self.down(i.ahead[-1] - i.ahead[s]) * self.first[d][s] for s in layers)

@@ -1,4 +1,4 @@
-"""What a certificate knows of a division of the devices: its layers, its devices and its micro-batches, as numbers.
+"""A division of the devices, as a certificate knows it: its layers, its devices and its micro-batches, as numbers.
 
 Nothing here depends on where the layers are cut, on which device a stage is, or on the order of tasks: bounds on these
 numbers hold for all of them.
@@ -88,7 +88,7 @@ class Instance:
 
     @property
     def alike(self) -> bool:
-        """Whether all devices are alike."""
+        """Return whether all devices are alike."""
         return len(set(self.kind_of)) == 1 and len(set(self.room)) == 1
 
     @cached_property

@@ -85,8 +85,10 @@ class Certifier:
 
 
 def waits_for_all(judge: Predictor, p: Prediction) -> bool:
-    """Whether a barrier lies between two steps of every plan of this kind. With ``update: auto`` some may run ahead of
-    the global norm, so that none can be taken to wait."""
+    """Return whether a barrier lies between two steps of every plan of this kind.
+
+    With ``update: auto`` some may run ahead of the global norm, so that none can be taken to wait.
+    """
     return judge.train.needs_norm and p.candidate.update == "wait"
 
 

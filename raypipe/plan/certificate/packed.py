@@ -73,7 +73,7 @@ class _Packing:
         return low
 
     def holds_all(self, step: float) -> bool:
-        """Whether all layers may fit into a step of this length, with the longest on the best device for that."""
+        """Return whether all layers may fit into a step of this length, the longest on the best device for that."""
         rooms = [floor((step - start - self.overhead) / self.unit + 1e-6) for start in self.starts]
         each = [_largest(self.sums, room) for room in rooms]
         own, limit = self.sizes[self.top], self.beside(step)

@@ -91,7 +91,7 @@ def _costs(runs: Runs, starts: Sequence[int], folded: bool) -> tuple[float, floa
 
 @dataclass(frozen=True)
 class _Try:
-    """Whether a cut exists within these costs. A state is (first, second): how far the two runs have come."""
+    """A search for a cut within these costs. A state is (first, second): how far the two runs have come."""
 
     runs: Runs
     stages: int

@@ -62,7 +62,7 @@ class LayerCut:
 
     @property
     def proven(self) -> bool:
-        """Whether no cut has a faster slowest device."""
+        """Return whether no cut has a faster slowest device."""
         return self.slowest <= self.bound * (1 + 1e-9)
 
 
@@ -134,7 +134,7 @@ def given_cut(
     costs: Sequence[float], placement: Placement, starts: Sequence[int], memory: Memory | None = None,
     bound: float = 0.0,
 ) -> LayerCut:  # fmt: skip
-    """What a cut that is already there costs, to compare the best one with."""
+    """Return what a cut that is already there costs, to compare the best one with."""
     return _result(Runs.of(costs, memory), starts, placement, bound * len(placement))
 
 
@@ -144,7 +144,7 @@ def line_of(stages: int) -> tuple[tuple[int, ...], ...]:
 
 
 def shares_devices(placement: Placement) -> bool:
-    """Whether some device holds several stages, so that balanced stages may leave devices uneven."""
+    """Return whether some device holds several stages, so that balanced stages may leave devices uneven."""
     return any(len(group) > 1 for group in _groups(placement))
 
 

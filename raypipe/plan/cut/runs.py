@@ -1,4 +1,4 @@
-"""What every run of consecutive pieces costs and needs: the tables that cutting works on.
+"""Costs and needs of every run of consecutive pieces: the tables that cutting works on.
 
 Tables are [i, j] for pieces i to j-1, (n+1) x (n+1); infinite where that is no run, since no stage is empty.
 """
@@ -20,7 +20,7 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What pieces need on a device, and how much there is."""
+    """Memory that pieces need on a device, and how much there is."""
 
     limit_bytes: float
     """Of one device."""
@@ -69,7 +69,7 @@ class Runs:
         return len(self.costs)
 
     def bytes(self, stage: int) -> Table | None:
-        """What each run needs as this stage; None where memory does not matter."""
+        """Return what each run needs as this stage; None where memory does not matter."""
         if self.weights is None or self.kept is None:
             return None
         return self.weights + self.live[stage] * self.kept

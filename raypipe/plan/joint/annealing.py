@@ -53,7 +53,7 @@ SHORTEN = 100
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What is known of the model's arrangements without an order."""
+    """Bounds and measures of the model's arrangements without an order."""
 
     devices: int
     most_stages: int

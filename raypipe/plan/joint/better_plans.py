@@ -176,7 +176,7 @@ def _firsts(
 
 @dataclass(slots=True)
 class PlanModel:
-    """What arrangements cost, as the predictor sees it."""
+    """Costs of arrangements, as the predictor sees them."""
 
     judge: Predictor
     candidate: Candidate

@@ -36,7 +36,7 @@ NEW = 0.4
 
 
 class Model(Protocol):
-    """What an arrangement costs."""
+    """Costs of an arrangement."""
 
     @property
     def microbatches(self) -> int:

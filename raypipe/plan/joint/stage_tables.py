@@ -1,4 +1,4 @@
-"""What stages of any consecutive layers take, as tables that the kernels read; filled in as stages are asked for."""
+"""Times of stages of any consecutive layers, as tables that the kernels read; filled in as stages are asked for."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def _any_stage(row: Ints, count: int, device: int, seed: NDArray[np.uint64]) -> 
 
 @compiled
 def _serves_all(row: Ints, count: int, devices: int) -> bool:
-    """Whether every device has a stage."""
+    """Return whether every device has a stage."""
     seen = np.zeros(devices, np.bool_)
     for s in range(count):
         seen[row[s]] = True
@@ -365,7 +365,7 @@ def anneal(
 
 
 class Tables(NamedTuple):
-    """What stages of layers x to y - 1 take, for any two; not a number where it is not known yet."""
+    """Times of stages of layers x to y - 1, for any two; not a number where it is not known yet."""
 
     seconds: Floats
     """Of F, B and W on each kind of device; (L, L + 1, kinds, 3)."""
@@ -398,7 +398,7 @@ def unknown(of: Tables, starts: Ints, row: Ints, count: int) -> Ints:
 def stages(
     of: Tables, starts: Ints, row: Ints, count: int, microbatches: int
 ) -> tuple[bool, Floats, Floats, Floats, Floats, Ints]:  # fmt: skip
-    """What a search for the order needs of an arrangement.
+    """Return what a search for the order needs of an arrangement.
 
     Returns:
         Whether its weights and one micro-batch fit; seconds of F, B and W of each stage; what activations take up to

@@ -65,7 +65,7 @@ class Swap:
 
 
 def runs_ahead(parallel: ParallelSpec, clips: bool, schedule: Schedule, costs: CostTable) -> bool:
-    """Whether devices should run ahead of the global norm."""
+    """Return whether devices should run ahead of the global norm."""
     return clips and resolve(parallel.update, lambda: gains_ahead(schedule, costs)) == "optimistic"
 
 

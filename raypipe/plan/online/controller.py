@@ -13,7 +13,7 @@ from raypipe.schedule.costs import CostTable
 
 
 class StepMemory(NamedTuple):
-    """What a device measures of its memory in a step, in bytes; only when asked to, since it slows steps on CPUs."""
+    """A device's measured memory in a step, in bytes; only when asked to, since it slows steps on CPUs."""
 
     peak: int
     """Allocated at its fullest moment."""
@@ -60,11 +60,11 @@ class Controller(Protocol):
 
     @property
     def measures_memory(self) -> bool:
-        """Whether workers measure their memory in every step."""
+        """Return whether workers measure their memory in every step."""
 
     @property
     def done(self) -> bool:
-        """Whether the controller has offered its last plan."""
+        """Return whether the controller has offered its last plan."""
 
     def drain(self) -> list[Event]:
         """Return and clear the events since the last call, oldest first."""

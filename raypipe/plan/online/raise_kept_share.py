@@ -70,7 +70,7 @@ class Raiser:
 
     @property
     def done(self) -> bool:
-        """Whether the share is found and its plan was returned."""
+        """Return whether the share is found and its plan was returned."""
         return self._found and self._next is None
 
     def drain(self) -> list[Event]:

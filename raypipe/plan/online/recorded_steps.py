@@ -23,7 +23,7 @@ FEWEST = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWaits:
-    """What devices waited for inside a step, in seconds; what is empty was not measured."""
+    """Waits of devices inside a step, in seconds; what is empty was not measured."""
 
     data_s: tuple[float, ...] = ()
     """Per device, in its first forward: for its samples."""

@@ -34,7 +34,7 @@ class Guard:
         self._left_out: set[str] = set()
 
     def __call__(self, what: str, look: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """What ``look(...)`` returns; None where ``what`` has failed, now or before."""
+        """Return what ``look(...)`` returns; None where ``what`` has failed, now or before."""
         if what in self._left_out:
             return None
         try:
@@ -75,7 +75,7 @@ class ControllerSequence:
 
     @property
     def done(self) -> bool:
-        """Whether the plan stays as it is from now on."""
+        """Return whether the plan stays as it is from now on."""
         return self._active is None
 
     def observe(self, measured: MeasuredStep) -> None:

@@ -49,7 +49,7 @@ class FirstKTuner:
 
     @property
     def wants_memory(self) -> bool:
-        """Whether ``observe`` has use for what is held in a step."""
+        """Return whether ``observe`` has use for what is held in a step."""
         return self.memory is not None and not self._settled and self.k == 0
 
     def observe(

@@ -1,4 +1,4 @@
-"""What a schedule family looks like on so many devices, whatever the number of micro-batches: read off its smallest
+"""The form of a schedule family on so many devices, whatever the number of micro-batches: read off its smallest
 schedule, so that the family's own rules decide what exists.
 """
 

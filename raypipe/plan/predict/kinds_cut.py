@@ -27,7 +27,7 @@ ROUNDS = 4
 
 
 class MemoryOfCuts(Protocol):
-    """What the cuts ask of the predictor."""
+    """Questions that cuts ask the predictor."""
 
     profile: Profile
     train: TrainSpec

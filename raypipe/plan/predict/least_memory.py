@@ -1,4 +1,4 @@
-"""What a plan that divides its state needs at least, from the memory of the same order undivided.
+"""The least memory of a plan that divides its state, from the memory of the same order undivided.
 
 Gathers and reduce-scatters come into an order without changing the order of its tasks, so at the moment when the
 undivided plan is fullest, as many activations are alive. One order so serves every ZeRO level, size of the shard groups

@@ -27,7 +27,7 @@ LEVELS = 16
 
 
 class Costs(Protocol):
-    """What memory needs of the predictor."""
+    """Questions that memory asks the predictor."""
 
     profile: Profile
     train: TrainSpec
@@ -39,7 +39,7 @@ class Costs(Protocol):
         """The stages that have no trained parameter."""
 
     def overheads(self, c: Candidate) -> StepOverheads:
-        """What a step has besides its tasks."""
+        """Return what a step has besides its tasks."""
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Memories:
         return tuple(DeviceMemory(**dict(zip(TERMS, map(float, row), strict=True))) for row in rows)
 
     def holds(self, c: Candidate) -> bool:
-        """Whether the candidate fits, all recomputed if it recomputes; False for one that does not exist."""
+        """Return whether the candidate fits, all recomputed if it recomputes; False for one that does not exist."""
         try:
             most = capacities(self.judge.profile, c.stages, c.replicas)
             return all(device.total <= limit for device, limit in zip(self.of(c), most, strict=True))

@@ -97,7 +97,7 @@ def check_tensor_groups(size: int, came: Sequence[int]) -> None:
 
 
 def _is_of(profile: Profile, job: JobSpec, plan: Plan) -> bool:
-    """Whether the profile has the costs of this job's layers, as the plan cuts them."""
+    """Return whether the profile has the costs of this job's layers, as the plan cuts them."""
     try:
         check_profile(job, profile)
     except SpecError:

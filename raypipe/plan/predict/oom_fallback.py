@@ -32,7 +32,7 @@ LIMITS = 4
 
 
 class Costs(Protocol):
-    """What the fallbacks ask of the predictor."""
+    """Questions that fallbacks ask the predictor."""
 
     profile: Profile
     train: TrainSpec
@@ -41,7 +41,7 @@ class Costs(Protocol):
 
     @property
     def partly(self) -> bool:
-        """Whether plans that recompute may keep some activations."""
+        """Return whether plans that recompute may keep some activations."""
 
     def cut(self, c: Candidate) -> Cut:
         """The layers of each stage."""
@@ -56,13 +56,13 @@ class Costs(Protocol):
         """The stages that have no trained parameter."""
 
     def overheads(self, c: Candidate) -> StepOverheads:
-        """What a step has besides its tasks."""
+        """Return what a step has besides its tasks."""
 
     def least(self, c: Candidate) -> float:
         """A lower bound on its step, in seconds."""
 
     def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
-        """What its copies may divide."""
+        """Return what its copies may divide."""
 
     def undivided(self, c: Candidate) -> tuple[DeviceMemory, ...] | None:
         """Memory of the same order if copies divide nothing; None where that takes long to find."""
@@ -313,7 +313,7 @@ class OOMFallback:
 
 
 def _takes_limits(c: Candidate) -> bool:
-    """Whether the candidate's family also runs with fewer activations in flight."""
+    """Return whether the candidate's family also runs with fewer activations in flight."""
     options = SCHEDULES[c.schedule].options
     return "memory_limit" in options and "unit" not in options and c.memory_limit is None and c.slices == 1
 

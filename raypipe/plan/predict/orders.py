@@ -109,7 +109,7 @@ class Orders:
         self, c: Candidate, count: int, keep: Keep | None = None, remade: frozenset[int] | None = None,
         frozen: tuple[int, ...] = (), close: bool = True,
     ) -> Order:  # fmt: skip
-        """What one data-parallel copy runs with ``count`` micro-batches, as the runtime will make it.
+        """Return what one data-parallel copy runs with ``count`` micro-batches, as the runtime will make it.
 
         Where the candidate recomputes: all but what ``keep`` says, on the stages ``remade`` (None: on all). ``frozen``:
         stages without a trained parameter; ``close``: see ``plan.left_by_frozen``.

@@ -1,4 +1,4 @@
-"""What the planner says of one candidate: its step, its memory, whether it fits."""
+"""The planner's prediction of one candidate: its step, its memory, whether it fits."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class Predictor:
         return replace(costs, weight_grad=weight)
 
     def overheads(self, c: Candidate) -> StepOverheads:
-        """What its step has besides tasks."""
+        """Return what its step has besides tasks."""
         if not self.train.needs_norm:
             return StepOverheads(copies=c.replicas)
         key = (c.stages, c.replicas)
@@ -257,7 +257,7 @@ class Predictor:
             yield from (c if c.innermost == way else replace(c, innermost=way) for way in ways)
 
     def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
-        """What the candidate's copies may divide, up to a ZeRO level; nothing where they may not."""
+        """Return what the candidate's copies may divide, up to a ZeRO level; nothing where they may not."""
         if self.divides:
             yield from shard_ways(c, self.profile.placed, self.most_stages, self.asked, highest)
 
@@ -344,7 +344,7 @@ class Predictor:
 
     @property
     def partly(self) -> bool:
-        """Whether plans that recompute may keep some activations."""
+        """Return whether plans that recompute may keep some activations."""
         return "full" not in self.recompute
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
@@ -406,7 +406,7 @@ class Predictor:
         return self.time(replace(p, candidate=c, memory=memory, order=schedule), final=True)
 
     def beside_shards(self, p: Prediction, schedule: Schedule) -> list[float]:
-        """What each device holds at most without gathered weights and full gradients."""
+        """Return what each device holds at most without gathered weights and full gradients."""
         memory = self._memory.of_order(p.candidate, Order(schedule), p.cut, p.recomputed, beside_shards=True)
         return [device.total for device in memory]
 
@@ -475,7 +475,7 @@ class Predictor:
         return self._memory.of(c, cut=cut)
 
     def holds(self, c: Candidate) -> bool:
-        """Whether the candidate fits, all recomputed if it recomputes; False for one that does not exist."""
+        """Return whether the candidate fits, all recomputed if it recomputes; False for one that does not exist."""
         return self._memory.holds(c)
 
     def undivided(self, c: Candidate) -> tuple[DeviceMemory, ...] | None:

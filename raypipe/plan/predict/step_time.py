@@ -19,7 +19,7 @@ from raypipe.simulate.period import period
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOverheads:
-    """What a step has besides its compute tasks."""
+    """Times of a step besides its compute tasks."""
 
     copies: int = 1
     """Data-parallel copies, W."""

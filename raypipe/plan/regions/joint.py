@@ -17,7 +17,7 @@ CAP = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """What joint scheduling has decided."""
+    """A decision of joint scheduling."""
 
     assigned: Assigned
     """Per region, the layers whose weight gradients begin in it; layer 0's stays on the main stream."""
@@ -30,7 +30,7 @@ class Joint:
 
     @property
     def gains(self) -> bool:
-        """Whether the second stream pays, by the profile."""
+        """Return whether the second stream pays, by the profile."""
         return self.found.step_s < self.usual.step_s
 
 

@@ -61,7 +61,7 @@ LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What the command line hands to the run."""
+    """A request to run, from the command line or the Python API."""
 
     job: JobSpec
     directory: Path

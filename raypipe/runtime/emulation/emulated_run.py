@@ -63,8 +63,11 @@ class LayerLink:
         return replicate(base.with_orders([order]), copies)
 
     def sums(self, schedule: Schedule, costs: CostTable) -> LayerSums:
-        """What a device needs. Its pieces go in the order that the runtime would issue them in: all holders compute it
-        beforehand, from when gradients are complete (``issue_order``)."""
+        """Return what a device needs.
+
+        Its pieces go in the order that the runtime would issue them in: all holders compute it beforehand, from when
+        gradients are complete (``issue_order``).
+        """
         order = list(schedule.orders[0])
         now, position, complete = 0.0, dict[int, int](), dict[int, float]()
         for n, (task, seconds) in enumerate(zip(order, costs.durations(schedule, order), strict=True)):

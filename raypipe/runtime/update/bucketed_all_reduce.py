@@ -47,7 +47,7 @@ def buckets_of(parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each:
 
 
 class Piece(NamedTuple):
-    """What one all-reduce sums: elements ``begin`` to ``end`` (exclusive) of a bucket."""
+    """A part of a bucket that one all-reduce sums: elements ``begin`` to ``end`` (exclusive) of a bucket."""
 
     bucket: int
     begin: int

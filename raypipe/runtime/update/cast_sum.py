@@ -34,7 +34,7 @@ class CastWork:
         self._result: Tensor | None = result
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
         return self._work.is_completed()
 
     def wait(self) -> None:

@@ -17,7 +17,7 @@ class Pending(Protocol):
     """The methods of ``torch.distributed.Work`` that are used here."""
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
 
     def wait(self) -> Any:
         """Wait; raise RuntimeError if it failed."""

@@ -38,7 +38,7 @@ class DeviceShares:
 
     @property
     def alone(self) -> bool:
-        """Whether the norm needs no other device: then waiting for it costs nothing, and nothing is read back."""
+        """Return whether the norm needs no other device: then waiting costs nothing, and nothing is read back."""
         return self._group is None
 
     def start(self, share: Tensor) -> None:
@@ -64,7 +64,7 @@ class DeviceShares:
         return self._shares.sum().isfinite().logical_not().float()
 
     def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
         return not self._on_host or bool(self._on_host[-1][1].query())
 
     def wait(self, push: Push) -> list[float]:

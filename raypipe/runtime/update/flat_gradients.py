@@ -33,7 +33,7 @@ class FlatGradients:
 
     @property
     def opened(self) -> bool:
-        """Whether gradients accumulate in the flat tensor now."""
+        """Return whether gradients accumulate in the flat tensor now."""
         return bool(self._views)
 
     def open(self) -> None:

@@ -54,7 +54,7 @@ class Sharded(Protocol):
 
     @property
     def pieces(self) -> list[nn.Parameter]:
-        """What this device's optimizer updates of them."""
+        """Return what this device's optimizer updates of them."""
 
     def drop_gradients(self) -> None:
         """Drop all gradients, after the update."""
@@ -321,7 +321,7 @@ class GradientSync:
         return self._squares(self._counted if of is None else (p for p in of if p in self._counts))
 
     def known_norm_squared(self, share: Tensor) -> Tensor:
-        """What this device knows of the squared global norm: its ``share``, or where it is ``complete``, all."""
+        """Return what this device knows of the squared global norm: its ``share``, or where it is ``complete``, all."""
         return self._squares(self._every) if self.complete and not self._counted else share
 
     def open(self, key: StageKey) -> None:

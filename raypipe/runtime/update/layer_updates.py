@@ -50,7 +50,7 @@ class Deferred:
 
 @dataclass(slots=True)
 class LateResult:
-    """What is known of a step only when its updates have been made."""
+    """Results of a step that are known only when its updates have been made."""
 
     squares: list[Tensor] = field(default_factory=list)
     """This device's share of the squared global gradient norm, in parts."""

@@ -29,7 +29,7 @@ class Exchange:
         self.done = threading.Event()
 
     def is_completed(self) -> bool:
-        """Whether the numbers of all ranks have arrived, or cannot arrive."""
+        """Return whether the numbers of all ranks have arrived, or cannot arrive."""
         return self.done.is_set()
 
     def wait(self) -> None:

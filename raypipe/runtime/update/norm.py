@@ -55,7 +55,7 @@ class Shares:
             self._work = dist.all_to_all_single(self._shares, own, group=self._world, async_op=True)
 
     def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
         return self._work is None or self._work.is_completed()
 
     def wait(self, push: Push) -> list[float]:
@@ -94,5 +94,5 @@ class Forecast:
         self._calm = math.isfinite(norm) and clip_factor(self.limit, norm) == 1.0
 
     def optimistic(self) -> bool:
-        """Whether to make the next update before its norm is known."""
+        """Return whether to make the next update before its norm is known."""
         return resolve(self.requested, lambda: self._calm) == "optimistic"

@@ -176,7 +176,7 @@ class PrioritisedAllReduce(BucketedAllReduce):
         return end
 
     def _reports(self, step: int) -> bool:
-        """Whether the holders tell one another what they have measured until this step."""
+        """Return whether the holders tell one another what they have measured until this step."""
         return bool(self.buckets) and self.buckets[0].parameters[0].device.type == "cpu" and not step & (step - 1)
 
     def _tell_memory(self) -> list[float]:

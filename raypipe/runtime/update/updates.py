@@ -147,7 +147,7 @@ class Updates:
 
     @property
     def optimistic(self) -> bool:
-        """Whether the last updates were made before their norm was known."""
+        """Return whether the last updates were made before their norm was known."""
         return self._policy == "optimistic" and not self.versions
 
     def make(self, key: StageKey, lr: float) -> None:

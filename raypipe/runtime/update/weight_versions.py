@@ -57,7 +57,7 @@ class WeightVersions:
             self.older = self.newest  # nothing runs on the one before: do not keep it
 
     def previous(self) -> dict[str, Tensor]:
-        """What a checkpoint needs beside the parameters: w(t-1) of 2BW, by parameter path; nothing after a flush."""
+        """Return what a checkpoint needs beside the parameters: w(t-1) of 2BW, by path; nothing after a flush."""
         return dict(self.older) if self.rule == "2bw" else {}
 
     def restore(self, previous: dict[str, Tensor]) -> None:

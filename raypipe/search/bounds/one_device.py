@@ -62,7 +62,7 @@ class _Device:
 
 
 class _Sweeps:
-    """What is known of every task, which every look at a device may tighten."""
+    """Bounds on every task, which every look at a device may tighten."""
 
     def __init__(self, p: Problem, known: float, most: int) -> None:
         self.p, self.known, self.left = p, known, most

@@ -64,7 +64,7 @@ def distances(ups: Steps, downs: Steps, room: float, most: int) -> tuple[float, 
 
 
 def _fits(others: list[float], ups: Steps, downs: Steps, room: float, tiny: float) -> bool:
-    """Whether a profile with T = 0 fits beside profiles with these ages; checked at every allocation."""
+    """Return whether a profile with T = 0 fits beside profiles with these ages; checked at every allocation."""
     first = -max(t for t, _ in ups)
     every = [0.0, *others]
     moments = {-up - age for age in every for up, _ in ups}

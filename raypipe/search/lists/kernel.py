@@ -106,7 +106,7 @@ def _tournament(devices: int) -> tuple[Floats, Ints]:
 
 @compiled
 def _fits(flat: Flat, r: int, m: int, done: Ints, left: Floats, need: Floats, brief: Floats, met: Ints) -> bool:
-    """Whether the remaining claims of micro-batch m of replica r fit; it recomputes one stage at a time."""
+    """Return whether the remaining claims of micro-batch m of replica r fit; it recomputes one stage at a time."""
     need[:] = 0.0
     brief[:] = 0.0
     met[:] = 0
@@ -175,7 +175,7 @@ def safe(flat: Flat, done: Ints, live: Floats) -> bool:
 
 @compiled
 def _safe_after(flat: Flat, c: int, done: Ints, live: Floats) -> bool:
-    """Whether all is safe still once lane c has run its next task, which allocates."""
+    """Return whether all is safe still once lane c has run its next task, which allocates."""
     d = flat.device[c]
     before = live[d]
     done[c] += 1
@@ -453,7 +453,7 @@ def decode(flat: Flat, wish: Floats, patience: float) -> tuple[bool, Ints, Ints]
 
 
 class Template(NamedTuple):
-    """What all chains of so many stages have in common, wherever they are placed; see ``chains``."""
+    """The common part of all chains of so many stages, wherever they are placed; see ``chains``."""
 
     flat: Flat
     stage: Ints

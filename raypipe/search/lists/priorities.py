@@ -20,7 +20,7 @@ _PATIENCE_AND_KINDS = tuple(
 
 
 class Pace(NamedTuple):
-    """What due dates are made by; see ``paced``."""
+    """Settings by which due dates are made; see ``paced``."""
 
     ahead: float
     """Times the way to the end, by which a forward is due earlier: how far forwards run ahead."""
@@ -71,7 +71,7 @@ def portfolio(p: Problem) -> Iterator[Setting]:
 
 
 def _several(p: Problem) -> bool:
-    """Whether some device holds more than one stage."""
+    """Return whether some device holds more than one stage."""
     return any(len({(p.stage[c], p.replica[c]) for c in own}) > 1 for own in p.lanes_of)
 
 

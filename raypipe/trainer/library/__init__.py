@@ -1,1 +1,1 @@
-"""What becomes of each argument, field and method of ``transformers.Trainer``: one row for each, in one place."""
+"""The fate of each argument, field and method of ``transformers.Trainer``: one row for each, in one place."""

@@ -195,7 +195,7 @@ def _unknown(names: Iterable[str]) -> list[Row]:
 
 
 def _is_set(args: Any, field: Field[Any]) -> bool:
-    """Whether a field differs from its default; None, "none" and "no" count as equal, but False does not as True."""
+    """Return whether a field differs from its default; None, "none" and "no" are equal, but False and True not."""
     default = field.default if field.default_factory is MISSING else field.default_factory()
     value = getattr(args, field.name)
     given, usual = (None if not v or v in ("none", "no", ["none"]) else text(v) for v in (value, default))

@@ -15,7 +15,7 @@ BY_THE_TRAINER = object()
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What becomes of one name."""
+    """The fate of one name."""
 
     name: str
     answer: str
@@ -31,7 +31,7 @@ class Row:
 
     @property
     def refuses(self) -> bool:
-        """Whether a value of it is refused here."""
+        """Return whether a value of it is refused here."""
         return self.answer == REFUSED and (self.only_if is None or self.only_if())
 
 

@@ -1,4 +1,4 @@
-"""What makes optimizer and scheduler of a trainer: the methods that a subclass may define, and what becomes of them."""
+"""Optimizer and scheduler of a trainer: the methods that a subclass may define, and what becomes of them."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int, where: 
 
 
 def _others(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Any]:
-    """What an optimizer is told beside its rates; ``initial_lr`` and the like belong to schedulers."""
+    """Return what an optimizer is told beside its rates; ``initial_lr`` and the like belong to schedulers."""
     return {
         (number, key): value
         for number, group in enumerate(optimizer.param_groups)
