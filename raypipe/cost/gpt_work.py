@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH
 from raypipe.job.model_spec import GptSpec
 
@@ -115,14 +115,14 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         kept += (e + (e + 1 if drop else 0)) * scores
     return LayerWork(
         name="block", parameters=matrices + 13 * h,  # biases of 3 + 1 + 4 + 1, two norms of 2 each
-        forward=Effort(
+        forward=TaskWork(
             flops=linear + attention, operands=operands, weights=weights, traffic=forward, attention=attention
         ),
-        input_grad=Effort(
+        input_grad=TaskWork(
             flops=linear + attention_back, operands=operands, weights=weights, traffic=backward, overhead=0.8,
             attention=attention_back,
         ),
-        weight_grad=Effort(
+        weight_grad=TaskWork(
             flops=linear, operands=operands, weights=3.0 * matrices * m, traffic=9.0 * e * stream, overhead=0.3
         ),
         kept_bytes=kept, cast_bytes=matrices * e if narrow else 0,
@@ -143,10 +143,10 @@ def _embedding(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     moved, kept = mask_bytes(m, software) if model.dropout else (0, 0)
     return LayerWork(
         name="embedding", parameters=table + (model.positions or s) * h,
-        forward=Effort(traffic=(5.0 * m + moved) * s * h, overhead=0.3),
-        input_grad=Effort(traffic=3.0 * m * s * h if model.dropout else 0.0, overhead=0.1),
+        forward=TaskWork(traffic=(5.0 * m + moved) * s * h, overhead=0.3),
+        input_grad=TaskWork(traffic=3.0 * m * s * h if model.dropout else 0.0, overhead=0.1),
         # The gradient of a look-up is a full table, mostly zeros, that is accumulated.
-        weight_grad=Effort(traffic=3.0 * m * s * h, weights=4.0 * m * table, overhead=0.3),
+        weight_grad=TaskWork(traffic=3.0 * m * s * h, weights=4.0 * m * table, overhead=0.3),
         kept_bytes=kept * s * h + 8 * s,
         waiting_bytes=m * s * h + 8 * s,
         output_bytes=m * s * h,
@@ -159,7 +159,7 @@ def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     e, m, stat = WIDTH[dtype], master_width(dtype, software), STATISTIC[dtype]
     narrow = e != m
     matrix = model.vocabulary * h
-    product = Effort(
+    product = TaskWork(
         flops=2.0 * s * h * model.vocabulary,
         operands=float(e * (s * h + logits)),
         weights=float(matrix * e + (matrix * (m + e) if narrow else 0)),
@@ -168,14 +168,14 @@ def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     loss = (e + stat if narrow else 0) * logits + 2 * stat * logits  # widen, then log-softmax
     return LayerWork(
         name="head", parameters=matrix + 2 * h,
-        forward=Effort(
+        forward=TaskWork(
             flops=product.flops, operands=product.operands, weights=product.weights, traffic=norm + loss, overhead=0.4
         ),
-        input_grad=Effort(
+        input_grad=TaskWork(
             flops=product.flops, operands=product.operands, weights=product.weights, overhead=0.4,
             traffic=3 * m * s * h + 4 * stat * logits,
         ),
-        weight_grad=Effort(flops=product.flops, operands=product.operands, weights=3.0 * m * matrix, overhead=0.3),
+        weight_grad=TaskWork(flops=product.flops, operands=product.operands, weights=3.0 * m * matrix, overhead=0.3),
         kept_bytes=m * s * h + e * s * h + stat * logits + 2 * stat * s + 8 * s,
         cast_bytes=matrix * e if narrow else 0,
         waiting_bytes=e * (s * h + logits),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
+class TaskWork:
     """The work of one task of one layer."""
 
     flops: float = 0.0
@@ -56,9 +56,9 @@ class LayerWork:
     name: str
     parameters: int
     trained_parameters: int | None = None
-    forward: Effort
-    input_grad: Effort
-    weight_grad: Effort
+    forward: TaskWork
+    input_grad: TaskWork
+    weight_grad: TaskWork
     kept_bytes: float
     unread_input_bytes: float = 0.0
     kept_fixed_bytes: float = 0.0

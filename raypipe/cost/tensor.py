@@ -17,7 +17,7 @@ from raypipe.cost.analytic import SIZES, analytic_profile
 from raypipe.cost.collectives import Kind, Layout, collective_seconds
 from raypipe.cost.gpt_work import RAYPIPE, SOFTWARE, STATISTIC, Software, gpt_work, mask_bytes, master_width
 from raypipe.cost.hosts import Hosts
-from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.errors import SpecError
 from raypipe.job.cluster import ClusterSpec
@@ -58,9 +58,9 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
     norms = 4 * m * stream + cast
     replicated_block = LayerWork(
         name="block", parameters=6 * h,  # two norms, and the biases added after the all-reduces
-        forward=Effort(operands=4 * e * stream, traffic=norms + 2 * (2 * m + e + moved) * stream),
-        input_grad=Effort(operands=4 * e * stream, traffic=12 * m * stream + cast + 6 * e * stream * (moved > 0)),
-        weight_grad=Effort(operands=4 * e * stream),
+        forward=TaskWork(operands=4 * e * stream, traffic=norms + 2 * (2 * m + e + moved) * stream),
+        input_grad=TaskWork(operands=4 * e * stream, traffic=12 * m * stream + cast + 6 * e * stream * (moved > 0)),
+        weight_grad=TaskWork(operands=4 * e * stream),
         kept_bytes=(2 * m + 2 * e + 2 * kept) * stream + 4 * STATISTIC[dtype] * s,
         waiting_bytes=4 * e * stream, output_bytes=m * stream,
     )  # fmt: skip
@@ -71,9 +71,9 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
     )
     replicated_head = LayerWork(
         name="head", parameters=2 * h,
-        forward=Effort(operands=e * stream, traffic=2 * m * stream + cast / 2),
-        input_grad=Effort(operands=e * stream, traffic=3 * m * stream),
-        weight_grad=Effort(operands=e * stream),
+        forward=TaskWork(operands=e * stream, traffic=2 * m * stream + cast / 2),
+        input_grad=TaskWork(operands=e * stream, traffic=3 * m * stream),
+        weight_grad=TaskWork(operands=e * stream),
         kept_bytes=(m + e) * stream + (2 * STATISTIC[dtype] + 8) * s, waiting_bytes=e * stream, output_bytes=0.0,
     )  # fmt: skip
     token = float(STATISTIC[dtype] * s)
@@ -99,9 +99,9 @@ def share(work: LayerWork, replicated: LayerWork, size: int) -> LayerWork:
     found: dict[str, object] = {}
     for field in fields(LayerWork):
         a, b = getattr(work, field.name), getattr(replicated, field.name)
-        if isinstance(a, Effort):
-            parts = {f.name: _part(getattr(a, f.name), getattr(b, f.name), size) for f in fields(Effort)}
-            found[field.name] = Effort(**{**parts, "overhead": a.overhead})
+        if isinstance(a, TaskWork):
+            parts = {f.name: _part(getattr(a, f.name), getattr(b, f.name), size) for f in fields(TaskWork)}
+            found[field.name] = TaskWork(**{**parts, "overhead": a.overhead})
         elif field.name in ("parameters", "trained_parameters"):
             found[field.name] = None if a is None else round(_part(a, b or 0, size))
         elif isinstance(a, int | float):

@@ -77,7 +77,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class ExplainedPlan:
     """The plan behind the measured steps, for changes of it."""
 
     plan: Plan
@@ -91,7 +91,7 @@ class Planned:
     """The profile itself, for a model with frozen layers; None if there is none of this model."""
 
 
-def changes(found: Explanation, replay: Replay, planned: Planned | None) -> list[Change]:
+def changes(found: Explanation, replay: Replay, planned: ExplainedPlan | None) -> list[Change]:
     """Return all changes that are worth it, best first.
 
     Without ``planned``, only what mends causes where they are.
@@ -123,7 +123,7 @@ def _change(found: Explanation, what: str, step_s: float, mends: str, keys: dict
     return Change(what, step_s, 1.0 - step_s / found.step_s if found.step_s else 0.0, mends, keys)
 
 
-def _plans(found: Explanation, replay: Replay, planned: Planned) -> Iterator[Change]:
+def _plans(found: Explanation, replay: Replay, planned: ExplainedPlan) -> Iterator[Change]:
     """Other plans, simulated with the measured times."""
     plan, of = planned.plan, replay.of
     if of.schedule.versions != "flush":
@@ -176,7 +176,7 @@ def _timeline(of: Measured, k: int) -> Timeline:
     )
 
 
-def _other_cut(replay: Replay, planned: Planned, costs: CostTable, ahead: bool) -> tuple[Cut, float] | None:
+def _other_cut(replay: Replay, planned: ExplainedPlan, costs: CostTable, ahead: bool) -> tuple[Cut, float] | None:
     """The best cut for the measured times, with its simulated step.
 
     None where stages are not runs of layers, or some are frozen and there is no profile: no backward of their layers
@@ -224,7 +224,7 @@ def _speeds(replay: Replay) -> list[float]:
     return [m / b if b > 0 else 1.0 for m, b in zip(measured, base, strict=True)]
 
 
-def _other_shapes(planned: Planned, costs: CostTable) -> Iterator[tuple[dict[str, Any], CostTable, str]]:
+def _other_shapes(planned: ExplainedPlan, costs: CostTable) -> Iterator[tuple[dict[str, Any], CostTable, str]]:
     """Yield another schedule or micro-batch size as keys of ``parallel``, costs of its tasks, and what it changes."""
     parallel = planned.plan.parallel
     if parallel.schedule not in SCHEDULES or parallel.recompute not in ("none", "full"):
@@ -247,7 +247,7 @@ def _other_shapes(planned: Planned, costs: CostTable) -> Iterator[tuple[dict[str
             yield {"microbatch": size}, replace(costs, **scaled), what
 
 
-def _seconds(other: ParallelSpec, costs: CostTable, planned: Planned, present: Schedule) -> float | None:
+def _seconds(other: ParallelSpec, costs: CostTable, planned: ExplainedPlan, present: Schedule) -> float | None:
     """Simulate the step of a plan with other keys; None if there is none, or its fullest device holds more than now."""
     try:
         plan = Plan.of(other, planned.plan.cut, planned.batch, frozen=present.rules.frozen)

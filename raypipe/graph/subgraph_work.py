@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 
 from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
-from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.dims import Sizes, count, evaluate_all
 from raypipe.graph.flops import MOVES_NOTHING, matrix_flops, operand_types, short_name
@@ -177,7 +177,7 @@ def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: fl
         name=f"{number} {sharding.labels[number]}",
         parameters=sum(graph.parameters[name] for name in names),
         trained_parameters=sum(trained.values()),
-        forward=Effort(
+        forward=TaskWork(
             flops=sums.forward_flops,
             operands=sums.operands,
             weights=read,
@@ -185,7 +185,7 @@ def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: fl
             overhead=overhead,
             attention=sums.attention,
         ),
-        input_grad=Effort(
+        input_grad=TaskWork(
             flops=sums.input_flops,
             operands=sums.back_operands,
             weights=read if sums.input_flops else 0.0,
@@ -194,7 +194,7 @@ def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: fl
             attention=sums.input_attention,
         ),
         # The gradient of an embedding is a whole table, mostly zeros, which is accumulated.
-        weight_grad=Effort(
+        weight_grad=TaskWork(
             flops=sums.weight_flops,
             operands=sums.waiting,
             weights=3 * wide * sum(gradients.values()) + 4 * sum(tables.values()),

@@ -16,7 +16,7 @@ from raypipe.cost.profile import Profile, load_profile
 from raypipe.cost.sizes import times_at
 from raypipe.errors import RaypipeError, SpecError
 from raypipe.explain.causes import Explanation, explain
-from raypipe.explain.changes import Change, Planned, changes
+from raypipe.explain.changes import Change, ExplainedPlan, changes
 from raypipe.explain.measured import Measured, TaskTimes, task_times
 from raypipe.explain.mending import MEANING
 from raypipe.explain.recut_frozen import profiled_costs
@@ -113,7 +113,7 @@ def explain_run(run: RunRecord, profile: Path | None = None) -> Explained:
     return explained(of, _planned(run, plan, known, of), [*notes, *_notes(run, recorded, costs is not None)])
 
 
-def explained(of: Measured, planned: Planned | None = None, notes: list[str] | None = None) -> Explained:
+def explained(of: Measured, planned: ExplainedPlan | None = None, notes: list[str] | None = None) -> Explained:
     """Explain measured steps, and find what to change.
 
     Raises:
@@ -178,7 +178,7 @@ def _planned_times(plan: Plan, profile: Profile, schedule: Schedule) -> TaskTime
     return task_times(schedule, profiled_costs(profile, plan, schedule))
 
 
-def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Measured) -> Planned | None:
+def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Measured) -> ExplainedPlan | None:
     train = run.job.get("train")
     batch = train.get("batch") if isinstance(train, dict) else None
     if plan is None or not isinstance(batch, int):
@@ -189,7 +189,7 @@ def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Mea
     if profile is not None:
         times = [times_at(layer, plan.parallel.microbatch) for layer in profile.layers]
         layer_s = tuple(t.forward + t.joint for t in times)
-    return Planned(plan=plan, batch=batch, clips=of.norm != "none", layer_s=layer_s, profile=profile)
+    return ExplainedPlan(plan=plan, batch=batch, clips=of.norm != "none", layer_s=layer_s, profile=profile)
 
 
 def _earlier(step: Any) -> TaskTimes:

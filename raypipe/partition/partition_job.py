@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from raypipe.atomic_write import write_whole
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.cost.profile import Slicing, load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
@@ -175,5 +175,5 @@ def _tensor_rank(item: list[Any]) -> TensorRankWork:
 
 
 def _work(item: dict[str, Any]) -> LayerWork:
-    efforts = {key: Effort(**item[key]) for key in ("forward", "input_grad", "weight_grad")}
+    efforts = {key: TaskWork(**item[key]) for key in ("forward", "input_grad", "weight_grad")}
     return LayerWork(**{**item, **efforts})

@@ -15,7 +15,7 @@ from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING, ParallelSpec
-from raypipe.job.rules.check import Problem, stash
+from raypipe.job.rules.check import BrokenRule, stash
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, slices_refused, ways_to_recompute
@@ -121,12 +121,12 @@ class _Chooser:
         """The candidate, if it may be chosen."""
         return None if self.refusal(c) else self.wished(c)
 
-    def refusal(self, c: Candidate) -> Problem | None:
+    def refusal(self, c: Candidate) -> BrokenRule | None:
         """Why a candidate may not be chosen."""
         named = self.job.parallel.auto and self.job.parallel.given.get("schedule") == c.schedule
         if c.form.versions != "flush" and not (self.asynchronous or named):
             why = "trains on stale weights; allow it with --allow asynchronous"
-            return Problem("parallel.schedule", why, "allow it, or leave the schedule out")
+            return BrokenRule("parallel.schedule", why, "allow it, or leave the schedule out")
         if c.form.versions == "stash":
             return next(stash(self.job.model, self.job.train, c.parallel()), None)
         return None

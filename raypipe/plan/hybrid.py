@@ -78,7 +78,7 @@ class EpochsTable(Spec):
         return _look_up(self.scaling_efficiency, workers, "scaling_efficiency", asked_by)
 
 
-class Row(NamedTuple):
+class SpeedupRow(NamedTuple):
     """Speed-ups over one device of every strategy that uses ``devices`` devices."""
 
     devices: int
@@ -101,7 +101,7 @@ class Row(NamedTuple):
 class Comparison(NamedTuple):
     """All rows, by devices."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SpeedupRow, ...]
     single_device_s: float | None
     """Time to converge on one device, C_1, if the table says how long a step and an epoch take."""
 
@@ -162,7 +162,7 @@ def epochs_from(mapping: object, where: str = "epochs table") -> EpochsTable:
     return checked(mapping, EpochsTable, where, EXAMPLE)
 
 
-def _row(table: EpochsTable, devices: int) -> Row:
+def _row(table: EpochsTable, devices: int) -> SpeedupRow:
     first = table.epochs_at(1, "one device")
 
     def speedup(workers: int, name: str) -> float:
@@ -173,7 +173,7 @@ def _row(table: EpochsTable, devices: int) -> Row:
         split: None if devices % split else su * speedup(devices // split, f"hybrid-{split}")
         for split, su in sorted(table.mp_speedup.items())
     }
-    return Row(devices, speedup(devices, "data parallelism"), hybrid)
+    return SpeedupRow(devices, speedup(devices, "data parallelism"), hybrid)
 
 
 def _default_devices(table: EpochsTable) -> Sequence[int]:

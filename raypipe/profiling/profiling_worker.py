@@ -121,7 +121,7 @@ class StageProfiler(StageWorker):
         """Return the device's name and memory; base memory includes the model's code and captured graph."""
         if self._base_bytes is None:  # at the first call, before any parameter is built
             self._described = build_model(job, fields)
-            self._base_bytes = _process_bytes(self.device)
+            self._base_bytes = process_bytes(self.device)
             gc.collect()
             self._in_use = allocated_bytes(self.device)
         base, node = self._base_bytes, self.locate().peer.node
@@ -337,7 +337,7 @@ def _processor() -> str:
     return f"{name}, one core"
 
 
-def _process_bytes(device: torch.device) -> float:
+def process_bytes(device: torch.device) -> float:
     """Measure the memory that a training process needs without its model: resident, or on a GPU the GPU's.
 
     It trains a tiny model first, because the first backward and optimizer step load code.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class FirstK:
+class BestFirstK:
     """The best k that was tried."""
 
     k: int
@@ -18,7 +18,7 @@ class FirstK:
     """Every k that was tried, and its time."""
 
 
-def tune_first_k(seconds: Callable[[int], float], most: int, coarse: int = 8, gain: float = 0.0) -> FirstK:
+def tune_first_k(seconds: Callable[[int], float], most: int, coarse: int = 8, gain: float = 0.0) -> BestFirstK:
     """Find a good k with few trials: evenly spaced ones first, then ever closer ones around the best.
 
     A step's time falls with k while sums are still exposed and rises when the link starts to idle, with steps where
@@ -54,4 +54,4 @@ def tune_first_k(seconds: Callable[[int], float], most: int, coarse: int = 8, ga
     k = best()
     if tried[k] >= tried[0] * (1 - gain):
         k = 0
-    return FirstK(k, tried[k], tried)
+    return BestFirstK(k, tried[k], tried)

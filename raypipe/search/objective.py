@@ -7,7 +7,7 @@ from typing import Literal
 from raypipe.schedule.costs import CostTable
 from raypipe.search.bounds import order_bounds as bounds
 from raypipe.search.problem import DeviceOrders, Problem
-from raypipe.search.timed_order import Frame, Timed
+from raypipe.search.timed_order import Frame, TimedOrder
 from raypipe.simulate.period import steady
 
 Objective = Literal["makespan", "span", "period"]
@@ -46,7 +46,7 @@ class Measure:
         """The objective of an order that can run."""
         if self.objective == "period":
             return steady(self.p.schedule(orders), self.costs).rate
-        state = Timed(self.p)
+        state = TimedOrder(self.p)
         state.load(orders)
         return state.makespan if self.objective == "makespan" else state.span
 
@@ -60,7 +60,7 @@ class Measure:
         if self.objective == "makespan":
             return None
         if self.objective == "span":
-            state = Timed(self.p)
+            state = TimedOrder(self.p)
             state.load(orders)
             begun = [state.end[w[0]] - state.time[w[0]] if w else 0.0 for w in orders]
             return Frame([0.0] * self.p.devices, [-at for at in begun])

@@ -14,13 +14,13 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.search.budget import Budget
 from raypipe.search.lists.decode import decode, disturbed
-from raypipe.search.lists.list_scheduling import Layout, Listed, Setting, list_schedule
+from raypipe.search.lists.list_scheduling import LaneArrays, Listed, Setting, list_schedule
 from raypipe.search.lists.priorities import portfolio, shaken
 from raypipe.search.objective import Measure, Objective
 from raypipe.search.problem import DeviceOrders, Problem
 from raypipe.search.published_orders import published
 from raypipe.search.tabu import improve
-from raypipe.search.timed_order import Arcs, Timed
+from raypipe.search.timed_order import Arcs, TimedOrder
 from raypipe.search.zero_bubble_heuristic import alternating
 
 _CONSTRUCT = 0.35
@@ -51,7 +51,7 @@ class Rounds:
         self.bound, self.enough = self.measure.bound(), enough
         self.goal = max(self.bound, enough) * (1 + 1e-9)
         """The search stops at this value: it is proven optimal, or good enough."""
-        self.layout, self.arcs = Layout.of(p), Arcs(p)
+        self.layout, self.arcs = LaneArrays.of(p), Arcs(p)
         self.elite: dict[float, DeviceOrders] = {}
         """Value of the objective -> an order with that value."""
         self.settings: dict[tuple[float, float], Setting] = {}
@@ -159,7 +159,7 @@ class Rounds:
 
     def _recreated(self, orders: DeviceOrders) -> DeviceOrders | None:
         """Perturb the start times of an order and decode them; None on a deadlock."""
-        state = Timed(self.p, None, self.arcs)
+        state = TimedOrder(self.p, None, self.arcs)
         state.load(orders)
         starts = [end - time for end, time in zip(state.end, state.time, strict=True)][: self.p.tasks]
         span = state.makespan
@@ -193,7 +193,7 @@ def cross(p: Problem, one: DeviceOrders, other: DeviceOrders, weight: float) -> 
     mean = [0.0] * p.tasks
     place = [0.0] * p.tasks
     for words, share in ((one, weight), (other, 1.0 - weight)):
-        state = Timed(p)
+        state = TimedOrder(p)
         state.load(words)
         for t in range(p.tasks):
             mean[t] += share * (state.end[t] - state.time[t])

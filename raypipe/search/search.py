@@ -17,11 +17,11 @@ from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Rules, Schedule, StageGraph
 from raypipe.search.budget import Budget
 from raypipe.search.lists.decode import decode
-from raypipe.search.lists.list_scheduling import Layout, Setting, list_schedule
+from raypipe.search.lists.list_scheduling import LaneArrays, Setting, list_schedule
 from raypipe.search.objective import Measure, Objective
 from raypipe.search.problem import build
 from raypipe.search.rounds import Rounds
-from raypipe.search.timed_order import Timed
+from raypipe.search.timed_order import TimedOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ def default_budget(tasks: int) -> float:
 @cache
 def load_machine_code() -> None:
     """Load the kernels before a budget begins: half a second in a process's first search, ten on a machine's first."""
-    layout = Layout.of(build(((0,),), 1, CostTable.even(1)))
+    layout = LaneArrays.of(build(((0,),), 1, CostTable.even(1)))
     list_schedule(layout, Setting((0.0,) * len(layout.problem.kind)))
     decode(layout, [0.0] * layout.problem.tasks, 0.0)
     Measure(layout.problem, CostTable.even(1), "makespan").tighter_bound(4.0, 100)
@@ -118,7 +118,7 @@ def search(
     run.shorten()
     run.tighten()
     orders, value = run.result()
-    state = Timed(p)
+    state = TimedOrder(p)
     state.load(orders)
     return Found(
         schedule=p.schedule(orders), objective=objective, value=value, makespan=state.makespan, bound=run.bound,

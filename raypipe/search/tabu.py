@@ -11,7 +11,7 @@ import random
 
 from raypipe.search.budget import Budget
 from raypipe.search.problem import DeviceOrders, Problem
-from raypipe.search.timed_order import Arcs, Frame, Move, Step, Timed
+from raypipe.search.timed_order import Arcs, Frame, Move, Step, TimedOrder
 
 _PATIENCE = 400
 """After this many moves without a better order, the search goes back to the best one."""
@@ -36,7 +36,7 @@ def improve(
     Returns:
         The best order, and its value in ``frame``.
     """
-    state = Timed(p, frame, arcs)
+    state = TimedOrder(p, frame, arcs)
     state.load(start)
     best, best_orders = state.value, start
     tiny = 1e-9 * max(1.0, best)
@@ -75,7 +75,7 @@ def _reversed(move: Move) -> list[tuple[int, int]]:
     return [(t, s.task) if s.left else (s.task, t) for s in move.steps for t in s.passed]
 
 
-def _blocks(state: Timed, rng: random.Random, tiny: float) -> list[list[int]]:
+def _blocks(state: TimedOrder, rng: random.Random, tiny: float) -> list[list[int]]:
     """The blocks of one critical path, drawn at random where several are equally long; single tasks are left out."""
     n = state.problem.tasks
     end, time, prev, before = state.end, state.time, state.prev, state.before
@@ -103,7 +103,7 @@ def _blocks(state: Timed, rng: random.Random, tiny: float) -> list[list[int]]:
     return blocks
 
 
-def _neighbours(state: Timed, rng: random.Random, tiny: float, most: int = 8) -> list[tuple[float, float, Move]]:
+def _neighbours(state: TimedOrder, rng: random.Random, tiny: float, most: int = 8) -> list[tuple[float, float, Move]]:
     """``(estimate, tie-break, move)`` of moves within the blocks of one critical path."""
     found: list[tuple[float, float, Move]] = []
     places = [(b, k) for b in _blocks(state, rng, tiny) for k in range(len(b))]
@@ -115,7 +115,7 @@ def _neighbours(state: Timed, rng: random.Random, tiny: float, most: int = 8) ->
     return found
 
 
-def _moves(state: Timed, block: list[int], k: int) -> list[Move]:
+def _moves(state: TimedOrder, block: list[int], k: int) -> list[Move]:
     """Moves of task k of the block: as far left and right as dependencies allow, and by one place.
 
     Where a move breaks the memory limit, a later task that frees memory may be pulled in front of it.
@@ -144,7 +144,7 @@ def _moves(state: Timed, block: list[int], k: int) -> list[Move]:
     return kept
 
 
-def _after_freeing(state: Timed, move: Move, look: int = 12) -> list[Move]:
+def _after_freeing(state: TimedOrder, move: Move, look: int = 12) -> list[Move]:
     """The move with a task that frees memory, one of the next ``look``, pulled to its front; empty if none helps."""
     n, lane, frees = state.problem.tasks, state.lane, state.problem.frees
     lanes = {lane[t] for t in move.row}
@@ -170,7 +170,7 @@ def _after_freeing(state: Timed, move: Move, look: int = 12) -> list[Move]:
     return []
 
 
-def _kick(state: Timed, rng: random.Random, tiny: float) -> None:
+def _kick(state: TimedOrder, rng: random.Random, tiny: float) -> None:
     """Apply a random move, whether it helps or not."""
     places = [(block, k) for block in _blocks(state, rng, tiny) for k in range(len(block))]
     while places:

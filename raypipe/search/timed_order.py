@@ -71,7 +71,7 @@ class Arcs:
         """Per task, the tasks of its own device that it depends on or feeds directly: it cannot move past them."""
 
 
-class Timed:
+class TimedOrder:
     """An order and its times; index ``tasks + d`` is a sentinel before and after the tasks of device d."""
 
     def __init__(self, p: Problem, frame: Frame | None = None, arcs: Arcs | None = None) -> None:

@@ -112,7 +112,7 @@ def trainers_loader(
     except ImportError:
         raise SpecError("PipelineTrainer", "needs transformers for the order of the rows", install("hf")) from None
 
-    class Order(Trainer):  # type: ignore[misc]
+    class RowOrder(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
             if sampler is not None:
                 return sampler(rows)
@@ -134,7 +134,7 @@ def trainers_loader(
     own.dataloader_persistent_workers, own.dataloader_multiprocessing_context = False, None  # need workers
     own._n_gpu = min(1, own.n_gpu)
     with same_randomness(int(given["seed"])):
-        made = Order(model=nn.Linear(1, 1), args=own, train_dataset=range(len(rows)), data_collator=list)
+        made = RowOrder(model=nn.Linear(1, 1), args=own, train_dataset=range(len(rows)), data_collator=list)
         made.train_dataset = _Numbers(len(rows))
         loader: DataLoader[Any] = made.get_train_dataloader()
     return loader

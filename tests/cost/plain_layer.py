@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.cost.layer_work import LayerWork, TaskWork
 
 
 def plain_layer(
@@ -22,9 +22,9 @@ def plain_layer(
         width: bytes of a parameter.
     """
     held = float(parameters * width)
-    once = Effort(flops=flops, operands=kept_bytes, weights=held)
+    once = TaskWork(flops=flops, operands=kept_bytes, weights=held)
     return LayerWork(
         name=name, parameters=parameters, forward=once, input_grad=once,
-        weight_grad=Effort(flops=flops, operands=kept_bytes, weights=3 * held),
+        weight_grad=TaskWork(flops=flops, operands=kept_bytes, weights=3 * held),
         kept_bytes=kept_bytes, output_bytes=output_bytes,
     )  # fmt: skip

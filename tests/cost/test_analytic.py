@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.cost.analytic import SIZES, analytic_profile, update_bytes
-from raypipe.cost.layer_work import Effort
+from raypipe.cost.layer_work import TaskWork
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, load_cluster
@@ -53,7 +53,9 @@ def test_half_of_the_efficiency_where_the_overhead_says_so():
     """A layer of x operations reaches x / (x + overhead * rate) of the rate."""
     rate, overhead = 1e12, 5e-3
     for samples, share in ((1, 0.5), (3, 0.75), (9, 0.9)):
-        assert Effort(flops=5e9).seconds(samples, rate, 1e18, overhead) == pytest.approx(5e9 * samples / (rate * share))
+        assert TaskWork(flops=5e9).seconds(samples, rate, 1e18, overhead) == pytest.approx(
+            5e9 * samples / (rate * share)
+        )
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)

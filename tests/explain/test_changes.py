@@ -11,7 +11,7 @@ import pytest
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.cost.stages import frozen_stages, stage_costs
 from raypipe.explain.causes import explain
-from raypipe.explain.changes import Change, Planned, changes
+from raypipe.explain.changes import Change, ExplainedPlan, changes
 from raypipe.explain.measured import Measured
 from raypipe.explain.recut import better_cut, costs_of_cut
 from raypipe.explain.replay import Replay
@@ -31,7 +31,7 @@ def plan(cut: tuple[tuple[int, ...], ...], frozen: Collection[int] = (), **keys:
 def found_for(of: Plan, costs: CostTable, batch: int = 32, **faults: object) -> list[Change]:
     schedule = as_run(build_schedule(of, batch))
     replay = Replay(Measured(schedule=schedule, steps=run_steps(schedule, costs, **faults), norm="wait"))  # type: ignore[arg-type]
-    return changes(explain(replay), replay, Planned(plan=of, batch=batch, clips=True))
+    return changes(explain(replay), replay, ExplainedPlan(plan=of, batch=batch, clips=True))
 
 
 def test_a_layer_too_many_on_one_stage_is_moved() -> None:
@@ -91,7 +91,9 @@ def test_a_model_with_frozen_layers_is_cut_by_what_is_left_of_them(name: str, sh
     of, costs = made(present)
     replay = Replay(Measured(schedule=as_run(build_schedule(of, 32)), norm="wait",
                              steps=run_steps(as_run(build_schedule(of, 32)), costs)))  # fmt: skip
-    planned = Planned(plan=of, batch=32, clips=True, layer_s=(1.0,) * layers, profile=adapters(first, layers, 0.5))
+    planned = ExplainedPlan(
+        plan=of, batch=32, clips=True, layer_s=(1.0,) * layers, profile=adapters(first, layers, 0.5)
+    )
     found = {change.mends: change for change in changes(explain(replay), replay, planned) if "cut" in change.keys}
     every = {
         edges: seconds([range(a, b) for a, b in pairwise((0, *edges, layers))])

@@ -38,7 +38,7 @@ from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups
 from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.update.optimizer import Piece, learning_rate, make_optimizer
+from raypipe.runtime.update.optimizer import ParameterPiece, learning_rate, make_optimizer
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import Program, programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
@@ -158,7 +158,9 @@ def executor(
     return made, programs(schedule)[own], train
 
 
-def updated(module: StageModule, divided: ShardedStage | None) -> tuple[dict[str, torch.nn.Parameter], list[Piece]]:
+def updated(
+    module: StageModule, divided: ShardedStage | None
+) -> tuple[dict[str, torch.nn.Parameter], list[ParameterPiece]]:
     """What the optimizer of a stage updates: whole parameters, and this device's pieces of divided ones."""
     if divided is None:
         return module.trained, []

@@ -11,7 +11,7 @@ from raypipe.cost.peak import GIVEN, peak_flops_s
 from raypipe.job.load import job_from
 from raypipe.launch.plans import make_plan
 from raypipe.runtime import run_metrics
-from raypipe.runtime.process.memory import DeviceMemory
+from raypipe.runtime.process.memory import MeasuredMemory
 from raypipe.runtime.run_metrics import RunMetrics
 
 ROW = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "step_s": 0.2, "tokens_per_s": 5.0, "bubble_ratio": 0.1}
@@ -162,7 +162,7 @@ def test_the_end_of_a_long_run_that_diverged_waits_for_the_export(
 def test_cpu_devices_share_the_memory_of_their_host(job, tmp_path, recorded):
     metrics = RunMetrics(job, make_plan(job), tmp_path, pytest.fail)
     metrics.begin("1", places("a", "a"))
-    devices = [SimpleNamespace(device_memory=DeviceMemory(7, 100.0, own)) for own in (False, True)]
+    devices = [SimpleNamespace(device_memory=MeasuredMemory(7, 100.0, own)) for own in (False, True)]
     metrics.step(ROW, CLOCK, devices)
     metrics.close()
     assert recorded["raypipe_memory_limit_bytes", "0"] == 50.0

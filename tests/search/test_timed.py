@@ -7,11 +7,11 @@ import pytest
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.verify import verify
 from raypipe.search.budget import Budget
-from raypipe.search.lists.list_scheduling import Layout, list_schedule
+from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
 from raypipe.search.lists.priorities import portfolio, shaken
 from raypipe.search.problem import build
 from raypipe.search.tabu import _kick, improve
-from raypipe.search.timed_order import Move, Timed
+from raypipe.search.timed_order import Move, TimedOrder
 from raypipe.simulate.engine import simulate
 
 
@@ -20,13 +20,13 @@ def test_moves_keep_times_links_and_memory(make_case, seed):
     case = make_case(seed)
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
     rng = random.Random(seed)
-    listed = list_schedule(Layout.of(p), next(portfolio(p)))
-    state = Timed(p)
+    listed = list_schedule(LaneArrays.of(p), next(portfolio(p)))
+    state = TimedOrder(p)
     state.load(listed.orders)
     for _ in range(40):
         _kick(state, rng, 1e-9)
         orders = state.orders()
-        fresh = Timed(p)
+        fresh = TimedOrder(p)
         fresh.load(orders)
         assert fresh.end == pytest.approx(state.end)
         assert fresh.rest == pytest.approx(state.rest)
@@ -42,8 +42,8 @@ def test_moves_keep_times_links_and_memory(make_case, seed):
 def test_a_move_that_closes_a_circle_changes_nothing(make_case):
     case = make_case(0)
     p = build(case.placement, case.count, case.costs)
-    state = Timed(p)
-    state.load(list_schedule(Layout.of(p), next(portfolio(p))).orders)
+    state = TimedOrder(p)
+    state.load(list_schedule(LaneArrays.of(p), next(portfolio(p))).orders)
     before = (state.orders(), list(state.end), list(state.topological))
     refused = 0
     for order in state.orders():
@@ -63,7 +63,7 @@ def test_a_move_that_closes_a_circle_changes_nothing(make_case):
 def test_list_schedules_run_and_are_as_long_as_they_say(make_case, seed):
     case = make_case(seed)
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
-    layout, rng = Layout.of(p), random.Random(seed)
+    layout, rng = LaneArrays.of(p), random.Random(seed)
     settings = list(portfolio(p))
     ran = 0
     for setting in rng.sample(settings, 6):
@@ -88,14 +88,14 @@ def test_with_reserves_nothing_jams(make_case):
     for seed in range(60):
         case = make_case(seed)
         p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
-        layout = Layout.of(p)
+        layout = LaneArrays.of(p)
         assert all(list_schedule(layout, s) is not None for s in list(portfolio(p))[::7] if s.reserve == "stages")
 
 
 def test_improve_ends_at_its_goal_or_its_moves(make_case):
     case = make_case(5)
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
-    start = list_schedule(Layout.of(p), next(portfolio(p)))
+    start = list_schedule(LaneArrays.of(p), next(portfolio(p)))
     orders, value = improve(p, start.orders, 0.0, Budget(60), random.Random(0), 50)
     assert value <= start.makespan
     assert improve(p, orders, value, Budget(60), random.Random(0), 50) == (orders, value)

@@ -119,17 +119,17 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-class Kind(NamedTuple):
+class LoggerKind(NamedTuple):
     """A logger by its name in ``train.report_to``."""
 
     make: Callable[[JobSpec, Path, int], Logger]
     package: str
 
 
-LOGGERS: dict[str, Kind] = {
-    "tensorboard": Kind(TensorBoard, "tensorboard"),
-    "mlflow": Kind(MLflow, "mlflow"),
-    "wandb": Kind(WeightsAndBiases, "wandb"),
+LOGGERS: dict[str, LoggerKind] = {
+    "tensorboard": LoggerKind(TensorBoard, "tensorboard"),
+    "mlflow": LoggerKind(MLflow, "mlflow"),
+    "wandb": LoggerKind(WeightsAndBiases, "wandb"),
 }
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from raypipe.plan.certificate.instance import alike
 from raypipe.plan.joint.arrangement import Arrangement
-from raypipe.plan.joint.due_dates import NUDGED, SMOOTH, Measured, Way, changed
+from raypipe.plan.joint.due_dates import NUDGED, SMOOTH, MeasuredOrder, Way, changed
 from raypipe.plan.joint.least_step import LeastStep, annealed, seed_of
 from raypipe.plan.joint.orders_of import Ordered, OrdersOf
 from raypipe.search.lists.chains import Chains
@@ -87,13 +87,13 @@ def load_walk() -> None:
 
 
 @dataclass(slots=True)
-class Place:
+class WalkPlace:
     """Where a walk is."""
 
     starts: NDArray[np.int64]
     row: NDArray[np.int64]
     count: int
-    order: Measured
+    order: MeasuredOrder
 
 
 class Walk:
@@ -104,25 +104,25 @@ class Walk:
         self.model, self.seed = orders.model, seed_of(rng)
         self.free = np.full(hints.most_stages, float(orders.model.microbatches))
         """Stages may run ahead as far as memory lets them."""
-        self.found: dict[Arrangement, Measured] = {}
+        self.found: dict[Arrangement, MeasuredOrder] = {}
         """Arrangements with short orders."""
 
     def measured(
         self, starts: NDArray[np.int64], row: NDArray[np.int64], count: int, ways: list[Way], useless: float = inf
-    ) -> Place | None:  # fmt: skip
+    ) -> WalkPlace | None:  # fmt: skip
         """The best of some orders of an arrangement; None where nothing fits, or is of use (``DueDates.best``)."""
         x = self.model.stages(starts, row, count)
         order = None if x is None else self.orders.due_dates.best(row[:count].copy(), x, ways, useless)
         if order is None:
             return None
         order = order._replace(way=order.way._replace(ahead=order.way.ahead.copy()))
-        place = Place(starts.copy(), row.copy(), count, order)
+        place = WalkPlace(starts.copy(), row.copy(), count, order)
         self._keep(place)
         return place
 
-    def begin(self, firsts: Iterable[Arrangement], until: float) -> Place | None:
+    def begin(self, firsts: Iterable[Arrangement], until: float) -> WalkPlace | None:
         """The best of some arrangements."""
-        best: Place | None = None
+        best: WalkPlace | None = None
         for a in firsts:
             if best is not None and self.orders.budget.left < until:
                 break
@@ -132,7 +132,7 @@ class Walk:
                 best = place
         return best
 
-    def run(self, here: Place, goal: float, until: float) -> None:
+    def run(self, here: WalkPlace, goal: float, until: float) -> None:
         """Walk until so many seconds of the budget are left, ever colder, or until an order is as short as the goal."""
         from raypipe.plan.joint.walk_kernel import nudged, promising
 
@@ -157,7 +157,7 @@ class Walk:
                 if place is not None and place.order.mean < limit:
                     here = place
 
-    def _keep(self, place: Place) -> None:
+    def _keep(self, place: WalkPlace) -> None:
         value = place.order.value
         if len(self.found) == KEPT and value >= max(order.value for order in self.found.values()):
             return

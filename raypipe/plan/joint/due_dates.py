@@ -41,7 +41,7 @@ class Way(NamedTuple):
     """Per stage, how many forwards it may run ahead of its backwards; there may be more entries than stages."""
 
 
-class Measured(NamedTuple):
+class MeasuredOrder(NamedTuple):
     """An order of an arrangement."""
 
     way: Way
@@ -67,7 +67,7 @@ class DueDates:
 
     def best(
         self, row: NDArray[np.int64], x: Stages, ways: Sequence[Way], useless: float = inf
-    ) -> Measured | None:  # fmt: skip
+    ) -> MeasuredOrder | None:  # fmt: skip
         """The best of some orders; None if memory leaves devices waiting in all of them, or none is of use.
 
         Args:
@@ -84,9 +84,11 @@ class DueDates:
             np.array([way.ahead[:stages] for way in ways]), x.frozen, useless, SMOOTH, in_spans,
         )  # fmt: skip
         best, mean, value, slowest = shortest(spans if in_spans else ends, SMOOTH)
-        return None if mean == np.inf else Measured(ways[best], mean, value, slowest)
+        return None if mean == np.inf else MeasuredOrder(ways[best], mean, value, slowest)
 
-    def tuned(self, row: NDArray[np.int64], x: Stages, way: Way, budget: Budget, goal: float = 0.0) -> Measured | None:
+    def tuned(
+        self, row: NDArray[np.int64], x: Stages, way: Way, budget: Budget, goal: float = 0.0
+    ) -> MeasuredOrder | None:
         """The order after changes of its due dates, and of how far stages run ahead, that do not make it longer.
 
         Args:

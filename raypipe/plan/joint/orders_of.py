@@ -19,7 +19,7 @@ from raypipe.plan.joint.stage_tables import Stages
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
 from raypipe.search.budget import Budget
-from raypipe.search.lists.list_scheduling import Layout, Listed, list_schedule
+from raypipe.search.lists.list_scheduling import LaneArrays, Listed, list_schedule
 from raypipe.search.lists.priorities import paced, portfolio
 from raypipe.search.objective import Measure, Objective
 from raypipe.search.problem import DeviceOrders, Problem, build
@@ -107,7 +107,7 @@ class OrdersOf:
         p = self.problem(a, cap)
         if p is None:
             return None
-        layout = Layout.of(p)
+        layout = LaneArrays.of(p)
         best: tuple[float, int, DeviceOrders] | None = None
         wanted = self._settings(first, few)
         began, most = self.budget.left, OPENING * self.budget.seconds
@@ -132,7 +132,7 @@ class OrdersOf:
         p = self.problem(a, cap)
         if p is None:
             return None
-        layout = Layout.of(p)
+        layout = LaneArrays.of(p)
         ahead = tuple(way.ahead[p.stage[c]] if p.kind[c] == "F" else math.inf for c in range(len(p.kind)))
         listed = list_schedule(layout, replace(paced(layout, way.pace), ahead=ahead))
         return None if listed is None else Ordered(a, p, listed.orders, self._value(listed), way)

@@ -26,7 +26,7 @@ LEVELS = 16
 """Shares of micro-batches kept are multiples of one in so many."""
 
 
-class Costs(Protocol):
+class MemoryCosts(Protocol):
     """Questions that memory asks the predictor."""
 
     profile: Profile
@@ -46,7 +46,7 @@ class Costs(Protocol):
 class Memories:
     """Memory of candidates, each found once."""
 
-    judge: Costs
+    judge: MemoryCosts
     orders: Orders
     _known: dict[object, tuple[DeviceMemory, ...]] = field(default_factory=dict)
 

@@ -31,7 +31,7 @@ LIMITS = 4
 """Memory limits that are tried with recomputation."""
 
 
-class Costs(Protocol):
+class FallbackCosts(Protocol):
     """Questions that fallbacks ask the predictor."""
 
     profile: Profile
@@ -75,7 +75,7 @@ class Costs(Protocol):
 class OOMFallback:
     """Other candidates for one that is too large, each with a time that it takes at least."""
 
-    judge: Costs
+    judge: FallbackCosts
     _terms: dict[tuple[Cut, int, bool, int, int], dict[str, Figures]] = field(default_factory=dict)
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:

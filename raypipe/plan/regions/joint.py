@@ -65,7 +65,7 @@ def joint_schedule(profile: RegionProfile, cap: float = CAP) -> Joint:
     )  # fmt: skip
 
 
-class _Moments:
+class _FreeMoments:
     """When main-stream tasks begin and end with nothing beside them."""
 
     def __init__(self, profile: RegionProfile) -> None:
@@ -95,7 +95,7 @@ def assign(profile: RegionProfile, eager: int = 0) -> Assigned:
     begin next there: their input gradient is there first, before the region's main kernels end, and they end before
     their layer's next forward. The region whose pair gains most gets it. What no region has room for ends the backward.
     """
-    at, pairs = _Moments(profile), profile.pairs()
+    at, pairs = _FreeMoments(profile), profile.pairs()
     count = len(profile.regions)
     found: list[list[int]] = [[] for _ in range(count)]
     now = [0.0] * count

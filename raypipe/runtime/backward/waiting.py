@@ -14,7 +14,7 @@ from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
 from raypipe.schedule.families.reverse_first_k import HeldMemory
 
 
-class Memory(NamedTuple):
+class StorageSpan(NamedTuple):
     """A tensor's place in memory, without holding it."""
 
     place: tuple[int, int, int]
@@ -23,7 +23,7 @@ class Memory(NamedTuple):
     storage: StorageWeakRef
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Memory:
+    def of(cls, tensor: Tensor) -> StorageSpan:
         """Return that of a tensor."""
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         place = (storage.cdata, int(tensor.storage_offset()), tensor.numel())
@@ -38,7 +38,7 @@ class Memory(NamedTuple):
 class Operands(NamedTuple):
     """Of one product."""
 
-    input: Memory
+    input: StorageSpan
     copied: int | None
     """Bytes of the copy in another dtype that is kept of the input instead; None if it is kept itself."""
     output_bytes: int
@@ -57,7 +57,7 @@ class WaitingOperands:
     def note(self, weight: Tensor, x: Tensor, y: Tensor) -> None:
         """Note that ``y`` is a product of ``x`` and a weight; an index ``x`` is kept in its own dtype."""
         copied = x.numel() * y.element_size() if x.is_floating_point() and x.dtype != y.dtype else None
-        self.of[weight] = Operands(Memory.of(x), copied, y.numel() * y.element_size())
+        self.of[weight] = Operands(StorageSpan.of(x), copied, y.numel() * y.element_size())
         if self.watched and y.requires_grad:
 
             def arrive(gradient: Tensor) -> None:
@@ -101,7 +101,7 @@ class LayerPeaks(PeakMeter):  # type: ignore[no-untyped-call]
         """Per layer, the weights the gradients of whose products' outputs have arrived."""
         self._left = 0.0
         """What the other weights of the layers from ``_now`` on will wait for."""
-        self._alive: dict[tuple[int, int, int], Memory] = {}
+        self._alive: dict[tuple[int, int, int], StorageSpan] = {}
         """Operands of the weights reached, unless they have been freed."""
 
     def __enter__(self) -> LayerPeaks:
@@ -136,7 +136,7 @@ class LayerPeaks(PeakMeter):  # type: ignore[no-untyped-call]
         from_now = range(self._now, len(self._layers))
         self._left = sum(self._sizes[n] - self._waiting.nbytes(self._reached[n]) for n in from_now)
         operands = self._waiting.of[weight]
-        kept = [Memory.of(gradient), *([operands.input] if operands.copied is None else [])]
+        kept = [StorageSpan.of(gradient), *([operands.input] if operands.copied is None else [])]
         self._alive |= {one.place: one for one in kept}
 
     def _look(self) -> None:

@@ -15,10 +15,10 @@ from raypipe.runtime.compiled.inductor.toolchain import use_cache
 from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, opaque
 from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
 from raypipe.runtime.compiled.stage import CompiledStage, span_of
-from raypipe.runtime.compiled.tracing.cut import Cut, Piece, cut, forward_alone
-from raypipe.runtime.compiled.tracing.joint import Joint, trace, trace_validation
+from raypipe.runtime.compiled.tracing.cut import Cut, GraphPiece, cut, forward_alone
+from raypipe.runtime.compiled.tracing.joint import JointGraph, trace, trace_validation
 from raypipe.runtime.compiled.tracing.rewrite import prepare
-from raypipe.runtime.executor.compile_report import Kept, StageReport, first_line
+from raypipe.runtime.executor.compile_report import CutReport, StageReport, first_line
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
@@ -34,8 +34,8 @@ class TracedStage:
 
     module: StageModule
     needs: StageNeeds
-    parts: list[tuple[Example, Joint, Cut]]
-    validation: list[tuple[Example, Joint, Piece]]
+    parts: list[tuple[Example, JointGraph, Cut]]
+    validation: list[tuple[Example, JointGraph, GraphPiece]]
     """Its forwards in validations."""
     eager_validation: str | None = None
     """Why it runs eagerly in validations; None unless something failed."""
@@ -46,7 +46,7 @@ class TracedStage:
         return self.needs.needed
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> CutReport:
         """Return the consequences of the cut."""
         names = {id(parameter): name for name, parameter in self.module.named.items()}
         held = dict(self.module.named_parameters())
@@ -57,7 +57,7 @@ class TracedStage:
             if self.needed.split
         ]
         cuts = [[pieces for *_, pieces in some] for _, some in groupby(self.parts, lambda part: part[0].lengths)]
-        return Kept(
+        return CutReport(
             tuple(dict.fromkeys(inside)),
             max(sum(pieces.kept_bytes for pieces in some) for some in cuts),
             max(sum(pieces.handed_bytes for pieces in some) for some in cuts),
@@ -108,12 +108,12 @@ def compile_stage(traced: TracedStage, build: Build = compile_graph) -> Compiled
     return compiled
 
 
-def shapes_of(example: Example, joint: Joint) -> tuple[TensorSpec, ...]:
+def shapes_of(example: Example, joint: JointGraph) -> tuple[TensorSpec, ...]:
     """Return the shapes of the tensors that arrive and of the raw inputs."""
     return (*example.arrived, *(example.inputs[name] for name in joint.inputs))
 
 
-def wanted_pieces(pieces: Cut, needed: Needed) -> dict[str, Piece]:
+def wanted_pieces(pieces: Cut, needed: Needed) -> dict[str, GraphPiece]:
     """Return the pieces that a stage's programs run, by the names of ``Pieces``."""
     wanted = {
         "forward": pieces.forward,
@@ -125,7 +125,7 @@ def wanted_pieces(pieces: Cut, needed: Needed) -> dict[str, Piece]:
     return {name: piece for name, piece in wanted.items() if piece is not None}
 
 
-def _built(joint: Joint, pieces: Cut, needed: Needed, build: Build) -> Pieces:
+def _built(joint: JointGraph, pieces: Cut, needed: Needed, build: Build) -> Pieces:
     made = {
         name: CompiledPiece(piece, build(piece.graph, joint.fake, name not in ("forward", "forward_only")))
         for name, piece in wanted_pieces(pieces, needed).items()

@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from raypipe.runtime.compiled.traced_keys import Places
+from raypipe.runtime.compiled.traced_keys import RandomPlaces
 
 
 @dataclass(kw_only=True)
-class Layout:
+class GraphLayout:
     """The meaning of the inputs and outputs of a joint graph.
 
     Its inputs are ``parameters``, ``buffers``, what arrives, the raw ``inputs``, ``places``' tables and ``casts``, then
@@ -23,7 +23,7 @@ class Layout:
     """Paths in the stage module."""
     buffers: list[str]
     inputs: list[str]
-    places: Places
+    places: RandomPlaces
     trained: list[int]
     """The trained parameters, by number."""
     takes_gradient: tuple[bool, ...]
@@ -40,7 +40,7 @@ class Layout:
         return len(self.differentiable) + len(self.statistics)
 
 
-class Slot(NamedTuple):
+class InputSlot(NamedTuple):
     """Where a piece finds one of its inputs."""
 
     source: Literal["given", "kept", "tangent", "handed"]
@@ -65,7 +65,7 @@ class Gradient(NamedTuple):
 class Interface:
     """The inputs and outputs of one piece."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[InputSlot, ...]
     gradients: tuple[Gradient, ...] = ()
     """The weight gradients that it computes."""
     back: tuple[int | None, ...] = ()

@@ -20,7 +20,7 @@ from raypipe.models import Inputs
 from raypipe.models.keyed_random import RandomKeys
 from raypipe.runtime.compiled.accumulate import Accumulation
 from raypipe.runtime.compiled.inductor.unchecked import unchecked
-from raypipe.runtime.compiled.layout import Interface, Layout
+from raypipe.runtime.compiled.layout import GraphLayout, Interface
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import OwnGraph, StageModule
 from raypipe.runtime.transport.channel import Payload, TensorSpec
@@ -88,7 +88,7 @@ class StageProgram:
         shapes: of the tensors that arrive and of the raw inputs.
     """
 
-    def __init__(self, module: StageModule, layout: Layout, pieces: Pieces, shapes: Sequence[TensorSpec]) -> None:
+    def __init__(self, module: StageModule, layout: GraphLayout, pieces: Pieces, shapes: Sequence[TensorSpec]) -> None:
         self.pieces, self.queue, self.shapes = pieces, module.queue, tuple(shapes)
         self.copy_in = module.queue.copy_in
         self.inputs, self.places, self.casts = layout.inputs, layout.places, layout.casts

@@ -35,7 +35,7 @@ torch.library.register_fake("raypipe::keyed_halves", _shape, lib=_library)
 
 
 @dataclass
-class Places:
+class RandomPlaces:
     """The random places of a stage, in the order in which its forward comes to them."""
 
     own: list[int] = field(default_factory=list)
@@ -59,10 +59,12 @@ class TracedKeys(RandomKeys):
         samples: number of samples of the micro-batch.
         places: the stage's random places; without ``tables``, they are noted here.
         training: whether anything is drawn; see ``random_keys``.
-        tables: what ``Places.tables`` returns, as tensors of the trace; None to note the places only.
+        tables: what ``RandomPlaces.tables`` returns, as tensors of the trace; None to note the places only.
     """
 
-    def __init__(self, samples: int, places: Places, tables: Sequence[Tensor] | None, training: bool = True) -> None:
+    def __init__(
+        self, samples: int, places: RandomPlaces, tables: Sequence[Tensor] | None, training: bool = True
+    ) -> None:
         super().__init__(0, TRACED_STEP, [], training)
         self.samples, self.first = [0] * samples, 0
         self._places = places

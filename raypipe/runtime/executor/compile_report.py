@@ -11,7 +11,7 @@ CompileState = Literal["settled", "compiling", "ready"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class CutReport:
     """The consequences of the cut of a stage for memory and for what W can put off, and what is left eager."""
 
     in_input_grad: tuple[str, ...]
@@ -50,7 +50,7 @@ class StageReport:
 
     @classmethod
     def of(
-        cls, key: tuple[int, int], seconds: float, kept: Kept, lengths: int, eager_share: float, validation: int
+        cls, key: tuple[int, int], seconds: float, kept: CutReport, lengths: int, eager_share: float, validation: int
     ) -> StageReport:
         """Return the report of a stage replica that is compiled; ``validation``: lengths wanted for validations."""
         why, sizes = kept.eager_validation, (kept.kept_bytes, kept.handed_bytes)

@@ -24,7 +24,7 @@ from raypipe.runtime.stage.stage import HalfBatch, HalfBatches, MicrobatchState,
 from raypipe.runtime.transport.channel import Payload
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.weight_versions import Snapshot, run_with
-from raypipe.runtime.validation.predictions import KeepsPredictions, Kept, Preprocess
+from raypipe.runtime.validation.predictions import KeepsPredictions, MicrobatchPredictions, Preprocess
 from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.lowering.programs import Program
 
@@ -105,7 +105,7 @@ class StageComputation:
         return SliceRun(number, slices, pieces, again)
 
     @contextmanager
-    def keeping(self, preprocess: Preprocess | None) -> Iterator[list[Kept]]:
+    def keeping(self, preprocess: Preprocess | None) -> Iterator[list[MicrobatchPredictions]]:
         """Keep the last stage's predictions of what is validated inside, as ``preprocess`` makes them."""
         self.keeps = KeepsPredictions(self.task, preprocess)
         try:

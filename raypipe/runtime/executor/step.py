@@ -20,8 +20,8 @@ from raypipe.runtime.clocks.clock import Spans
 from raypipe.runtime.executor.cast_messages import MessageCast
 from raypipe.runtime.executor.compile_report import CompileState, StageReport
 from raypipe.runtime.hosts.node_files import SentShard
-from raypipe.runtime.process.memory import DeviceMemory
-from raypipe.runtime.validation.predictions import Kept
+from raypipe.runtime.process.memory import MeasuredMemory
+from raypipe.runtime.validation.predictions import MicrobatchPredictions
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
 MOST_STEPS = 8
@@ -83,7 +83,7 @@ class StepResult:
     """Gathers of a stage's weights; every member of a group counts 1 / (size of the group) for each."""
     reduce_scatters: float = 0.0
     """Reduce-scatters of a stage's gradients, counted alike."""
-    device_memory: DeviceMemory | None = None
+    device_memory: MeasuredMemory | None = None
     """Memory of the device's process, about once a second; None in between."""
     first_k: tuple[FirstK, ...] = ()
     """With reverse first-k: of each stage, once and whenever it has changed."""
@@ -107,7 +107,7 @@ class StepResult:
     figures: tuple[tuple[str, float], ...] = ()
     """In a validation: (name, sum) of each figure of the loss function, divided as ``loss_sum`` is; on the devices that
     have a share of it."""
-    predictions: tuple[Kept, ...] = ()
+    predictions: tuple[MicrobatchPredictions, ...] = ()
     """In a validation with metrics: what the last stage put out; on the first tensor-parallel rank of a device."""
 
 

@@ -22,7 +22,7 @@ from raypipe.runtime.late.side_stream import MAIN_PRIORITY, ForkedStream, SideSt
 Made = TypeVar("Made")
 
 
-class CaptureError(Exception):
+class GraphError(Exception):
     """Some work cannot be captured; its cause says why. Nothing has run."""
 
 
@@ -95,7 +95,7 @@ class CudaGraphs:
             # Ending a capture that was invalidated raises once more, and leaves torch's capturing stream current.
             torch.cuda.set_stream(current)
             cause = first[0] if first else error
-            raise CaptureError(*cause.args) from cause
+            raise GraphError(*cause.args) from cause
         return graph, made
 
     def side_stream(self) -> SideStream:

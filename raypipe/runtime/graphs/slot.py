@@ -62,7 +62,7 @@ class FixedGradients:
 
 
 @dataclass
-class Backward:
+class CapturedBackward:
     """A captured backward."""
 
     graph: Graph
@@ -102,7 +102,7 @@ class Slot:
         self._made: Sequence[Tensor] = ()
         self._forward: Graph | None = None
         self._tangents: list[Tensor] = []
-        self._backwards: dict[bool, Backward] = {}
+        self._backwards: dict[bool, CapturedBackward] = {}
         self._trained = [p for p in program.own if p.requires_grad]
 
     def forward(self, given: Sequence[Tensor], keeps: bool) -> list[Tensor]:
@@ -159,7 +159,7 @@ class Slot:
         found.graph.replay()
         return [None if x is None else x.clone() for x in found.back]
 
-    def _capture_backward(self, whole: bool) -> Backward:
+    def _capture_backward(self, whole: bool) -> CapturedBackward:
         def warm_up() -> None:
             for closure in self.eager_backward()[1]:
                 with _scratch_gradients(closure.parameters):
@@ -175,7 +175,7 @@ class Slot:
         if whole:
             self._gradients.open(self._trained)
         graph, (back, waiting) = self._capture(work)
-        return Backward(graph, back, [] if whole else waiting)
+        return CapturedBackward(graph, back, [] if whole else waiting)
 
     def weights(self) -> None:
         """Add the weight gradients that the last backward has left to the parameters'.

@@ -24,10 +24,10 @@ from raypipe.data.corpus import Split
 from raypipe.models.keyed_random import Keys, RandomKeys, holding_counters
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.clocks.clock import Mark, Spans
-from raypipe.runtime.compiled.traced_keys import Places
+from raypipe.runtime.compiled.traced_keys import RandomPlaces
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StartedStep
-from raypipe.runtime.graphs.device_graphs import CaptureError, CudaGraphs, DeviceGraphs, Graph
+from raypipe.runtime.graphs.device_graphs import CudaGraphs, DeviceGraphs, Graph, GraphError
 from raypipe.runtime.late.side_updates import SideUpdates
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.optimizer import set_rate
@@ -118,7 +118,7 @@ class StepExecutor(Executor):
             self._fill(step, lr)
             if not self._still_fits():
                 self._captured = self._capture(program, step)
-        except CaptureError as error:
+        except GraphError as error:
             self._refused = str(error).strip().partition("\n")[0] or type(error.__cause__).__name__
             self._note(self._refused)
             return super().start(program, step, lr, split)
@@ -177,7 +177,7 @@ class StepExecutor(Executor):
             self._fixed_inputs = [{name: torch.empty_like(x) for name, x in one.items()} for one in found]
         for fixed, one in zip(self._fixed_inputs, found, strict=True):
             if {name: x.shape for name, x in fixed.items()} != {name: x.shape for name, x in one.items()}:
-                raise CaptureError("samples differ in length")
+                raise GraphError("samples differ in length")
             for name, x in one.items():
                 fixed[name].copy_(x)
         self._keys.fill(self.settings.seed, step)
@@ -216,7 +216,7 @@ class StepExecutor(Executor):
             with self._drawing(self._keys.fixed), holding_counters(read), self._second_stream(), self._capturable():
                 graph, (losses, squares) = self._graphs.capture(work, self._pool)
             counted = self._counted.pop(step)
-        except CaptureError:
+        except GraphError:
             self.forget()
             self.p2p_buffers.clear()
             if isinstance(self.late, SideUpdates):
@@ -292,12 +292,12 @@ class StepKeys:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._places: dict[Samples, Places] = {}
+        self._places: dict[Samples, RandomPlaces] = {}
         self._tables: dict[Samples, list[Tensor]] = {}
 
     def noting(self, seed: int, step: int, samples: Sequence[int], training: bool) -> RandomKeys:
         """Return keys that note where they are drawn from."""
-        places = self._places.setdefault(tuple(samples), Places())
+        places = self._places.setdefault(tuple(samples), RandomPlaces())
         return _Noting(places, seed, step, samples, training)
 
     def fixed(self, seed: int, step: int, samples: Sequence[int], training: bool) -> RandomKeys:
@@ -324,7 +324,7 @@ class StepKeys:
 class _Noting(RandomKeys):
     """Notes the places that draw."""
 
-    def __init__(self, places: Places, *args: Any) -> None:
+    def __init__(self, places: RandomPlaces, *args: Any) -> None:
         super().__init__(*args)
         self._places = places
         self._inside = False
@@ -352,7 +352,7 @@ class _Noting(RandomKeys):
 class _Fixed(RandomKeys):
     """Draws from tables."""
 
-    def __init__(self, places: Places, tables: Sequence[Tensor], *args: Any) -> None:
+    def __init__(self, places: RandomPlaces, tables: Sequence[Tensor], *args: Any) -> None:
         super().__init__(*args)
         self._sites: Callable[[bool], list[int]] = lambda own: places.own if own else places.shared
         self._fixed = {own: table for own, table in zip(_kinds(places), tables, strict=True)}
@@ -367,6 +367,6 @@ class _Fixed(RandomKeys):
         return torch.stack([self._fixed[per_sample][own.index(site)] for site in sites])
 
 
-def _kinds(places: Places) -> list[bool]:
-    """Return of which kinds ``Places.tables`` returns a table."""
+def _kinds(places: RandomPlaces) -> list[bool]:
+    """Return of which kinds ``RandomPlaces.tables`` returns a table."""
     return [kind for kind, sites in ((True, places.own), (False, places.shared)) if sites]

@@ -25,7 +25,7 @@ from raypipe.runtime.compiled.program import StageProgram
 from raypipe.runtime.compiled.stage import CompiledStage, span_of
 from raypipe.runtime.executor.computation import CompiledForward, Forward
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.graphs.device_graphs import CaptureError, CudaGraphs, DeviceGraphs
+from raypipe.runtime.graphs.device_graphs import CudaGraphs, DeviceGraphs, GraphError
 from raypipe.runtime.graphs.slot import FixedGradients, Slot
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.alternate import Alternation
@@ -110,7 +110,7 @@ class CapturedProgram:
         if lease is None:
             return outputs, None
         anchor = None if self.program.anchor is None else self.program.own[self.program.anchor]
-        anchored: Payload = _Run.apply(self, lease, outputs, anchor, *arrived)  # type: ignore[no-untyped-call]
+        anchored: Payload = _RunGraph.apply(self, lease, outputs, anchor, *arrived)  # type: ignore[no-untyped-call]
         return anchored, None
 
     def _run(
@@ -127,7 +127,7 @@ class CapturedProgram:
             given = program.given(program.own, keys, arrived, inputs)
             try:
                 lease, made = self._forward(given, keeps)
-            except CaptureError as error:
+            except GraphError as error:
                 self._give_up("F", error)
                 return None
         return lease if keeps else None, program.taken(made)
@@ -154,7 +154,7 @@ class CapturedProgram:
         if kind not in self._uncaptured:
             try:
                 back = slot.backward(whole)
-            except CaptureError as error:
+            except GraphError as error:
                 self._give_up(kind, error)
             else:
                 queue.current.append(Closure(lease.hold if whole else partial(self._weights, lease), self._trained))
@@ -167,7 +167,7 @@ class CapturedProgram:
         if "W" not in self._uncaptured:
             try:
                 lease.slot.weights()
-            except CaptureError as error:
+            except GraphError as error:
                 self._give_up("W", error)
                 self._uncaptured.add("B")
             else:
@@ -175,7 +175,7 @@ class CapturedProgram:
         for closure in lease.slot.eager_backward()[1]:
             closure.compute()
 
-    def _give_up(self, kind: str, error: CaptureError) -> None:
+    def _give_up(self, kind: str, error: GraphError) -> None:
         self._uncaptured.add(kind)
         self._note(kind, str(error).strip().partition("\n")[0] or type(error.__cause__).__name__)
 
@@ -199,7 +199,7 @@ class CapturedRun:
             return program.sent_back(inputs, back)
 
 
-class _Run(torch.autograd.Function):
+class _RunGraph(torch.autograd.Function):
     """Gives the outputs of a captured segment their backward; see ``compiled.program``."""
 
     @staticmethod

@@ -74,7 +74,7 @@ def host_memory_bytes() -> float:
     return total
 
 
-class DeviceMemory(NamedTuple):
+class MeasuredMemory(NamedTuple):
     """In bytes."""
 
     peak: int
@@ -99,12 +99,12 @@ class MemoryReports:
             else host_memory_bytes()
         )
 
-    def due(self) -> DeviceMemory | None:
+    def due(self) -> MeasuredMemory | None:
         """The present state; None where the last one is younger than a second."""
         now = time.monotonic()
         if now < self._due:
             return None
         self._due = now + self.EVERY_S
         if self._device.type == "cuda":
-            return DeviceMemory(torch.cuda.max_memory_reserved(self._device), self._limit, True)
-        return DeviceMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, self._limit, False)
+            return MeasuredMemory(torch.cuda.max_memory_reserved(self._device), self._limit, True)
+        return MeasuredMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, self._limit, False)

@@ -31,7 +31,7 @@ from raypipe.runtime.update.flat_gradients import FlatGradients
 # Where the elements of several parameters lie in one flat tensor that the members of a group divide evenly.
 
 
-class Part(NamedTuple):
+class FlatPart(NamedTuple):
     """Consecutive elements of one parameter that lie in one shard."""
 
     name: str | None
@@ -79,21 +79,21 @@ class FlatLayout:
         """
         return dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
 
-    def parts(self, index: int) -> list[Part]:
+    def parts(self, index: int) -> list[FlatPart]:
         """Return what lies in shard ``index``, in order; together the parts cover it.
 
         >>> FlatLayout({"a": 3, "b": 2}, 2).parts(1)
         [Part(name='b', begin=0, size=2, at=0), Part(name=None, begin=0, size=1, at=2)]
         """
         first, end = index * self.shard, (index + 1) * self.shard
-        found: list[Part] = []
+        found: list[FlatPart] = []
         for name, offset in self.offsets.items():
             begin, until = max(first, offset), min(end, offset + self.sizes[name])
             if begin < until:
-                found.append(Part(name, begin - offset, until - begin, begin - first))
+                found.append(FlatPart(name, begin - offset, until - begin, begin - first))
         used = sum(part.size for part in found)
         if used < self.shard:
-            found.append(Part(None, 0, self.shard - used, used))
+            found.append(FlatPart(None, 0, self.shard - used, used))
         return found
 
 

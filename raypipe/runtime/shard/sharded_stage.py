@@ -12,7 +12,7 @@ from raypipe.runtime.shard.flat_weights import FlatWeights
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.cast_sum import start_all_reduce
 from raypipe.runtime.update.collective import Push, wait_for
-from raypipe.runtime.update.optimizer import Piece
+from raypipe.runtime.update.optimizer import ParameterPiece
 
 
 class ShardedStage:
@@ -58,10 +58,12 @@ class ShardedStage:
         return [piece for flat in self.flats for piece in flat.pieces]
 
     @property
-    def named_pieces(self) -> list[Piece]:
+    def named_pieces(self) -> list[ParameterPiece]:
         """The same, each with the parameter that it is a part of."""
         return [
-            Piece(piece, "", 1) if part.name is None else Piece(piece, part.name, flat.parameters[part.name].dim())
+            ParameterPiece(piece, "", 1)
+            if part.name is None
+            else ParameterPiece(piece, part.name, flat.parameters[part.name].dim())
             for flat in self.flats
             for part, piece in zip(flat.parts, flat.pieces, strict=True)
         ]

@@ -47,7 +47,7 @@ def _saves(module: StageModule, name: str, tied: tuple[TiedHolders, ...]) -> boo
     return all(name not in tie.parameters or tie.layer in module.layers for tie in tied)
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A tensor of a checkpoint, or this tensor rank's share of one."""
 
     key: str
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
     """How the tensor is divided over the tensor ranks; None if this is the whole tensor."""
 
 
-def joined(pieces: Sequence[Piece], group: TensorGroup) -> dict[str, Tensor]:
+def joined(pieces: Sequence[TensorPiece], group: TensorGroup) -> dict[str, Tensor]:
     """Join the shares to whole tensors, and distribute these over the tensor ranks of a device for writing.
 
     All tensor ranks must call this with the same keys in the same order; each gets its part of the tensors.
@@ -79,35 +79,37 @@ def state_pieces(
     optimizer: torch.optim.Optimizer,
     tied: tuple[TiedHolders, ...],
     divided: Collection[str] = (),
-) -> list[Piece]:
+) -> list[TensorPiece]:
     """Collect ``param/<name>``, ``optim/<name>/<key>`` and ``buffer/<name>`` (running statistics) of one stage.
 
     A tied parameter is saved once, under its group's name; of a parameter with a master weight, that is saved.
     Parameters that data-parallel copies divide (``divided``) are left out (``runtime.shard.state``).
     """
-    found: list[Piece] = []
+    found: list[TensorPiece] = []
     for name, parameter in module.named.items():
         if name in divided or not _saves(module, name, tied):
             continue
         shard = module.shards.get(name)
         updated = updated_tensor(optimizer, parameter)
-        found.append(Piece(f"param/{name}", updated.detach(), shard))
+        found.append(TensorPiece(f"param/{name}", updated.detach(), shard))
         for key, value in sorted(optimizer.state.get(updated, {}).items()):
             if isinstance(value, Tensor):
-                found.append(Piece(f"optim/{name}/{key}", value, shard if value.shape == parameter.shape else None))
+                found.append(
+                    TensorPiece(f"optim/{name}/{key}", value, shard if value.shape == parameter.shape else None)
+                )
     for one in module.statistics:
-        found += [Piece(buffer_key(name), value, None) for name, value in one.buffers_by_name.items()]
+        found += [TensorPiece(buffer_key(name), value, None) for name, value in one.buffers_by_name.items()]
     return found
 
 
-def not_finite(module: StageModule, pieces: Sequence[Piece]) -> str | None:
+def not_finite(module: StageModule, pieces: Sequence[TensorPiece]) -> str | None:
     """Return the key of a piece with an infinite value or NaN; None if all are finite.
 
     Frozen parameters are not checked: they may legitimately hold infinities, as attention masks do.
     """
     untrained = [name for name in module.named if name not in module.trained]
     frozen = {f"param/{name}" for name in untrained} | {f"optim/{name}/{PREVIOUS}" for name in untrained}
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
+    by_kind: dict[tuple[torch.device, torch.dtype], list[TensorPiece]] = {}
     for piece in pieces:
         if piece.tensor.is_floating_point() and piece.tensor.numel() and piece.key not in frozen:
             by_kind.setdefault((piece.tensor.device, piece.tensor.dtype), []).append(piece)
@@ -182,7 +184,9 @@ def _own(whole: Tensor, shard: Shard | None, tensor_rank: int) -> Tensor:
     return whole if shard is None else shard.cut(whole, tensor_rank)
 
 
-def previous_pieces(module: StageModule, previous: Mapping[str, Tensor], tied: tuple[TiedHolders, ...]) -> list[Piece]:
+def previous_pieces(
+    module: StageModule, previous: Mapping[str, Tensor], tied: tuple[TiedHolders, ...]
+) -> list[TensorPiece]:
     """Collect the weights before the last update as ``optim/<name>/previous``.
 
     ``previous`` holds them by parameter path in the module.
@@ -192,7 +196,7 @@ def previous_pieces(module: StageModule, previous: Mapping[str, Tensor], tied: t
     for path, parameter in module.named_parameters():
         name = names[id(parameter)]
         if path in previous and _saves(module, name, tied):
-            found.append(Piece(f"optim/{name}/{PREVIOUS}", previous[path].detach(), module.shards.get(name)))
+            found.append(TensorPiece(f"optim/{name}/{PREVIOUS}", previous[path].detach(), module.shards.get(name)))
     return found
 
 
@@ -227,7 +231,7 @@ def state_to_save(
     Tensor-parallel ranks of a device share the work, as do the members of a shard group; each has whole parameters. All
     of them must call this. Most of the tensors are those of the training itself, so they change with its next step.
     """
-    state: list[Piece] = []
+    state: list[TensorPiece] = []
     broken: str | None = None
     for key in owned_keys(setup.device, modules, setup.placement):
         divided = shards.stages[key].names if key in shards.stages else frozenset[str]()
@@ -238,7 +242,7 @@ def state_to_save(
         state += pieces
     for key, stage in sorted(shards.stages.items()):
         if stage.counts:
-            gathered = [Piece(k, value, None) for k, value in gathered_state(stage, optimizers[key]).items()]
+            gathered = [TensorPiece(k, value, None) for k, value in gathered_state(stage, optimizers[key]).items()]
             broken = broken or not_finite(modules[key], gathered)
             state += gathered
     return joined(state, group), broken

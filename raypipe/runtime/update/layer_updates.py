@@ -29,7 +29,7 @@ from raypipe.schedule.lowering.programs import Program
 
 
 @dataclass(slots=True)
-class Part:
+class UpdatePart:
     """Parameters of one stage replica that are updated together."""
 
     parameters: Sequence[nn.Parameter]
@@ -43,7 +43,7 @@ class Deferred:
 
     step: int
     lr: float
-    parts: dict[int, Part]
+    parts: dict[int, UpdatePart]
     """Those still to be made."""
     of_parameter: dict[nn.Parameter, int]
 
@@ -113,21 +113,21 @@ class LayerUpdates:
     def defer(self, key: StageKey, step: int, lr: float) -> None:
         """Put the gradients of a stage replica aside; they are those of ``step``, to be applied with ``lr``."""
         self.complete(key)
-        parts: list[Part] = []
+        parts: list[UpdatePart] = []
         summed = self.sync.prioritised(key)
         if summed is not None:
             for number, bucket in enumerate(summed.buckets):
-                parts.append(Part(bucket.parameters, partial(self._take_bucket, key, number)))
+                parts.append(UpdatePart(bucket.parameters, partial(self._take_bucket, key, number)))
         own = {id(p) for p in self.modules[key].trained.values()}
         for tie in self._ties:
             held = [p for p in tie.copies if id(p) in own]
             if held:
-                parts.append(Part(held, partial(self._take_tie, tie, held)))
+                parts.append(UpdatePart(held, partial(self._take_tie, tie, held)))
         covered = {id(p) for part in parts for p in part.parameters}
         alone = [p for p in self.modules[key].trained.values() if id(p) not in covered]
         if alone:
             gradients = [p.grad for p in alone]
-            parts.append(Part(alone, partial(_set, alone, gradients)))
+            parts.append(UpdatePart(alone, partial(_set, alone, gradients)))
         for p in self.modules[key].trained.values():
             p.grad = None
         of = {p: number for number, part in enumerate(parts) for p in part.parameters}

@@ -18,7 +18,7 @@ MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of torch's optimizers that ``torch.compile`` is not to trace."""
 
 
-class Kind(NamedTuple):
+class OptimizerKind(NamedTuple):
     """An optimizer of PyTorch's."""
 
     made_by: Any
@@ -29,18 +29,18 @@ class Kind(NamedTuple):
 
 
 OPTIMIZERS = {
-    "adamw": Kind(torch.optim.AdamW, ("betas", "eps")),
-    "adam": Kind(torch.optim.Adam, ("betas", "eps")),
-    "sgd": Kind(torch.optim.SGD, ("momentum",)),
-    "adagrad": Kind(torch.optim.Adagrad, ("eps",), fused=False),
-    "rmsprop": Kind(torch.optim.RMSprop, ("alpha", "eps", "momentum"), fused=False),
+    "adamw": OptimizerKind(torch.optim.AdamW, ("betas", "eps")),
+    "adam": OptimizerKind(torch.optim.Adam, ("betas", "eps")),
+    "sgd": OptimizerKind(torch.optim.SGD, ("momentum",)),
+    "adagrad": OptimizerKind(torch.optim.Adagrad, ("eps",), fused=False),
+    "rmsprop": OptimizerKind(torch.optim.RMSprop, ("alpha", "eps", "momentum"), fused=False),
 }
 """Those that ``train.optimizer`` has."""
 SCALE = "scale"
 """Key of a parameter group: the factor of each step's learning rate."""
 
 
-class Piece(NamedTuple):
+class ParameterPiece(NamedTuple):
     """A part of a parameter that an optimizer updates, flat."""
 
     values: nn.Parameter
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 
 def make_optimizer(
-    train: TrainSpec, parameters: Mapping[str, nn.Parameter], pieces: Iterable[Piece] = ()
+    train: TrainSpec, parameters: Mapping[str, nn.Parameter], pieces: Iterable[ParameterPiece] = ()
 ) -> torch.optim.Optimizer:
     """Make ``train.optimizer`` over the parameters of one stage.
 
@@ -66,7 +66,7 @@ def make_optimizer(
     """
     groups = {name: group for group in train.groups for name in group.parameters}
     held: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, train.weight_decay): []}  # of a frozen stage, too
-    for values, name, dims in (*(Piece(p, name, p.dim()) for name, p in parameters.items()), *pieces):
+    for values, name, dims in (*(ParameterPiece(p, name, p.dim()) for name, p in parameters.items()), *pieces):
         group = groups.get(name)
         decay = train.weight_decay if train.decay == "all" or dims > 1 else 0.0
         if group is not None and group.weight_decay is not None:

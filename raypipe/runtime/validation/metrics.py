@@ -13,7 +13,7 @@ from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models.sources.imported import find_function
-from raypipe.runtime.validation.predictions import Kept, Predictions, Preprocess, together
+from raypipe.runtime.validation.predictions import MicrobatchPredictions, Predictions, Preprocess, together
 
 PREFIX = "val_"
 """Begins the name of a figure of a validation in metrics.jsonl, as in ``val_loss``."""
@@ -28,7 +28,7 @@ class ValidationMetrics:
     preprocess: Preprocess | None = None
     """Runs on the device that has the last stage, on each micro-batch, so that less of it is sent to the driver."""
 
-    def of(self, batches: Sequence[Sequence[Kept]], job: JobSpec, data: Path) -> dict[str, float]:
+    def of(self, batches: Sequence[Sequence[MicrobatchPredictions]], job: JobSpec, data: Path) -> dict[str, float]:
         """Return the figures of a validation, each name with ``PREFIX``.
 
         Args:

@@ -29,7 +29,7 @@ class Predictions(NamedTuple):
     """``[samples, ...]``."""
 
 
-class Kept(NamedTuple):
+class MicrobatchPredictions(NamedTuple):
     """Predictions of one micro-batch."""
 
     samples: tuple[int, ...]
@@ -44,7 +44,7 @@ class KeepsPredictions:
 
     task: Task
     preprocess: Preprocess | None
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[MicrobatchPredictions] = field(default_factory=list)
 
     def add(self, samples: Sequence[int], output: Tensor, inputs: Inputs) -> None:
         """Keep the output of a micro-batch."""
@@ -52,7 +52,7 @@ class KeepsPredictions:
         if classes is not None:  # this rank's share of them
             output = gather_from_group(output, classes)
         made = output if self.preprocess is None else self.preprocess(output, labels)
-        self.kept.append(Kept(tuple(samples), _array(made), _array(labels)))
+        self.kept.append(MicrobatchPredictions(tuple(samples), _array(made), _array(labels)))
 
 
 def _array(x: Tensor) -> Array:
@@ -60,7 +60,9 @@ def _array(x: Tensor) -> Array:
     return made
 
 
-def together(batches: Sequence[Sequence[Kept]], batch: int, places: Sequence[int] | None) -> Predictions:
+def together(
+    batches: Sequence[Sequence[MicrobatchPredictions]], batch: int, places: Sequence[int] | None
+) -> Predictions:
     """Put the predictions of a whole validation into the order of its samples.
 
     Args:

@@ -32,7 +32,7 @@ MEASURED = 5
 """Steps that each way is timed for."""
 
 
-class Source(Protocol):
+class StageSource(Protocol):
     """Where compiled stages come from."""
 
     def begin(self, keys: Sequence[StageKey]) -> list[StageReport]:
@@ -65,7 +65,7 @@ class Compilation:
         self,
         setup: Setup,
         executor: Executor,
-        source: Source | None = None,
+        source: StageSource | None = None,
         waits: bool = False,
         graphs: TaskGraphs | None = None,
         replaces: bool = False,
@@ -176,7 +176,7 @@ def refusal(parallel: ParallelSpec) -> str | None:
     return missing_toolchain()
 
 
-def _source(setup: Setup, executor: Executor) -> Source:
+def _source(setup: Setup, executor: Executor) -> StageSource:
     if executor.settings.device.type == "cpu":
         return StoredStages(setup, executor)
     from raypipe.runtime.compiled.in_process import InProcess  # it imports the compiler: seconds of CPU time

@@ -58,7 +58,7 @@ from raypipe.runtime.update.collective import wait_for
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.update.optimizer import Piece, learning_rate, make_optimizer
+from raypipe.runtime.update.optimizer import ParameterPiece, learning_rate, make_optimizer
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.runtime.validation.predictions import Preprocess
 from raypipe.runtime.worker.profiler_window import FOLDER, ProfilerWindow
@@ -308,7 +308,7 @@ class StageWorker:
         if setup.recovers and communicators.world is not None:
             self.executor.ledger = Ledger(communicators.world, self.modules, setup.done)
 
-    def _updated(self, key: StageKey) -> tuple[dict[str, nn.Parameter], list[Piece]]:
+    def _updated(self, key: StageKey) -> tuple[dict[str, nn.Parameter], list[ParameterPiece]]:
         """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""
         divided = self._divided(key)
         whole = {name: p for name, p in self.modules[key].trained.items() if name not in divided}

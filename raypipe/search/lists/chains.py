@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
-from raypipe.search.lists.list_scheduling import Layout, floats
+from raypipe.search.lists.list_scheduling import LaneArrays, floats
 from raypipe.search.problem import Problem, build
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Chains:
 
         # What a task allocates and frees is linear in the two sizes.
         one, other = of(1.0, 0.0), of(0.0, 1.0)
-        layout = Layout.of(one)
+        layout = LaneArrays.of(one)
         source = [c for c, own in enumerate(one.after) for _ in own]
         return Template(
             layout.flat, np.array(one.stage), layout.kind, np.array(layout.in_turn), np.array(source),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from raypipe.search.lists.list_scheduling import Layout, floats
+from raypipe.search.lists.list_scheduling import LaneArrays, floats
 from raypipe.search.problem import DeviceOrders
 
 
-def decode(layout: Layout, wish: Sequence[float], patience: float) -> DeviceOrders | None:
+def decode(layout: LaneArrays, wish: Sequence[float], patience: float) -> DeviceOrders | None:
     """Run tasks in the order of their desired start times, as far as dependencies and memory allow.
 
     Args:
@@ -31,7 +31,7 @@ def decode(layout: Layout, wish: Sequence[float], patience: float) -> DeviceOrde
     return layout.orders(tasks, places) if whole else None
 
 
-def disturbed(layout: Layout, starts: Sequence[float], makespan: float, rng: random.Random) -> list[float]:
+def disturbed(layout: LaneArrays, starts: Sequence[float], makespan: float, rng: random.Random) -> list[float]:
     """Perturb the start times of an order: within a time window, for single micro-batches, or on one device.
 
     The result respects dependencies and lanes: no task's desired start lies before those of its predecessors.

@@ -62,7 +62,7 @@ class Listed(NamedTuple):
 
 
 @dataclass(slots=True)
-class Layout:
+class LaneArrays:
     """A problem as the flat arrays that list scheduling reads, derived once."""
 
     problem: Problem
@@ -73,7 +73,7 @@ class Layout:
     flat: Flat
 
     @staticmethod
-    def of(p: Problem) -> Layout:
+    def of(p: Problem) -> LaneArrays:
         """Derive the arrays from a problem."""
         from raypipe.search.lists.kernel import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Flat
 
@@ -108,7 +108,7 @@ class Layout:
             *_joined(p.lanes_of), *_joined(firsts), *_joined(lasts), *_joined(claims), ints(brief), *_joined(returns),
         )  # fmt: skip
         kind = ints(FORWARD if k in ("F", "R") else WEIGHT_GRAD if k == "W" else INPUT_GRAD for k in p.kind)
-        return Layout(p, lane_order(p), kind, flat)
+        return LaneArrays(p, lane_order(p), kind, flat)
 
     def orders(self, tasks: NDArray[Any], places: NDArray[Any]) -> DeviceOrders:
         """Split all tasks, device by device, where ``places`` says that each device's begin."""
@@ -135,7 +135,7 @@ def _joined(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[Any]]:
     return ints(accumulate(map(len, rows), initial=0)), ints(x for row in rows for x in row)
 
 
-def list_schedule(layout: Layout, setting: Setting) -> Listed | None:
+def list_schedule(layout: LaneArrays, setting: Setting) -> Listed | None:
     """Order all tasks, in time proportional to tasks times lanes per device.
 
     Returns:

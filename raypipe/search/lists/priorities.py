@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from raypipe.schedule.kinds import BACKWARD, GRADIENTS
-from raypipe.search.lists.list_scheduling import Layout, Reserve, Setting, floats, ints
+from raypipe.search.lists.list_scheduling import LaneArrays, Reserve, Setting, floats, ints
 from raypipe.search.problem import Problem
 
 ORDERS = (("F", "B", "W"), ("B", "F", "W"), ("B", "W", "F"), ("W", "B", "F"))
@@ -51,7 +51,7 @@ def portfolio(p: Problem) -> Iterator[Setting]:
     ahead at each stage, and in which of several stages of a device goes first.
     """
     if _several(p):
-        layout = Layout.of(p)
+        layout = LaneArrays.of(p)
         for numbers in PACES:
             yield paced(layout, numbers)
     leads = list(_leads(p))
@@ -103,7 +103,7 @@ def _keys(p: Problem, kinds: tuple[str, str, str]) -> Iterator[tuple[tuple[float
         yield tuple((0.0 if rank(c) < big else 0.5) + to_end[c] / (2 * stages) for c in lanes), 1.0
 
 
-def paced(layout: Layout, numbers: Pace) -> Setting:
+def paced(layout: LaneArrays, numbers: Pace) -> Setting:
     """Every task has a due date: micro-batches follow one another at the pace of the busiest device, and each is due
     the earlier, the longer the way that it still has to go.
 

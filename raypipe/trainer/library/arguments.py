@@ -9,7 +9,16 @@ from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from raypipe.trainer.library.row import BY_THE_TRAINER, HONOURED, Row, honoured, refuse, refused, table, without_effect
+from raypipe.trainer.library.row import (
+    BY_THE_TRAINER,
+    HONOURED,
+    LibraryRow,
+    honoured,
+    refuse,
+    refused,
+    table,
+    without_effect,
+)
 
 
 def _gpus() -> bool:
@@ -170,7 +179,7 @@ SECTIONS = {
     "Logging": LOGGING, "Evaluation": EVALUATION, "Saving": SAVING, "Rows": ROWS, "Devices": DEVICES,
     "Scripts": SCRIPTS,
 }  # fmt: skip
-ARGUMENTS: dict[str, Row] = {name: row for rows in SECTIONS.values() for name, row in rows.items()}
+ARGUMENTS: dict[str, LibraryRow] = {name: row for rows in SECTIONS.values() for name, row in rows.items()}
 
 
 def defaults() -> dict[str, Any]:
@@ -190,7 +199,7 @@ def check_fields(args: Any) -> None:
     refuse(_unknown(sorted(set(given) - ARGUMENTS.keys())), "args.", "not known to raypipe")
 
 
-def _unknown(names: Iterable[str]) -> list[Row]:
+def _unknown(names: Iterable[str]) -> list[LibraryRow]:
     return [refused(name, "leave at the default: it came with another release of transformers") for name in names]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raypipe.trainer.library.row import Row, honoured, table
+from raypipe.trainer.library.row import LibraryRow, honoured, table
 
-CONSTRUCTOR: dict[str, Row] = table(
+CONSTRUCTOR: dict[str, LibraryRow] = table(
     honoured("model", "an instance trains as it is; also a type, a directory, or a job's `model` section"),
     honoured("args", "see the fields below; also a dict"),
     honoured("data_collator", "called once per row, before training"),

@@ -6,7 +6,7 @@ captured, asked once before the run, or called by the script alone; anything els
 
 from __future__ import annotations
 
-from raypipe.trainer.library.row import Row, honoured, refuse, refused, table, without_effect
+from raypipe.trainer.library.row import LibraryRow, honoured, refuse, refused, table, without_effect
 
 _SCRIPT = "only scripts call it"
 _OWN_LOSS = "compute the loss by compute_loss, which is captured with the model"
@@ -15,7 +15,7 @@ _OPTIMIZER = "asked once: its class (`train.optimizer`), and groups that differ 
 _COLLATE = "give a data_collator, which is called once per row"
 _MESH = "use raypipe.init(dp=, tp=, pp=)"
 _SAVED = "follow checkpoints by a callback's on_save, and name your method otherwise"
-METHODS: dict[str, Row] = table(
+METHODS: dict[str, LibraryRow] = table(
     honoured("compute_loss", "captured together with the model"),
     honoured("get_train_dataloader", "its sampler gives the rows of the whole run, its collator each row"),
     honoured("_get_train_sampler", "gives the rows of the whole run"),

@@ -13,7 +13,7 @@ from raypipe.atomic_write import write_whole
 from raypipe.trainer.library.arguments import SECTIONS
 from raypipe.trainer.library.constructor import CONSTRUCTOR
 from raypipe.trainer.library.methods import METHODS
-from raypipe.trainer.library.row import Row
+from raypipe.trainer.library.row import LibraryRow
 
 COMMAND = "python -m raypipe.trainer.library.reference docs/reference"
 INTRODUCTION = f"""\
@@ -44,12 +44,12 @@ def write(folder: Path) -> Path:
     return folder / "trainer.md"
 
 
-def _section(title: str, rows: Iterable[Row], words: str = "") -> list[str]:
+def _section(title: str, rows: Iterable[LibraryRow], words: str = "") -> list[str]:
     lines = ["| name | | what it becomes, why, or what to do instead |", "|---|---|---|", *map(_line, rows)]
     return [f"## {title}\n", *([words + "\n"] if words else []), "\n".join(lines) + "\n"]
 
 
-def _line(row: Row) -> str:
+def _line(row: LibraryRow) -> str:
     answer = f"{row.answer} where there are GPUs" if row.only_if is not None else row.answer
     name = f"`{row.name}`" + (" (older releases)" if row.old else "")
     return f"| {name} | {answer} | {row.words} |"

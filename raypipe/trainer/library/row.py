@@ -14,7 +14,7 @@ BY_THE_TRAINER = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LibraryRow:
     """The fate of one name."""
 
     name: str
@@ -35,27 +35,27 @@ class Row:
         return self.answer == REFUSED and (self.only_if is None or self.only_if())
 
 
-def honoured(name: str, words: str, default: Any = BY_THE_TRAINER, old: bool = False) -> Row:
+def honoured(name: str, words: str, default: Any = BY_THE_TRAINER, old: bool = False) -> LibraryRow:
     """Return the row of a name that means here what it means there."""
-    return Row(name, HONOURED, words, default, old)
+    return LibraryRow(name, HONOURED, words, default, old)
 
 
-def without_effect(name: str, words: str, old: bool = False) -> Row:
+def without_effect(name: str, words: str, old: bool = False) -> LibraryRow:
     """Return the row of a name that changes nothing here; ``words`` say why."""
-    return Row(name, WITHOUT_EFFECT, words, old=old)
+    return LibraryRow(name, WITHOUT_EFFECT, words, old=old)
 
 
-def refused(name: str, words: str, only_if: Callable[[], bool] | None = None) -> Row:
+def refused(name: str, words: str, only_if: Callable[[], bool] | None = None) -> LibraryRow:
     """Return the row of a name that is an error; ``words`` say what to do instead."""
-    return Row(name, REFUSED, words, only_if=only_if)
+    return LibraryRow(name, REFUSED, words, only_if=only_if)
 
 
-def table(*rows: Row) -> dict[str, Row]:
+def table(*rows: LibraryRow) -> dict[str, LibraryRow]:
     """Return the rows by name."""
     return {row.name: row for row in rows}
 
 
-def refuse(rows: Sequence[Row], prefix: str = "", why: str = "not supported") -> None:
+def refuse(rows: Sequence[LibraryRow], prefix: str = "", why: str = "not supported") -> None:
     """Raise one error that names all of ``rows``, if there are any.
 
     Raises:

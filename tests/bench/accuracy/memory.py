@@ -39,11 +39,12 @@ from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import runs_ahead
 from raypipe.plan.plan import build_schedule
 from raypipe.profiling.profile_job import measure_profile
+from raypipe.profiling.profiling_worker import process_bytes
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import start_worker_group
-from raypipe.runtime.process.memory import PeakMeter, allocated_bytes, process_bytes
+from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.costs import CostTable

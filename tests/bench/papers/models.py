@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypipe.cost.gpt_work import MEGATRON, PYTORCH_2020, gpt_work
-from raypipe.cost.layer_work import Effort, LayerWork
+from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.job import GptSpec
 
 
@@ -29,10 +29,10 @@ def bert_48() -> Sequence[LayerWork]:
     # 512 positions, 2 segments and a norm before the blocks; pooler, transform and norm, a bias for each word and the
     # next-sentence classifier after them. The norm of a GPT's head is the transform's.
     first = replace(first, parameters=first.parameters + (512 - shape.sequence + 2 + 2) * h)
-    extra = Effort(flops=2.0 * shape.sequence * h * h)
+    extra = TaskWork(flops=2.0 * shape.sequence * h * h)
     added = 2 * (h * h + h) + shape.vocabulary + 2 * h + 2
 
-    def more(task: Effort) -> Effort:
+    def more(task: TaskWork) -> TaskWork:
         return replace(task, flops=task.flops + extra.flops)
 
     last = replace(

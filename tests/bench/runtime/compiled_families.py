@@ -26,7 +26,7 @@ from raypipe.data import declared_fields, open_data, prepare_data
 from raypipe.job.load import job_from
 from raypipe.models import LayeredModel, build_model
 from raypipe.runtime.compiled.compiler import TracedStage
-from raypipe.runtime.compiled.tracing.cut import Cut, Piece
+from raypipe.runtime.compiled.tracing.cut import Cut, GraphPiece
 from raypipe.runtime.compiled.tracing.graphs import ancestors, is_product, results, value
 from tests.bench.accuracy.compiled_losses import NAMES, models
 from tests.bench.runtime.compiled_stages import activation_bytes
@@ -59,7 +59,7 @@ def flops(nodes: Iterable[fx.Node]) -> int:
     return total
 
 
-def outputs_at(piece: Piece, places: Iterable[int | None]) -> list[fx.Node]:
+def outputs_at(piece: GraphPiece, places: Iterable[int | None]) -> list[fx.Node]:
     """Nodes that are outputs of a piece."""
     found = results(piece.graph.graph)
     return [node for place in places if place is not None and (node := found[place]) is not None]

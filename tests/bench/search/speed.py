@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
 from raypipe.search.budget import Budget
-from raypipe.search.lists.list_scheduling import Layout, list_schedule
+from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
 from raypipe.search.lists.priorities import portfolio
 from raypipe.search.problem import build
 from raypipe.search.tabu import improve
@@ -38,7 +38,7 @@ def speed(effort: Effort) -> Iterator[Line]:
         line = (tuple(range(depth)),)
         at = time.perf_counter()
         problem = build(line, count, costs, memory_limit=depth)
-        layout = Layout.of(problem)
+        layout = LaneArrays.of(problem)
         built = time.perf_counter() - at
         at = time.perf_counter()
         listed = list_schedule(layout, next(portfolio(problem)))

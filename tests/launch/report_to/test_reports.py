@@ -138,7 +138,7 @@ def test_a_logger_that_fails_is_left_out_and_training_is_not_told(tmp_path: Path
             self.heard.append(step)
             raise OSError("no space left")
 
-    monkeypatch.setitem(loggers.LOGGERS, "wandb", loggers.Kind(Broken, "json"))
+    monkeypatch.setitem(loggers.LOGGERS, "wandb", loggers.LoggerKind(Broken, "json"))
     told(tmp_path, "wandb")
     assert Broken.heard == [1]
     (notice,) = read_rows(tmp_path / EVENTS)
@@ -147,7 +147,7 @@ def test_a_logger_that_fails_is_left_out_and_training_is_not_told(tmp_path: Path
 
 
 def test_a_missing_package_is_one_error_before_the_run(monkeypatch) -> None:
-    monkeypatch.setitem(loggers.LOGGERS, "mlflow", loggers.Kind(loggers.MLflow, "no_such_package"))
+    monkeypatch.setitem(loggers.LOGGERS, "mlflow", loggers.LoggerKind(loggers.MLflow, "no_such_package"))
     with pytest.raises(SpecError, match=r"needs no_such_package, which is not installed\n  fix: .*\[mlflow\]"):
         check_loggers(job_of("mlflow"))
     with pytest.raises(SpecError, match="tensorboard"):

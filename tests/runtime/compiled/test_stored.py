@@ -24,7 +24,7 @@ from raypipe.runtime.compiled.stored.document import DOCUMENT, is_sound, read_st
 from raypipe.runtime.compiled.stored.helper import compiled_parts
 from raypipe.runtime.compiled.stored.request import Request
 from raypipe.runtime.compiled.stored.stored_stages import stage_key
-from raypipe.runtime.executor.compile_report import Kept
+from raypipe.runtime.executor.compile_report import CutReport
 from tests.runtime.compiled.pieces import assert_same, step_of
 from tests.runtime.runs.one_device import OneDevice, even_cut, one_device
 
@@ -153,7 +153,7 @@ def test_a_damaged_stage_is_compiled_again(tmp_path: Path, monkeypatch: pytest.M
 
     begin()
     (request,) = asked
-    write_stage(request.folder, [], Kept((), 0, 0))
+    write_stage(request.folder, [], CutReport((), 0, 0))
     begin()
     assert len(asked) == 1, "it is stored"
     (request.folder / DOCUMENT).write_text("{")

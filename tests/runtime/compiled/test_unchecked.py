@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
 from raypipe.runtime.compiled.inductor.unchecked import CHECKS, unchecked
-from raypipe.runtime.compiled.layout import Interface, Slot
+from raypipe.runtime.compiled.layout import InputSlot, Interface
 from raypipe.runtime.compiled.program import CompiledPiece
 
 GENERATED = """
@@ -50,7 +50,7 @@ def alone(args):
 def checks_nothing(args):
     return args
 """
-PIECE = Interface(slots=(Slot("given", 0), Slot("given", 1)), gradients=(), back=(), hands=0)
+PIECE = Interface(slots=(InputSlot("given", 0), InputSlot("given", 1)), gradients=(), back=(), hands=0)
 
 
 def generated(folder: Path) -> Any:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raypipe.runtime.compiled import traced_keys
-from raypipe.runtime.graphs.device_graphs import CaptureError
+from raypipe.runtime.graphs.device_graphs import GraphError
 
 HOST_READS = ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.item", "aten.nonzero",
               "aten.masked_select", "aten._unique", "aten.unique")  # fmt: skip
@@ -289,7 +289,7 @@ class RecordedGraphs:
             if self._streams and self._streams[-1].waiting:
                 raise RuntimeError("capturing stream has unjoined work")
         except Exception as error:
-            raise CaptureError(*error.args) from error
+            raise GraphError(*error.args) from error
         finally:
             recorder.undo()
         self.captures += 1

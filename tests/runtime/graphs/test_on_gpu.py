@@ -13,7 +13,7 @@ from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.graphs.device_graphs import CaptureError, CudaGraphs
+from raypipe.runtime.graphs.device_graphs import CudaGraphs, GraphError
 from raypipe.runtime.graphs.step_executor import StepExecutor
 from raypipe.runtime.graphs.tasks import TaskGraphs
 from raypipe.runtime.update.optimizer import learning_rate
@@ -45,7 +45,7 @@ def trained(made: Any, train: TrainSpec = TRAIN) -> list[tuple[float, float]]:
 def test_a_failed_capture_leaves_the_gpu_as_it_was() -> None:
     graphs, x = CudaGraphs(gpu()), torch.ones(3, device=gpu())
     stream = torch.cuda.current_stream()
-    with pytest.raises(CaptureError):
+    with pytest.raises(GraphError):
         graphs.capture(lambda: x.sum().item(), graphs.new_pool())
     assert torch.cuda.current_stream() == stream
     graphs.warm_up(lambda: x * 2)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from raypipe.runtime.graphs.device_graphs import CaptureError
+from raypipe.runtime.graphs.device_graphs import GraphError
 from tests.runtime.graphs.recorded import FreedMemoryError, RecordedGraphs
 
 ONES = torch.ones(3)
@@ -53,7 +53,7 @@ def test_numbers_of_the_host_stay_what_they_were() -> None:
 )  # fmt: skip
 def test_the_host_reads_nothing_in_a_capture(read) -> None:
     graphs, x = RecordedGraphs(), torch.ones(3)
-    with pytest.raises(CaptureError, match="not permitted"):
+    with pytest.raises(GraphError, match="not permitted"):
         graphs.capture(lambda: read(x.mul_(2)), graphs.new_pool())
     assert torch.equal(x, ONES), "nothing has run"
 

@@ -17,7 +17,7 @@ from raypipe.errors import DivergenceError
 from raypipe.job import JobSpec
 from raypipe.job.load import job_from
 from raypipe.observe.run_log import METRICS
-from raypipe.runtime.state.state import Piece, not_finite
+from raypipe.runtime.state.state import TensorPiece, not_finite
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive
 
@@ -123,7 +123,7 @@ def test_what_is_not_finite_is_found_in_every_dtype_and_frozen_masks_are_left_al
         trained = dict.fromkeys(("0.weight",))
 
     def found(**values: Tensor) -> str | None:
-        return not_finite(Held(), [Piece(key.replace("__", "/"), value, None) for key, value in values.items()])  # type: ignore[arg-type]
+        return not_finite(Held(), [TensorPiece(key.replace("__", "/"), value, None) for key, value in values.items()])  # type: ignore[arg-type]
 
     big = torch.full((40,), 60000.0, dtype=torch.float16)  # finite, though the norm of it is not
     far = torch.tensor([1.7e308, -1.7e308], dtype=torch.float64)  # finite, though their distance is not
@@ -133,6 +133,6 @@ def test_what_is_not_finite_is_found_in_every_dtype_and_frozen_masks_are_left_al
         for bad in (float("nan"), float("inf"), -float("inf")):
             assert found(a=big, x=torch.tensor([1.0, bad], dtype=dtype), z=torch.ones(2, dtype=dtype)) == "x"
     mask = torch.tensor([0.0, -float("inf")])
-    pieces = [Piece("param/0.mask", mask, None), Piece("optim/0.mask/previous", mask, None)]
+    pieces = [TensorPiece("param/0.mask", mask, None), TensorPiece("optim/0.mask/previous", mask, None)]
     assert not_finite(Held(), pieces) is None  # type: ignore[arg-type]
-    assert not_finite(Held(), [Piece("param/0.weight", mask, None)]) == "param/0.weight"  # type: ignore[arg-type]
+    assert not_finite(Held(), [TensorPiece("param/0.weight", mask, None)]) == "param/0.weight"  # type: ignore[arg-type]

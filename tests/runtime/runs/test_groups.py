@@ -13,7 +13,7 @@ from raypipe.errors import SpecError
 from raypipe.job.train_spec import TrainSpec
 from raypipe.launch.parameter_groups import check_groups
 from raypipe.models import GptLayers
-from raypipe.runtime.update.optimizer import SCALE, Piece, make_optimizer, set_rate
+from raypipe.runtime.update.optimizer import SCALE, ParameterPiece, make_optimizer, set_rate
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -91,7 +91,9 @@ def test_pieces_are_updated_as_their_parameters() -> None:
     train = TrainSpec(steps=1, batch=1, optimizer="sgd", lr=0.1, weight_decay=0.25, decay="matrices", groups=groups)
     whole, *parts = (torch.nn.Parameter(torch.ones(size)) for size in (1, 2, 3, 4))
     made = make_optimizer(
-        train, {"b": whole}, [Piece(parts[0], "b", 2), Piece(parts[1], "a", 2), Piece(parts[2], "", 1)]
+        train,
+        {"b": whole},
+        [ParameterPiece(parts[0], "b", 2), ParameterPiece(parts[1], "a", 2), ParameterPiece(parts[2], "", 1)],
     )
     set_rate(made, 0.5)
     found = {id(p): (group["lr"], group["weight_decay"]) for group in made.param_groups for p in group["params"]}

@@ -16,7 +16,7 @@ from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
 from raypipe.runtime.transport.gpu.nccl import NcclReceiver, NcclSender
 from raypipe.runtime.transport.gpu.pinned import PinnedReceiver, PinnedSender
-from raypipe.runtime.transport.gpu.side_stream import Mark, SideStream, snapshot
+from raypipe.runtime.transport.gpu.side_stream import CopyStream, Mark, snapshot
 from raypipe.runtime.transport.inbox import empty, empty_pinned
 from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
 from raypipe.runtime.transport.waiting import Progress
@@ -262,7 +262,7 @@ def test_pinned_on_a_gpu(size: int) -> None:
     raw_in, raw_out = ShmReceiver(B, A, run_id, progress, empty_pinned), ShmSender(A, B, run_id)
     raw_out.connect(1)
     raw_in.accept(1)
-    sender, receiver = PinnedSender(B, raw_out, SideStream(device)), PinnedReceiver(raw_in, SideStream(device))
+    sender, receiver = PinnedSender(B, raw_out, CopyStream(device)), PinnedReceiver(raw_in, CopyStream(device))
     progress.add(sender)
     x = torch.zeros(size, device=device)
     receiver.post([expected(mb, x) for mb in range(10)])

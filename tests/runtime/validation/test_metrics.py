@@ -19,7 +19,7 @@ from raypipe.observe.run_dir import RECORD
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.early_stop import Patience
 from raypipe.runtime.validation.metrics import ValidationMetrics
-from raypipe.runtime.validation.predictions import Kept, Predictions, together
+from raypipe.runtime.validation.predictions import MicrobatchPredictions, Predictions, together
 from raypipe.runtime.validation.score import score
 from raypipe.trained import load_body
 from tests.runtime.runs.small_runs import drive, small_job
@@ -84,8 +84,8 @@ def preprocess_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
     return logits.argmax(-1) if logits.shape[-1] == 3 else logits
 
 
-def kept(samples: list[int], predictions: Any, labels: Any) -> Kept:
-    return Kept(tuple(samples), np.asarray(predictions), np.asarray(labels))
+def kept(samples: list[int], predictions: Any, labels: Any) -> MicrobatchPredictions:
+    return MicrobatchPredictions(tuple(samples), np.asarray(predictions), np.asarray(labels))
 
 
 def test_samples_come_in_the_order_of_their_rows() -> None:

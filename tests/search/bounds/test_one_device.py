@@ -12,7 +12,7 @@ from raypipe.search.bounds.one_device import one_device_bound
 from raypipe.search.bounds.order_bounds import lower_bound
 from raypipe.search.budget import Budget
 from raypipe.search.problem import build
-from raypipe.search.timed_order import Timed
+from raypipe.search.timed_order import TimedOrder
 from tests.exhaustive import exhaustive
 from tests.plan.certificate.exact import least_order
 from tests.search.judge import judge
@@ -114,7 +114,7 @@ def test_a_known_order_that_is_the_best_is_proven_to_be():
     found = search(V, 8, costs, memory_limit=6, budget=Budget(1.0))
     p = build(V, 8, costs, memory_limit=6)
     assert one_device_bound(p, found.value, 400_000) <= found.value
-    state = Timed(p)
+    state = TimedOrder(p)
     orders = p.orders(found.schedule)
     assert orders is not None
     state.load(orders)

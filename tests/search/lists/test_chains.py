@@ -10,7 +10,7 @@ import pytest
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
 from raypipe.search.lists.chains import Chains
-from raypipe.search.lists.list_scheduling import Layout, list_schedule
+from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
 from raypipe.search.lists.priorities import PACES, paced
 from raypipe.search.problem import build
 
@@ -36,7 +36,7 @@ def test_they_are_the_orders_of_the_problem(seed) -> None:
             all_reduce=zeros, update=zeros, comm=tuple(lag),
         )  # fmt: skip
         p = build((row,), 7, costs, memory_limit=cap, sizes=list(map(tuple, sizes)), rules=Rules(frozen=frozen))
-        layout = Layout.of(p)
+        layout = LaneArrays.of(p)
         ahead = np.array([[rng.choice((7.0, float(rng.randint(1, 7)))) for _ in row] for _ in PACES])
         ends, spans = chains.ends(np.array(row), times, sizes, lag, np.array(cap), np.array(PACES), ahead, frozen)
         for numbers, limits, end, span in zip(PACES, ahead, ends, spans, strict=True):

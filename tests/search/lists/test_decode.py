@@ -8,20 +8,20 @@ import pytest
 from raypipe.schedule.verify import verify
 from raypipe.search.lists.decode import decode, disturbed
 from raypipe.search.lists.kernel import safe
-from raypipe.search.lists.list_scheduling import Layout, list_schedule
+from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
 from raypipe.search.lists.priorities import portfolio
 from raypipe.search.problem import build
-from raypipe.search.timed_order import Timed
+from raypipe.search.timed_order import TimedOrder
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_every_disturbed_order_runs_in_its_memory(make_case, seed):
     case = make_case(seed)
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
-    layout, rng = Layout.of(p), random.Random(seed)
+    layout, rng = LaneArrays.of(p), random.Random(seed)
     orders = list_schedule(layout, next(portfolio(p))).orders
     for patience in (0.0, 1.0, 5.0, float("inf")):
-        state = Timed(p)
+        state = TimedOrder(p)
         state.load(orders)
         starts = [state.end[t] - state.time[t] for t in range(p.tasks)]
         wish = disturbed(layout, starts, state.makespan, rng)
@@ -37,8 +37,8 @@ def test_an_order_is_made_from_its_own_starts(make_case, seed):
     """A device that waits for whatever should come first keeps every order it is given."""
     case = make_case(seed)
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
-    layout = Layout.of(p)
-    state = Timed(p)
+    layout = LaneArrays.of(p)
+    state = TimedOrder(p)
     state.load(list_schedule(layout, next(portfolio(p))).orders)
     wish = [float(k) for _, k in sorted((t, k) for k, t in enumerate(state.topological))]
     assert decode(layout, wish, 0.0) == state.orders()
@@ -74,7 +74,7 @@ def test_safe_states_are_those_from_which_all_can_end(make_case, placement, memo
     if memory < max(placement[0].count(d) for d in placement[0]):
         memory = 3
     p = build(placement, 5, costs, memory_limit=memory, recompute=recompute)
-    flat, rng = Layout.of(p).flat, random.Random(memory)
+    flat, rng = LaneArrays.of(p).flat, random.Random(memory)
     told = {True: 0, False: 0}
     for _ in range(60):
         done, live = [0] * len(p.kind), [0.0] * p.devices

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from raypipe.schedule.costs import CostTable
-from raypipe.search.lists.list_scheduling import Layout, list_schedule
+from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
 from raypipe.search.lists.priorities import PACES, portfolio
 from raypipe.search.problem import Problem, build
 
@@ -30,7 +30,7 @@ def uneven(seed: int) -> Problem:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_few_due_dates_do_as_well_as_hundreds_of_other_settings_on_unequal_stages(seed) -> None:
     p = uneven(seed)
-    layout = Layout.of(p)
+    layout = LaneArrays.of(p)
     settings = [s for s in portfolio(p) if s.reserve == "stages"]
     steps = [listed.makespan if (listed := list_schedule(layout, s)) else inf for s in settings]
     few, others = steps[: len(PACES)], steps[len(PACES) :]
@@ -41,7 +41,7 @@ def test_a_few_due_dates_do_as_well_as_hundreds_of_other_settings_on_unequal_sta
 
 def test_their_orders_keep_the_memory_limit_and_say_when_devices_end() -> None:
     p = uneven(5)
-    layout, work = Layout.of(p), max(sum(p.time[c] * p.count[c] for c in own) for own in p.lanes_of)
+    layout, work = LaneArrays.of(p), max(sum(p.time[c] * p.count[c] for c in own) for own in p.lanes_of)
     for _, setting in zip(PACES, portfolio(p), strict=False):
         listed = list_schedule(layout, setting)
         assert listed is not None

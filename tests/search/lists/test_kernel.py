@@ -8,7 +8,7 @@ import pytest
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
 from raypipe.search.lists.decode import decode
-from raypipe.search.lists.list_scheduling import Layout, list_schedule
+from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
 from raypipe.search.lists.priorities import portfolio, shaken
 from raypipe.search.problem import Problem, build
 from tests.search.lists import in_python as python
@@ -41,7 +41,7 @@ def problems(make_case, seed):
 def test_kernels_do_what_plain_python_does(make_case, seed) -> None:
     rng, jams = random.Random(seed), 0
     for p in problems(make_case, seed):
-        layout, tables = Layout.of(p), python.Tables.of(p)
+        layout, tables = LaneArrays.of(p), python.Tables.of(p)
         settings = list(portfolio(p))
         for setting in rng.sample(settings, 4) + [s for s in settings if s.reserve == "safe"][:1]:
             changed = shaken(p, setting, rng)

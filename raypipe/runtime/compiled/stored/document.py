@@ -19,11 +19,11 @@ from torch import Tensor
 
 from raypipe.atomic_write import whole, write_whole
 from raypipe.files import read_json, read_regular
-from raypipe.runtime.compiled.layout import Gradient, Interface, Layout, Slot
+from raypipe.runtime.compiled.layout import Gradient, GraphLayout, InputSlot, Interface
 from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
 from raypipe.runtime.compiled.stage import CompiledStage, Span
-from raypipe.runtime.compiled.traced_keys import Places
-from raypipe.runtime.executor.compile_report import Kept
+from raypipe.runtime.compiled.traced_keys import RandomPlaces
+from raypipe.runtime.executor.compile_report import CutReport
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
 
@@ -31,7 +31,7 @@ DOCUMENT = "stage.json"
 
 
 @dataclass(frozen=True)
-class Source:
+class PieceSource:
     """A piece and the Python module that computes it."""
 
     piece: Interface
@@ -39,19 +39,19 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """The compiled pieces of a stage, or of a segment of it."""
 
     span: Span
-    layout: Layout
+    layout: GraphLayout
     shapes: tuple[TensorSpec, ...]
-    pieces: dict[str, Source]
+    pieces: dict[str, PieceSource]
     """By the names of ``Pieces``; those that the schedule has no use for are missing."""
     validates: bool = False
     """Whether it is the stage's forward in validations."""
 
 
-def write_stage(folder: Path, parts: Sequence[Part], kept: Kept) -> None:
+def write_stage(folder: Path, parts: Sequence[StoredPart], kept: CutReport) -> None:
     """Write a compiled stage, whole or not at all; what another process has written meanwhile stays."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with whole(folder, folder=True) as made:
@@ -80,7 +80,7 @@ def is_sound(folder: Path) -> bool:
     return True
 
 
-def read_stage(folder: Path, module: StageModule) -> tuple[CompiledStage, Kept] | None:
+def read_stage(folder: Path, module: StageModule) -> tuple[CompiledStage, CutReport] | None:
     """Load a compiled stage; None if it is missing or damaged.
 
     Args:
@@ -105,7 +105,7 @@ def read_stage(folder: Path, module: StageModule) -> tuple[CompiledStage, Kept] 
             compiled.programs.setdefault(span, []).append(program)
         kept = document["kept"]
         sizes = int(kept["kept_bytes"]), int(kept["handed_bytes"])
-        return compiled, Kept(tuple(kept["in_input_grad"]), *sizes, kept["eager_validation"])
+        return compiled, CutReport(tuple(kept["in_input_grad"]), *sizes, kept["eager_validation"])
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, ImportError):
         return None
 
@@ -141,24 +141,24 @@ def _interface(piece: Interface) -> dict[str, Any]:
 
 def _read_interface(row: dict[str, Any]) -> Interface:
     return Interface(
-        slots=tuple(Slot(source, int(number)) for source, number in row["slots"]),
+        slots=tuple(InputSlot(source, int(number)) for source, number in row["slots"]),
         gradients=tuple(Gradient(*one) for one in row["gradients"]),
         back=tuple(row["back"]),
         hands=int(row["hands"]),
     )
 
 
-def _layout(layout: Layout) -> dict[str, Any]:
-    row = {one.name: getattr(layout, one.name) for one in fields(Layout)}
+def _layout(layout: GraphLayout) -> dict[str, Any]:
+    row = {one.name: getattr(layout, one.name) for one in fields(GraphLayout)}
     return row | {"places": asdict(layout.places), "casts": [(n, _name(dtype)) for n, dtype in layout.casts]}
 
 
-def _read_layout(row: dict[str, Any]) -> Layout:
-    return Layout(
+def _read_layout(row: dict[str, Any]) -> GraphLayout:
+    return GraphLayout(
         parameters=list(row["parameters"]),
         buffers=list(row["buffers"]),
         inputs=list(row["inputs"]),
-        places=Places(**row["places"]),
+        places=RandomPlaces(**row["places"]),
         trained=list(row["trained"]),
         takes_gradient=tuple(row["takes_gradient"]),
         differentiable=tuple(row["differentiable"]),

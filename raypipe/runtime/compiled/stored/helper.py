@@ -22,21 +22,21 @@ import torch
 from raypipe.models import build_model
 from raypipe.runtime.compiled.compiler import TracedStage, shapes_of, trace_stage, wanted_pieces
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
-from raypipe.runtime.compiled.layout import Interface, Layout
+from raypipe.runtime.compiled.layout import GraphLayout, Interface
 from raypipe.runtime.compiled.needs import Example
 from raypipe.runtime.compiled.stage import span_of
-from raypipe.runtime.compiled.stored.document import Part, Source, is_sound, write_stage
+from raypipe.runtime.compiled.stored.document import PieceSource, StoredPart, is_sound, write_stage
 from raypipe.runtime.compiled.stored.limit import keep_within
 from raypipe.runtime.compiled.stored.request import Request
-from raypipe.runtime.compiled.tracing.cut import Piece
-from raypipe.runtime.compiled.tracing.joint import Joint
+from raypipe.runtime.compiled.tracing.cut import GraphPiece
+from raypipe.runtime.compiled.tracing.joint import JointGraph
 from raypipe.runtime.executor.compile_report import first_line
 from raypipe.runtime.setup.build import build_stage, io_specs_of
 
 # Compile a traced stage into the sources of its pieces.
 
 
-def compiled_parts(traced: TracedStage) -> list[Part]:
+def compiled_parts(traced: TracedStage) -> list[StoredPart]:
     """Compile the pieces that a stage's programs run, and its forwards in validations as far as they can be.
 
     Raises:
@@ -46,10 +46,10 @@ def compiled_parts(traced: TracedStage) -> list[Part]:
     found = []
     for example, joint, cut in traced.parts:
         pieces = {
-            name: Source(_interface(piece), _source(joint, piece, name not in ("forward", "forward_only")))
+            name: PieceSource(_interface(piece), _source(joint, piece, name not in ("forward", "forward_only")))
             for name, piece in wanted_pieces(cut, traced.needed).items()
         }
-        found.append(Part(span_of(example.segment), _layout(joint), shapes_of(example, joint), pieces))
+        found.append(StoredPart(span_of(example.segment), _layout(joint), shapes_of(example, joint), pieces))
     try:
         return [*found, *map(_validation, traced.validation)]
     except Exception as error:  # the stage trains compiled all the same
@@ -57,13 +57,13 @@ def compiled_parts(traced: TracedStage) -> list[Part]:
         return found
 
 
-def _validation(part: tuple[Example, Joint, Piece]) -> Part:
+def _validation(part: tuple[Example, JointGraph, GraphPiece]) -> StoredPart:
     example, joint, piece = part
-    only = {"forward": Source(_interface(piece), _source(joint, piece, False))}
-    return Part(None, _layout(joint), shapes_of(example, joint), only, validates=True)
+    only = {"forward": PieceSource(_interface(piece), _source(joint, piece, False))}
+    return StoredPart(None, _layout(joint), shapes_of(example, joint), only, validates=True)
 
 
-def _source(joint: Joint, piece: Piece, backward: bool) -> str:
+def _source(joint: JointGraph, piece: GraphPiece, backward: bool) -> str:
     compiled: Any = compile_graph(piece.graph, joint.fake, backward)
     if getattr(compiled, "constants", None) or any(node.op == "get_attr" for node in piece.graph.graph.nodes):
         raise ValueError("it holds constants that a stored program cannot have")
@@ -71,12 +71,12 @@ def _source(joint: Joint, piece: Piece, backward: bool) -> str:
     return code
 
 
-def _interface(piece: Piece) -> Interface:
+def _interface(piece: GraphPiece) -> Interface:
     return Interface(slots=piece.slots, gradients=piece.gradients, back=piece.back, hands=piece.hands)
 
 
-def _layout(joint: Joint) -> Layout:
-    return Layout(**{one.name: getattr(joint, one.name) for one in fields(Layout)})
+def _layout(joint: JointGraph) -> GraphLayout:
+    return GraphLayout(**{one.name: getattr(joint, one.name) for one in fields(GraphLayout)})
 
 
 NICENESS = 10

@@ -24,7 +24,7 @@ from torch._functorch import config as functorch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils import _pytree as pytree
 
-from raypipe.runtime.compiled.layout import Gradient, Interface, Slot
+from raypipe.runtime.compiled.layout import Gradient, InputSlot, Interface
 from raypipe.runtime.compiled.tracing.graphs import (
     ancestors,
     base_of,
@@ -36,14 +36,14 @@ from raypipe.runtime.compiled.tracing.graphs import (
     tuples_with_items,
     value,
 )
-from raypipe.runtime.compiled.tracing.joint import Joint
+from raypipe.runtime.compiled.tracing.joint import JointGraph
 from raypipe.runtime.compiled.tracing.rewrite import CAST
 
 aten = torch.ops.aten
 
 
 @dataclass(kw_only=True)
-class Piece(Interface):
+class GraphPiece(Interface):
     """One graph of a stage."""
 
     graph: fx.GraphModule
@@ -53,14 +53,14 @@ class Piece(Interface):
 class Cut:
     """The pieces of a stage."""
 
-    forward: Piece
+    forward: GraphPiece
     """Its outputs, then what it keeps."""
-    forward_only: Piece
+    forward_only: GraphPiece
     """The forward that keeps nothing."""
-    backward: Piece
+    backward: GraphPiece
     """Both gradients."""
-    input_grad: Piece
-    weight_grad: Piece
+    input_grad: GraphPiece
+    weight_grad: GraphPiece
     kept_bytes: int
     """What a micro-batch keeps from F to B, parameters and inputs not counted."""
     handed_bytes: int
@@ -69,7 +69,7 @@ class Cut:
     """Numbers of the matrices whose gradients are computed in B."""
 
 
-def cut(joint: Joint, budget: float = 1.0) -> Cut:
+def cut(joint: JointGraph, budget: float = 1.0) -> Cut:
     """Cut a joint graph (``rewrite.prepare``) into pieces.
 
     Args:
@@ -81,11 +81,11 @@ def cut(joint: Joint, budget: float = 1.0) -> Cut:
     primals = [node.name for node in joint.graph.graph.nodes if node.op == "placeholder"]
     primals = [name for name in primals if "tangents" not in name]
     tangents = [n.name for n in joint.graph.graph.nodes if n.op == "placeholder" and "tangents" in n.name]
-    slots = {name: Slot("given", i) for i, name in enumerate(primals)}
-    slots |= {name: Slot("tangent", i) for i, name in enumerate(tangents)}
+    slots = {name: InputSlot("given", i) for i, name in enumerate(primals)}
+    slots |= {name: InputSlot("tangent", i) for i, name in enumerate(tangents)}
 
     outputs, kept = _outputs_and_kept(joint, forward)
-    slots |= {node.name: Slot("kept", i) for i, node in enumerate(kept)}
+    slots |= {node.name: InputSlot("kept", i) for i, node in enumerate(kept)}
     first = _piece(forward, [*outputs, *kept], slots)
     cut = _Backward(joint, backward, slots)
     split, weights, handed, inside = cut.split()
@@ -96,24 +96,24 @@ def cut(joint: Joint, budget: float = 1.0) -> Cut:
         split,
         weights,
         nbytes(kept),
-        nbytes(node for node in handed if slots.get(node.name, Slot("kept", 0)).source != "given"),
+        nbytes(node for node in handed if slots.get(node.name, InputSlot("kept", 0)).source != "given"),
         inside,
     )
 
 
-def forward_alone(joint: Joint) -> Piece:
+def forward_alone(joint: JointGraph) -> GraphPiece:
     """Return the piece of a stage that is traced without a backward (``trace_validation``)."""
     graph = joint.graph.graph
     given = [node.name for node in graph.nodes if node.op == "placeholder"]
     outputs = [node for node in results(graph) if node is not None]
-    return _piece(joint.graph, outputs, {name: Slot("given", i) for i, name in enumerate(given)})
+    return _piece(joint.graph, outputs, {name: InputSlot("given", i) for i, name in enumerate(given)})
 
 
 BISECTIONS = 6
 """How often torch's budget is halved to find the one that keeps as many bytes as are wanted."""
 
 
-def _halves(joint: Joint, budget: float) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _halves(joint: JointGraph, budget: float) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Return forward and backward; the forward keeps at most this share of what it keeps by default.
 
     torch's own budget counts all parameters as inputs, also those that no backward reads (an embedding), so the same
@@ -150,29 +150,29 @@ def _halves(joint: Joint, budget: float) -> tuple[fx.GraphModule, fx.GraphModule
     return found
 
 
-def _outputs_and_kept(joint: Joint, forward: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
+def _outputs_and_kept(joint: JointGraph, forward: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
     """Return what a forward computes for others, and what it keeps for the backward besides its inputs."""
     made = [node for node in results(forward.graph) if node is not None]
     return made[: joint.outputs], [node for node in made[joint.outputs :] if node.op != "placeholder"]
 
 
-def _piece(module: fx.GraphModule, outputs: Sequence[fx.Node], slots: Mapping[str, Slot]) -> Piece:
+def _piece(module: fx.GraphModule, outputs: Sequence[fx.Node], slots: Mapping[str, InputSlot]) -> GraphPiece:
     """Return the part of a module that computes ``outputs`` from whatever has a slot."""
     needed = ancestors(outputs)
     inputs = [node for node in module.graph.nodes if node.op == "placeholder" and node in needed]
-    return Piece(graph=extract(module, inputs, outputs), slots=tuple(slots[node.name] for node in inputs))
+    return GraphPiece(graph=extract(module, inputs, outputs), slots=tuple(slots[node.name] for node in inputs))
 
 
 class _Backward:
     """The joint backward graph of a stage, and its parts."""
 
-    def __init__(self, joint: Joint, module: fx.GraphModule, slots: Mapping[str, Slot]) -> None:
+    def __init__(self, joint: JointGraph, module: fx.GraphModule, slots: Mapping[str, InputSlot]) -> None:
         self.joint, self.module, self.slots = joint, module, slots
         found = results(module.graph)
         self.weights = [(number, node) for number, node in zip(joint.trained, found, strict=False) if node is not None]
         self.back = found[len(joint.trained) :]
 
-    def whole(self) -> Piece:
+    def whole(self) -> GraphPiece:
         """Return the joint backward."""
         outputs = _Outputs()
         back = tuple(None if node is None else outputs.add(node) for node in self.back)
@@ -181,7 +181,7 @@ class _Backward:
         piece.gradients, piece.back = gradients, back
         return piece
 
-    def split(self) -> tuple[Piece, Piece, list[fx.Node], tuple[int, ...]]:
+    def split(self) -> tuple[GraphPiece, GraphPiece, list[fx.Node], tuple[int, ...]]:
         """Return B, W, what W reads, and the numbers of the matrices whose gradients are in B."""
         inside = self._in_input_grad()
         early = [(number, node) for number, node in self.weights if node in inside]
@@ -191,8 +191,8 @@ class _Backward:
         gradients = self._gradients(ends, late)
         boundary = self._boundary(ends.nodes, inside)
         handed = [node for node in boundary if node.op != "placeholder"]
-        slots = {**self.slots, **{node.name: Slot("handed", i) for i, node in enumerate(handed)}}
-        weight_grad = Piece(
+        slots = {**self.slots, **{node.name: InputSlot("handed", i) for i, node in enumerate(handed)}}
+        weight_grad = GraphPiece(
             graph=extract(self.module, boundary, ends.nodes),
             slots=tuple(slots[node.name] for node in boundary),
             gradients=gradients,

@@ -22,15 +22,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from raypipe.models import Inputs, Task
 from raypipe.models.keyed_random import with_keys
-from raypipe.runtime.compiled.layout import Layout
+from raypipe.runtime.compiled.layout import GraphLayout
 from raypipe.runtime.compiled.needs import Example
-from raypipe.runtime.compiled.traced_keys import TRACED_STEP, Places, TracedKeys
+from raypipe.runtime.compiled.traced_keys import TRACED_STEP, RandomPlaces, TracedKeys
 from raypipe.runtime.compiled.tracing.lower_precision import fall_back, keeps_rounding, undecomposed
 from raypipe.runtime.stage.stage import StageModule
 
 
 @dataclass(kw_only=True)
-class Joint(Layout):
+class JointGraph(GraphLayout):
     """A joint graph and the meaning of its inputs and outputs."""
 
     graph: fx.GraphModule
@@ -42,7 +42,7 @@ class Joint(Layout):
 class _Stage:
     """The stage as a function of flat tensors."""
 
-    def __init__(self, module: StageModule, example: Example, places: Places) -> None:
+    def __init__(self, module: StageModule, example: Example, places: RandomPlaces) -> None:
         self.module, self.example, self.places = module, example, places
         self.parameters = list(dict(module.named_parameters()))
         self.buffers = list(dict(module.named_buffers()))
@@ -102,7 +102,7 @@ class _Stage:
         return torch.autocast(device.type, self.example.autocast, cache_enabled=False)
 
 
-def trace(module: StageModule, example: Example) -> Joint:
+def trace(module: StageModule, example: Example) -> JointGraph:
     """Trace a stage, or a segment of it.
 
     Nothing of the stage changes, and no memory for its values is allocated.
@@ -112,7 +112,7 @@ def trace(module: StageModule, example: Example) -> Joint:
         ValueError: nothing here gets a gradient.
     """
     fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # without one, torch caches no graph
-    places = Places()
+    places = RandomPlaces()
     stage = _Stage(module, example, places)
     wants = stage.wants()
     with fake, torch.enable_grad():
@@ -143,7 +143,7 @@ def trace(module: StageModule, example: Example) -> Joint:
         graph = _traced(joint, [*values, *tables], tangents, rounds)
     n = len(stage.parameters)
     takes = tuple(wants[n + len(stage.buffers) : n + len(stage.buffers) + len(example.arrived)])
-    return Joint(
+    return JointGraph(
         graph=graph,
         fake=fake,
         given=len(values) + len(tables),
@@ -159,7 +159,7 @@ def trace(module: StageModule, example: Example) -> Joint:
     )
 
 
-def trace_validation(module: StageModule, example: Example) -> Joint:
+def trace_validation(module: StageModule, example: Example) -> JointGraph:
     """Trace the forward of a stage in a validation: nothing is dropped, and there is no backward.
 
     On the last stage its outputs are the prediction, the loss, and the task's figures where it has some.
@@ -168,7 +168,7 @@ def trace_validation(module: StageModule, example: Example) -> Joint:
         Exception: whatever torch raises for operations that it cannot trace.
         ValueError: it draws random numbers all the same.
     """
-    fake, places = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True), Places()
+    fake, places = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True), RandomPlaces()
     stage = _Stage(module, example, places)
     rounds = keeps_rounding(module.parameters())
 
@@ -181,7 +181,7 @@ def trace_validation(module: StageModule, example: Example) -> Joint:
     if places.own or places.shared:
         raise ValueError("it draws random numbers in a validation")
     outputs = len(next(iter(reversed(graph.graph.nodes))).args[0])
-    return Joint(
+    return JointGraph(
         graph=graph,
         fake=fake,
         given=len(values),

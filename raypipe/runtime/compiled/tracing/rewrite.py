@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from raypipe.runtime.compiled.tracing.graphs import value
-from raypipe.runtime.compiled.tracing.joint import Joint
+from raypipe.runtime.compiled.tracing.joint import JointGraph
 from raypipe.runtime.compiled.tracing.lower_precision import FALLS_BACK
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
 
 
-def prepare(joint: Joint) -> None:
+def prepare(joint: JointGraph) -> None:
     """Make all rewrites, in place."""
     _drop_detached(joint.graph.graph)
     _lift_casts(joint)
@@ -33,7 +33,7 @@ def _drop_detached(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _lift_casts(joint: Joint) -> None:
+def _lift_casts(joint: JointGraph) -> None:
     """Make casts of whole parameters inputs, so that the micro-batches of a step share them (``weight_casts``)."""
     graph = joint.graph.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

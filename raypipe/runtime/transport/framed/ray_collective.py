@@ -30,7 +30,7 @@ from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.framed import frames
 from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
 from raypipe.runtime.transport.gpu.nccl import put_on_top
-from raypipe.runtime.transport.gpu.side_stream import SideStream, current_gpu
+from raypipe.runtime.transport.gpu.side_stream import CopyStream, current_gpu
 from raypipe.runtime.transport.inbox import Allocate, empty
 from raypipe.runtime.transport.process_groups import in_rounds
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
@@ -67,7 +67,7 @@ class RayCollective(Transport):
         for index in chain(*in_rounds(on_gpus)):
             edge = on_gpus[index]
             if opening.me.rank in edge:
-                side = SideStream(current_gpu())
+                side = CopyStream(current_gpu())
                 name = f"raypipe-{opening.run_id}-{edge[0]}-{edge[1]}"
                 link = RayLink(name, opening.me.rank == edge[0], side.device)
                 put_on_top(edge, link, side, opening, ends)

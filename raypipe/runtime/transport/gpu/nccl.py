@@ -37,7 +37,7 @@ from torch import Tensor
 from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, Sender, TensorSpec
-from raypipe.runtime.transport.gpu.side_stream import Mark, Side, SideStream, current_gpu, snapshot
+from raypipe.runtime.transport.gpu.side_stream import CopyStream, Mark, Side, current_gpu, snapshot
 from raypipe.runtime.transport.inbox import Inbox, who
 from raypipe.runtime.transport.process_groups import in_rounds, new_group
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
@@ -76,7 +76,7 @@ class Nccl(Transport):
             group = new_group(edge, "nccl", timedelta(seconds=opening.timeout_s))
             if group is not None:
                 peer = sum(edge) - opening.me.rank
-                put_on_top(edge, TorchLink(peer, group), SideStream(current_gpu()), opening, ends)
+                put_on_top(edge, TorchLink(peer, group), CopyStream(current_gpu()), opening, ends)
 
 
 class Link(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer, Receiver, Sender
-from raypipe.runtime.transport.gpu.side_stream import Mark, Side, SideStream, current_gpu, snapshot
+from raypipe.runtime.transport.gpu.side_stream import CopyStream, Mark, Side, current_gpu, snapshot
 from raypipe.runtime.transport.inbox import Allocate, empty_pinned, who
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
@@ -36,9 +36,9 @@ class Pinned(Transport):
         if opening.me.device == "cpu":
             return
         for peer in opening.destinations(edges):
-            ends.out[peer.rank] = PinnedSender(peer, ends.out[peer.rank], SideStream(current_gpu()))
+            ends.out[peer.rank] = PinnedSender(peer, ends.out[peer.rank], CopyStream(current_gpu()))
         for peer in opening.sources(edges):
-            ends.into[peer.rank] = PinnedReceiver(ends.into[peer.rank], SideStream(current_gpu()))
+            ends.into[peer.rank] = PinnedReceiver(ends.into[peer.rank], CopyStream(current_gpu()))
 
 
 class PinnedSender:

@@ -40,7 +40,7 @@ class Side(Protocol):
         """Let the compute stream wait for ``mark`` and then use tensors made on the side stream. The host goes on."""
 
 
-class SideStream:
+class CopyStream:
     """A CUDA stream of its own on ``device``. The calling thread's current stream is the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
