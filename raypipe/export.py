@@ -20,9 +20,17 @@ from raypipe.models.sources.adapters import save_adapters
 from raypipe.trained import TOKENS, load_hugging_face
 
 BESIDE = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model",
-    "generation_config.json", "preprocessor_config.json", "processor_config.json", "chat_template*",
-)  # fmt: skip
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "*.model",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template*",
+)
 """Files of a model directory that training does not change."""
 
 

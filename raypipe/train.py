@@ -42,10 +42,15 @@ Say = Callable[[str], None]
 
 @end_on_signals()
 def prepare_run(
-    job: JobSpec, directory: Path | None, resume: bool, plan_file: Path | None = None,
-    dashboard_port: int | None = None, say: Say = lambda _: None,
-    beside: Mapping[str, Any] = MappingProxyType({}), validation: ValidationMetrics | None = None,
-) -> Prepared:  # fmt: skip
+    job: JobSpec,
+    directory: Path | None,
+    resume: bool,
+    plan_file: Path | None = None,
+    dashboard_port: int | None = None,
+    say: Say = lambda _: None,
+    beside: Mapping[str, Any] = MappingProxyType({}),
+    validation: ValidationMetrics | None = None,
+) -> Prepared:
     """Check the request, make the plan and create the run directory.
 
     If the planner chooses the plan (``parallel: auto``), this starts Ray and profiles the devices; otherwise Ray is not
@@ -74,9 +79,10 @@ def prepare_run(
     resume = resume and not empty
     if job.train.elastic is not None and (plan_file is not None or not job.parallel.auto):
         raise SpecError(
-            "train.elastic", "there is nothing left to choose for other devices: the plan is given",
+            "train.elastic",
+            "there is nothing left to choose for other devices: the plan is given",
             "use parallel: {auto: true}, with the keys that every plan must keep, and no --plan",
-        )  # fmt: skip
+        )
     planned = _planned_at_once(job, directory if resume else None, plan_file, beside, say)
     if planned is None:
         compile_ahead(load_kernels)
@@ -181,7 +187,7 @@ def _check_storage(uri: str) -> None:
 
 def _planned_at_once(
     job: JobSpec, run_to_resume: Path | None, plan_file: Path | None, beside: Mapping[str, Any], say: Say
-) -> Planned | None:  # fmt: skip
+) -> Planned | None:
     """The plan that is given, kept from the run to resume, or made from the job's keys; None if the planner chooses."""
     if plan_file is not None:
         return given_plan(job, plan_file, beside, say)

@@ -101,9 +101,11 @@ def load_manifest(directory: Path) -> dict[str, Any]:
 def _wrong(body: dict[str, Any]) -> str | None:
     """Describe the first key that ``commit`` would not have written so; None if all are right."""
     kinds: tuple[tuple[str, type, str], ...] = (
-        ("step", int, "a whole number"), ("files", list, "a list"), ("keys", dict, "an object"),
+        ("step", int, "a whole number"),
+        ("files", list, "a list"),
+        ("keys", dict, "an object"),
         ("meta", dict, "an object"),
-    )  # fmt: skip
+    )
     for key, kind, noun in kinds:
         if type(body.get(key)) is not kind:
             return f"{key} is not {noun}"

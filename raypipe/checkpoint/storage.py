@@ -64,9 +64,11 @@ class Storage:
             self._files.create_dir(target, recursive=True)
             for name in sorted((file.name for file in path.iterdir()), key=lambda name: (name == NAME, name)):
                 fs.copy_files(
-                    str(path / name), f"{target}/{name}", source_filesystem=fs.LocalFileSystem(),
+                    str(path / name),
+                    f"{target}/{name}",
+                    source_filesystem=fs.LocalFileSystem(),
                     destination_filesystem=self._files,
-                )  # fmt: skip
+                )
             for old in self._folders()[:-keep] if keep is not None else ():
                 self._remove(old)
         except OSError as error:
@@ -91,9 +93,11 @@ class Storage:
                 try:
                     with whole(root / name, folder=True, synced=True) as partial:
                         fs.copy_files(
-                            f"{self._root}/{name}", str(partial), source_filesystem=self._files,
+                            f"{self._root}/{name}",
+                            str(partial),
+                            source_filesystem=self._files,
                             destination_filesystem=fs.LocalFileSystem(),
-                        )  # fmt: skip
+                        )
                         open_checkpoint(partial)
                     return root / name, notices
                 except CheckpointError as error:

@@ -114,9 +114,15 @@ def autoconfigure(
 
     def plan(one: JobSpec, costs: Profile) -> Decision:
         return choose(
-            one, costs, devices, top=top, asynchronous="asynchronous" in (allow or ()), policy=policy, search_s=each_s,
+            one,
+            costs,
+            devices,
+            top=top,
+            asynchronous="asynchronous" in (allow or ()),
+            policy=policy,
+            search_s=each_s,
             shared={} if given is None else given[1],
-        )  # fmt: skip
+        )
 
     def plan_for(one: JobSpec) -> Decision:
         if given is not None:

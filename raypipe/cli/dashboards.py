@@ -18,11 +18,12 @@ def dashboards(
     to: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", parser=output("--to"),
+            metavar="DIR",
+            parser=output("--to"),
             help="Put them below this folder [metrics/ of the Ray session on this machine].",
         ),
     ] = None,
-) -> None:  # fmt: skip
+) -> None:
     """Install Grafana dashboards (run, pipeline, devices) and Prometheus alerts for raypipe's metrics."""
     from raypipe.observe.install_dashboards import install_dashboards
 

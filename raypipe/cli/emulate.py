@@ -112,9 +112,14 @@ def emulate(
     if innermost is not None and innermost not in get_args(Innermost):
         raise RequestError("--innermost", f'"{innermost}" is unknown', nearest(innermost, get_args(Innermost)))
     costs = {
-        "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
-        "attention": attention, "attention_grad": attention_grad,
-    }  # fmt: skip
+        "forward": forward,
+        "input_grad": input_grad,
+        "weight_grad": weight_grad,
+        "recompute": recompute,
+        "comm": comm,
+        "attention": attention,
+        "attention_grad": attention_grad,
+    }
     made = (
         make([name], shape, costs, compare=False, search=search)[0]
         if name

@@ -25,7 +25,10 @@ def epochs(
     out: Annotated[
         Path,
         typer.Option(
-            "-o", "--out", parser=output("--out"), metavar="FILE",
+            "-o",
+            "--out",
+            parser=output("--out"),
+            metavar="FILE",
             help="Table for raypipe hybrid; FILE.runs.jsonl holds the runs, and is gone on with.",
         ),
     ],
@@ -48,7 +51,7 @@ def epochs(
         list[str] | None, typer.Option("--set", help="Override a key of the job file: key.path=value; repeatable.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the table and all runs as one JSON object.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Measure epochs to a target loss by really training on this device, with the global batch of N workers."""
     from raypipe.job import load_job
     from raypipe.observe.progress import stderr_console

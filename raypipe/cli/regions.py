@@ -68,9 +68,12 @@ def regions(
             from raypipe.profiling.regions import measure_regions
 
             found = measure_regions(
-                spec, spec.parallel.microbatch, count, repeats,
+                spec,
+                spec.parallel.microbatch,
+                count,
+                repeats,
                 lambda text: console.print(text, style="dim", soft_wrap=True),
-            )  # fmt: skip
+            )
     if out is not None:
         write(out, found.model_dump_json(indent=1) + "\n")
     joint = joint_schedule(found, memory)

@@ -104,10 +104,16 @@ def schedule(
         if file is not None and file != STANDARD_OUTPUT:
             check_writable(file)
     costs = {
-        "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "recompute": recompute, "comm": comm,
-        "gather_time": gather_time, "reduce_scatter_time": reduce_scatter_time, "attention": attention,
+        "forward": forward,
+        "input_grad": input_grad,
+        "weight_grad": weight_grad,
+        "recompute": recompute,
+        "comm": comm,
+        "gather_time": gather_time,
+        "reduce_scatter_time": reduce_scatter_time,
+        "attention": attention,
         "attention_grad": attention_grad,
-    }  # fmt: skip
+    }
     made = make(wanted, shape, costs, compare, search)
     if load is not None:
         made.append(load_one(load, costs, shape["memory_limit"]))
@@ -118,9 +124,15 @@ def schedule(
 
 
 def _show(
-    made: list[Made], json_file: Path | None, text_file: Path | None, plot: Path | None, memory_plot: Path | None,
-    trace: Path | None, csv: Path | None, critical: bool,
-) -> None:  # fmt: skip
+    made: list[Made],
+    json_file: Path | None,
+    text_file: Path | None,
+    plot: Path | None,
+    memory_plot: Path | None,
+    trace: Path | None,
+    csv: Path | None,
+    critical: bool,
+) -> None:
     from raypipe.simulate.engine import simulate
 
     timelines = [simulate(each.schedule, each.costs) for each in made]

@@ -59,9 +59,14 @@ def train(
     spec = load_job(job, override or ())
     with contextlib.redirect_stdout(sys.stderr):
         prepared = prepare_run(
-            spec, run_dir, resume, plan, dashboard_port, Notes(console),
+            spec,
+            run_dir,
+            resume,
+            plan,
+            dashboard_port,
+            Notes(console),
             _asked(spec, override or ()) if plan is not None else {},
-        )  # fmt: skip
+        )
     go_on = resume_command(job, prepared.directory, override or (), plan)
     opening = (f"run directory {shortest(prepared.directory)}; if it is interrupted, continue with", f"  {go_on}")
     view = ProgressView(prepared.directory, prepared.job.train.steps, console, prepared.units.throughput, opening)

@@ -66,17 +66,24 @@ def analytic_profile(
         slicing = Slicing(positions=model.sequence)
     rate = peaks[products] * 1e12 * shares.get(products, device.efficiency)
     return Profile(
-        source="analytic", device=device.name, accelerator_type=device.accelerator_type, dtype=dtype,
+        source="analytic",
+        device=device.name,
+        accelerator_type=device.accelerator_type,
+        dtype=dtype,
         slicing=slicing,
-        devices=cluster.hosts * cluster.devices_per_host, devices_per_host=cluster.devices_per_host,
+        devices=cluster.hosts * cluster.devices_per_host,
+        devices_per_host=cluster.devices_per_host,
         host_links=cluster.host_links,
-        memory_bytes=device.memory_gib * GIB, base_bytes=(1 - device.usable) * device.memory_gib * GIB,
+        memory_bytes=device.memory_gib * GIB,
+        base_bytes=(1 - device.usable) * device.memory_gib * GIB,
         layers=tuple(_layer(work, device, rate, sizes) for work in works),
-        tied_parameters=_tied(model, tied), trained_tied_parameters=trained_tied,
+        tied_parameters=_tied(model, tied),
+        trained_tied_parameters=trained_tied,
         update_s_per_parameter=update_bytes(optimizer, momentum, dtype) / (device.memory_gb_s * 1e9),
-        inside=_link(cluster.inside), between=_link(cluster.between),
+        inside=_link(cluster.inside),
+        between=_link(cluster.between),
         collective=_path(cluster.collective) if cluster.collective else None,
-    )  # fmt: skip
+    )
 
 
 def update_bytes(optimizer: str, momentum: bool, dtype: str) -> int:
@@ -107,9 +114,12 @@ def _link(link: LinkModel) -> LinkFit:
 def _path(path: CollectiveModel) -> CollectivePath:
     link = _link(path)
     return CollectivePath(
-        alpha_s=link.alpha_s, beta_s_per_byte=link.beta_s_per_byte, algorithm=path.algorithm, at_once=path.at_once,
+        alpha_s=link.alpha_s,
+        beta_s_per_byte=link.beta_s_per_byte,
+        algorithm=path.algorithm,
+        at_once=path.at_once,
         piece_bytes=None if path.piece_mib is None else path.piece_mib * 2**20,
-    )  # fmt: skip
+    )
 
 
 def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[int]) -> LayerProfile:
@@ -119,14 +129,21 @@ def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[in
         f, b, w = (e.seconds(size, *rates) for e in (work.forward, work.input_grad, work.weight_grad))
         times[size] = TaskTimes(forward=f, input_grad=b, weight_grad=w, joint=b + w, recompute=f)
     return LayerProfile(
-        name=work.name, parameters=work.parameters, trained_parameters=work.trained_parameters, times=times,
-        kept_bytes=work.kept_bytes, unread_input_bytes=work.unread_input_bytes,
-        kept_fixed_bytes=work.kept_fixed_bytes, cast_bytes=work.cast_bytes,
-        waiting_bytes=work.waiting_bytes, output_bytes=work.output_bytes,
+        name=work.name,
+        parameters=work.parameters,
+        trained_parameters=work.trained_parameters,
+        times=times,
+        kept_bytes=work.kept_bytes,
+        unread_input_bytes=work.unread_input_bytes,
+        kept_fixed_bytes=work.kept_fixed_bytes,
+        cast_bytes=work.cast_bytes,
+        waiting_bytes=work.waiting_bytes,
+        output_bytes=work.output_bytes,
         output_floats=work.output_floats,
-        workspace_bytes=work.workspace_bytes, workspace_fixed_bytes=work.workspace_fixed_bytes,
+        workspace_bytes=work.workspace_bytes,
+        workspace_fixed_bytes=work.workspace_fixed_bytes,
         split_workspace_bytes=work.split_workspace_bytes,
         attention_share=work.forward.attention_share(max(sizes), *rates),
         attention_grad_share=work.input_grad.attention_share(max(sizes), *rates),
         key_value_bytes=work.key_value_bytes,
-    )  # fmt: skip
+    )

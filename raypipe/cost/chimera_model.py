@@ -75,13 +75,16 @@ def closed_form(schedule: Schedule, costs: CostTable, copies: int = 1) -> Closed
     forward_s = fmean(costs.forward)
     all_reduce = _all_reduces(bare, costs, copies)
     return ClosedForm(
-        forward_s=forward_s, backward_s=forward_s * _ratio(bare),
-        message_s=max(costs.links[:-1], default=0.0), forwards=forwards, backwards=backwards,
+        forward_s=forward_s,
+        backward_s=forward_s * _ratio(bare),
+        message_s=max(costs.links[:-1], default=0.0),
+        forwards=forwards,
+        backwards=backwards,
         unoverlapped_s=max(
             unoverlapped(timeline, d, [(s, r, all_reduce[s]) for s, r in own], forward_s)
             for d, own in enumerate(held(bare))
         ),
-    )  # fmt: skip
+    )
 
 
 def unoverlapped(timeline: Timeline, device: int, sums: Sequence[tuple[int, int, float]], unit: float) -> float:

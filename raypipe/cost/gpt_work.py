@@ -114,18 +114,24 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         backward += 9 * e * scores + (2 * e + 1) * scores * (drop > 0)
         kept += (e + (e + 1 if drop else 0)) * scores
     return LayerWork(
-        name="block", parameters=matrices + 13 * h,  # biases of 3 + 1 + 4 + 1, two norms of 2 each
+        name="block",
+        parameters=matrices + 13 * h,  # biases of 3 + 1 + 4 + 1, two norms of 2 each
         forward=TaskWork(
             flops=linear + attention, operands=operands, weights=weights, traffic=forward, attention=attention
         ),
         input_grad=TaskWork(
-            flops=linear + attention_back, operands=operands, weights=weights, traffic=backward, overhead=0.8,
+            flops=linear + attention_back,
+            operands=operands,
+            weights=weights,
+            traffic=backward,
+            overhead=0.8,
             attention=attention_back,
         ),
         weight_grad=TaskWork(
             flops=linear, operands=operands, weights=3.0 * matrices * m, traffic=9.0 * e * stream, overhead=0.3
         ),
-        kept_bytes=kept, cast_bytes=matrices * e if narrow else 0,
+        kept_bytes=kept,
+        cast_bytes=matrices * e if narrow else 0,
         waiting_bytes=16.0 * e * stream,  # both sides of the four products
         output_bytes=m * stream,
         # The gradient inside the MLP or attention; fixed: a matrix's gradient before it is accumulated.
@@ -133,7 +139,7 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         workspace_fixed_bytes=4.0 * h * h * (m + e if narrow else m),
         split_workspace_bytes=max(8.0 * e * stream, 2.0 * e * scores),
         key_value_bytes=2.0 * e * stream,
-    )  # fmt: skip
+    )
 
 
 def _embedding(model: GptSpec, dtype: str, software: Software) -> LayerWork:
@@ -142,7 +148,8 @@ def _embedding(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     table = model.vocabulary * h
     moved, kept = mask_bytes(m, software) if model.dropout else (0, 0)
     return LayerWork(
-        name="embedding", parameters=table + (model.positions or s) * h,
+        name="embedding",
+        parameters=table + (model.positions or s) * h,
         forward=TaskWork(traffic=(5.0 * m + moved) * s * h, overhead=0.3),
         input_grad=TaskWork(traffic=3.0 * m * s * h if model.dropout else 0.0, overhead=0.1),
         # The gradient of a look-up is a full table, mostly zeros, that is accumulated.
@@ -150,8 +157,9 @@ def _embedding(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         kept_bytes=kept * s * h + 8 * s,
         waiting_bytes=m * s * h + 8 * s,
         output_bytes=m * s * h,
-        workspace_fixed_bytes=m * table, split_workspace_bytes=0,
-    )  # fmt: skip
+        workspace_fixed_bytes=m * table,
+        split_workspace_bytes=0,
+    )
 
 
 def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
@@ -167,12 +175,16 @@ def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     norm = 2 * m * s * h + ((m + e) * s * h if narrow else 0)
     loss = (e + stat if narrow else 0) * logits + 2 * stat * logits  # widen, then log-softmax
     return LayerWork(
-        name="head", parameters=matrix + 2 * h,
+        name="head",
+        parameters=matrix + 2 * h,
         forward=TaskWork(
             flops=product.flops, operands=product.operands, weights=product.weights, traffic=norm + loss, overhead=0.4
         ),
         input_grad=TaskWork(
-            flops=product.flops, operands=product.operands, weights=product.weights, overhead=0.4,
+            flops=product.flops,
+            operands=product.operands,
+            weights=product.weights,
+            overhead=0.4,
             traffic=3 * m * s * h + 4 * stat * logits,
         ),
         weight_grad=TaskWork(flops=product.flops, operands=product.operands, weights=3.0 * m * matrix, overhead=0.3),
@@ -184,4 +196,4 @@ def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         workspace_bytes=2.0 * stat * logits,
         workspace_fixed_bytes=max(0.0, matrix * (m + e if narrow else m) - 2.0 * stat * logits),
         split_workspace_bytes=2.0 * stat * logits,
-    )  # fmt: skip
+    )

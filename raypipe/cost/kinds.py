@@ -48,10 +48,15 @@ def of_kinds(profiles: Sequence[Profile]) -> Profile:
         own = profile.placed.of_first(profile.devices)
         hosts += own
         kinds += [kind] * len(own)
-    return Profile.model_validate({
-        **dict(fastest), "devices": sum(hosts), "hosts": tuple(hosts), "kind_of_host": tuple(kinds),
-        "other_kinds": tuple(others),
-    })  # fmt: skip
+    return Profile.model_validate(
+        {
+            **dict(fastest),
+            "devices": sum(hosts),
+            "hosts": tuple(hosts),
+            "kind_of_host": tuple(kinds),
+            "other_kinds": tuple(others),
+        }
+    )
 
 
 def _at_sizes(profile: Profile, sizes: set[int]) -> Profile:
@@ -100,7 +105,5 @@ def process_bytes(profile: Profile, positions: int, copies: int) -> tuple[float,
     return tuple(all_of_it - room for all_of_it, room in zip(whole, rooms, strict=True))
 
 
-def _least(
-    profile: Profile, positions: int, copies: int, value: Callable[[Profile], float]
-) -> tuple[float, ...]:  # fmt: skip
+def _least(profile: Profile, positions: int, copies: int, value: Callable[[Profile], float]) -> tuple[float, ...]:
     return tuple(min(map(value, kinds)) for kinds in kinds_of_positions(profile, positions, copies))

@@ -180,9 +180,11 @@ class TakenFor(Spec):
         train = job.train
         compiled = train.compile == "inductor"
         return cls(
-            model=job.model.model_dump(mode="json"), optimizer=train.optimizer, compiled=compiled,
+            model=job.model.model_dump(mode="json"),
+            optimizer=train.optimizer,
+            compiled=compiled,
             activation_memory_budget=job.parallel.activation_memory_budget if compiled else 1.0,
-        )  # fmt: skip
+        )
 
 
 class Profile(Spec):

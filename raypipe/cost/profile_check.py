@@ -26,13 +26,15 @@ def check_profile(job: JobSpec, profile: Profile) -> None:
     if isinstance(job.model, GptSpec) and len(profile.layers) != job.model.layers + 2:
         raise SpecError(
             "profile",
-            f"has {len(profile.layers)} layers, the job's model {job.model.layers + 2} with embedding and head", AGAIN,
-        )  # fmt: skip
+            f"has {len(profile.layers)} layers, the job's model {job.model.layers + 2} with embedding and head",
+            AGAIN,
+        )
     if profile.dtype != job.train.dtype:
         raise SpecError(
-            "profile", f"was taken for {profile.dtype}, the job trains in {job.train.dtype}",
+            "profile",
+            f"was taken for {profile.dtype}, the job trains in {job.train.dtype}",
             f"profile again, or set train.dtype: {profile.dtype}",
-        )  # fmt: skip
+        )
     sizes = [set(layer.times) for layer in profile.layers]
     bare = next((layer.name for layer in profile.layers if not layer.times), None)
     if bare is not None:

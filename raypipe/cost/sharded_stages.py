@@ -21,9 +21,14 @@ def shard_group(sharding: Sharding, copies: int) -> int:
 
 
 def with_sharding(
-    costs: CostTable, profile: Profile, cut: Cut, placement: Sequence[Sequence[int]], sharding: Sharding, copies: int,
+    costs: CostTable,
+    profile: Profile,
+    cut: Cut,
+    placement: Sequence[Sequence[int]],
+    sharding: Sharding,
+    copies: int,
     innermost: Innermost = "stages",
-) -> CostTable:  # fmt: skip
+) -> CostTable:
     """Return the costs of a schedule's stages with what sharding makes of them.
 
     A gather or a reduce-scatter moves the trained weights or the gradients of a whole stage, over its shard group,
@@ -82,6 +87,9 @@ def with_sharding(
             all_reduce[stage] = between_groups(stage, values * reduced / group)
             update[stage] -= profile.update_s_per_parameter * values * (1 - 1 / group)
     return replace(
-        costs, gather=tuple(gather), reduce_scatter=tuple(scatter), all_reduce=tuple(all_reduce),
+        costs,
+        gather=tuple(gather),
+        reduce_scatter=tuple(scatter),
+        all_reduce=tuple(all_reduce),
         update=tuple(max(0.0, u) for u in update),
-    )  # fmt: skip
+    )

@@ -61,10 +61,12 @@ def stage_times(layers: Sequence[LayerProfile], samples: float, share: float = 1
     """Return the sum of the layers' task times for a micro-batch of ``samples``, or a slice, times ``share``."""
     each = [slice_times(layer, samples, slices) for layer in layers]
     return TaskTimes(
-        forward=share * sum([t.forward for t in each]), input_grad=share * sum([t.input_grad for t in each]),
-        weight_grad=share * sum([t.weight_grad for t in each]), joint=share * sum([t.joint for t in each]),
+        forward=share * sum([t.forward for t in each]),
+        input_grad=share * sum([t.input_grad for t in each]),
+        weight_grad=share * sum([t.weight_grad for t in each]),
+        joint=share * sum([t.joint for t in each]),
         recompute=share * sum([t.recompute for t in each]),
-    )  # fmt: skip
+    )
 
 
 @dataclass(eq=False)

@@ -117,8 +117,15 @@ def _slowest(tables: Mapping[int, CostTable], holders: Sequence[Collection[int]]
         return max(values[kind][stage] for kind in {*holders[stage], *also})
 
     names = (
-        "forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update", "attention", "attention_grad",
-    )  # fmt: skip
+        "forward",
+        "input_grad",
+        "weight_grad",
+        "recompute",
+        "all_reduce",
+        "update",
+        "attention",
+        "attention_grad",
+    )
     by_name = {name: {kind: getattr(table, name) for kind, table in tables.items()} for name in names}
     links = {kind: table.links for kind, table in tables.items()}
     stages = range(len(holders))
@@ -228,10 +235,18 @@ def costs_of(
     # The runtime runs the micro-batches of a forward together only if it keeps none of their activations.
     runs = [len(t.mbs) for t in schedule.tasks() if t.kind == "F" and all((t.stage, mb) in pairs for mb in t.mbs)]
     return stage_costs(
-        profile, cut, microbatch, schedule.placement, copies=copies, size=float(schedule.size),
-        slices=schedule.rules.slices, split=split, together=max(runs, default=1), recomputed=recomputed,
+        profile,
+        cut,
+        microbatch,
+        schedule.placement,
+        copies=copies,
+        size=float(schedule.size),
+        slices=schedule.rules.slices,
+        split=split,
+        together=max(runs, default=1),
+        recomputed=recomputed,
         innermost=innermost,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)

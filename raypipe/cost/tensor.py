@@ -57,25 +57,30 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
     cast = 2 * (m + e) * stream if e != m else 0.0
     norms = 4 * m * stream + cast
     replicated_block = LayerWork(
-        name="block", parameters=6 * h,  # two norms, and the biases added after the all-reduces
+        name="block",
+        parameters=6 * h,  # two norms, and the biases added after the all-reduces
         forward=TaskWork(operands=4 * e * stream, traffic=norms + 2 * (2 * m + e + moved) * stream),
         input_grad=TaskWork(operands=4 * e * stream, traffic=12 * m * stream + cast + 6 * e * stream * (moved > 0)),
         weight_grad=TaskWork(operands=4 * e * stream),
         kept_bytes=(2 * m + 2 * e + 2 * kept) * stream + 4 * STATISTIC[dtype] * s,
-        waiting_bytes=4 * e * stream, output_bytes=m * stream,
-    )  # fmt: skip
+        waiting_bytes=4 * e * stream,
+        output_bytes=m * stream,
+    )
     embedding, *blocks, head = gpt_work(model, dtype, software)
     # Only the embedding's table is divided.
     replicated_embedding = replace(
         embedding, parameters=s * h, weight_grad=replace(embedding.weight_grad, weights=0.0), workspace_fixed_bytes=0.0
     )
     replicated_head = LayerWork(
-        name="head", parameters=2 * h,
+        name="head",
+        parameters=2 * h,
         forward=TaskWork(operands=e * stream, traffic=2 * m * stream + cast / 2),
         input_grad=TaskWork(operands=e * stream, traffic=3 * m * stream),
         weight_grad=TaskWork(operands=e * stream),
-        kept_bytes=(m + e) * stream + (2 * STATISTIC[dtype] + 8) * s, waiting_bytes=e * stream, output_bytes=0.0,
-    )  # fmt: skip
+        kept_bytes=(m + e) * stream + (2 * STATISTIC[dtype] + 8) * s,
+        waiting_bytes=e * stream,
+        output_bytes=0.0,
+    )
     token = float(STATISTIC[dtype] * s)
     # Activations are all-reduced in the products' dtype. Gradients are all-reduced at the norms' outputs, which are in
     # the wider dtype because each product casts its own input.
@@ -188,8 +193,11 @@ def tensor_profile(
     return plain.model_copy(
         update={
             "layers": tuple(timed(*pair) for pair in zip(plain.layers, tensor_ranks, strict=True)),
-            "tied_parameters": tied, "trained_tied_parameters": trained_tied,
-            "devices": cluster.devices // size, "devices_per_host": max(1, cluster.devices_per_host // size),
-            "host_links": max(1, cluster.host_links // size), "between": between,
+            "tied_parameters": tied,
+            "trained_tied_parameters": trained_tied,
+            "devices": cluster.devices // size,
+            "devices_per_host": max(1, cluster.devices_per_host // size),
+            "host_links": max(1, cluster.host_links // size),
+            "between": between,
         }
-    )  # fmt: skip
+    )

@@ -53,9 +53,12 @@ class Lost:
     def as_json(self) -> dict[str, Any]:
         """Return the fields of one entry of ``causes``."""
         found: dict[str, Any] = {
-            "cause": self.cause, "device": self.device, "seconds": self.seconds, "what_if_step_s": self.what_if_step_s,
+            "cause": self.cause,
+            "device": self.device,
+            "seconds": self.seconds,
+            "what_if_step_s": self.what_if_step_s,
             "devices": {str(d): s for d, s in sorted(self.devices.items())},
-        }  # fmt: skip
+        }
         return found | ({"links": {f"{a}->{b}": s for (a, b), s in self.links.items()}} if self.links else {})
 
 
@@ -101,7 +104,7 @@ def _matters(replay: Replay, cause: Cause) -> bool:
     return (
         abs(replay.step_s() - replay.step_s([Mend(cause)])) > limit
         or abs(replay.step_s(others) - replay.step_s(every)) > limit
-    )  # fmt: skip
+    )
 
 
 def _averaged(replay: Replay, causes: Sequence[Cause], few: bool) -> dict[Cause, float]:
@@ -132,8 +135,10 @@ def _where(
     if cause == "warm-up":
         return dict.fromkeys(devices, seconds / len(devices)), {}
     if cause == "link":
-        pairs = sorted({pair for source in replay.waits.messages for _, pair in source}
-                       | {pair for source in replay.waits.late_messages for _, pair in source})  # fmt: skip
+        pairs = sorted(
+            {pair for source in replay.waits.messages for _, pair in source}
+            | {pair for source in replay.waits.late_messages for _, pair in source}
+        )
         weights = _gains(replay, [Mend(cause, pair) for pair in pairs], budget)
         if sum(weights) <= 0:
             weights = [_lag(replay, pair) for pair in pairs]
@@ -163,9 +168,11 @@ def _gains(replay: Replay, mends: Sequence[Mend], budget: int) -> list[float]:
 def _lag(replay: Replay, pair: tuple[int, int]) -> float:
     device = replay.waits.graph.device
     return sum(
-        lag for one in replay.steps for (p, i), lag in (*one.lags.items(), *one.late_lags.items())
+        lag
+        for one in replay.steps
+        for (p, i), lag in (*one.lags.items(), *one.late_lags.items())
         if (device[p], device[i]) == pair
-    )  # fmt: skip
+    )
 
 
 def _amounts(replay: Replay, cause: Cause) -> list[float]:

@@ -71,9 +71,12 @@ class Change:
     def as_json(self) -> dict[str, Any]:
         """Return the fields of ``best_change``."""
         return {
-            "change": self.what, "predicted_step_s": self.predicted_step_s, "gain": self.gain, "mends": self.mends,
+            "change": self.what,
+            "predicted_step_s": self.predicted_step_s,
+            "gain": self.gain,
+            "mends": self.mends,
             "set": self.keys,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,17 +147,17 @@ def _plans(found: Explanation, replay: Replay, planned: ExplainedPlan) -> Iterat
         moved = Plan.of(plan.parallel, cut[0], planned.batch, order, frozen)
         keys = {"program": moved.program} if moved.program != plan.program else {}
         yield change(
-            f"another cut: stages of {_words(layers)} layers instead of {_words(present)}", cut[1], "imbalance",
+            f"another cut: stages of {_words(layers)} layers instead of {_words(present)}",
+            cut[1],
+            "imbalance",
             {"cut": [list(stage) for stage in cut[0]], **keys},
-        )  # fmt: skip
+        )
     try:
         swap = better_plan(Running(plan, of.schedule, ahead), planned.batch, planned.clips, costs)
     except ScheduleError:
         swap = None
     if swap is not None and swap.gain > 0:
-        yield change(
-            f"another order: {swap.change}", swap.predicted_s, "warm-up", {"parallel.replan": True}
-        )  # fmt: skip
+        yield change(f"another order: {swap.change}", swap.predicted_s, "warm-up", {"parallel.replan": True})
     for other, its_costs, what in _other_shapes(planned, costs):
         parallel = plan.parallel.model_copy(update=other)
         seconds = _seconds(parallel, its_costs, planned, of.schedule)
@@ -202,8 +205,9 @@ def _other_cut(replay: Replay, planned: ExplainedPlan, costs: CostTable, ahead: 
     if schedule.rules.frozen:
         return None
     shares = layer_shares(cut, planned.layer_s)
-    undisturbed = [(f + b + w) / v for f, b, w, v in
-                   zip(costs.forward, costs.input_grad, costs.weight_grad, speed, strict=True)]  # fmt: skip
+    undisturbed = [
+        (f + b + w) / v for f, b, w, v in zip(costs.forward, costs.input_grad, costs.weight_grad, speed, strict=True)
+    ]
     layer_s = [undisturbed[s] * shares[layer] for s, stage in enumerate(cut) for layer in stage]
 
     def step_s(other: Cut) -> float:

@@ -13,9 +13,12 @@ from raypipe.explain.waits import Pair, Waits
 
 
 def estimated(
-    waits: Waits, found: list[StepGaps], gaps: list[Gap], starts: list[NDArray[np.float64]],
+    waits: Waits,
+    found: list[StepGaps],
+    gaps: list[Gap],
+    starts: list[NDArray[np.float64]],
     ends: list[NDArray[np.float64]],
-) -> None:  # fmt: skip
+) -> None:
     """Divide the gaps between links and hosts, and estimate the messages that nobody waited for.
 
     A link's usual time is that of the messages which left after their receiver had become idle. With it, it is known

@@ -61,9 +61,7 @@ def take_apart(of: Measured, waits: Waits) -> list[StepGaps]:
     return found
 
 
-def _move_gathers_out(
-    waits: Waits, step: RecordedStep, start: NDArray[np.float64], end: NDArray[np.float64]
-) -> None:  # fmt: skip
+def _move_gathers_out(waits: Waits, step: RecordedStep, start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
     """Let tasks begin when their weights have been gathered, and the gathers end then.
 
     Devices report such waits as part of the task, and of the gather only when it was launched. All members of a gather
@@ -115,9 +113,17 @@ def _collective_times(
 
 
 def _gap(
-    waits: Waits, one: StepGaps, step: RecordedStep, k: int, i: int, start: NDArray[np.float64],
-    end: NDArray[np.float64], past: NDArray[np.float64] | None, zero: float, gaps: list[Gap],
-) -> None:  # fmt: skip
+    waits: Waits,
+    one: StepGaps,
+    step: RecordedStep,
+    k: int,
+    i: int,
+    start: NDArray[np.float64],
+    end: NDArray[np.float64],
+    past: NDArray[np.float64] | None,
+    zero: float,
+    gaps: list[Gap],
+) -> None:
     """Find the gap before a compute task or an update, and what it waited for last."""
     graph = waits.graph
     previous = waits.before[i]

@@ -54,10 +54,14 @@ class _Link:
 
 
 def measured(
-    waits: Waits, found: list[StepGaps], gaps: list[Gap],
+    waits: Waits,
+    found: list[StepGaps],
+    gaps: list[Gap],
     message_s: Sequence[Sequence[Mapping[int, tuple[float, float]]]],
-    starts: list[NDArray[np.float64]], ends: list[NDArray[np.float64]], began: list[NDArray[np.float64]],
-) -> None:  # fmt: skip
+    starts: list[NDArray[np.float64]],
+    ends: list[NDArray[np.float64]],
+    began: list[NDArray[np.float64]],
+) -> None:
     """Divide the gaps between links and hosts, and estimate the messages that nobody waited for.
 
     Args:

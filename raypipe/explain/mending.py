@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple, get_args
 
-Cause = Literal[
-    "imbalance", "warm-up", "link", "sync", "gather", "recompute", "data", "norm", "straggler", "host"
-]  # fmt: skip
+Cause = Literal["imbalance", "warm-up", "link", "sync", "gather", "recompute", "data", "norm", "straggler", "host"]
 CAUSES: Final[tuple[Cause, ...]] = get_args(Cause)
 MENDABLE: Final[tuple[Cause, ...]] = tuple(c for c in CAUSES if c != "warm-up")
 """Causes that a replay can be without; warm-up is what then remains above the ideal step."""

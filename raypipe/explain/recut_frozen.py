@@ -33,10 +33,16 @@ def profiled_costs(profile: Profile, plan: Plan, schedule: Schedule, cut: Cut | 
     per_copy = schedule.replicas // plan.parallel.replicas
     split = any(task.kind == "W" for task in schedule.tasks())
     return stage_costs(
-        profile, plan.cut if cut is None else cut, plan.parallel.microbatch, schedule.placement[:per_copy],
-        copies=plan.parallel.replicas, innermost=plan.parallel.innermost, size=float(schedule.size),
-        slices=schedule.rules.slices, split=split,
-    )  # fmt: skip
+        profile,
+        plan.cut if cut is None else cut,
+        plan.parallel.microbatch,
+        schedule.placement[:per_copy],
+        copies=plan.parallel.replicas,
+        innermost=plan.parallel.innermost,
+        size=float(schedule.size),
+        slices=schedule.rules.slices,
+        split=split,
+    )
 
 
 @dataclass(slots=True)

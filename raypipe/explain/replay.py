@@ -93,14 +93,17 @@ class Replay:
             stages = np.array([graph.tasks[i].stage for i in own])
             for row in range(len(base)) if len(own) else ():
                 one = base[row, own] / each[own]
-                typical = np.array([one[stages == s].mean() if (stages == s).any() else 0.0
-                                    for s in range(graph.schedule.stages)])[stages]  # fmt: skip
+                typical = np.array(
+                    [one[stages == s].mean() if (stages == s).any() else 0.0 for s in range(graph.schedule.stages)]
+                )[stages]
                 if typical.min() > 0:
                     factor[row, own] = one.mean() / typical
-        sums = np.array([
-            np.bincount(self._device, row, minlength=graph.schedule.devices)
-            for row in np.where(self._is["work"], base * factor, 0.0)
-        ])  # fmt: skip
+        sums = np.array(
+            [
+                np.bincount(self._device, row, minlength=graph.schedule.devices)
+                for row in np.where(self._is["work"], base * factor, 0.0)
+            ]
+        )
         goal = self.device_work_s.mean(axis=1, keepdims=True)
         scale = np.divide(goal, sums, out=np.ones_like(sums), where=sums > 0)
         return np.where(self._is["work"], factor * scale[:, self._device], 1.0)
@@ -150,9 +153,7 @@ class Replay:
         work = np.where(self._mended("imbalance", mended), work * self._even[k], work)
         for cause in ("recompute", "sync", "gather"):
             work = np.where(self._is[cause] & self._mended(cause, mended), 0.0, work)
-        return (
-            work + part("host", one.host) + part("data", one.data) + part("norm", one.norm) + part("sync", one.sums)
-        )  # fmt: skip
+        return work + part("host", one.host) + part("data", one.data) + part("norm", one.norm) + part("sync", one.sums)
 
     def _mended(self, cause: str, mended: frozenset[Mend]) -> NDArray[np.bool_]:
         """Per task, whether this cause is mended on its device."""
@@ -174,9 +175,7 @@ class Replay:
             self._edges[mended] = [self._edges_of_step(one, mends, _has_norm(mended)) for one in self.steps]
         return self._edges[mended]
 
-    def _edges_of_step(
-        self, one: StepGaps, mends: Callable[[int, int], bool], no_norm: bool
-    ) -> tuple[Edges, Edges]:  # fmt: skip
+    def _edges_of_step(self, one: StepGaps, mends: Callable[[int, int], bool], no_norm: bool) -> tuple[Edges, Edges]:
         w = self.waits
         messages: Edges = {}
         for (p, i), lag in one.lags.items():

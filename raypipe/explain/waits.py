@@ -64,9 +64,17 @@ def waits_of(of: Measured, graph: TaskGraph) -> Waits:
                 before[i], last[d] = last[d], i
     norm, after = wait_for_norm(graph, of.norm, 0.0)
     return Waits(
-        graph, messages, late, before, last, all_reduces_before_updates(graph), carried(graph, graph), norm, after,
+        graph,
+        messages,
+        late,
+        before,
+        last,
+        all_reduces_before_updates(graph),
+        carried(graph, graph),
+        norm,
+        after,
         collectives(graph),
-    )  # fmt: skip
+    )
 
 
 def merged(*edges: Edges) -> Edges:

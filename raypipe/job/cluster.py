@@ -140,9 +140,10 @@ class ClusterSpec(HostGroup):
         """
         if self.other_hosts:
             raise SpecError(
-                where, f"{self.name} has devices of several kinds, and this takes one kind of device",
+                where,
+                f"{self.name} has devices of several kinds, and this takes one kind of device",
                 "give a cluster file without other_hosts, of the kind that is meant",
-            )  # fmt: skip
+            )
         return self
 
     def resized(self, devices: int) -> ClusterSpec:
@@ -155,9 +156,10 @@ class ClusterSpec(HostGroup):
         _check_number(devices, "devices")
         if self.other_hosts and devices != self.devices:
             raise SpecError(
-                "devices", f"{devices} devices of a cluster of {self.devices} whose hosts differ",
+                "devices",
+                f"{devices} devices of a cluster of {self.devices} whose hosts differ",
                 "leave it out, and describe in the cluster file the hosts that may be used",
-            )  # fmt: skip
+            )
         if self.other_hosts:
             return self
         if 1 <= devices <= per_host:

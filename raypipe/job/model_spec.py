@@ -79,8 +79,10 @@ class CapturedSpec(Spec):
         if not isinstance(loss, FunctionType):
             return loss
         if loss.__module__ == "__main__" or "<" in loss.__qualname__ or "." in loss.__qualname__:
-            raise ValueError(f"{loss.__qualname__} of {loss.__module__} can't be imported by other processes: "
-                             "define it at the top of a module that is not the script itself")  # fmt: skip
+            raise ValueError(
+                f"{loss.__qualname__} of {loss.__module__} can't be imported by other processes: "
+                "define it at the top of a module that is not the script itself"
+            )
         return f"{loss.__module__}:{loss.__qualname__}"
 
 

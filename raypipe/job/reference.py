@@ -70,9 +70,13 @@ CLUSTER_SECTIONS: dict[str, type[Spec]] = {
     "collective": CollectiveModel,
 }
 KINDS = {
-    "string": "text", "integer": "whole number", "number": "number", "boolean": "`true` or `false`",
-    "object": "keys and values", "null": "`null`",
-}  # fmt: skip
+    "string": "text",
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "`true` or `false`",
+    "object": "keys and values",
+    "null": "`null`",
+}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 

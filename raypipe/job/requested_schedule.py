@@ -58,9 +58,10 @@ def fitting(schedule: Schedule, parallel: ParallelSpec, batch: int, source: str)
         check_shards(schedule, parallel, source, parallel.shard)
         if parallel.gather != "order":
             raise ScheduleError(
-                "gather", f"{source} has gathers of its own, the job asks for one per {parallel.gather}",
+                "gather",
+                f"{source} has gathers of its own, the job asks for one per {parallel.gather}",
                 "set parallel.gather to order, or leave AG, FREE, RS and zero out of the schedule",
-            )  # fmt: skip
+            )
         if parallel.replicas > 1:
             dropped = BOOKKEEPING - SHARDED
         else:  # nobody to divide anything with
@@ -106,14 +107,17 @@ def check_shards(schedule: Schedule, parallel: ParallelSpec, source: str, shard:
         raise ScheduleError("copies", f"{source} holds {sharding.copies} copies", "give the order of one")
     if words != {shard}:
         raise ScheduleError(
-            "shard", f"{source} divides {', '.join(sorted(words))}, the job {shard}",
+            "shard",
+            f"{source} divides {', '.join(sorted(words))}, the job {shard}",
             f"set parallel.shard to {words.pop()}" if len(words) == 1 else "give all stages one level",
-        )  # fmt: skip
+        )
     if sharding.group != parallel.shard_replicas:
         raise ScheduleError(
-            "shard_replicas", f"{source} has shard groups of {sharding.group or 'all copies'}, the job of "
-            f"{parallel.shard_replicas or 'all copies'}", "make them agree",
-        )  # fmt: skip
+            "shard_replicas",
+            f"{source} has shard groups of {sharding.group or 'all copies'}, the job of "
+            f"{parallel.shard_replicas or 'all copies'}",
+            "make them agree",
+        )
 
 
 LONG = 20_000
@@ -155,9 +159,10 @@ def checked_schedule(parallel: ParallelSpec, batch: int) -> Schedule:
         growth = peak - max(peak_activations(_recomputed(parallel, short(few - turn))))
         if (peak := peak + growth * (shape.microbatches - few) / turn) > limit:
             raise ScheduleError(
-                "memory_limit", f"{parallel.schedule} holds {peak:g} activations, the limit is {limit:g}",
+                "memory_limit",
+                f"{parallel.schedule} holds {peak:g} activations, the limit is {limit:g}",
                 "raise the limit, or choose a schedule or shape that holds fewer",
-            )  # fmt: skip
+            )
     return schedule
 
 

@@ -57,18 +57,21 @@ def layer_costs(job: JobSpec, model: LayeredModel, machine: ClusterSpec) -> Laye
     shares = {str(name): share for name, share in device.efficiency_by_dtype.items()}
     peaks = {str(name): peak for name, peak in device.peak_tflops.items()}
     rates = (
-        peaks[kind] * 1e12 * shares.get(kind, device.efficiency), device.memory_gb_s * 1e9,
+        peaks[kind] * 1e12 * shares.get(kind, device.efficiency),
+        device.memory_gb_s * 1e9,
         device.layer_overhead_us * 1e-6,
-    )  # fmt: skip
+    )
     samples = job.parallel.microbatch
     works = [each.work for each in captured_work(model.graph, model.sharding, model.sizes(1))]
     tensors = model.tensors(range(len(model.results)), samples)
     sizes = [float(count(t.shape, {}) * t.dtype.itemsize) for t in tensors]
     return LayerCosts(
-        results=model.results, result_bytes=tuple(sizes),
+        results=model.results,
+        result_bytes=tuple(sizes),
         gradient_bytes=tuple(size * t.differentiable for size, t in zip(sizes, tensors, strict=True)),
         forward=tuple(w.forward.seconds(samples, *rates) for w in works),
         input_grad=tuple(w.input_grad.seconds(samples, *rates) for w in works),
         weight_grad=tuple(w.weight_grad.seconds(samples, *rates) for w in works),
-        latency_s=link.latency_us * 1e-6, bytes_per_s=link.bandwidth_gb_s * 1e9,
-    )  # fmt: skip
+        latency_s=link.latency_us * 1e-6,
+        bytes_per_s=link.bandwidth_gb_s * 1e9,
+    )

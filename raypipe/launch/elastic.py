@@ -115,10 +115,13 @@ class Elastic:
         keys = ("schedule", "stages", "replicas", "microbatch")
         log = RunLog(directory)
         log.event(
-            "resized", devices=_devices(self.prepared), was=was,
+            "resized",
+            devices=_devices(self.prepared),
+            was=was,
             reservation=[part.name for part in self._reservation.parts],
-            plan={key: getattr(plan.parallel, key) for key in keys}, message=ended["message"],
-        )  # fmt: skip
+            plan={key: getattr(plan.parallel, key) for key in keys},
+            message=ended["message"],
+        )
         log.close()
 
     def _take_more(self) -> None:

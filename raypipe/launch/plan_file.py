@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from raypipe.models import LayeredModel
 
 
-def given_plan(
-    job: JobSpec, plan_file: Path, beside: Mapping[str, Any], say: Callable[[str], None]
-) -> Planned:  # fmt: skip
+def given_plan(job: JobSpec, plan_file: Path, beside: Mapping[str, Any], say: Callable[[str], None]) -> Planned:
     """Read the plan for a job from a file.
 
     Args:
@@ -101,9 +99,10 @@ def _beside(plan: Plan, given: Mapping[str, Any], plan_file: Path) -> Plan:
         decided = getattr(plan.parallel, key, None)
         if key not in own and decided != value:
             raise SpecError(
-                f"--set parallel.{key}", f"{value} contradicts {plan_file}, which decides {decided}",
+                f"--set parallel.{key}",
+                f"{value} contradicts {plan_file}, which decides {decided}",
                 "leave out one of them; to plan with it: raypipe autoconfigure JOB.yaml --set ... -o PLAN.json",
-            )  # fmt: skip
+            )
     return plan.model_copy(update={"parallel": plan.parallel.model_copy(update=own)})
 
 
@@ -119,9 +118,10 @@ def _checked_prediction(plan: Plan, job: JobSpec, plan_file: Path, say: Callable
     key, why = min(found, key=lambda difference: not _other_model(difference[0]))
     if _other_model(key):
         raise SpecError(
-            str(plan_file), f"was made for another model: {key} {why}",
+            str(plan_file),
+            f"was made for another model: {key} {why}",
             "plan this one: raypipe autoconfigure JOB.yaml -o PLAN.json",
-        )  # fmt: skip
+        )
     say(f"note: since {plan_file} was planned, {key} {why}; its predicted time and memory no longer apply")
     return plan.model_copy(update={"predicted_step_s": None, "bound_s": None, "made_for": None})
 
@@ -142,9 +142,10 @@ def _checked_schedule(plan: Plan, job: JobSpec, model: LayeredModel, plan_file: 
         numbers = sorted(numbers)
     if numbers != list(range(layers)):
         raise SpecError(
-            f"{plan_file}: cut", f"holds layers {numbers} of a model with layers 0 to {layers - 1}",
+            f"{plan_file}: cut",
+            f"holds layers {numbers} of a model with layers 0 to {layers - 1}",
             "use a plan made for this job",
-        )  # fmt: skip
+        )
     empty = next((s for s, stage in enumerate(plan.cut) if not stage), None)
     if empty is not None:
         raise SpecError(f"{plan_file}: cut", f"gives stage {empty} no layers", "use a plan made for this job")

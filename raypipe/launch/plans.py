@@ -77,9 +77,10 @@ def _check_tied(layers: LayeredModel, cut: Cut) -> None:
     for group in layers.tied:
         if len({stage_of[layer] for layer, _ in group.parameters}) > 1:
             raise SpecError(
-                "model", f"pipedream updates stages at different times: copies of {group.name} would differ",
+                "model",
+                f"pipedream updates stages at different times: copies of {group.name} would differ",
                 "use schedule: pipedream-2bw, or a model without tied parameters",
-            )  # fmt: skip
+            )
 
 
 def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: tuple[float, ...]) -> Found:
@@ -113,7 +114,7 @@ def with_plan(job: JobSpec, plan: Plan) -> JobSpec:
 
 def planned_by_measuring(
     job: JobSpec, model: JobModel, directory: Path, dashboard_port: int | None, say: Callable[[str], None]
-) -> Planned:  # fmt: skip
+) -> Planned:
     """Start Ray, profile the devices and choose a plan; the decision is logged in the run's events.
 
     Raises:

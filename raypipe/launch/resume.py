@@ -54,9 +54,10 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
         patience = patience_of(directory, job.train, step)
         if patience.exhausted:
             raise SpecError(
-                "train.early_stop", f"the run stopped early after {step} steps: {patience}",
+                "train.early_stop",
+                f"the run stopped early after {step} steps: {patience}",
                 "to train on, raise train.early_stop.patience, lower its target, or set train.early_stop to null",
-            )  # fmt: skip
+            )
     if step >= job.train.steps:
         raise SpecError(
             "train.steps", f"is {job.train.steps}, and the run has done {step}", "raise train.steps to train on"

@@ -126,9 +126,14 @@ def _on_devices(
     idle = take_idle(prepared.schedule.devices, devices) if fixed else None
     reservation = hold_for(prepared) if idle is None else idle.reservation
     request = RunRequest(
-        prepared.job, prepared.directory, prepared.resume, devices, reservation, prepared.validation,
+        prepared.job,
+        prepared.directory,
+        prepared.resume,
+        devices,
+        reservation,
+        prepared.validation,
         {} if idle is None else idle.actors,
-    )  # fmt: skip
+    )
     with copies_kept(reservation.run_id, prepared.job.train.copy_every):
         if prepared.job.train.elastic is None:
             drained = DrainedNodes(prepared.directory, reservation)

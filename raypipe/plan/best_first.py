@@ -85,9 +85,7 @@ def rank_key(p: Prediction) -> tuple[object, ...]:
 
 
 @no_collection()
-def best_first(
-    judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c, near: float = 0.0
-) -> Ranking:  # fmt: skip
+def best_first(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c, near: float = 0.0) -> Ranking:
     """Find the ``top`` fastest plans that fit.
 
     The search ranks plans whose cut balances the stages, with the same result as from timing all of them. Where a

@@ -116,30 +116,67 @@ class Candidate(ParallelShape):
     def simplicity(self) -> tuple[int, ...]:
         """Smaller is simpler: what decides between plans that take as long."""
         return (
-            self.stages > 1, self.tensor > 1, self.sub_pipelined, self.recompute != "none", self.devices, self.stages,
-            [*SCHEDULES, "auto"].index(self.schedule), self.chunks, self.pipelines, CONCATS.index(self.concat),
-            self.slices, SYNCS.index(self.sync), self.update != "auto", self.memory_limit is not None, -self.microbatch,
-            self.unit or 0, self.balance != "stages", self.level, GATHERS.index(self.gather), -self.shard_group,
+            self.stages > 1,
+            self.tensor > 1,
+            self.sub_pipelined,
+            self.recompute != "none",
+            self.devices,
+            self.stages,
+            [*SCHEDULES, "auto"].index(self.schedule),
+            self.chunks,
+            self.pipelines,
+            CONCATS.index(self.concat),
+            self.slices,
+            SYNCS.index(self.sync),
+            self.update != "auto",
+            self.memory_limit is not None,
+            -self.microbatch,
+            self.unit or 0,
+            self.balance != "stages",
+            self.level,
+            GATHERS.index(self.gather),
+            -self.shard_group,
             self.innermost != "stages",
-        )  # fmt: skip
+        )
 
 
 PLAIN = (
-    "it needs several devices", "it cuts the model", "devices share each layer", "micro-batches run in halves",
-    "more stages", "several copies of the weights", "stale weights", "replicas divide their state",
-    "micro-batches run in slices", "activations computed twice",
-    "more stages a device", "backwards in two parts", "a searched order", "more devices",
-)  # fmt: skip
+    "it needs several devices",
+    "it cuts the model",
+    "devices share each layer",
+    "micro-batches run in halves",
+    "more stages",
+    "several copies of the weights",
+    "stale weights",
+    "replicas divide their state",
+    "micro-batches run in slices",
+    "activations computed twice",
+    "more stages a device",
+    "backwards in two parts",
+    "a searched order",
+    "more devices",
+)
 """What makes a plan less simple, the most weighty first."""
 
 
 def plainness(c: Candidate, form: Form) -> tuple[int, ...]:
     """One number for each of ``PLAIN``; smaller is simpler: what decides between plans that take about as long."""
     return (
-        c.devices > 1, c.stages > 1, c.tensor, c.sub_pipelined, c.stages, form.replicas, form.versions != "flush",
-        c.level, c.slices > 1, c.recompute != "none" or bool(form.recomputes), form.stages // c.stages, not form.joint,
-        c.schedule == "auto", c.devices,
-    )  # fmt: skip
+        c.devices > 1,
+        c.stages > 1,
+        c.tensor,
+        c.sub_pipelined,
+        c.stages,
+        form.replicas,
+        form.versions != "flush",
+        c.level,
+        c.slices > 1,
+        c.recompute != "none" or bool(form.recomputes),
+        form.stages // c.stages,
+        not form.joint,
+        c.schedule == "auto",
+        c.devices,
+    )
 
 
 def least_plainness(grid: Grid) -> tuple[int, ...]:
@@ -169,9 +206,14 @@ def ways_to_recompute(wish: object, greedy: bool) -> Ways:
 
 
 def grids(
-    devices: int, batch: int, most_stages: int, smallest: int, largest: int, tensor: int = 1,
+    devices: int,
+    batch: int,
+    most_stages: int,
+    smallest: int,
+    largest: int,
+    tensor: int = 1,
     sub_pipelined: bool = False,
-) -> Iterator[Grid]:  # fmt: skip
+) -> Iterator[Grid]:
     """Every (D, W, B) with at most ``devices`` devices in all; one device and pure data parallelism among them.
 
     Args:

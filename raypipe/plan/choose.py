@@ -293,9 +293,16 @@ def deepest(job: JobSpec, profile: Profile) -> int:
 
 @no_collection()
 def choose(
-    job: JobSpec, profile: Profile, devices: int | None = None, *, top: int = 10, asynchronous: bool = False,
-    policy: str = "best", search_s: float = SEARCH_S, shared: Mapping[Sharing, Profile] = MappingProxyType({}),
-) -> Decision:  # fmt: skip
+    job: JobSpec,
+    profile: Profile,
+    devices: int | None = None,
+    *,
+    top: int = 10,
+    asynchronous: bool = False,
+    policy: str = "best",
+    search_s: float = SEARCH_S,
+    shared: Mapping[Sharing, Profile] = MappingProxyType({}),
+) -> Decision:
     """The fastest plan that fits, or one that is simpler and about as fast (``NEAR``), and why the others lost.
 
     Args:
@@ -319,9 +326,10 @@ def choose(
     given, greedy = parallel.given if parallel.auto else {}, policy == "largest-microbatch"
     if given.get("schedule") == "auto" and search_s <= 0:
         raise SpecError(
-            "parallel.schedule", "auto is an order that is searched for, and there is no time to search",
+            "parallel.schedule",
+            "auto is an order that is searched for, and there is no time to search",
             "give --search some seconds, or leave the schedule out",
-        )  # fmt: skip
+        )
     if given.get("slices", 1) > 1 and profile.slicing is not None and profile.slicing.refused:
         raise SpecError("parallel.slices", profile.slicing.refused, "use slices: 1")
     named = SAME_AS.get(str(given.get("schedule")), given.get("schedule"))
@@ -331,34 +339,45 @@ def choose(
     syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
     profiles = {ALONE: profile, **(shared if policy == "best" or "tensor" in given else {})}
     orders_made = Orders()
-    judge = Judges({
-        sharing: Predictor(
-            as_exchanged(without_noise(own), train, parallel), train, deepest(job, own),
-            syncs=syncs, recompute=ways_to_recompute(given.get("recompute"), greedy), asked=asked,
-            slices=slice_counts(job, own) if sharing == ALONE and "slices" not in asked else (),
-            divides=sharing == ALONE and not profile.batch_statistics
-            and not parallel.replan and (not greedy or "shard" in given), _orders=orders_made,
-        )
-        for sharing, own in profiles.items()
-    })  # fmt: skip
+    judge = Judges(
+        {
+            sharing: Predictor(
+                as_exchanged(without_noise(own), train, parallel),
+                train,
+                deepest(job, own),
+                syncs=syncs,
+                recompute=ways_to_recompute(given.get("recompute"), greedy),
+                asked=asked,
+                slices=slice_counts(job, own) if sharing == ALONE and "slices" not in asked else (),
+                divides=sharing == ALONE
+                and not profile.batch_statistics
+                and not parallel.replan
+                and (not greedy or "shard" in given),
+                _orders=orders_made,
+            )
+            for sharing, own in profiles.items()
+        }
+    )
     count = devices or profile.devices
     if profile.other_kinds and count > profile.devices:
         raise SpecError(
-            "devices", f"{count} devices of a cluster that has {profile.devices}, of several kinds",
+            "devices",
+            f"{count} devices of a cluster that has {profile.devices}, of several kinds",
             f"use at most {profile.devices}",
-        )  # fmt: skip
+        )
     every = [
-        g for (tensor, halves), own in profiles.items()
+        g
+        for (tensor, halves), own in profiles.items()
         for g in grids(count, train.batch, deepest(job, own), 1, _largest(own), tensor, halves)
         if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in GRID if key != "microbatches")
-    ]  # fmt: skip
+    ]
     if not every:
+        fix = "give fewer keys, or others"
+        if given.get("tensor", 1) not in {size for size, _ in profiles}:
+            fix = "costs of divided layers are computed: use --cluster, and a tensor that divides model and host"
         raise SpecError(
-            "parallel",
-            f"no plan on {count} devices has {_words(given)} at train.batch = {train.batch}",
-            "give fewer keys, or others" if given.get("tensor", 1) in {size for size, _ in profiles} else
-            "costs of divided layers are computed, not measured: --cluster, with a tensor that divides model and host",
-        )  # fmt: skip
+            "parallel", f"no plan on {count} devices has {_words(given)} at train.batch = {train.batch}", fix
+        )
     chooser = _Chooser(job, judge, every, asynchronous)
 
     def searched(count: int) -> Ranking:
@@ -409,17 +428,23 @@ def choose(
     proof_s = min(MOST_PROOF_S, PROOF * search_s)
     rows = [
         replace(row, certificate=certifiers.certificate(row.prediction, proof_s if row is rows[0] else 0.0))
-        if row.prediction.fits else row for row in rows
-    ]  # fmt: skip
+        if row.prediction.fits
+        else row
+        for row in rows
+    ]
     c = best.candidate
     costed = judge.of(c).profile
     hosts = tuple(c.tensor * n for n in costed.placed.of_first(c.groups))
     kinds = tuple(costed.kinds[k].kind_name for k in costed.kind_of_host[: len(hosts)])
     plan = plan_of(best, job, rows[0].certificate).planned_for(job, profile.device_names, hosts, kinds)
     return Decision(
-        plan=plan, rows=tuple(rows), searched=found.searched, timed=found.timed, seconds=time.monotonic() - began,
+        plan=plan,
+        rows=tuple(rows),
+        searched=found.searched,
+        timed=found.timed,
+        seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy, slices_refused(job, profile))),
-    )  # fmt: skip
+    )
 
 
 def may_be_arranged(given: Mapping[str, object]) -> bool:
@@ -429,9 +454,14 @@ def may_be_arranged(given: Mapping[str, object]) -> bool:
 
 
 def _notes(
-    rows: Sequence[Row], profile: Profile, shared: Mapping[Sharing, Profile], count: int, given: Mapping[str, object],
-    greedy: bool, unsliced: str | None,
-) -> Iterator[str]:  # fmt: skip
+    rows: Sequence[Row],
+    profile: Profile,
+    shared: Mapping[Sharing, Profile],
+    count: int,
+    given: Mapping[str, object],
+    greedy: bool,
+    unsliced: str | None,
+) -> Iterator[str]:
     """Return what a reader of the rows has to know."""
     if profile.other_kinds:
         yield (

@@ -34,29 +34,45 @@ def _candidate(row: Row) -> dict[str, Any]:
     p, c = row.prediction, row.prediction.candidate
     eq1 = closed_seconds(p)
     return {
-        "schedule": c.schedule, "kind": label(c), "stages": c.stages, "replicas": c.replicas,
-        "microbatch": c.microbatch, "microbatches": c.microbatches, "chunks": c.chunks, "unit": c.unit,
-        "tensor": c.tensor, "sub_pipelined": c.sub_pipelined,
+        "schedule": c.schedule,
+        "kind": label(c),
+        "stages": c.stages,
+        "replicas": c.replicas,
+        "microbatch": c.microbatch,
+        "microbatches": c.microbatches,
+        "chunks": c.chunks,
+        "unit": c.unit,
+        "tensor": c.tensor,
+        "sub_pipelined": c.sub_pipelined,
         **{key: value for key, value in c.options.items() if key != "memory_limit"},  # that is in the plan
-        "placement": c.placement, "sync": c.sync, "innermost": c.innermost,
-        "shard": c.shard, "gather": c.gather if c.level == 3 else None,
+        "placement": c.placement,
+        "sync": c.sync,
+        "innermost": c.innermost,
+        "shard": c.shard,
+        "gather": c.gather if c.level == 3 else None,
         "shard_replicas": c.shard_group if c.level else None,
         # What one device's link spends on them in a step, of the device that spends most.
         **{f"{key}_s": seconds for key, seconds in link_seconds(p).items()},
-        "recompute": recompute_word(p), "keep": list(p.keep) if p.keep is not None else None,
+        "recompute": recompute_word(p),
+        "keep": list(p.keep) if p.keep is not None else None,
         "recomputed_layers": sorted(p.recomputed) if p.recomputed is not None else None,
         # Without the last digits, in which equal plans differ by the order of their sums.
-        "predicted_step_s": float(f"{p.step_s:.12g}"), "chimera_step_s": eq1, "throughput": p.throughput,
+        "predicted_step_s": float(f"{p.step_s:.12g}"),
+        "chimera_step_s": eq1,
+        "throughput": p.throughput,
         "bubble_ratio": p.bubble_ratio,
         # One entry per device: the ranks of a tensor-parallel group are adjacent and hold equally much.
         "memory_bytes": [size for size in p.memory_bytes for _ in range(c.tensor)] * c.replicas,
-        "memory_terms": p.memory[p.fullest].terms(), "capacity_bytes": p.capacity, "fits": p.fits,
-        "why": row.why, "group": row.group,
+        "memory_terms": p.memory[p.fullest].terms(),
+        "capacity_bytes": p.capacity,
+        "fits": p.fits,
+        "why": row.why,
+        "group": row.group,
         # No plan of this division of the devices is shorter, whatever its cut, placement and order.
         "bound_s": None if row.certificate is None else row.certificate.bound_s,
         "gap": None if row.certificate is None else row.certificate.gap(p.step_s),
         "binds": None if row.certificate is None else row.certificate.binds,
-    }  # fmt: skip
+    }
 
 
 def recompute_word(p: Prediction) -> Recompute:

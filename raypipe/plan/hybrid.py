@@ -191,7 +191,8 @@ def _look_up(by_workers: Mapping[int, float], workers: int, key: str, asked_by: 
     if workers not in by_workers:
         given = ", ".join(map(str, sorted(by_workers)))
         raise SpecError(
-            f"{key}", f"says nothing about {workers} workers, which {asked_by} needs; it has {given}",
+            f"{key}",
+            f"says nothing about {workers} workers, which {asked_by} needs; it has {given}",
             f"measure and add {workers}, or ask for other device counts with --devices",
-        )  # fmt: skip
+        )
     return by_workers[workers]

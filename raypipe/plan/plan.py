@@ -104,7 +104,7 @@ class Plan(Spec):
     @classmethod
     def of(
         cls, parallel: ParallelSpec, cut: Cut, batch: int, order: Schedule | None = None, frozen: Collection[int] = ()
-    ) -> Plan:  # fmt: skip
+    ) -> Plan:
         """Make a plan: the one place where a schedule becomes a run's program.
 
         Args:
@@ -128,9 +128,10 @@ class Plan(Spec):
             is_file(parallel.schedule) or not any(task.kind == "R" for task in copy.tasks())
         ):
             raise ScheduleError(
-                "recompute", "no R tasks can be added to an order that has gathers of its own",
+                "recompute",
+                "no R tasks can be added to an order that has gathers of its own",
                 "write them into the order, and use recompute: none",
-            )  # fmt: skip
+            )
         copy = place_gradient_sync(sharded(copy, parallel), placement_of(parallel.sync), copies=parallel.replicas)
         text = to_text(add_updates(copy))
         return cls(parallel=parallel, cut=tuple(map(tuple, cut)), program=text, program_of=_digest(_keys(parallel)))
@@ -172,9 +173,7 @@ class Plan(Spec):
         """Stages without a trained parameter."""
         return self.one_copy().rules.frozen
 
-    def planned_for(
-        self, job: JobSpec, device: str, hosts: tuple[int, ...] = (), kinds: tuple[str, ...] = ()
-    ) -> Plan:  # fmt: skip
+    def planned_for(self, job: JobSpec, device: str, hosts: tuple[int, ...] = (), kinds: tuple[str, ...] = ()) -> Plan:
         """Return a copy of this plan that records the job, device and ranks on each host it was planned for, and those
         hosts' kinds where there are several."""
         keys = _predicted_from(job)
@@ -194,8 +193,9 @@ class Plan(Spec):
         found = [
             (f"{part}.{key}", f"was {then.get(key)}, is {now[part].get(key)}")
             for part, then in (("model", self.made_for.model), ("train", self.made_for.train))
-            for key in sorted({*then, *now[part]}) if then.get(key) != now[part].get(key)
-        ]  # fmt: skip
+            for key in sorted({*then, *now[part]})
+            if then.get(key) != now[part].get(key)
+        ]
         return found if self.made_for.decision == self._decision() else [*found, ("the plan", "was edited")]
 
     def numbering(self) -> Numbering:
@@ -256,7 +256,7 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
             PROGRAM,
             f"is a step of {samples} sequences ({copy.microbatches} micro-batches of {each}), train.batch is {batch}",
             f"set train.batch to {samples}, or plan again for {batch}: {MADE_BY}",
-        )  # fmt: skip
+        )
     if copy.stages != len(plan.cut):
         raise ScheduleError(
             PROGRAM, f"has {copy.stages} stages, the plan's cut {len(plan.cut)}", "use a plan made for this job"
@@ -295,9 +295,10 @@ def sharded(schedule: Schedule, parallel: ParallelSpec | Candidate) -> Schedule:
         return schedule
     if parallel.gather == "order":
         raise ScheduleError(
-            "gather", "order, but the schedule's order has no gathers",
+            "gather",
+            "order, but the schedule's order has no gathers",
             "use step, unit or microbatch; a plan of parallel: auto, or a schedule file, may have gathers",
-        )  # fmt: skip
+        )
     return shard(
         schedule, zero_level(parallel.shard), gather=parallel.gather, unit=parallel.unit, group=parallel.shard_replicas
     )

@@ -103,9 +103,7 @@ def _deeper(judge: Judges, c: Candidate, batch: int, wished: Wished) -> int | No
             wished(Candidate.on(grid, "1f1b")),
             wished(replace(c, stages=stages, replicas=1, microbatches=grid.microbatches)),
         ]
-        return any(
-            _holds(predictor, replace(one, recompute=way)) for one in made if one for way in _ways(predictor)
-        )  # fmt: skip
+        return any(_holds(predictor, replace(one, recompute=way)) for one in made if one for way in _ways(predictor))
 
     most, failed = predictor.most_stages, c.stages
     steps = (ceil((c.stages + 1) * GROWTH**k) for k in count())

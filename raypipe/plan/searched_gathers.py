@@ -62,9 +62,14 @@ def better_gathers(judge: Predictor, p: Prediction, seconds: float) -> Predictio
     units = {u for u in (plan.candidate.unit for plan in plans) if u is not None and u < count}
     try:
         found = search_gathers(
-            orders, rooms, p.costs, _sizes(judge, p), sharding=_sharding(p), units=sorted(units),
+            orders,
+            rooms,
+            p.costs,
+            _sizes(judge, p),
+            sharding=_sharding(p),
+            units=sorted(units),
             budget=Budget(seconds),
-        )  # fmt: skip
+        )
     except ScheduleError:  # not even one stage fits beside the most that everything else takes at any moment
         return best
     other = judge.predict_gathers(plans[found.order], found.schedule)

@@ -26,7 +26,7 @@ GAIN = 1e-3
 
 def searched_orders(
     judges: Judges, ranked: Sequence[Prediction], seconds: float, better: bool = True
-) -> list[Prediction]:  # fmt: skip
+) -> list[Prediction]:
     """Search orders for the placements of the best candidates.
 
     Args:
@@ -102,9 +102,14 @@ def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) 
     limit = float(room) if room < most else None
     try:
         found = search(
-            like.form.placement, c.microbatches, costs, memory_limit=limit, budget_s=seconds,
-            rules=Rules(frozen=judge.frozen(judge.cut(c, form))), starts=[judge.schedule_of(like)],
-        )  # fmt: skip
+            like.form.placement,
+            c.microbatches,
+            costs,
+            memory_limit=limit,
+            budget_s=seconds,
+            rules=Rules(frozen=judge.frozen(judge.cut(c, form))),
+            starts=[judge.schedule_of(like)],
+        )
     except ScheduleError:  # not even one micro-batch fits
         return None
     limited = replace(c, memory_limit=limit) if limit is not None else c

@@ -63,25 +63,31 @@ def rank_batches(job: JobSpec, table: EpochsTable, choose_plan: Callable[[JobSpe
         raise SpecError("train.best_metric", why, "use loss, with a target for it")
     if target is None:
         raise SpecError(
-            "train.early_stop.target", "the job names no target to rank plans by the time to",
+            "train.early_stop.target",
+            "the job names no target to rank plans by the time to",
             "give the validation loss, or leave --epochs out",
-        )  # fmt: skip
+        )
     if table.target is not None and table.target != target:
         raise SpecError(
-            "train.early_stop.target", f"{target:g}, but the epochs were measured to {table.target:g}",
+            "train.early_stop.target",
+            f"{target:g}, but the epochs were measured to {table.target:g}",
             f"use {table.target:g}, or measure with raypipe epochs --target {target:g}",
-        )  # fmt: skip
+        )
     if table.batch is None or table.steps_per_epoch is None:
         key = "batch" if table.batch is None else "steps_per_epoch"
-        raise SpecError(f"epochs table: {key}", "missing, so the steps of an epoch are not known",
-                        "add it, or measure the table with raypipe epochs")  # fmt: skip
+        raise SpecError(
+            f"epochs table: {key}",
+            "missing, so the steps of an epoch are not known",
+            "add it, or measure the table with raypipe epochs",
+        )
     by_batch = {workers * table.batch: workers for workers in sorted(table.epochs)}
     if job.train.batch not in by_batch:
         given = ", ".join(map(str, by_batch))
         raise SpecError(
-            "train.batch", f"the epochs table says nothing about a batch of {job.train.batch}; it has {given}",
+            "train.batch",
+            f"the epochs table says nothing about a batch of {job.train.batch}; it has {given}",
             f"use one of these, or measure it with raypipe epochs --workers N, N times {table.batch}",
-        )  # fmt: skip
+        )
     found, left_out, first = [], {}, None
     for batch, workers in by_batch.items():
         epochs = table.epochs[workers]

@@ -58,15 +58,35 @@ def one_step(effort: Effort) -> Effort:
 
 
 THOROUGH = Effort(
-    warm_up=2, least=3, most=40, budget_s=1.0, passes=2, pairs=7,
-    every_memory=True, again=2, patience_s=120.0, brief=False,
+    warm_up=2,
+    least=3,
+    most=40,
+    budget_s=1.0,
+    passes=2,
+    pairs=7,
+    every_memory=True,
+    again=2,
+    patience_s=120.0,
+    brief=False,
     message_bytes=(1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 23),
-    collective_bytes=(1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25), repeats=25,
+    collective_bytes=(1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25),
+    repeats=25,
     collectives=("all_reduce", "all_gather", "reduce_scatter"),
-)  # fmt: skip
+)
 QUICK = Effort(
-    warm_up=1, least=2, most=10, budget_s=0.15, passes=1, pairs=3,
-    every_memory=False, again=1, patience_s=10.0, brief=True,
-    message_bytes=(1 << 12, 1 << 17, 1 << 21), collective_bytes=(1 << 17, 1 << 22), repeats=20,
-    collectives=("all_reduce",), whole_s=20.0,
-)  # fmt: skip
+    warm_up=1,
+    least=2,
+    most=10,
+    budget_s=0.15,
+    passes=1,
+    pairs=3,
+    every_memory=False,
+    again=1,
+    patience_s=10.0,
+    brief=True,
+    message_bytes=(1 << 12, 1 << 17, 1 << 21),
+    collective_bytes=(1 << 17, 1 << 22),
+    repeats=20,
+    collectives=("all_reduce",),
+    whole_s=20.0,
+)

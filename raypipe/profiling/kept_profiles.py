@@ -35,20 +35,35 @@ def profile_path(job: JobSpec, model: LayeredModel, sizes: Sequence[int], device
         "model": job.model.model_dump(mode="json"),
         # A user's function may build another model under the same name.
         "layers": [
-            (name, model.flops[i], model.parameters(i), model.trained_parameters(i), sorted(model.reads((i,))),
-             repr(_crossing(model, i)))
+            (
+                name,
+                model.flops[i],
+                model.parameters(i),
+                model.trained_parameters(i),
+                sorted(model.reads((i,))),
+                repr(_crossing(model, i)),
+            )
             for i, name in enumerate(model.names)
         ],
-        "train": [train.dtype, train.optimizer, train.momentum, train.clip is None, train.deterministic, train.batch,
-                  train.compile == "inductor", job.parallel.activation_memory_budget],
+        "train": [
+            train.dtype,
+            train.optimizer,
+            train.momentum,
+            train.clip is None,
+            train.deterministic,
+            train.batch,
+            train.compile == "inductor",
+            job.parallel.activation_memory_budget,
+        ],
         "data": job.data.type,
         "sizes": list(sizes),
         "devices": devices,
         "nodes": sorted(
             sorted((what, count) for what, count in node["Resources"].items() if what in ("CPU", "GPU"))
-            for node in ray.nodes() if node["Alive"]
+            for node in ray.nodes()
+            if node["Alive"]
         ),
-    }  # fmt: skip
+    }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_folder().with_name("profiles") / f"{digest[:32]}.json"
 

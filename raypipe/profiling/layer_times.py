@@ -292,16 +292,24 @@ class LayerBench:
         setup = Setup(
             device=0,
             tensor_rank=0,
-            job=job.model_copy(update={
-                "train": job.train.model_copy(update={"batch": size * step.microbatches}),
-                "data": job.data.model_copy(update={"pad_to_multiple_of": LONGEST}),
-            }),
+            job=job.model_copy(
+                update={
+                    "train": job.train.model_copy(update={"batch": size * step.microbatches}),
+                    "data": job.data.model_copy(update={"pad_to_multiple_of": LONGEST}),
+                }
+            ),
             parallel=job.parallel,
             cut=cut,
             graph=step.graph,
             placement=step.placement,
-            topology=Topology(peers=(self.workers.locations[0].peer,), rendezvous="", edges=(), groups={},
-                          transport="auto", run_id=self.workers.run_id),
+            topology=Topology(
+                peers=(self.workers.locations[0].peer,),
+                rendezvous="",
+                edges=(),
+                groups={},
+                transport="auto",
+                run_id=self.workers.run_id,
+            ),
             tied=(),
             samples_per_microbatch=size,
             microbatches=step.microbatches,
@@ -311,7 +319,7 @@ class LayerBench:
             data=self.data,
             fields=known_fields(self.data),
             checkpoint=None,
-        )  # fmt: skip
+        )
         peers = [location.peer for location in self.workers.locations]
         parameter_sizes = ray.get(
             [
@@ -339,7 +347,7 @@ class LayerBench:
 
     def _profile(
         self, i: int, kind: int, taken: dict[int, dict[tuple[Kind, int], Taken]], longer: float, unread: float
-    ) -> LayerProfile:  # fmt: skip
+    ) -> LayerProfile:
         def times(size: int) -> TaskTimes:
             found = taken[size]
             f, b, w, bw, r = (longer * found[task, kind].seconds for task in ("F", "B", "W", "BW", "R"))

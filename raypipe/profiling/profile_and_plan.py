@@ -28,9 +28,13 @@ SEARCH_S = 1.0
 
 
 def profile_this_machine(
-    job: JobSpec, devices: int | None, data: Path | None, dashboard_port: int | None, say: Callable[[str], None],
+    job: JobSpec,
+    devices: int | None,
+    data: Path | None,
+    dashboard_port: int | None,
+    say: Callable[[str], None],
     leave: bool = False,
-) -> Profile:  # fmt: skip
+) -> Profile:
     """Measure a short profile on the Ray cluster, or on this machine if there is none.
 
     Args:
@@ -49,9 +53,10 @@ def profile_this_machine(
     given = job.parallel.given if job.parallel.auto else {}
     if given.get("tensor", 1) > 1:
         raise SpecError(
-            "parallel.tensor", "tensor-parallel layers cannot be measured, only computed for a described cluster",
+            "parallel.tensor",
+            "tensor-parallel layers cannot be measured, only computed for a described cluster",
             "plan with raypipe autoconfigure --cluster FILE, or give schedule, stages and microbatch",
-        )  # fmt: skip
+        )
     count = connect_all(dashboard_port, given.get("stages", 1) * given.get("replicas", 1))
     microbatch = given.get("microbatch")
     sizes = [microbatch] if microbatch is not None else [size for size in SIZES if job.train.batch % size == 0]
@@ -75,7 +80,7 @@ def _most_measured() -> int:
 
 def profile_and_plan(
     job: JobSpec, directory: Path, data: Path, dashboard_port: int | None, say: Callable[[str], None]
-) -> Decision:  # fmt: skip
+) -> Decision:
     """Measure a job and choose its plan; the profile is saved in the run's directory.
 
     Raises:

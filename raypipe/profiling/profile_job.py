@@ -55,9 +55,16 @@ CLEAR_S = 5.0
 
 
 def measure_profile(
-    job: JobSpec, microbatches: Sequence[int], devices: int | None = None, *, quick: bool = False,
-    cached: bool = False, data: Path | None = None, say: Say = lambda _: None, leave: bool = False,
-) -> Profile:  # fmt: skip
+    job: JobSpec,
+    microbatches: Sequence[int],
+    devices: int | None = None,
+    *,
+    quick: bool = False,
+    cached: bool = False,
+    data: Path | None = None,
+    say: Say = lambda _: None,
+    leave: bool = False,
+) -> Profile:
     """Measure the job's model on the devices of the Ray cluster; a local Ray is started if there is no cluster.
 
     Args:
@@ -127,14 +134,15 @@ class _Measuring:
         self.say("messages between devices of different types")
         with self.reserved(len(kinds), request, tuple(kinds)) as place:
             between = self._link_between(len(kinds), request, place)
-        return of_kinds([
-            p.model_copy(update={"between": between}) if len(p.placed.of_first(p.devices)) == 1 else p for p in profiles
-        ])  # fmt: skip
+        return of_kinds(
+            [
+                p.model_copy(update={"between": between}) if len(p.placed.of_first(p.devices)) == 1 else p
+                for p in profiles
+            ]
+        )
 
     @contextmanager
-    def reserved(
-        self, count: int, request: DeviceRequest, kinds: tuple[str, ...] = ()
-    ) -> Iterator[Reservation]:  # fmt: skip
+    def reserved(self, count: int, request: DeviceRequest, kinds: tuple[str, ...] = ()) -> Iterator[Reservation]:
         """Hold devices, one of each of ``kinds`` if given, while the block lasts; longer if workers stay on them."""
         place = reserve(count, request, self.job.train.wait_for_devices_s, self.say, kinds=kinds)
         try:
@@ -312,9 +320,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
     )
 
 
-def measure_sizes(
-    bench: LayerBench, sizes: list[int], effort: Effort, say: Say, room: float, shared: bool
-) -> Noise:  # fmt: skip
+def measure_sizes(bench: LayerBench, sizes: list[int], effort: Effort, say: Say, room: float, shared: bool) -> Noise:
     """Measure the sizes that fit ``room`` bytes of a device, within the effort; the others are estimated.
 
     On a terminal, Ctrl-C after the first size leaves it at what is measured by then.
@@ -348,9 +354,11 @@ def measure_sizes(
                 say(f"micro-batches of {size}: {layers}")
             start = time.monotonic()
             bench.measure(
-                size, effort, effort.every_memory or bench.long or size in (sizes[0], _middle(sizes)),
+                size,
+                effort,
+                effort.every_memory or bench.long or size in (sizes[0], _middle(sizes)),
                 alone=size == compared and shared,
-            )  # fmt: skip
+            )
             took_s = time.monotonic() - start
             if size == sizes[0]:
                 enough = at_end.enter_context(enough_by_interrupt())

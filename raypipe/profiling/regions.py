@@ -51,7 +51,7 @@ class Alone(NamedTuple):
 
 def measure_regions(
     job: JobSpec, microbatch: int, regions: int, repeats: int, say: Say = lambda _: None
-) -> RegionProfile:  # fmt: skip
+) -> RegionProfile:
     """Measure a job's layers and regions on this process's device.
 
     Args:
@@ -186,16 +186,24 @@ class _Bench:
             say(f"region {region.name}: beside each of {count - 1} weight gradients")
         tied = [tuple(sorted({n for n, _ in group.parameters})) for group in self.model.tied]
         return RegionProfile(
-            device=self._device_name(), taken_for=TakenFor.job(self.job), microbatch=self.microbatch,
+            device=self._device_name(),
+            taken_for=TakenFor.job(self.job),
+            microbatch=self.microbatch,
             layers=tuple(
                 LayerCost(
-                    name=name, forward=one.forward, input_grad=one.input_grad, weight_grad=one.weight_grad,
-                    kept_bytes=one.kept, waiting_bytes=one.waiting,
-                ) for name, one in zip(self.model.names, each, strict=True)
+                    name=name,
+                    forward=one.forward,
+                    input_grad=one.input_grad,
+                    weight_grad=one.weight_grad,
+                    kept_bytes=one.kept,
+                    waiting_bytes=one.waiting,
+                )
+                for name, one in zip(self.model.names, each, strict=True)
             ),
             tied=tuple(layers for layers in tied if len(layers) > 1),
-            regions=tuple(found), together=tuple(together),
-        )  # fmt: skip
+            regions=tuple(found),
+            together=tuple(together),
+        )
 
     def pair(self, region: Region, layer: int, stream: SideStream) -> tuple[float, float]:
         """Run a region and a weight gradient at the same time; returns when each ended, in seconds from the begin."""

@@ -53,9 +53,15 @@ class Driver:
     """Runs one attempt: from a checkpoint, or from the start, to the last step or to a failure."""
 
     def __init__(
-        self, job: JobSpec, plan: Plan, directory: Path, log: RunLog, saved: Saved,
-        copies: NeighbourCopies | None = None, validation: ValidationMetrics | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        job: JobSpec,
+        plan: Plan,
+        directory: Path,
+        log: RunLog,
+        saved: Saved,
+        copies: NeighbourCopies | None = None,
+        validation: ValidationMetrics | None = None,
+    ) -> None:
         self.job, self.directory, self.log = job, directory, log
         batch, clips = job.train.batch, job.train.needs_norm
         self.running = running_of(plan, batch, clips)

@@ -33,9 +33,16 @@ from raypipe.schedule.sharding.members import shard_members
 
 
 def set_up(
-    workers: WorkerGroup, job: JobSpec, running: Running, directory: Path, checkpoint: Path | None,
-    search_recompute: bool, done: int = 0, recovers: bool = False, left_out: int = 0,
-) -> list[tuple[int, list[str]]]:  # fmt: skip
+    workers: WorkerGroup,
+    job: JobSpec,
+    running: Running,
+    directory: Path,
+    checkpoint: Path | None,
+    search_recompute: bool,
+    done: int = 0,
+    recovers: bool = False,
+    left_out: int = 0,
+) -> list[tuple[int, list[str]]]:
     """Set up every worker for the first step.
 
     Args:
@@ -63,9 +70,16 @@ def set_up(
 
 
 def setups_of(
-    workers: WorkerGroup, job: JobSpec, running: Running, directory: Path, checkpoint: Path | None,
-    search_recompute: bool, done: int, recovers: bool, left_out: int,
-) -> list[Setup]:  # fmt: skip
+    workers: WorkerGroup,
+    job: JobSpec,
+    running: Running,
+    directory: Path,
+    checkpoint: Path | None,
+    search_recompute: bool,
+    done: int,
+    recovers: bool,
+    left_out: int,
+) -> list[Setup]:
     """Return what every worker is sent, by rank; see ``set_up``."""
     sent = files_of_nodes(workers, workers.apart, directory, checkpoint)
     plan, schedule, _ = running
@@ -79,9 +93,10 @@ def setups_of(
     check_graphs(job.train.cuda_graphs, _on_gpus(workers))
     if wrong := set(schedule.rules.frozen) - set(model.frozen_stages(plan.cut)):
         raise SpecError(
-            "plan: program", f"stage {min(wrong)} has parameters to train, and the schedule would not train them",
+            "plan: program",
+            f"stage {min(wrong)} has parameters to train, and the schedule would not train them",
             "use a plan made for this job",
-        )  # fmt: skip
+        )
     tied = tied_holders(plan, schedule, model)
     train, evaluate = lower(running, _on_gpus(workers))
     setup = Setup(

@@ -7,9 +7,11 @@ from raypipe.schedule.families import chimera
 from raypipe.schedule.shape import NEUTRAL, Shape
 
 OPTIONS: dict[str, frozenset[str]] = {
-    "line": frozenset(), "ring": frozenset({"chunks"}), "v": frozenset({"chunks"}),
+    "line": frozenset(),
+    "ring": frozenset({"chunks"}),
+    "v": frozenset({"chunks"}),
     "bidirectional": frozenset({"pipelines"}),
-}  # fmt: skip
+}
 """Placement -> the options of a shape that it has."""
 
 
@@ -30,9 +32,10 @@ def placed(name: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
     depth, chunks = shape.devices, shape.chunks
     if name == "free":
         raise ScheduleError(
-            "placement", "free is the placement of a plan's own order, and there is no plan",
+            "placement",
+            "free is the placement of a plan's own order, and there is no plan",
             "give the plan (--plan FILE), let the planner find one (parallel: auto), or use line, ring or v",
-        )  # fmt: skip
+        )
     if name not in OPTIONS:
         raise ScheduleError("placement", f'"{name}" is unknown', nearest(name, OPTIONS))
     for option, value in shape.options.items():

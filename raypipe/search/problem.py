@@ -76,9 +76,13 @@ class Problem:
                 row.append(Task(self.kind[c], self.stage[c], (mb,), self.replica[c]))
             schedule_orders.append(tuple(row))
         return Schedule(
-            name=name, placement=self.placement, orders=tuple(schedule_orders), microbatches=self.microbatches,
-            graph=self.graph, rules=self.rules,
-        )  # fmt: skip
+            name=name,
+            placement=self.placement,
+            orders=tuple(schedule_orders),
+            microbatches=self.microbatches,
+            graph=self.graph,
+            rules=self.rules,
+        )
 
     def orders(self, schedule: Schedule) -> DeviceOrders | None:
         """Convert a schedule to orders, with each lane's tasks in turn; None if the schedule has other tasks."""
@@ -115,11 +119,18 @@ class Problem:
 
 
 def build(
-    placement: Sequence[Sequence[int]], microbatches: int, costs: CostTable, *,
-    graph: StageGraph | None = None, memory_limit: float | Sequence[float] | None = None, split: bool = True,
-    rules: Rules | None = None, recompute: Collection[int] = (), freed_by_b: float = 0.0,
+    placement: Sequence[Sequence[int]],
+    microbatches: int,
+    costs: CostTable,
+    *,
+    graph: StageGraph | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    split: bool = True,
+    rules: Rules | None = None,
+    recompute: Collection[int] = (),
+    freed_by_b: float = 0.0,
     sizes: Sequence[tuple[float, float]] | None = None,
-) -> Problem:  # fmt: skip
+) -> Problem:
     """Build the problem of ordering one step's tasks.
 
     Args:
@@ -149,9 +160,26 @@ def build(
     devices = 1 + max(d for row in places for d in row)
     inputs, outputs, needs = graph.inputs(), graph.outputs(), backwards(graph, rules)
     p = Problem(
-        places, graph, microbatches, rules, devices, [], [], [], [], [], [], [], [], [], [], [], [],
-        [[] for _ in range(devices)], [],
-    )  # fmt: skip
+        places,
+        graph,
+        microbatches,
+        rules,
+        devices,
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+        [[] for _ in range(devices)],
+        [],
+    )
     number: dict[tuple[Kind, int, int], int] = {}
     for replica, row in enumerate(places):
         count = max(0, -(-(microbatches - replica) // len(places)))
@@ -235,6 +263,7 @@ def _check_memory(p: Problem, dropped: Collection[int], sizes: Sequence[float]) 
             need = max([sum(sizes[s] for s in own if s not in dropped), *(sizes[s] for s in own)], default=0.0)
             if p.cap[d] + 1e-9 < need:
                 raise ScheduleError(
-                    "memory_limit", f"{p.cap[d]:g} activations; one micro-batch on device {d} needs {need:g}",
+                    "memory_limit",
+                    f"{p.cap[d]:g} activations; one micro-batch on device {d} needs {need:g}",
                     f"use a number >= {need:g}",
-                )  # fmt: skip
+                )

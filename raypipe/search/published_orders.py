@@ -64,11 +64,13 @@ def _shapes_of(p: Problem, options: frozenset[str]) -> Iterator[Shape]:
     for limit in limits:
         for concat in ways:
             yield Shape(
-                devices=p.devices, microbatches=p.microbatches,
+                devices=p.devices,
+                microbatches=p.microbatches,
                 chunks=p.graph.stages // p.devices if "chunks" in options else 1,
-                pipelines=replicas if "pipelines" in options and replicas > 1 else 2, concat=concat,
+                pipelines=replicas if "pipelines" in options and replicas > 1 else 2,
+                concat=concat,
                 memory_limit=limit,
-            )  # fmt: skip
+            )
 
 
 def _split_forwards(schedule: Schedule) -> Schedule:

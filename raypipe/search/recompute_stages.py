@@ -24,11 +24,18 @@ _ALL_UP_TO = 6
 
 
 def search_recompute(
-    placement: Sequence[Sequence[int]], microbatches: int, costs: CostTable, *,
-    graph: StageGraph | None = None, memory_limit: float | Sequence[float] | None = None,
-    objective: Objective = "makespan", split: bool = True, freed_by_b: float = 0.0, budget_s: float | None = None,
+    placement: Sequence[Sequence[int]],
+    microbatches: int,
+    costs: CostTable,
+    *,
+    graph: StageGraph | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    objective: Objective = "makespan",
+    split: bool = True,
+    freed_by_b: float = 0.0,
+    budget_s: float | None = None,
     seed: int = 0,
-) -> Found:  # fmt: skip
+) -> Found:
     """Find a short order together with the stages that recompute.
 
     The search first tries all stages (least memory), all but the last (Merak's choice) and none, so that the result is
@@ -59,9 +66,15 @@ def search_recompute(
         """The lower bound with these stages recomputing; infinite if not even one micro-batch fits."""
         try:
             p = build(
-                placement, microbatches, costs, graph=graph, memory_limit=limit, split=split, recompute=chosen,
+                placement,
+                microbatches,
+                costs,
+                graph=graph,
+                memory_limit=limit,
+                split=split,
+                recompute=chosen,
                 freed_by_b=freed_by_b,
-            )  # fmt: skip
+            )
         except ScheduleError:
             return float("inf")
         return Measure(p, costs, objective).bound()
@@ -72,9 +85,18 @@ def search_recompute(
     def shorter(option: frozenset[int], share: float) -> bool:
         nonlocal best, chosen
         found = search(
-            placement, microbatches, costs, graph=graph, memory_limit=memory_limit, objective=objective, split=split,
-            recompute=option, freed_by_b=freed_by_b, budget=budget.part(share), seed=seed,
-        )  # fmt: skip
+            placement,
+            microbatches,
+            costs,
+            graph=graph,
+            memory_limit=memory_limit,
+            objective=objective,
+            split=split,
+            recompute=option,
+            freed_by_b=freed_by_b,
+            budget=budget.part(share),
+            seed=seed,
+        )
         if best is not None and found.value >= best.value * (1 - 1e-9):
             return False
         best, chosen = found, option

@@ -43,9 +43,14 @@ class Rounds:
     """The state of one search: the orders found so far, and the settings that made them."""
 
     def __init__(
-        self, p: Problem, costs: CostTable, objective: Objective, budget: Budget, rng: random.Random,
+        self,
+        p: Problem,
+        costs: CostTable,
+        objective: Objective,
+        budget: Budget,
+        rng: random.Random,
         enough: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.p, self.costs, self.objective, self.budget, self.rng = p, costs, objective, budget, rng
         self.measure = Measure(p, costs, objective)
         self.bound, self.enough = self.measure.bound(), enough

@@ -62,13 +62,24 @@ def load_machine_code() -> None:
 
 @no_collection()
 def search(
-    placement: Sequence[Sequence[int]], microbatches: int, costs: CostTable, *,
-    graph: StageGraph | None = None, memory_limit: float | Sequence[float] | None = None,
-    objective: Objective = "makespan", split: bool = True, rules: Rules | None = None,
-    recompute: Collection[int] = (), freed_by_b: float = 0.0, budget_s: float | None = None, enough: float = 0.0,
-    seed: int = 0, starts: Sequence[Schedule] = (), budget: Budget | None = None,
+    placement: Sequence[Sequence[int]],
+    microbatches: int,
+    costs: CostTable,
+    *,
+    graph: StageGraph | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    objective: Objective = "makespan",
+    split: bool = True,
+    rules: Rules | None = None,
+    recompute: Collection[int] = (),
+    freed_by_b: float = 0.0,
+    budget_s: float | None = None,
+    enough: float = 0.0,
+    seed: int = 0,
+    starts: Sequence[Schedule] = (),
+    budget: Budget | None = None,
     sizes: Sequence[tuple[float, float]] | None = None,
-) -> Found:  # fmt: skip
+) -> Found:
     """Find a short order for a placement.
 
     Args:
@@ -103,9 +114,17 @@ def search(
     given = budget
     budget = given or Budget(budget_s or 0.0, wall=budget_s is not None)
     p = build(
-        placement, microbatches, costs, graph=graph, memory_limit=memory_limit, split=split, rules=rules,
-        recompute=recompute, freed_by_b=freed_by_b, sizes=sizes,
-    )  # fmt: skip
+        placement,
+        microbatches,
+        costs,
+        graph=graph,
+        memory_limit=memory_limit,
+        split=split,
+        rules=rules,
+        recompute=recompute,
+        freed_by_b=freed_by_b,
+        sizes=sizes,
+    )
     if budget_s is None and given is None:
         budget.seconds = default_budget(p.tasks)
     run = Rounds(p, costs, objective, budget, random.Random(seed), enough)
@@ -121,6 +140,11 @@ def search(
     state = TimedOrder(p)
     state.load(orders)
     return Found(
-        schedule=p.schedule(orders), objective=objective, value=value, makespan=state.makespan, bound=run.bound,
-        seconds=budget.elapsed, tried=run.tried,
-    )  # fmt: skip
+        schedule=p.schedule(orders),
+        objective=objective,
+        value=value,
+        makespan=state.makespan,
+        bound=run.bound,
+        seconds=budget.elapsed,
+        tried=run.tried,
+    )

@@ -18,9 +18,15 @@ _PATIENCE = 400
 
 
 def improve(
-    p: Problem, start: DeviceOrders, goal: float, budget: Budget, rng: random.Random, moves: int,
-    frame: Frame | None = None, arcs: Arcs | None = None,
-) -> tuple[DeviceOrders, float]:  # fmt: skip
+    p: Problem,
+    start: DeviceOrders,
+    goal: float,
+    budget: Budget,
+    rng: random.Random,
+    moves: int,
+    frame: Frame | None = None,
+    arcs: Arcs | None = None,
+) -> tuple[DeviceOrders, float]:
     """Shorten an order until it reaches ``goal`` or the budget or the moves run out.
 
     Args:
@@ -160,7 +166,7 @@ def _after_freeing(state: TimedOrder, move: Move, look: int = 12) -> list[Move]:
             now = [*step.passed, step.task] if step.left else [step.task, *step.passed]
             longer = Move(
                 (Step(helper, [*now, *between], True), step), [helper, *move.row, *between], move.first, helper
-            )  # fmt: skip
+            )
             if state.fits(longer):
                 return [longer]
         between.append(helper)

@@ -16,8 +16,12 @@ from raypipe.trainer.library.arguments import check_fields, defaults, text
 from raypipe.trainer.optimization.optimizers import options
 
 OPTIMIZERS = {
-    "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop",
-}  # fmt: skip
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rmsprop": "rmsprop",
+}
 
 
 def read_arguments(args: Any) -> dict[str, Any]:
@@ -68,18 +72,27 @@ def train_keys(
         steps = max(1, math.ceil(per_epoch * float(a["num_train_epochs"])))
     optimizer = _one_of(OPTIMIZERS, a["optim"], "optim")
     keys = {
-        "steps": steps, "batch": batch, "lr": float(a["learning_rate"]), "seed": int(a["seed"]),
-        "optimizer": optimizer, **options(a, optimizer), "weight_decay": float(a["weight_decay"]),
+        "steps": steps,
+        "batch": batch,
+        "lr": float(a["learning_rate"]),
+        "seed": int(a["seed"]),
+        "optimizer": optimizer,
+        **options(a, optimizer),
+        "weight_decay": float(a["weight_decay"]),
         "decay": "matrices",  # as the Trainer does: neither norms nor biases
-        "clip": float(a["max_grad_norm"] or 0.0) or None, "dtype": "bfloat16" if a["bf16"] else "float32",
+        "clip": float(a["max_grad_norm"] or 0.0) or None,
+        "dtype": "bfloat16" if a["bf16"] else "float32",
         "label_smoothing": float(a["label_smoothing_factor"] or 0.0),
         "eval_every": every(a, "eval", a["eval_steps"] or a["logging_steps"], steps, per_epoch),
         "checkpoint_every": every(a, "save", a["save_steps"], steps, per_epoch),
-        "best_metric": metric, "best_is": "highest" if highest else "lowest",
-        "keep_checkpoints": int(a["save_total_limit"] or 0) or None, "deterministic": bool(a["full_determinism"]),
-        "load_best_at_end": bool(a["load_best_model_at_end"]), "early_stop": early_stop,
+        "best_metric": metric,
+        "best_is": "highest" if highest else "lowest",
+        "keep_checkpoints": int(a["save_total_limit"] or 0) or None,
+        "deterministic": bool(a["full_determinism"]),
+        "load_best_at_end": bool(a["load_best_model_at_end"]),
+        "early_stop": early_stop,
         "report_to": _loggers(a["report_to"]),
-    }  # fmt: skip
+    }
     if a["tf32"] is not None:
         keys["tf32"] = bool(a["tf32"])
     if held_out is not None:

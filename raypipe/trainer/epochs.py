@@ -56,8 +56,11 @@ class Epochs:
         """
         found = math.ceil(len(self.loader) / self.accumulation)
         if found == 0:
-            raise SpecError("train_dataset", "has fewer rows than a mini-batch, and dataloader_drop_last drops them",
-                            "give more rows, or a smaller per_device_train_batch_size")  # fmt: skip
+            raise SpecError(
+                "train_dataset",
+                "has fewer rows than a mini-batch, and dataloader_drop_last drops them",
+                "give more rows, or a smaller per_device_train_batch_size",
+            )
         return found
 
     def order(self, steps: int) -> npt.NDArray[np.int64]:
@@ -81,8 +84,10 @@ class Epochs:
         epoch = 0
         while True:
             holders: tuple[Any, ...] = (
-                self.loader, self.loader.batch_sampler, getattr(self.loader.batch_sampler, "sampler", None)
-            )  # fmt: skip
+                self.loader,
+                self.loader.batch_sampler,
+                getattr(self.loader.batch_sampler, "sampler", None),
+            )
             for holder in holders:
                 if hasattr(holder, "set_epoch"):
                     holder.set_epoch(epoch)

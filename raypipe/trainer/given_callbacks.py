@@ -35,9 +35,10 @@ class GivenCallbacks:
         made = callback() if isinstance(callback, type) else callback
         if not isinstance(made, (Callback, UserCallback)) and not _is_theirs(made):
             raise SpecError(
-                "callbacks", f"a {type(made).__name__} is no callback",
+                "callbacks",
+                f"a {type(made).__name__} is no callback",
                 "derive it from raypipe.Callback, transformers.TrainerCallback or ray.train.UserCallback",
-            )  # fmt: skip
+            )
         self._all.append(made)
 
     def pop(self, callback: Any) -> Any:

@@ -20,9 +20,14 @@ from raypipe.trainer.datasets import Apart, PadRows
 
 
 def trainer_of(
-    module: nn.Module, args: Any, output: str, collator: Collator | None, processing_class: Any,
-    compute_metrics: Callable[[Any], dict[str, Any]] | None, preprocess: Callable[..., Any] | None,
-) -> Any:  # fmt: skip
+    module: nn.Module,
+    args: Any,
+    output: str,
+    collator: Collator | None,
+    processing_class: Any,
+    compute_metrics: Callable[[Any], dict[str, Any]] | None,
+    preprocess: Callable[..., Any] | None,
+) -> Any:
     """Return a ``transformers.Trainer`` of a model that evaluates and predicts.
 
     Args:
@@ -47,10 +52,13 @@ def trainer_of(
     own = training_arguments(args, output)
     own.eval_strategy, own.load_best_model_at_end = "no", False  # else the Trainer asks for what only training needs
     made = (Seq2SeqTrainer if generates(args) else Trainer)(
-        model=module, args=own, data_collator=collator,
-        processing_class=processing_class, compute_metrics=compute_metrics,
+        model=module,
+        args=own,
+        data_collator=collator,
+        processing_class=processing_class,
+        compute_metrics=compute_metrics,
         preprocess_logits_for_metrics=preprocess,
-    )  # fmt: skip
+    )
     if isinstance(module, PreTrainedModel):
         made.data_collator = Apart(made.data_collator)
     made.args._n_gpu = min(1, made.args.n_gpu)  # else it would put DataParallel around the model

@@ -190,9 +190,12 @@ class PipelineTrainer(Optimization, Figures):
         return result_of(result, steps[done:], prepared.job, time.monotonic() - began, epochs)
 
     def evaluate(
-        self, eval_dataset: Rows | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval",
+        self,
+        eval_dataset: Rows | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
         **generation: Any,
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """Return loss and figures of the trained model on a dataset, by default ``eval_dataset``.
 
         The Hugging Face Trainer makes them, in this process, with the whole model; with ``predict_with_generate`` its
@@ -212,9 +215,12 @@ class PipelineTrainer(Optimization, Figures):
         return found
 
     def predict(
-        self, test_dataset: Rows, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test",
+        self,
+        test_dataset: Rows,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
         **generation: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Return ``transformers.trainer_utils.PredictionOutput``: predictions, label_ids, metrics; see ``evaluate``.
 
         Raises:
@@ -406,9 +412,12 @@ class PipelineTrainer(Optimization, Figures):
         if self.degrees.pp is not None:
             stages = self.degrees.pp
             parallel = {
-                "schedule": "1f1b", "stages": stages, "replicas": dp, "tensor": self.degrees.tp or 1,
+                "schedule": "1f1b",
+                "stages": stages,
+                "replicas": dp,
+                "tensor": self.degrees.tp or 1,
                 "microbatch": microbatch(train["batch"] // dp, stages),
-            }  # fmt: skip
+            }
         elif self.degrees.dp is not None:
             parallel["replicas"] = dp
         if recomputes(a):
@@ -419,8 +428,10 @@ class PipelineTrainer(Optimization, Figures):
             train["label_smoothing"] = 0.0  # it is in the captured loss
         sections: dict[str, Any] = {
             "model": model,
-            "data": data, "train": train, "parallel": parallel,
-        }  # fmt: skip
+            "data": data,
+            "train": train,
+            "parallel": parallel,
+        }
         for name, keys in self._more.items():
             sections[name] = {**sections.get(name, {}), **keys}
         return job_from({"name": self.directory.name, **sections}, "PipelineTrainer")
@@ -435,9 +446,14 @@ class PipelineTrainer(Optimization, Figures):
         from raypipe.trainer.in_process import trainer_of
 
         made = trainer_of(
-            self.model, self.args, str(self.directory), self.data_collator, self.processing_class, self._metrics,
+            self.model,
+            self.args,
+            str(self.directory),
+            self.data_collator,
+            self.processing_class,
+            self._metrics,
             self._preprocess,
-        )  # fmt: skip
+        )
         made = with_script_loss(made, self, script_loss(self, PipelineTrainer, self.compute_loss_func))
         made.state.epoch = self._history().epoch(len(steps_of(self.directory)))
         return made

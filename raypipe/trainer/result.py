@@ -40,8 +40,11 @@ def result_of(
     own = {field.name: getattr(result, field.name) for field in fields(Result)}
     metrics = {
         **(result.metrics or {}),
-        "train_runtime": seconds, "train_samples_per_second": steps * job.train.batch / seconds,
-        "train_steps_per_second": steps / seconds, "train_loss": loss, "epoch": epochs,
-    }  # fmt: skip
+        "train_runtime": seconds,
+        "train_samples_per_second": steps * job.train.batch / seconds,
+        "train_steps_per_second": steps / seconds,
+        "train_loss": loss,
+        "epoch": epochs,
+    }
     done = int(metrics.get("step", rows[-1]["step"] if rows else 0))
     return TrainResult(**{**own, "metrics": metrics}, global_step=done, training_loss=loss)

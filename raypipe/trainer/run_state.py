@@ -26,9 +26,11 @@ def state_of(directory: Path, history: History) -> Any:
         history.take(row)
     steps = steps_of(directory)
     state = TrainerState(
-        epoch=history.epoch(len(steps)), global_step=len(steps), log_history=history.entries,
+        epoch=history.epoch(len(steps)),
+        global_step=len(steps),
+        log_history=history.entries,
         max_steps=saved_job(directory).train.steps if (directory / RECORD).exists() else 0,
-    )  # fmt: skip
+    )
     kept = best(directory / "checkpoints")
     if kept is not None:
         metric = saved_job(directory).train.best_metric

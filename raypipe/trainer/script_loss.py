@@ -20,9 +20,13 @@ GOES_ON = frozenset({"state", "control", "optimizer", "lr_scheduler", "callback_
 
 
 def trainers_loss(
-    model: Any, inputs: dict[str, Any], function: Callable[..., Any] | None, return_outputs: bool, items: Any,
+    model: Any,
+    inputs: dict[str, Any],
+    function: Callable[..., Any] | None,
+    return_outputs: bool,
+    items: Any,
     smoothing: float = 0.0,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return the loss as ``transformers.Trainer.compute_loss`` does: the model's own, or the function's.
 
     With a ``smoothing`` and no function it is the cross-entropy of the logits, whatever the model computes from labels.

@@ -40,23 +40,38 @@ def search_auto(
     split = backward == "split"
     if recompute == "auto":
         found = search_recompute(
-            placement, shape.microbatches, costs, memory_limit=shape.memory_limit, objective=objective, split=split,
+            placement,
+            shape.microbatches,
+            costs,
+            memory_limit=shape.memory_limit,
+            objective=objective,
+            split=split,
             budget_s=seconds,
-        )  # fmt: skip
+        )
     else:
         found = search(
-            placement, shape.microbatches, costs, memory_limit=shape.memory_limit, objective=objective, split=split,
-            budget_s=seconds, recompute=_stages(recompute, costs.stages),
-        )  # fmt: skip
+            placement,
+            shape.microbatches,
+            costs,
+            memory_limit=shape.memory_limit,
+            objective=objective,
+            split=split,
+            budget_s=seconds,
+            recompute=_stages(recompute, costs.stages),
+        )
     return found, costs
 
 
 def report(found: Found) -> dict[str, Any]:
     """Return the keys that a search adds to the JSON; ``lower_bound`` replaces the bound that ignores the memory."""
     proof: dict[str, Any] = {
-        "objective": found.objective, "objective_value": found.value, "objective_bound": found.bound,
-        "gap": found.gap, "search_seconds": found.seconds, "recompute_stages": _recomputing(found),
-    }  # fmt: skip
+        "objective": found.objective,
+        "objective_value": found.value,
+        "objective_bound": found.bound,
+        "gap": found.gap,
+        "search_seconds": found.seconds,
+        "recompute_stages": _recomputing(found),
+    }
     if found.objective == "makespan":
         proof["lower_bound"] = found.bound
     return proof

@@ -35,9 +35,16 @@ SHAPE_KINDS: dict[str, Callable[[str], Any]] = {
 """What reads the text of each of a shape's options: words, where they are no numbers."""
 DEFAULT_SHAPE = {"devices": 4, "microbatches": 8}
 DEFAULT_COSTS = {
-    "forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "recompute": 0.0, "comm": 0.0, "gather_time": 0.0,
-    "reduce_scatter_time": 0.0, "attention": 0.0, "attention_grad": 0.0,
-}  # fmt: skip
+    "forward": 1.0,
+    "input_grad": 1.0,
+    "weight_grad": 1.0,
+    "recompute": 0.0,
+    "comm": 0.0,
+    "gather_time": 0.0,
+    "reduce_scatter_time": 0.0,
+    "attention": 0.0,
+    "attention_grad": 0.0,
+}
 """Default of each option that is a cost; ``COLUMN`` says where one is in the table if its name is another."""
 COLUMN = {"gather_time": "gather", "reduce_scatter_time": "reduce_scatter"}
 
@@ -53,9 +60,12 @@ class Made:
 
 
 def make(
-    names: Sequence[str], shape: Mapping[str, str | None], costs: Mapping[str, str | None], compare: bool,
+    names: Sequence[str],
+    shape: Mapping[str, str | None],
+    costs: Mapping[str, str | None],
+    compare: bool,
     search: Mapping[str, str | None] | None = None,
-) -> list[Made]:  # fmt: skip
+) -> list[Made]:
     """Make the named schedules; the mappings hold the texts of the options, None if an option is not given.
 
     With ``compare``, all schedules do the same work: a cost given as one number is that of a device's share of the
@@ -160,10 +170,12 @@ def with_shards(made: list[Made], given: Mapping[str, str | None], unit: str | N
         each = units[n if len(units) == len(made) else 0]
         try:
             schedule = shard(
-                one.schedule, levels if len(levels) > 1 else levels[0],
+                one.schedule,
+                levels if len(levels) > 1 else levels[0],
                 gather=cast(Gather, texts.get("gather", "unit")),
-                unit=each, ahead=ahead[0],
-            )  # fmt: skip
+                unit=each,
+                ahead=ahead[0],
+            )
         except ScheduleError as error:
             where = {"gather": "--gather", "zero": "--zero"}.get(error.where, error.where)
             raise RequestError(where, error.why, error.fix) from error

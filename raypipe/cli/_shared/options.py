@@ -62,17 +62,18 @@ def grouped(**groups: Mapping[str, Any]) -> Callable[[Callable[..., None]], Call
         own = inspect.signature(verb).parameters
         parameters = [
             inspect.Parameter(
-                key, inspect.Parameter.KEYWORD_ONLY, default=None if name in groups else own[name].default,
+                key,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None if name in groups else own[name].default,
                 annotation=hint,
             )
-            for name in own for key, hint in groups.get(name, {name: hints[name]}).items()
-        ]  # fmt: skip
+            for name in own
+            for key, hint in groups.get(name, {name: hints[name]}).items()
+        ]
 
         @functools.wraps(verb)
         def called(**given: Any) -> None:
-            verb(**{
-                name: {key: given[key] for key in groups[name]} if name in groups else given[name] for name in own
-            })  # fmt: skip
+            verb(**{name: {key: given[key] for key in groups[name]} if name in groups else given[name] for name in own})
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {p.name: p.annotation for p in parameters}

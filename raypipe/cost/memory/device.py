@@ -129,7 +129,7 @@ class _Setting:
 
 def _fullest(
     setting: _Setting, device: int, own: Sequence[tuple[int, int]], versions: int, head: int, messages: Sequence[float]
-) -> DeviceMemory:  # fmt: skip
+) -> DeviceMemory:
     """A device's fullest moment.
 
     Args:
@@ -155,10 +155,11 @@ def _fullest(
             replicas=sum(shares[s].state for s in more),
             messages=max(messages, default=0.0),
         ),
-        setting, primary,
+        setting,
+        primary,
         {(t.stage, mb) for t in schedule.orders[device] if t.kind == "B" for mb in t.mbs},
         max(1, versions),
-    )  # fmt: skip
+    )
     # In the head of its order the last update may be undone; of 2BW it has yet to be made.
     copies = 0.0 if schedule.versions == "2bw" else sum(shares[s].undo for s, _ in own)
     undo = copies + sum(shares[s].gradients for s, _ in own)
@@ -195,9 +196,10 @@ class _Moments:
         self.undo = 0.0
         shown = 0.0 if setting.beside_shards else 1.0
         self.live = LiveShards(
-            setting.schedule, [shown * stage.weights for stage in self.stages],
+            setting.schedule,
+            [shown * stage.weights for stage in self.stages],
             [shown * stage.gradients for stage in self.stages],
-        )  # fmt: skip
+        )
         self._most = 0.0
         self._terms: tuple[float, ...] = (0.0,) * 10
 
@@ -213,22 +215,45 @@ class _Moments:
         if changing > self._most:
             self._most = changing
             self._terms = (
-                self.activations, self.casts, self.gradients, self.replica_gradients, self.reducing, self.undo,
-                workspace, messages, self.live.gathered, self.live.gradients,
-            )  # fmt: skip
+                self.activations,
+                self.casts,
+                self.gradients,
+                self.replica_gradients,
+                self.reducing,
+                self.undo,
+                workspace,
+                messages,
+                self.live.gathered,
+                self.live.gradients,
+            )
 
     @property
     def fullest(self) -> DeviceMemory:
         """The fullest moment so far."""
         (
-            activations, casts, gradients, replica_gradients, reducing, undo, workspace, messages, gathered, scattering,
-        ) = self._terms  # fmt: skip
+            activations,
+            casts,
+            gradients,
+            replica_gradients,
+            reducing,
+            undo,
+            workspace,
+            messages,
+            gathered,
+            scattering,
+        ) = self._terms
         return replace(
-            self.static, gradients=gradients, replicas=self.static.replicas + replica_gradients,
-            activations=activations, casts=casts, workspace=workspace, undo=undo,
+            self.static,
+            gradients=gradients,
+            replicas=self.static.replicas + replica_gradients,
+            activations=activations,
+            casts=casts,
+            workspace=workspace,
+            undo=undo,
             messages=self.static.messages + messages,
-            communication=self.static.communication + reducing + scattering, gathered=gathered,
-        )  # fmt: skip
+            communication=self.static.communication + reducing + scattering,
+            gathered=gathered,
+        )
 
     def grade(self, stage: int, replica: int) -> None:
         """A stage replica has gradients from now on."""

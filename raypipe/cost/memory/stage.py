@@ -56,9 +56,12 @@ class StageMemory:
         """
         optimizer, gradients, weights = (group if level >= least else 1 for least in (1, 2, 3))
         return replace(
-            self, optimizer=self.optimizer / optimizer, update=self.update / optimizer,
-            gradients=self.gradients / gradients, weights=self.weights / weights,
-        )  # fmt: skip
+            self,
+            optimizer=self.optimizer / optimizer,
+            update=self.update / optimizer,
+            gradients=self.gradients / gradients,
+            weights=self.weights / weights,
+        )
 
     @property
     def undo(self) -> float:
@@ -105,18 +108,23 @@ def stage_memory(
     within = float(tied * each.gradient) if len(ends) == 2 else 0.0
     return StageMemory(
         weights=float(values * each.weight),
-        frozen=float((parameters(profile, layers) - values) * each.weight), gradients=float(values * each.gradient),
-        optimizer=float(values * (each.optimizer + each.master)), update=float(values * each.master),
+        frozen=float((parameters(profile, layers) - values) * each.weight),
+        gradients=float(values * each.gradient),
+        optimizer=float(values * (each.optimizer + each.master)),
+        update=float(values * each.master),
         casts=sum(layer.cast_bytes for layer in own),
         reduced=float((values - (tied if ends else 0)) * each.gradient),
-        kept=(sum(layer.kept_bytes for layer in own) + own[0].unread_input_bytes) * samples + output
+        kept=(sum(layer.kept_bytes for layer in own) + own[0].unread_input_bytes) * samples
+        + output
         + (0.0 if split else sum(layer.kept_fixed_bytes for layer in own)),
         kept_for_w=sum(layer.waiting for layer in own) * samples,
         kept_for_r=_kept_for_r(profile, layers, samples, split, arriving, recomputed),
-        input=arriving, output=output, key_gradients=sum(layer.key_value_bytes for layer in own) * samples,
+        input=arriving,
+        output=output,
+        key_gradients=sum(layer.key_value_bytes for layer in own) * samples,
         workspace=_workspace(own, samples, split, within),
         first_workspace=_workspace(own, samples, split, within, 0.0 if split else float(each.gradient)),
-    )  # fmt: skip
+    )
 
 
 def shares_input(placement: Sequence[Sequence[int]]) -> list[bool]:
@@ -125,9 +133,13 @@ def shares_input(placement: Sequence[Sequence[int]]) -> list[bool]:
 
 
 def _kept_for_r(
-    profile: Profile, layers: Sequence[int], samples: float, split: bool, arriving: float,
+    profile: Profile,
+    layers: Sequence[int],
+    samples: float,
+    split: bool,
+    arriving: float,
     recomputed: Collection[int] | None,
-) -> float:  # fmt: skip
+) -> float:
     held, before = arriving, True
     for i in layers:
         remade = recomputed is None or i in recomputed

@@ -15,7 +15,8 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "casts": ("16-bit copies of the weights take", (STAGES,)),
     "undo": ("copies that can undo an update made before the gradient norm take", ("update: wait",)),
     "replicas": (
-        "further stage replicas with their gradients and optimizer state take", ("a schedule of one direction",),
+        "further stage replicas with their gradients and optimizer state take",
+        ("a schedule of one direction",),
     ),
     "activations": ("activations of micro-batches in flight take", (RECOMPUTE, SMALLER, FEWER)),
     "inputs": ("raw inputs of a step take", ("a smaller mini-batch",)),
@@ -23,7 +24,7 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "messages": ("p2p buffers take", (SMALLER, FEWER)),
     "communication": ("buffers of gradient all-reduces and reduce-scatters take", (STAGES, "sync: lazy")),
     "gathered": ("gathered weights of sharded stages take", (STAGES, "gathering them for fewer tasks at a time")),
-}  # fmt: skip
+}
 """Per term: what it is, and what would make it smaller."""
 
 
@@ -62,10 +63,21 @@ class DeviceMemory:
     def total(self) -> float:
         """The sum of all terms."""
         return (
-            self.base + self.weights + self.gradients + self.optimizer + self.versions + self.casts + self.undo
-            + self.replicas + self.activations + self.inputs + self.workspace + self.messages + self.communication
+            self.base
+            + self.weights
+            + self.gradients
+            + self.optimizer
+            + self.versions
+            + self.casts
+            + self.undo
+            + self.replicas
+            + self.activations
+            + self.inputs
+            + self.workspace
+            + self.messages
+            + self.communication
             + self.gathered
-        )  # fmt: skip
+        )
 
     def terms(self) -> dict[str, float]:
         """Bytes by name."""

@@ -43,7 +43,7 @@ class BrokenRule(NamedTuple):
 
 def problems(
     model: ModelSpec, data: DataSpec, train: TrainSpec, parallel: ParallelSpec, planned: Schedule | None = None
-) -> Iterator[BrokenRule]:  # fmt: skip
+) -> Iterator[BrokenRule]:
     """Yield all broken rules, the most basic first; ``planned``: one copy's step, where a plan has it already."""
     yield from (BrokenRule(*found) for found in too_many(parallel))
     if isinstance(model, GptSpec):
@@ -79,9 +79,10 @@ def _gpt(model: GptSpec, data: DataSpec) -> Iterator[BrokenRule]:
         yield BrokenRule("model.vocabulary", f"{model.vocabulary}, but bytes take 256 values", "use 256")
     if model.positions is not None and model.positions < model.sequence:
         yield BrokenRule(
-            "model.positions", f"{model.positions} for sequences of {model.sequence}",
+            "model.positions",
+            f"{model.positions} for sequences of {model.sequence}",
             f"use {model.sequence} or more, or leave it out",
-        )  # fmt: skip
+        )
     if model.hidden % model.heads:
         low, high = neighbours(model.hidden, model.heads)
         yield BrokenRule(
@@ -122,12 +123,13 @@ def _train(train: TrainSpec) -> Iterator[BrokenRule]:
             f"{train.message_timeout_s:g} s: "
             + ("messages take longer on a busy machine" if early else "a hanging stage would not be detected"),
             f"use {shortest if early else longest:g}" + (" or more" if early else ", a week, or less"),
-        )  # fmt: skip
+        )
     if train.checkpoint_storage is not None and not is_url(train.checkpoint_storage):
         yield BrokenRule(
-            "train.checkpoint_storage", f"{train.checkpoint_storage} is not a URI",
+            "train.checkpoint_storage",
+            f"{train.checkpoint_storage} is not a URI",
             "write it with its scheme, such as s3://bucket/run or file:///mnt/runs/first",
-        )  # fmt: skip
+        )
     if train.profile is not None and train.profile.start_step > train.steps:
         why = f"{train.profile.start_step}, but the run has {train.steps} steps"
         yield BrokenRule("train.profile.start_step", why, f"use {train.steps} or less")
@@ -142,9 +144,10 @@ def _wire(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     if wire is not None and WIDTH[wire] >= WIDTH[crossing] and not keeps:
         narrower = " or ".join(name for name in get_args(WireDtype) if WIDTH[name] < WIDTH[crossing])
         yield BrokenRule(
-            "parallel.wire_dtype", f"{wire} is not narrower than the {crossing} that stages exchange",
+            "parallel.wire_dtype",
+            f"{wire} is not narrower than the {crossing} that stages exchange",
             f"use {narrower}, or leave it out" if narrower else "leave it out",
-        )  # fmt: skip
+        )
 
 
 def _available(parallel: ParallelSpec) -> Iterator[BrokenRule]:
@@ -161,9 +164,10 @@ def _sync(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     if parallel.auto:
         if sync in BY_BUCKET and "sync" in parallel.given:
             yield BrokenRule(
-                key, f"{sync} cannot be given if the planner chooses the plan",
+                key,
+                f"{sync} cannot be given if the planner chooses the plan",
                 "use lazy, eager or eager-opt, or give schedule, stages and microbatch",
-            )  # fmt: skip
+            )
         return
     if sync not in BY_LAYER:
         return
@@ -208,9 +212,10 @@ def _side_stream(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRul
     if wrong is not None:
         late, at = wrong
         yield BrokenRule(
-            key, f"stage {late} beside the forward of stage {at}, of {parallel.chunks}",
+            key,
+            f"stage {late} beside the forward of stage {at}, of {parallel.chunks}",
             "name stages from 1, each with itself or an earlier one",
-        )  # fmt: skip
+        )
 
 
 def _graphs(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
@@ -276,19 +281,21 @@ def _wishes(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Itera
     for key in parallel.given:
         if key not in WISHES and key not in AVAILABLE:
             yield BrokenRule(
-                f"parallel.{key}", "cannot be given if the planner chooses the plan",
+                f"parallel.{key}",
+                "cannot be given if the planner chooses the plan",
                 "leave it out, or give schedule, stages and microbatch",
-            )  # fmt: skip
+            )
     if "shard" in parallel.given:
         yield from _shard(parallel)
     yield from _slices(train, parallel)
     if parallel.recompute not in ("none", "full", *PLANNED):
         what = "stage-aware" if isinstance(parallel.recompute, str) else "a list of layers"
         yield BrokenRule(
-            "parallel.recompute", f"{what} depends on the cut, which the planner chooses",
+            "parallel.recompute",
+            f"{what} depends on the cut, which the planner chooses",
             "use none, full, layers, microbatches or auto (of these the planner decides how much), or give schedule, "
             "stages and microbatch",
-        )  # fmt: skip
+        )
     if "schedule" in parallel.given and parallel.schedule not in (*SCHEDULES, "auto"):
         fix = "give stages and microbatch too" if is_file(parallel.schedule) else nearest(parallel.schedule, SCHEDULES)
         yield BrokenRule("parallel.schedule", f'"{parallel.schedule}" is unknown to the planner', fix)
@@ -303,7 +310,7 @@ KEYS = {"devices": "stages", "microbatches": "microbatch"}
 
 def _schedule(
     model: ModelSpec, train: TrainSpec, parallel: ParallelSpec, planned: Schedule | None
-) -> Iterator[BrokenRule]:  # fmt: skip
+) -> Iterator[BrokenRule]:
     """Errors of the schedule: an unknown name, an impossible shape, or an option that it does not have."""
     # The number of a captured model's layers is only known after capturing it.
     layers = model.layers if isinstance(model, GptSpec) else None
@@ -332,14 +339,16 @@ def _schedule(
     yield from _keep(parallel, schedule.placement)
     if parallel.memory_cap_mb is not None and schedule.versions != "flush":
         yield BrokenRule(
-            "parallel.memory_cap_mb", f"{parallel.schedule} never flushes, so shares cannot change between steps",
+            "parallel.memory_cap_mb",
+            f"{parallel.schedule} never flushes, so shares cannot change between steps",
             "give alphas, or use a synchronous schedule",
-        )  # fmt: skip
+        )
     if parallel.replan and schedule.versions != "flush":
         yield BrokenRule(
-            "parallel.replan", f"{parallel.schedule} never flushes, so plans cannot change between steps",
+            "parallel.replan",
+            f"{parallel.schedule} never flushes, so plans cannot change between steps",
             "leave it out, or use a synchronous schedule",
-        )  # fmt: skip
+        )
     if parallel.microbatch % (parts := schedule.share_of_samples.denominator):
         yield BrokenRule(
             "parallel.microbatch",
@@ -384,14 +393,16 @@ def _halves(parallel: ParallelSpec, schedule: Schedule) -> Iterator[BrokenRule]:
     unit = 2 * schedule.share_of_samples.denominator
     if parallel.microbatch % unit:
         yield BrokenRule(
-            "parallel.microbatch", f"{parallel.microbatch} sequences do not divide into halves (sub_pipelined)",
+            "parallel.microbatch",
+            f"{parallel.microbatch} sequences do not divide into halves (sub_pipelined)",
             f"use a multiple of {unit}",
-        )  # fmt: skip
+        )
     if schedule.versions != "flush":
         yield BrokenRule(
-            "parallel.sub_pipelined", f"{schedule.name} keeps several versions of the weights",
+            "parallel.sub_pipelined",
+            f"{schedule.name} keeps several versions of the weights",
             "use a synchronous schedule",
-        )  # fmt: skip
+        )
     if parallel.recompute not in ("none", "full"):
         yield BrokenRule(
             "parallel.sub_pipelined", "half batches cannot recompute only some layers", "use recompute: full or none"
@@ -415,9 +426,14 @@ def _branches(model: ModelSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     for key, fix in (
         ("chunks", "leave it out: a device gets as many stages as its branches need"),
         ("memory_limit", "leave it out: branches' activations differ in size, so that a count of them says nothing"),
-        ("unit", "leave it out"), ("pipelines", "leave it out"), ("concat", "leave it out"), ("keep", "leave it out"),
-        ("replan", "leave it out"), ("tensor", "use tensor: 1"), ("sub_pipelined", "leave it out"),
-    ):  # fmt: skip
+        ("unit", "leave it out"),
+        ("pipelines", "leave it out"),
+        ("concat", "leave it out"),
+        ("keep", "leave it out"),
+        ("replan", "leave it out"),
+        ("tensor", "use tensor: 1"),
+        ("sub_pipelined", "leave it out"),
+    ):
         if getattr(parallel, key) != type(parallel).model_fields[key].default:
             yield BrokenRule(f"parallel.{key}", "placement: branches has no use for it", fix)
     if parallel.recompute not in ("none", "full"):
@@ -435,13 +451,16 @@ def _keep(parallel: ParallelSpec, placement: Sequence[Sequence[int]]) -> Iterato
         if isinstance(shares, tuple):
             if len(shares) != stages:
                 yield BrokenRule(f"parallel.{key}", f"{len(shares)} shares for {stages} stages", "give one per stage")
-        elif key == "alphas" and parallel.recompute == "stage-aware" and (
-            len(placement) > 1 or len(set(placement[0])) < stages
-        ):  # fmt: skip
+        elif (
+            key == "alphas"
+            and parallel.recompute == "stage-aware"
+            and (len(placement) > 1 or len(set(placement[0])) < stages)
+        ):
             yield BrokenRule(
-                "parallel.alphas", f"the formula for shares does not cover several stages per device, as in "
-                f"{parallel.schedule}", f"give {stages} shares, or use a schedule with one stage per device",
-            )  # fmt: skip
+                "parallel.alphas",
+                f"the formula for shares does not cover several stages per device, as in {parallel.schedule}",
+                f"give {stages} shares, or use a schedule with one stage per device",
+            )
 
 
 def _alphas(parallel: ParallelSpec) -> Iterator[BrokenRule]:
@@ -468,24 +487,29 @@ def stash(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterato
     """Keys that cannot be combined with PipeDream, which updates each stage after each micro-batch independently."""
     if parallel.replicas > 1:
         yield BrokenRule(
-            "parallel.replicas", "pipedream updates after every micro-batch: replicas would drift apart",
+            "parallel.replicas",
+            "pipedream updates after every micro-batch: replicas would drift apart",
             "use replicas: 1, or schedule: pipedream-2bw",
-        )  # fmt: skip
+        )
     if train.clip is not None:
         yield BrokenRule(
-            "train.clip", "pipedream never has the gradients of all stages at once, so there is no global norm",
+            "train.clip",
+            "pipedream never has the gradients of all stages at once, so there is no global norm",
             "set it to null, or use schedule: pipedream-2bw",
-        )  # fmt: skip
+        )
     if train.on_nonfinite == "skip":
         yield BrokenRule(
-            "train.on_nonfinite", "pipedream never has the gradients of all stages at once, so some would make updates "
-            "before another finds such a number", "use rewind or stop, or schedule: pipedream-2bw",
-        )  # fmt: skip
+            "train.on_nonfinite",
+            "pipedream never has the gradients of all stages at once, so some would make updates "
+            "before another finds such a number",
+            "use rewind or stop, or schedule: pipedream-2bw",
+        )
     if isinstance(model, GptSpec) and model.tie_embeddings and parallel.stages > 1:
         yield BrokenRule(
-            "model.tie_embeddings", "pipedream updates first and last stage at different times: copies would differ",
+            "model.tie_embeddings",
+            "pipedream updates first and last stage at different times: copies would differ",
             "set it to false, or use schedule: pipedream-2bw",
-        )  # fmt: skip
+        )
 
 
 def _batch(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:

@@ -31,8 +31,9 @@ def too_large(model: GptSpec, microbatch: int) -> Iterator[tuple[str, str, str]]
             return
     widest = max(4 * model.hidden, model.vocabulary)
     for key, size, times in (
-        ("model.sequence", model.sequence, widest), ("parallel.microbatch", microbatch, widest * model.sequence),
-    ):  # fmt: skip
+        ("model.sequence", model.sequence, widest),
+        ("parallel.microbatch", microbatch, widest * model.sequence),
+    ):
         if size * times > MOST_VALUES:
             yield key, _why("an activation of a micro-batch"), f"use at most {max(1, MOST_VALUES // times)}"
             return

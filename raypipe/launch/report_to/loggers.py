@@ -103,10 +103,15 @@ class WeightsAndBiases:
         kept = directory / self.ID
         known = kept.read_text(encoding="utf-8") if kept.is_file() else None
         self._run = wandb.init(
-            project=job.name, name=directory.name, dir=str(directory), config=job.model_dump(mode="json"), id=known,
-            resume="allow", mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
+            project=job.name,
+            name=directory.name,
+            dir=str(directory),
+            config=job.model_dump(mode="json"),
+            id=known,
+            resume="allow",
+            mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
             settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, x_disable_meta=True),
-        )  # fmt: skip
+        )
         if known is None:
             write_whole(kept, self._run.id.encode())
 

@@ -68,8 +68,9 @@ class Arranged:
         costs = self.costs
         return {
             (s, n): (sum(costs.result_bytes[r] for r in some), sum(costs.gradient_bytes[r] for r in some))
-            for s, ends in enumerate(self.ends) for n, some in ends.leaves.items()
-        }  # fmt: skip
+            for s, ends in enumerate(self.ends)
+            for n, some in ends.leaves.items()
+        }
 
     @property
     def sent_bytes(self) -> float:
@@ -86,9 +87,11 @@ class Arranged:
             return tuple(sum(layer[i] for i in own) for own in self.cut)
 
         return CostTable(
-            forward=of(costs.forward), input_grad=of(costs.input_grad), weight_grad=of(costs.weight_grad),
-            recompute=of(costs.forward), all_reduce=zeros, update=zeros,
-            comm={
-                edge: costs.latency_s + max(both) / costs.bytes_per_s for edge, both in self.edge_bytes.items()
-            },
-        )  # fmt: skip
+            forward=of(costs.forward),
+            input_grad=of(costs.input_grad),
+            weight_grad=of(costs.weight_grad),
+            recompute=of(costs.forward),
+            all_reduce=zeros,
+            update=zeros,
+            comm={edge: costs.latency_s + max(both) / costs.bytes_per_s for edge, both in self.edge_bytes.items()},
+        )

@@ -83,9 +83,14 @@ def best_chain(costs: LayerCosts, devices: int, microbatches: int) -> Branches:
 def ordered(arranged: Arranged, microbatches: int, budget_s: float | None, start: Schedule | None = None) -> Branches:
     """Search an order of a step's tasks for stages on devices; ``start`` is one to begin with."""
     found = search(
-        (arranged.devices,), microbatches, arranged.table, graph=arranged.graph, split=False, budget_s=budget_s,
+        (arranged.devices,),
+        microbatches,
+        arranged.table,
+        graph=arranged.graph,
+        split=False,
+        budget_s=budget_s,
         starts=() if start is None else (start,),
-    )  # fmt: skip
+    )
     return Branches(arranged, found.schedule, found.makespan)
 
 

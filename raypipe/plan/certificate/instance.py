@@ -102,9 +102,13 @@ class Instance:
             return tuple(map(min, zip(*(getattr(kind, name) for kind in used), strict=True)))
 
         return Kind(
-            forward=by("forward"), input_grad=by("input_grad"), backward=by("backward"), recompute=by("recompute"),
-            update=by("update"), overhead=min(kind.overhead for kind in used),
-        )  # fmt: skip
+            forward=by("forward"),
+            input_grad=by("input_grad"),
+            backward=by("backward"),
+            recompute=by("recompute"),
+            update=by("update"),
+            overhead=min(kind.overhead for kind in used),
+        )
 
     @cached_property
     def ahead(self) -> tuple[float, ...]:
@@ -132,9 +136,15 @@ class Instance:
 
 
 def alike(
-    forward: Sequence[float], input_grad: Sequence[float], weight_grad: Sequence[float], devices: int,
-    microbatches: int, message: float = 0.0, room: float = float("inf"), kept: Sequence[float] | None = None,
-) -> Instance:  # fmt: skip
+    forward: Sequence[float],
+    input_grad: Sequence[float],
+    weight_grad: Sequence[float],
+    devices: int,
+    microbatches: int,
+    message: float = 0.0,
+    room: float = float("inf"),
+    kept: Sequence[float] | None = None,
+) -> Instance:
     """An instance of devices that are all alike, of one isolated step without updates.
 
     Args:
@@ -150,10 +160,21 @@ def alike(
     backward = tuple(b + w for b, w in zip(input_grad, weight_grad, strict=True))
     zeros = (0.0,) * len(backward)
     kind = Kind(
-        forward=tuple(forward), input_grad=tuple(input_grad), backward=backward, recompute=tuple(forward), update=zeros,
-    )  # fmt: skip
+        forward=tuple(forward),
+        input_grad=tuple(input_grad),
+        backward=backward,
+        recompute=tuple(forward),
+        update=zeros,
+    )
     size = (1.0,) * len(backward) if kept is None else tuple(kept)
     return Instance(
-        kinds=(kind,), kind_of=(0,) * devices, room=(room,) * devices, microbatches=microbatches, state=zeros,
-        full_state=zeros, kept=size, waiting=size, message=message,
-    )  # fmt: skip
+        kinds=(kind,),
+        kind_of=(0,) * devices,
+        room=(room,) * devices,
+        microbatches=microbatches,
+        state=zeros,
+        full_state=zeros,
+        kept=size,
+        waiting=size,
+        message=message,
+    )

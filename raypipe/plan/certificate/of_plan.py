@@ -79,9 +79,15 @@ class Certifier:
     def _key(self, p: Prediction) -> object:
         c, form = p.candidate, p.form
         return (
-            c.grid, form.size, form.replicas > 1, form.versions, _without_b(self.judge, p), c.shard, c.shard_group,
+            c.grid,
+            form.size,
+            form.replicas > 1,
+            form.versions,
+            _without_b(self.judge, p),
+            c.shard,
+            c.shard_group,
             waits_for_all(self.judge, p),
-        )  # fmt: skip
+        )
 
 
 def waits_for_all(judge: Predictor, p: Prediction) -> bool:
@@ -152,16 +158,21 @@ def _instance(judge: Predictor, p: Prediction) -> Instance:
     first = _frozen_first(profile)
     needed = profile.layers[first:]
     return Instance(
-        kinds=kinds, kind_of=tuple(names.index(tuple(kind.device for kind in own)) for own in positions),
-        room=room_bytes(profile, c.stages, c.replicas), microbatches=round(c.microbatches / size),
-        state=state, full_state=full,
+        kinds=kinds,
+        kind_of=tuple(names.index(tuple(kind.device for kind in own)) for own in positions),
+        room=room_bytes(profile, c.stages, c.replicas),
+        microbatches=round(c.microbatches / size),
+        state=state,
+        full_state=full,
         kept=(0.0,) * first + tuple(layer.kept_bytes * samples for layer in needed),
         waiting=(0.0,) * first + tuple(layer.waiting * samples for layer in needed),
         message=_message(profile, samples),
-        frozen_first=first, barrier=waits, flushes=flushes,
+        frozen_first=first,
+        barrier=waits,
+        flushes=flushes,
         after=overheads.norm_s if waits else 0.0,
         all_reduce_per_update=_all_reduce(profile, c.stages, c.replicas) if c.shard == "none" else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _kind(profile: Profile, samples: float, busy: int, without_b: int) -> Kind:
@@ -178,8 +189,9 @@ def _kind(profile: Profile, samples: float, busy: int, without_b: int) -> Kind:
         input_grad=tuple(share * min(b, t.joint) for b, t in zip(back, times, strict=True)),
         backward=tuple(share * min(t.joint, w) for w, t in zip(whole, times, strict=True)),
         recompute=tuple(share * t.recompute for t in times),
-        update=tuple(profile.update_s_per_parameter * n for n in trained), overhead=profile.task_overhead_s,
-    )  # fmt: skip
+        update=tuple(profile.update_s_per_parameter * n for n in trained),
+        overhead=profile.task_overhead_s,
+    )
 
 
 def _slowest(kinds: list[Kind]) -> Kind:

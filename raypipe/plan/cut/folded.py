@@ -162,18 +162,18 @@ class _Try:
         if own is None or other is None:
             return 0
         # Needs fall as b rises, so in reverse they rise: count those that fit.
-        return np.array([
-            t - np.searchsorted(other[:t, t][::-1], self.runs.limit - own[i], side="right") for i, t in states
-        ])  # fmt: skip
+        return np.array(
+            [t - np.searchsorted(other[:t, t][::-1], self.runs.limit - own[i], side="right") for i, t in states]
+        )
 
     def _highest_that_fits(self, number: int, states: Places) -> Places | int:
         """[state, j]: the greatest e so that pieces from the second place to e - 1 fit beside pieces up to j."""
         own, other = self._bytes(number, number + self.stages // 2)
         if own is None or other is None:
             return self.runs.count
-        return np.array([
-            k + np.searchsorted(other[k, k + 1 :], self.runs.limit - own[i], side="right") for i, k in states
-        ])  # fmt: skip
+        return np.array(
+            [k + np.searchsorted(other[k, k + 1 :], self.runs.limit - own[i], side="right") for i, k in states]
+        )
 
     def _bytes(self, first: int, second: int) -> tuple[Table | None, Table | None]:
         return self.runs.bytes(first), self.runs.bytes(second)

@@ -67,9 +67,14 @@ class LayerCut:
 
 
 def cut_layers(
-    costs: Sequence[float], placement: Placement, memory: Memory | None = None, balance: Balance = "devices",
-    *, slowest_stage: float | None = None, where: str = "parallel.stages",
-) -> LayerCut:  # fmt: skip
+    costs: Sequence[float],
+    placement: Placement,
+    memory: Memory | None = None,
+    balance: Balance = "devices",
+    *,
+    slowest_stage: float | None = None,
+    where: str = "parallel.stages",
+) -> LayerCut:
     """Cut pieces of these costs into the stages of a placement.
 
     With ``devices``, first the slowest device is made as fast as can be, then the slowest stage. With ``stages``, the
@@ -101,9 +106,10 @@ def cut_layers(
         least_bytes = leanest_line(runs, stages) if len(groups) == stages else float("nan")
         enough = f"; the leanest needs {least_bytes / 2**20:.0f} MiB" if least_bytes == least_bytes else ""
         raise SpecError(
-            where, f"no cut into {stages} stages fits the {runs.limit / 2**20:.0f} MiB of a device{enough}",
+            where,
+            f"no cut into {stages} stages fits the {runs.limit / 2**20:.0f} MiB of a device{enough}",
             "use more stages, smaller micro-batches, or recompute",
-        )  # fmt: skip
+        )
     return _result(runs, starts, placement, bound)
 
 
@@ -131,9 +137,12 @@ def fastest_cut(
 
 
 def given_cut(
-    costs: Sequence[float], placement: Placement, starts: Sequence[int], memory: Memory | None = None,
+    costs: Sequence[float],
+    placement: Placement,
+    starts: Sequence[int],
+    memory: Memory | None = None,
     bound: float = 0.0,
-) -> LayerCut:  # fmt: skip
+) -> LayerCut:
     """Return what a cut that is already there costs, to compare the best one with."""
     return _result(Runs.of(costs, memory), starts, placement, bound * len(placement))
 
@@ -211,6 +220,10 @@ def _result(runs: Runs, starts: Sequence[int], placement: Placement, bound: floa
     stage_cost = tuple(np.diff(runs.before[[*starts, runs.count]]).tolist())
     held, rows = _held(placement), len(placement)
     return LayerCut(
-        tuple(starts), runs.count, stage_cost, tuple(sum(stage_cost[s] for s in stages) / rows for stages in held),
-        tuple(needs(runs, np.array([starts]), held)[0].tolist()), bound / rows,
-    )  # fmt: skip
+        tuple(starts),
+        runs.count,
+        stage_cost,
+        tuple(sum(stage_cost[s] for s in stages) / rows for stages in held),
+        tuple(needs(runs, np.array([starts]), held)[0].tolist()),
+        bound / rows,
+    )

@@ -52,10 +52,16 @@ class Runs:
     @staticmethod
     def of(costs: Sequence[float], memory: Memory | None = None) -> Runs:
         """The tables of pieces with these costs."""
-        tables = (None, None, (), np.inf) if memory is None else (
-            _together(memory.weights), _sums(memory.kept_bytes) + _handed_on(memory), tuple(memory.live),
-            memory.limit_bytes,
-        )  # fmt: skip
+        tables = (
+            (None, None, (), np.inf)
+            if memory is None
+            else (
+                _together(memory.weights),
+                _sums(memory.kept_bytes) + _handed_on(memory),
+                tuple(memory.live),
+                memory.limit_bytes,
+            )
+        )
         return Runs(tuple(costs), np.array([0.0, *accumulate(costs)]), *tables)
 
     @cached_property

@@ -74,9 +74,13 @@ def load_walk() -> None:
     )
     kernel.nudged(one[0], 1, 1, 1.0, seed_of(rng))
     tables = kernel.Tables(
-        np.ones((1, 2, 1, 3)), np.zeros((1, 2), np.bool_), np.ones((1, 2, 5)), np.ones((1, 1), np.bool_),
-        np.ones((1, 1, 1)), np.full(1, np.inf),
-    )  # fmt: skip
+        np.ones((1, 2, 1, 3)),
+        np.zeros((1, 2), np.bool_),
+        np.ones((1, 2, 5)),
+        np.ones((1, 1), np.bool_),
+        np.ones((1, 1, 1)),
+        np.full(1, np.inf),
+    )
     kernel.unknown(tables, starts, row, 1)
     kernel.stages(tables, starts, row, 1, 1)
     ends, _ = Chains(1).ends(
@@ -109,7 +113,7 @@ class Walk:
 
     def measured(
         self, starts: NDArray[np.int64], row: NDArray[np.int64], count: int, ways: list[Way], useless: float = inf
-    ) -> WalkPlace | None:  # fmt: skip
+    ) -> WalkPlace | None:
         """The best of some orders of an arrangement; None where nothing fits, or is of use (``DueDates.best``)."""
         x = self.model.stages(starts, row, count)
         order = None if x is None else self.orders.due_dates.best(row[:count].copy(), x, ways, useless)
@@ -143,9 +147,23 @@ class Walk:
             pace, known = here.order.way
             heat = HOT * (COLD / HOT) ** (1 - left / most)
             count, limit = promising(
-                hints.least.numbers, here.starts, here.row, known, here.count, hints.most_stages, BORDERS,
-                here.order.slowest, SLOWEST, here.order.mean, heat, DRAWN, starts, row, ahead, self.seed,
-            )  # fmt: skip
+                hints.least.numbers,
+                here.starts,
+                here.row,
+                known,
+                here.count,
+                hints.most_stages,
+                BORDERS,
+                here.order.slowest,
+                SLOWEST,
+                here.order.mean,
+                heat,
+                DRAWN,
+                starts,
+                row,
+                ahead,
+                self.seed,
+            )
             if count:
                 ways = [Way(pace, ahead)]
                 draw = self.rng.random()
@@ -175,7 +193,7 @@ class Walk:
 
 def arranged(
     orders: OrdersOf, firsts: Iterable[Arrangement], hints: Hints, goal: float, rng: random.Random
-) -> list[Ordered]:  # fmt: skip
+) -> list[Ordered]:
     """Return the best arrangements found with their orders, the best first; none if nothing fits.
 
     Args:

@@ -62,7 +62,7 @@ TRIES = 4
 
 def better_plans(
     judges: Judges, ranked: Sequence[Prediction], seconds: float, certifiers: Certifiers
-) -> list[Prediction]:  # fmt: skip
+) -> list[Prediction]:
     """Search cut, placement and order together for the shapes of the best plans.
 
     Args:
@@ -207,9 +207,7 @@ class PlanModel:
         self._tables.tables.room[:] -= more
 
 
-def fitting(
-    judge: Predictor, c: Candidate, model: PlanModel, one: Ordered, orders: OrdersOf
-) -> Prediction | None:  # fmt: skip
+def fitting(judge: Predictor, c: Candidate, model: PlanModel, one: Ordered, orders: OrdersOf) -> Prediction | None:
     """The plan of an arrangement's order, or of one that takes less memory where that does not fit; else None.
 
     Messages that wait are not known before there is an order: where they are too many, less memory is left to
@@ -238,9 +236,14 @@ def fitting(
 
 
 def _searched(
-    judge: Predictor, c: Candidate, model: PlanModel, best: Prediction, budget: Budget, objective: Objective,
+    judge: Predictor,
+    c: Candidate,
+    model: PlanModel,
+    best: Prediction,
+    budget: Budget,
+    objective: Objective,
     goal: float,
-) -> Prediction:  # fmt: skip
+) -> Prediction:
     """The plan with its order searched once more, with the time that is left; itself where that is no faster."""
     row = best.form.placement[0]
     a = Arrangement(tuple(own[0] for own in best.cut), row, sum(map(len, best.cut)))
@@ -249,10 +252,17 @@ def _searched(
         return best
     try:
         found = search(
-            (row,), c.microbatches, best.costs, memory_limit=stages.cap.tolist(),
-            sizes=[(whole, waiting) for whole, waiting in stages.sizes.tolist()], starts=[judge.schedule_of(best)],
-            objective=objective, budget=budget, enough=max(0.0, goal), rules=Rules(frozen=judge.frozen(best.cut)),
-        )  # fmt: skip
+            (row,),
+            c.microbatches,
+            best.costs,
+            memory_limit=stages.cap.tolist(),
+            sizes=[(whole, waiting) for whole, waiting in stages.sizes.tolist()],
+            starts=[judge.schedule_of(best)],
+            objective=objective,
+            budget=budget,
+            enough=max(0.0, goal),
+            rules=Rules(frozen=judge.frozen(best.cut)),
+        )
     except ScheduleError:
         return best
     other = judge.predict_order(c, replace(found.schedule, name="auto"), best.cut)

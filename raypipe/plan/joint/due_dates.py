@@ -67,7 +67,7 @@ class DueDates:
 
     def best(
         self, row: NDArray[np.int64], x: Stages, ways: Sequence[Way], useless: float = inf
-    ) -> MeasuredOrder | None:  # fmt: skip
+    ) -> MeasuredOrder | None:
         """The best of some orders; None if memory leaves devices waiting in all of them, or none is of use.
 
         Args:
@@ -80,9 +80,18 @@ class DueDates:
 
         stages, in_spans = len(row), self.objective != "makespan"
         ends, spans = self._chains.ends(
-            row, x.times, x.sizes, x.lag, x.cap, np.array([way.pace for way in ways]),
-            np.array([way.ahead[:stages] for way in ways]), x.frozen, useless, SMOOTH, in_spans,
-        )  # fmt: skip
+            row,
+            x.times,
+            x.sizes,
+            x.lag,
+            x.cap,
+            np.array([way.pace for way in ways]),
+            np.array([way.ahead[:stages] for way in ways]),
+            x.frozen,
+            useless,
+            SMOOTH,
+            in_spans,
+        )
         best, mean, value, slowest = shortest(spans if in_spans else ends, SMOOTH)
         return None if mean == np.inf else MeasuredOrder(ways[best], mean, value, slowest)
 

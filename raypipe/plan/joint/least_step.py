@@ -36,10 +36,19 @@ class LeastStep:
         weight = [[b - g for b, g in zip(k.backward, k.input_grad, strict=True)] for k in i.kinds]
         self.i = i
         self.numbers = kernel.Numbers(
-            sums([k.forward for k in i.kinds]), sums([k.input_grad for k in i.kinds]), sums(weight), sums([i.kept])[0],
-            sums([i.full_state])[0], np.array(i.kind_of), np.array(i.room, np.float64), i.layers, i.microbatches,
-            float(i.message), i.barrier, any(room < inf for room in i.room),
-        )  # fmt: skip
+            sums([k.forward for k in i.kinds]),
+            sums([k.input_grad for k in i.kinds]),
+            sums(weight),
+            sums([i.kept])[0],
+            sums([i.full_state])[0],
+            np.array(i.kind_of),
+            np.array(i.room, np.float64),
+            i.layers,
+            i.microbatches,
+            float(i.message),
+            i.barrier,
+            any(room < inf for room in i.room),
+        )
 
     def of(self, a: Arrangement) -> float:
         """No order of the arrangement has a shorter step; infinite where its weights do not fit."""
@@ -64,9 +73,13 @@ def seed_of(rng: random.Random) -> NDArray[np.uint64]:
 
 
 def annealed(
-    least: LeastStep, a: Arrangement, most_stages: int, tries: int, rng: random.Random,
+    least: LeastStep,
+    a: Arrangement,
+    most_stages: int,
+    tries: int,
+    rng: random.Random,
     borders: float = 1.0,
-) -> Arrangement:  # fmt: skip
+) -> Arrangement:
     """Return the best arrangement on a random walk that grows colder.
 
     Args:
@@ -80,7 +93,5 @@ def annealed(
     from raypipe.plan.joint import walk_kernel as kernel
 
     starts, row = a.arrays(most_stages)
-    count = kernel.anneal(
-        least.numbers, starts, row, len(a.row), most_stages, borders, WARM, COLD, tries, seed_of(rng)
-    )  # fmt: skip
+    count = kernel.anneal(least.numbers, starts, row, len(a.row), most_stages, borders, WARM, COLD, tries, seed_of(rng))
     return Arrangement.of(starts, row, count, a.layers)

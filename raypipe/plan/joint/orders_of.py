@@ -87,15 +87,19 @@ class OrdersOf:
             return None
         try:
             return build(
-                (a.row,), self.model.microbatches, self.model.costs(a), memory_limit=cap or stages.cap.tolist(),
-                sizes=[(whole, waiting) for whole, waiting in stages.sizes.tolist()], rules=self.model.rules(a),
-            )  # fmt: skip
+                (a.row,),
+                self.model.microbatches,
+                self.model.costs(a),
+                memory_limit=cap or stages.cap.tolist(),
+                sizes=[(whole, waiting) for whole, waiting in stages.sizes.tolist()],
+                rules=self.model.rules(a),
+            )
         except ScheduleError:  # not even one micro-batch fits
             return None
 
     def of(
         self, a: Arrangement, first: bool = False, few: int = FEW, cap: Sequence[float] | None = None
-    ) -> Ordered | None:  # fmt: skip
+    ) -> Ordered | None:
         """The best of some orders; None if nothing fits.
 
         Args:

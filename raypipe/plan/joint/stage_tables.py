@@ -44,10 +44,13 @@ class StageTables:
         uses = np.array([[kind in own for kind in self._known] for own in kinds])
         message = message_seconds(profile, devices, c.replicas, c.innermost, float(c.microbatch))
         self.tables: Tables = Tables(
-            np.full((layers, layers + 1, len(self._known), 3), np.nan), np.zeros((layers, layers + 1), np.bool_),
-            np.zeros((layers, layers + 1, 5)), uses, np.array(message),
+            np.full((layers, layers + 1, len(self._known), 3), np.nan),
+            np.zeros((layers, layers + 1), np.bool_),
+            np.zeros((layers, layers + 1, 5)),
+            uses,
+            np.array(message),
             np.array(room_bytes(profile, devices, c.replicas)),
-        )  # fmt: skip
+        )
 
     def of(self, starts: NDArray[np.int64], row: NDArray[np.int64], count: int) -> Stages | None:
         """The stages of an arrangement; None where its weights and one micro-batch do not fit."""
@@ -67,6 +70,9 @@ class StageTables:
         m = stage_memory(profile, own, self.c.microbatch, self._each, split=True)
         reads = self.c.microbatch * self.c.microbatches * self.c.replicas
         tables.memory[x, y] = (
-            m.kept, m.kept_for_w, m.state + m.gradients + m.casts, m.workspace + m.messages,
+            m.kept,
+            m.kept_for_w,
+            m.state + m.gradients + m.casts,
+            m.workspace + m.messages,
             reads * max(profile.layers[i].read_bytes for i in own),
-        )  # fmt: skip
+        )

@@ -72,9 +72,7 @@ def balanced(work: Sequence[float], row: Sequence[int], wish: Sequence[float], d
     return Arrangement(tuple(starts), tuple(row), layers)
 
 
-def _measure(
-    before: Sequence[float], starts: Sequence[int], row: Sequence[int], devices: int
-) -> tuple[float, float]:  # fmt: skip
+def _measure(before: Sequence[float], starts: Sequence[int], row: Sequence[int], devices: int) -> tuple[float, float]:
     loads = [0.0] * devices
     ends = [*starts[1:], len(before) - 1]
     for a, b, d in zip(starts, ends, row, strict=True):

@@ -222,9 +222,17 @@ def _move_borders(starts: Ints, row: Ints, count: int, layers: int, device: int,
 
 @compiled
 def move(
-    starts: Ints, row: Ints, ahead: Floats, count: int, layers: int, devices: int, most_stages: int, borders: float,
-    device: int, seed: NDArray[np.uint64],
-) -> int:  # fmt: skip
+    starts: Ints,
+    row: Ints,
+    ahead: Floats,
+    count: int,
+    layers: int,
+    devices: int,
+    most_stages: int,
+    borders: float,
+    device: int,
+    seed: NDArray[np.uint64],
+) -> int:
     """Change an arrangement in place, so that no device is left without a layer.
 
     A border moves, or several in a row do; a stage changes its device, or two swap theirs; a stage is divided, and one
@@ -280,10 +288,23 @@ def move(
 
 @compiled
 def promising(
-    i: Numbers, starts: Ints, row: Ints, ahead: Floats, count: int, most_stages: int, borders: float, slowest: int,
-    often: float, mean: float, heat: float, tries: int, to_starts: Ints, to_row: Ints, to_ahead: Floats,
+    i: Numbers,
+    starts: Ints,
+    row: Ints,
+    ahead: Floats,
+    count: int,
+    most_stages: int,
+    borders: float,
+    slowest: int,
+    often: float,
+    mean: float,
+    heat: float,
+    tries: int,
+    to_starts: Ints,
+    to_row: Ints,
+    to_ahead: Floats,
     seed: NDArray[np.uint64],
-) -> tuple[int, float]:  # fmt: skip
+) -> tuple[int, float]:
     """Draw moves until the least step of one is below what an annealing walk would accept.
 
     Args:
@@ -326,9 +347,17 @@ def nudged(ahead: Floats, count: int, most: int, often: float, seed: NDArray[np.
 
 @compiled
 def anneal(
-    i: Numbers, starts: Ints, row: Ints, count: int, most_stages: int, borders: float, warm: float, cold: float,
-    tries: int, seed: NDArray[np.uint64],
-) -> int:  # fmt: skip
+    i: Numbers,
+    starts: Ints,
+    row: Ints,
+    count: int,
+    most_stages: int,
+    borders: float,
+    warm: float,
+    cold: float,
+    tries: int,
+    seed: NDArray[np.uint64],
+) -> int:
     """Walk by least steps alone from an arrangement, and put the best one of the walk in its place.
 
     Args:
@@ -397,7 +426,7 @@ def unknown(of: Tables, starts: Ints, row: Ints, count: int) -> Ints:
 @compiled
 def stages(
     of: Tables, starts: Ints, row: Ints, count: int, microbatches: int
-) -> tuple[bool, Floats, Floats, Floats, Floats, Ints]:  # fmt: skip
+) -> tuple[bool, Floats, Floats, Floats, Floats, Ints]:
     """Return what a search for the order needs of an arrangement.
 
     Returns:

@@ -169,11 +169,17 @@ def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule
     if parallel.schedule == "auto":
         for objective in OBJECTIVES:
             found = search(
-                present.placement, present.microbatches, costs, graph=present.graph,
-                memory_limit=_limits(parallel, present), split=split,
-                objective=objective, budget_s=BUDGET_S / len(OBJECTIVES), starts=[present],
+                present.placement,
+                present.microbatches,
+                costs,
+                graph=present.graph,
+                memory_limit=_limits(parallel, present),
+                split=split,
+                objective=objective,
+                budget_s=BUDGET_S / len(OBJECTIVES),
+                starts=[present],
                 rules=Rules(frozen=present.rules.frozen),
-            )  # fmt: skip
+            )
             yield replace(found.schedule, name=present.name), "order searched again"
         return
     bases = [present]

@@ -48,13 +48,19 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
     weight = tuple(j or w if a else w for j, w, a in zip(joint, weight, alone, strict=True))
     joint = tuple(0.0 if a else j for j, a in zip(joint, alone, strict=True))
     return CostTable(
-        forward=per_stage("F"), recompute=per_stage("R"), all_reduce=per_stage("AR"), update=per_stage("U"),
-        gather=per_stage("AG"), reduce_scatter=per_stage("RS"),
+        forward=per_stage("F"),
+        recompute=per_stage("R"),
+        all_reduce=per_stage("AR"),
+        update=per_stage("U"),
+        gather=per_stage("AG"),
+        reduce_scatter=per_stage("RS"),
         # A joint backward has one measured time, stored as B's: the simulator uses only the sum of B and W.
-        input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)), weight_grad=weight,
-        attention=_growing(by_slice, ("F",), schedule), attention_grad=_growing(by_slice, ("B", "BW"), schedule),
+        input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)),
+        weight_grad=weight,
+        attention=_growing(by_slice, ("F",), schedule),
+        attention_grad=_growing(by_slice, ("B", "BW"), schedule),
         comm=_links(timelines),
-    )  # fmt: skip
+    )
 
 
 def _growing(

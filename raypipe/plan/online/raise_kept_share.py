@@ -111,9 +111,13 @@ class Raiser:
         chosen = max(candidates, default=self.good)
         now_s = min(self._steps[1:])  # the minimum, since one disturbed step would dominate a mean of so few
         fields = {
-            "alpha": self.levels[self.at], "peak_mb": max(peaks) / 2**20, "fits": fits, "next": self.levels[chosen],
-            "expected_mb": max(self._expected(peaks, chosen)) / 2**20, "step_s": now_s,
-        }  # fmt: skip
+            "alpha": self.levels[self.at],
+            "peak_mb": max(peaks) / 2**20,
+            "fits": fits,
+            "next": self.levels[chosen],
+            "expected_mb": max(self._expected(peaks, chosen)) / 2**20,
+            "step_s": now_s,
+        }
         if self._promised is not None:
             fields |= {"predicted_gain": self._promised[0], "realised_gain": 1.0 - now_s / self._promised[1]}
         if chosen != self.at:

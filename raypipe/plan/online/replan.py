@@ -171,9 +171,14 @@ class Replanner:
         if abs(gain) < 2.0 * math.hypot(was.doubt, now.doubt) and len(self._steps) <= UNSURE * WATCHED:
             return  # undecided: wait for more steps
         self._report(
-            "realised", change=swap.change, gain=gain, predicted_gain=swap.gain, before_s=was.middle,
-            after_s=now.middle, steps=now.number,
-        )  # fmt: skip
+            "realised",
+            change=swap.change,
+            gain=gain,
+            predicted_gain=swap.gain,
+            before_s=was.middle,
+            after_s=now.middle,
+            steps=now.number,
+        )
         self._left -= 1
         if gain < 0:
             self._report("reverted", change=swap.change)

@@ -102,7 +102,7 @@ def layer_costs(ready: Sequence[float], sums: Sequence[float]) -> CostTable:
     zeros = (0.0,) * len(each)
     return CostTable(
         forward=each, input_grad=each, weight_grad=each, recompute=each, all_reduce=tuple(sums), update=zeros
-    )  # fmt: skip
+    )
 
 
 def complete_at(costs: CostTable, k: int) -> list[float]:

@@ -27,9 +27,13 @@ TURNS = (2, 4)
 
 
 def at_scale(
-    measure: Callable[[int], Figures], count: int, turn: int, most: int | None = None,
-    known: Callable[[Figures], bool] = lambda figures: False, growth: float = 0.0,
-) -> Figures:  # fmt: skip
+    measure: Callable[[int], Figures],
+    count: int,
+    turn: int,
+    most: int | None = None,
+    known: Callable[[Figures], bool] = lambda figures: False,
+    growth: float = 0.0,
+) -> Figures:
     """``measure(count)``, from shorter steps where they lie on a line, else itself.
 
     A step of more than ``most`` micro-batches is never measured: where three shorter ones do not lie on a line, the
@@ -67,9 +71,12 @@ def at_scale(
 
 
 def of_candidate(
-    c: Candidate, measure: Callable[[int, int | None], Figures], whole: int | None = None,
-    known: Callable[[Figures], bool] = lambda figures: False, growth: float = 0.0,
-) -> Figures:  # fmt: skip
+    c: Candidate,
+    measure: Callable[[int, int | None], Figures],
+    whole: int | None = None,
+    known: Callable[[Figures], bool] = lambda figures: False,
+    growth: float = 0.0,
+) -> Figures:
     """Figures of a candidate's step, ``measure(micro-batches, unit)``: itself if it has at most ``whole`` tasks.
 
     ``whole`` is ``DIRECT`` by default; ``known`` and ``growth`` as for ``at_scale``.

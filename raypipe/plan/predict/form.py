@@ -45,10 +45,15 @@ class Form:
         backwards = schedule.backwards
         kinds = {t.kind for t in tasks if backwards[t.stage].weight_grad}
         return Form(
-            placement=schedule.placement, joint=kinds & GRADIENTS == JOINT,
-            recomputes=frozenset(t.stage for t in tasks if t.kind == "R"), versions=schedule.versions,
-            size=schedule.size, slices=schedule.rules.slices, skips_first_b=schedule.rules.skip_first_b, alias=alias,
-        )  # fmt: skip
+            placement=schedule.placement,
+            joint=kinds & GRADIENTS == JOINT,
+            recomputes=frozenset(t.stage for t in tasks if t.kind == "R"),
+            versions=schedule.versions,
+            size=schedule.size,
+            slices=schedule.rules.slices,
+            skips_first_b=schedule.rules.skip_first_b,
+            alias=alias,
+        )
 
     @property
     def stages(self) -> int:

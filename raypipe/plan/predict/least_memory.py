@@ -17,9 +17,11 @@ from raypipe.cost.memory import DeviceMemory
 
 
 def least_divided(
-    whole: Sequence[DeviceMemory], placement: Sequence[Sequence[int]] | NDArray[np.int64], level: int,
+    whole: Sequence[DeviceMemory],
+    placement: Sequence[Sequence[int]] | NDArray[np.int64],
+    level: int,
     stage: Mapping[str, NDArray[np.float64]],
-) -> tuple[DeviceMemory, ...]:  # fmt: skip
+) -> tuple[DeviceMemory, ...]:
     """Return, per device, terms of memory that are no larger than those at some moment of the divided plan.
 
     Args:
@@ -38,9 +40,14 @@ def _least(whole: DeviceMemory, state: float, level: int) -> DeviceMemory:
     """``state`` is the device's share of weights and optimizer state, of all replicas."""
     running = whole.activations > 0  # else it may be fullest in its update, which is divided
     return replace(
-        DeviceMemory(), base=whole.base, weights=state, inputs=whole.inputs, activations=whole.activations,
+        DeviceMemory(),
+        base=whole.base,
+        weights=state,
+        inputs=whole.inputs,
+        activations=whole.activations,
         casts=whole.casts if running and level < 3 else 0.0,  # at level 3 they go with the gathered weights
         # From level 2 on only a reduce-scatter's sums may be there.
         gradients=whole.gradients if running and level == 1 else 0.0,
-        workspace=whole.workspace if running else 0.0, messages=whole.messages if running else 0.0,
-    )  # fmt: skip
+        workspace=whole.workspace if running else 0.0,
+        messages=whole.messages if running else 0.0,
+    )

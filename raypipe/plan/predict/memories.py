@@ -51,21 +51,32 @@ class Memories:
     _known: dict[object, tuple[DeviceMemory, ...]] = field(default_factory=dict)
 
     def of_order(
-        self, c: Candidate, order: Order, cut: Cut, recomputed: frozenset[int] | None = None,
+        self,
+        c: Candidate,
+        order: Order,
+        cut: Cut,
+        recomputed: frozenset[int] | None = None,
         beside_shards: bool = False,
-    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
+    ) -> tuple[DeviceMemory, ...]:
         """Memory of a given order, as a step of this candidate."""
         train = self.judge.train
         ahead = train.needs_norm and not self.judge.overheads(c).waits(order)
         return device_memory(
-            self.judge.profile, cut, order.schedule, c.microbatch,
-            copies=c.replicas, optimizer=train.optimizer, momentum=train.momentum, ahead=ahead,
-            recomputed=recomputed, beside_shards=beside_shards,
-        )  # fmt: skip
+            self.judge.profile,
+            cut,
+            order.schedule,
+            c.microbatch,
+            copies=c.replicas,
+            optimizer=train.optimizer,
+            momentum=train.momentum,
+            ahead=ahead,
+            recomputed=recomputed,
+            beside_shards=beside_shards,
+        )
 
     def of(
         self, c: Candidate, keep: Keep | None = None, recomputed: frozenset[int] | None = None, cut: Cut | None = None
-    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
+    ) -> tuple[DeviceMemory, ...]:
         """Memory of the candidate's own order.
 
         Args:
@@ -89,7 +100,7 @@ class Memories:
 
     def _played(
         self, c: Candidate, keep: Keep | None, recomputed: frozenset[int] | None, cut: Cut
-    ) -> tuple[DeviceMemory, ...]:  # fmt: skip
+    ) -> tuple[DeviceMemory, ...]:
         most = capacities(self.judge.profile, c.stages, c.replicas)
         remade, frozen = None if recomputed is None else stages_of(cut, recomputed), self.judge.frozen(cut)
 

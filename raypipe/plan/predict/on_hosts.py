@@ -35,7 +35,7 @@ class OtherHosts(NamedTuple):
 
 def on_hosts(
     plan: Plan, job: JobSpec, came: tuple[int, ...], profile: Profile | None, kinds: tuple[str, ...] = ()
-) -> OtherHosts | None:  # fmt: skip
+) -> OtherHosts | None:
     """Return what changes if the plan's ranks are on other hosts than it was made for; None if nothing does.
 
     Args:
@@ -112,9 +112,14 @@ def _step_s(plan: Plan, job: JobSpec, profile: Profile) -> float:
     copy = replace(order.without(SHARDED), sharding=None)
     profile = as_exchanged(without_noise(profile), job.train, parallel)
     costs = costs_of(
-        profile, plan.cut, parallel.microbatch, copy,
-        parallel.replicas, layers_to_recompute(parallel, plan.cut), parallel.innermost,
-    )  # fmt: skip
+        profile,
+        plan.cut,
+        parallel.microbatch,
+        copy,
+        parallel.replicas,
+        layers_to_recompute(parallel, plan.cut),
+        parallel.innermost,
+    )
     if order.sharding is not None:
         costs = with_sharding(
             costs, profile, plan.cut, copy.placement, order.sharding, parallel.replicas, parallel.innermost

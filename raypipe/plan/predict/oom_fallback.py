@@ -246,9 +246,13 @@ class OOMFallback:
         if c.slices > 1:  # a stage in slices recomputes everything or nothing
             form, costs = c.form, self.judge.costs(c)
             bound = least_step_seconds(
-                form, c.microbatches, costs, self.judge.overheads(c), frozenset(range(form.stages)),
+                form,
+                c.microbatches,
+                costs,
+                self.judge.overheads(c),
+                frozenset(range(form.stages)),
                 frozen=self.judge.frozen(self.judge.cut(c)),
-            )  # fmt: skip
+            )
             return [(bound * (1 - 1e-9), replace(c, recompute="full"))] if self.judge.recompute else []
         for way in self.judge.recompute:
             if way != "layers":
@@ -264,9 +268,13 @@ class OOMFallback:
         costs = self.judge.costs(c)
         recomputed = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
         bound = least_step_seconds(
-            form, c.microbatches, replace(costs, recompute=recomputed), self.judge.overheads(c),
-            frozenset(range(form.stages)), frozen=self.judge.frozen(self.judge.cut(c)),
-        )  # fmt: skip
+            form,
+            c.microbatches,
+            replace(costs, recompute=recomputed),
+            self.judge.overheads(c),
+            frozenset(range(form.stages)),
+            frozen=self.judge.frozen(self.judge.cut(c)),
+        )
         return bound * (1 - 1e-9)
 
     def _keeping_layers(self, c: Candidate, shares: Sequence[float]) -> float:
@@ -281,9 +289,10 @@ class OOMFallback:
             whole = sum(kept) + own[-1].output_bytes * samples
             for d in {row[s] for row in form.placement}:
                 fits = [
-                    level for level in range(levels + 1)
+                    level
+                    for level in range(levels + 1)
                     if sum(kept[: floor(level / levels * len(kept) + 1e-9)]) <= shares[d] * whole * (1 + 1e-9)
-                ]  # fmt: skip
+                ]
                 most[d] = max(most[d], max(fits, default=0))
         recomputed = recomputed_after(cut, shares_kept(form, most, levels))
         remade = stages_of(cut, recomputed)

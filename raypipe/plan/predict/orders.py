@@ -106,9 +106,14 @@ class Orders:
         self._tasks = 0
 
     def of(
-        self, c: Candidate, count: int, keep: Keep | None = None, remade: frozenset[int] | None = None,
-        frozen: tuple[int, ...] = (), close: bool = True,
-    ) -> Order:  # fmt: skip
+        self,
+        c: Candidate,
+        count: int,
+        keep: Keep | None = None,
+        remade: frozenset[int] | None = None,
+        frozen: tuple[int, ...] = (),
+        close: bool = True,
+    ) -> Order:
         """Return what one data-parallel copy runs with ``count`` micro-batches, as the runtime will make it.
 
         Where the candidate recomputes: all but what ``keep`` says, on the stages ``remade`` (None: on all). ``frozen``:

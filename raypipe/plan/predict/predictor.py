@@ -199,9 +199,17 @@ class Predictor:
         all."""
         cut = self.cut(c, form)
         costs = stage_costs(
-            self.profile, cut, c.microbatch, form.placement, copies=c.replicas, innermost=c.innermost,
-            size=float(form.size), slices=form.slices, split=not form.joint, recomputed=recomputed,
-        )  # fmt: skip
+            self.profile,
+            cut,
+            c.microbatch,
+            form.placement,
+            copies=c.replicas,
+            innermost=c.innermost,
+            size=float(form.size),
+            slices=form.slices,
+            split=not form.joint,
+            recomputed=recomputed,
+        )
         frozen = self.frozen(cut)
         if form.skips_first_b:
             costs = self._with_inner_gradients(costs, cut, frozen, c.microbatch)
@@ -211,9 +219,7 @@ class Predictor:
         sharding = Sharding(levels=levels, group=c.shard_group)
         return with_sharding(costs, self.profile, cut, form.placement, sharding, c.replicas, c.innermost)
 
-    def _with_inner_gradients(
-        self, costs: CostTable, cut: Cut, frozen: tuple[int, ...], microbatch: int
-    ) -> CostTable:  # fmt: skip
+    def _with_inner_gradients(self, costs: CostTable, cut: Cut, frozen: tuple[int, ...], microbatch: int) -> CostTable:
         """The table of a family whose first stage that trains has no B: its W runs back through the stage all the same,
         and leaves out the input gradient of the first layer alone."""
         first = next(s for s in range(len(cut)) if s not in frozen)
@@ -338,9 +344,13 @@ class Predictor:
             return float("inf")
         collectives = least_collectives(c) if c.shard != "none" else NO_COLLECTIVES
         return least_step_seconds(
-            form, c.microbatches, self.costs(c), self.overheads(c), collectives=collectives,
+            form,
+            c.microbatches,
+            self.costs(c),
+            self.overheads(c),
+            collectives=collectives,
             frozen=self.frozen(self.cut(c)),
-        ) * (1 - 1e-9)  # fmt: skip
+        ) * (1 - 1e-9)
 
     @property
     def partly(self) -> bool:
@@ -370,12 +380,19 @@ class Predictor:
         keep = self._memory.keep(c) if c.recompute in ("full", "microbatches") else None
         recomputed = self._memory.recomputed(c) if c.recompute == "layers" else None
         found = Prediction(
-            candidate=c, batch=self.train.batch, cut=self.cut(c),
+            candidate=c,
+            batch=self.train.batch,
+            cut=self.cut(c),
             costs=self.costs(c) if recomputed is None else self.costs_with_recompute(c, c.form, recomputed),
-            step_s=self.least(c), compute_s=0.0, busy_s=0.0, memory=self._memory.of(c, keep, recomputed),
-            capacities=capacities(self.profile, c.stages, c.replicas), keep=keep, recomputed=recomputed,
+            step_s=self.least(c),
+            compute_s=0.0,
+            busy_s=0.0,
+            memory=self._memory.of(c, keep, recomputed),
+            capacities=capacities(self.profile, c.stages, c.replicas),
+            keep=keep,
+            recomputed=recomputed,
             frozen=self.frozen(self.cut(c)),
-        )  # fmt: skip
+        )
         return self.time(found) if found.fits or timed else found
 
     def costs_of(self, c: Candidate, cut: Cut, placement: Placement, split: bool) -> CostTable:
@@ -392,10 +409,18 @@ class Predictor:
         costs = self.costs(c, form) if cut is None else self.costs_of(c, cut, form.placement, not form.joint)
         cut = self.cut(c, form) if cut is None else cut
         found = Prediction(
-            candidate=c, batch=self.train.batch, cut=cut, costs=costs,
-            step_s=0.0, compute_s=0.0, busy_s=0.0, memory=self._memory.of_order(c, order, cut),
-            capacities=capacities(self.profile, c.stages, c.replicas), order=schedule, frozen=self.frozen(cut),
-        )  # fmt: skip
+            candidate=c,
+            batch=self.train.batch,
+            cut=cut,
+            costs=costs,
+            step_s=0.0,
+            compute_s=0.0,
+            busy_s=0.0,
+            memory=self._memory.of_order(c, order, cut),
+            capacities=capacities(self.profile, c.stages, c.replicas),
+            order=schedule,
+            frozen=self.frozen(cut),
+        )
         return self.time(found, final=True)
 
     def predict_gathers(self, p: Prediction, schedule: Schedule) -> Prediction:
@@ -450,9 +475,8 @@ class Predictor:
         small = 3 * p.form.stages * c.microbatches <= DIRECT
         if final and shared and sync != "lazy" and p.fits and (small or p.order is not None):
             order = (
-                Order(p.order) if p.order is not None
-                else self._orders.of(c, c.microbatches, p.keep, p.remade, frozen)
-            )  # fmt: skip
+                Order(p.order) if p.order is not None else self._orders.of(c, c.microbatches, p.keep, p.remade, frozen)
+            )
             if order.tasks <= DIRECT:  # sums under way beside activations
                 whole = order.whole(sync, c.replicas)
                 held = replace(timed_p, memory=self._memory.of_order(c, whole, p.cut, p.recomputed))
@@ -466,9 +490,7 @@ class Predictor:
         """Compute tasks of one data-parallel copy."""
         if p.order is not None:
             return p.order
-        return self._orders.of(
-            p.candidate, p.candidate.microbatches, p.keep, p.remade, self.frozen(p.cut)
-        ).schedule  # fmt: skip
+        return self._orders.of(p.candidate, p.candidate.microbatches, p.keep, p.remade, self.frozen(p.cut)).schedule
 
     def memory_with(self, c: Candidate, cut: Cut) -> tuple[DeviceMemory, ...]:
         """Memory of each device with another cut than the candidate's."""
@@ -491,7 +513,14 @@ class Predictor:
         """See ``oom_fallback.Costs``."""
         cut = self.cut(c)
         return Prediction(
-            candidate=c, batch=self.train.batch, cut=cut, costs=self.costs(c), step_s=self.least(c), compute_s=0.0,
-            busy_s=0.0, memory=memory, capacities=capacities(self.profile, c.stages, c.replicas),
+            candidate=c,
+            batch=self.train.batch,
+            cut=cut,
+            costs=self.costs(c),
+            step_s=self.least(c),
+            compute_s=0.0,
+            busy_s=0.0,
+            memory=memory,
+            capacities=capacities(self.profile, c.stages, c.replicas),
             frozen=self.frozen(cut),
-        )  # fmt: skip
+        )

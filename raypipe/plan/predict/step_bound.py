@@ -40,9 +40,14 @@ def least_collectives(c: Candidate) -> Collectives:
 
 
 def least_step_seconds(
-    form: Form, microbatches: int, costs: CostTable, overheads: StepOverheads,
-    recompute: frozenset[int] = frozenset(), collectives: Collectives = NO_COLLECTIVES, frozen: tuple[int, ...] = (),
-) -> float:  # fmt: skip
+    form: Form,
+    microbatches: int,
+    costs: CostTable,
+    overheads: StepOverheads,
+    recompute: frozenset[int] = frozenset(),
+    collectives: Collectives = NO_COLLECTIVES,
+    frozen: tuple[int, ...] = (),
+) -> float:
     """No step of this form takes less.
 
     Per device: the time until its first task can start (the shortest way through the stages before), its work, and

@@ -24,9 +24,10 @@ def held_until(profile: RegionProfile, joint: Joint) -> dict[int, int]:
     """Return, of layers whose weight gradient runs in the next forward, the first layer of its region there."""
     return {
         layer: profile.regions[region].layers[0]
-        for region, layers in enumerate(joint.assigned) if profile.regions[region].kind == "F"
+        for region, layers in enumerate(joint.assigned)
+        if profile.regions[region].kind == "F"
         for layer in layers
-    }  # fmt: skip
+    }
 
 
 def order_of(profile: RegionProfile, joint: Joint, microbatches: int) -> Schedule:
@@ -54,9 +55,12 @@ def order_of(profile: RegionProfile, joint: Joint, microbatches: int) -> Schedul
         order.append(Task("W", 0, (mb,)))
     order += [Task("W", late, (microbatches - 1,)) for late in held]
     return Schedule(
-        name=NAME, placement=((0,) * count,), orders=(tuple(order),), microbatches=microbatches,
+        name=NAME,
+        placement=((0,) * count,),
+        orders=(tuple(order),),
+        microbatches=microbatches,
         graph=StageGraph.chain(count),
-    )  # fmt: skip
+    )
 
 
 def check_same(job: JobSpec, profile: RegionProfile, source: str) -> None:
@@ -78,9 +82,10 @@ def plan_of(job: JobSpec, profile: RegionProfile, joint: Joint) -> Plan:
     microbatches, rest = divmod(job.train.batch, profile.microbatch)
     if rest:
         raise SpecError(
-            "train.batch", f"{job.train.batch} is no multiple of the measured micro-batch of {profile.microbatch}",
+            "train.batch",
+            f"{job.train.batch} is no multiple of the measured micro-batch of {profile.microbatch}",
             "measure again, or use another batch",
-        )  # fmt: skip
+        )
     cut = tuple((n,) for n in range(len(profile.layers)))
     transport = job.parallel.transport
     if not joint.gains:
@@ -90,12 +95,18 @@ def plan_of(job: JobSpec, profile: RegionProfile, joint: Joint) -> Plan:
         return plan.model_copy(update={"predicted_step_s": step_s * microbatches})
     if job.train.clip is not None:
         raise SpecError(
-            "train.clip", "with a second stream, layers are updated before the norm of all gradients is known",
+            "train.clip",
+            "with a second stream, layers are updated before the norm of all gradients is known",
             "set train.clip to null",
-        )  # fmt: skip
+        )
     parallel = ParallelSpec(
-        schedule="auto", placement="free", chunks=len(profile.layers), microbatch=profile.microbatch, replan=False,
-        side_stream=held_until(profile, joint), transport=transport,
-    )  # fmt: skip
+        schedule="auto",
+        placement="free",
+        chunks=len(profile.layers),
+        microbatch=profile.microbatch,
+        replan=False,
+        side_stream=held_until(profile, joint),
+        transport=transport,
+    )
     plan = Plan.of(parallel, cut, job.train.batch, order_of(profile, joint, microbatches))
     return plan.model_copy(update={"predicted_step_s": joint.found.step_s * microbatches})

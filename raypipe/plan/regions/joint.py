@@ -60,9 +60,10 @@ def joint_schedule(profile: RegionProfile, cap: float = CAP) -> Joint:
     least = min(one.found.peak_bytes for one in tried)
     over = least / usual.peak_bytes
     raise ScheduleError(
-        "regions", f"the second stream takes at least {over:.2f} times the memory of one, and {cap:g} is allowed",
+        "regions",
+        f"the second stream takes at least {over:.2f} times the memory of one, and {cap:g} is allowed",
         f"allow {over:.2f} (--memory), or leave parallel.side_stream out",
-    )  # fmt: skip
+    )
 
 
 class _FreeMoments:

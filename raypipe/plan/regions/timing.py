@@ -123,9 +123,12 @@ def on_two_streams(profile: RegionProfile, assigned: Assigned) -> TwoStreams:
 
 
 def _peak(
-    profile: RegionProfile, tasks: Sequence[_Main], begins: Sequence[float], ends: Sequence[float],
+    profile: RegionProfile,
+    tasks: Sequence[_Main],
+    begins: Sequence[float],
+    ends: Sequence[float],
     ran: dict[int, tuple[float, float]],
-) -> float:  # fmt: skip
+) -> float:
     """Return the most that is held at the begin of a task, whose own activations count already."""
     kept = [cost.kept_bytes for cost in profile.layers]
     held = sum(kept)  # of the forward before

@@ -220,9 +220,15 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
 
 
 def _attempt(
-    request: RunRequest, reservation: Reservation, checkpoint: Path | None, done: int, log: RunLog,
-    reporter: _Reporter, survivors: Survivors, copies: NeighbourCopies,
-) -> Driver:  # fmt: skip
+    request: RunRequest,
+    reservation: Reservation,
+    checkpoint: Path | None,
+    done: int,
+    log: RunLog,
+    reporter: _Reporter,
+    survivors: Survivors,
+    copies: NeighbourCopies,
+) -> Driver:
     """Run on reserved devices until the run ends or pauses, with the ``survivors`` of the attempt before.
 
     Those of this attempt are in there afterwards.
@@ -234,11 +240,16 @@ def _attempt(
     if elastic is not None:
         survivors.actors.update(warm_ones(reservation))
     workers = start_worker_group(
-        build_schedule(plan, job.train.batch), parallel.replicas, request.devices, tensor=parallel.tensor,
-        timeout_s=job.train.wait_for_devices_s if elastic is None else elastic.wait_s, reservation=reservation,
-        notify=lambda text: log.event("waiting", message=text), kept=survivors.actors,
+        build_schedule(plan, job.train.batch),
+        parallel.replicas,
+        request.devices,
+        tensor=parallel.tensor,
+        timeout_s=job.train.wait_for_devices_s if elastic is None else elastic.wait_s,
+        reservation=reservation,
+        notify=lambda text: log.event("waiting", message=text),
+        kept=survivors.actors,
         numbering=plan.numbering(),
-    )  # fmt: skip
+    )
     workers.standby, survivors.standby = survivors.standby, None
     serve_on = False
     try:
@@ -324,9 +335,13 @@ def _newest(request: RunRequest, changes: list[dict[str, Any]]) -> Reservation:
         return request.reservation
     plan, newest = load_plan(request.directory / "plan.json"), changes[-1]
     return reserved_by(
-        request.reservation.run_id, newest["reservation"], newest["devices"], request.devices, plan.parallel.tensor,
+        request.reservation.run_id,
+        newest["reservation"],
+        newest["devices"],
+        request.devices,
+        plan.parallel.tensor,
         kinds_of(plan),
-    )  # fmt: skip
+    )
 
 
 def _on_these_hosts(

@@ -54,9 +54,14 @@ class PrioritisedAllReduce(BucketedAllReduce):
     """
 
     def __init__(
-        self, blocks: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup, what: str,
-        tuner: FirstKTuner | None = None, dtype: torch.dtype | None = None, waiting: WaitingOperands | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        blocks: Sequence[Sequence[nn.Parameter]],
+        group: dist.ProcessGroup,
+        what: str,
+        tuner: FirstKTuner | None = None,
+        dtype: torch.dtype | None = None,
+        waiting: WaitingOperands | None = None,
+    ) -> None:
         self._blocks, self.tuner, self._waiting = blocks, tuner, WaitingOperands() if waiting is None else waiting
         self._block_of: list[int] = []
         """Per bucket."""

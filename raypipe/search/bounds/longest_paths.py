@@ -36,9 +36,10 @@ def all_edges(p: Problem) -> list[list[Edge]]:
         takers = [c for c in own if p.takes[c]]
         for c in takers:
             earlier = [
-                e for e in takers
+                e
+                for e in takers
                 if p.kind[c] == "F" == p.kind[e] and c in below[e] and all(x in below[c] for x, _ in freeing(p, e, 1.0))
-            ]  # fmt: skip
+            ]
             alive = len(earlier)
             for e in [*earlier, c]:
                 for last, places in freeing(p, e, p.cap[d] - alive):
@@ -85,9 +86,7 @@ def lanes_below(p: Problem) -> list[set[int]]:
 def freed_by(p: Problem, taker: int) -> list[int]:
     """Return the lanes that free the activations, or a share of them, that lane ``taker`` allocates."""
     own = p.lanes_of[p.device[taker]]
-    return [
-        e for e in own if p.stage[e] == p.stage[taker] and p.replica[e] == p.replica[taker] and p.frees[e] > 0
-    ]  # fmt: skip
+    return [e for e in own if p.stage[e] == p.stage[taker] and p.replica[e] == p.replica[taker] and p.frees[e] > 0]
 
 
 def freeing(p: Problem, taker: int, room: float) -> Iterator[tuple[int, int]]:

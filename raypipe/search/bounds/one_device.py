@@ -106,13 +106,25 @@ class _Sweeps:
         arcs = sorted(((b, a, lag) if back else (a, b, lag) for a, b, lag in one.arcs), key=lambda arc: arc[1])
         users = sorted((a, b) for a, b, _ in arcs)
         bound, made = least_starts(
-            count, self._of(own, p.time), head, tail,
-            _firsts([b for _, b, _ in arcs], len(own)), np.array([a for a, _, _ in arcs], np.int64),
+            count,
+            self._of(own, p.time),
+            head,
+            tail,
+            _firsts([b for _, b, _ in arcs], len(own)),
+            np.array([a for a, _, _ in arcs], np.int64),
             np.array([lag for _, _, lag in arcs], np.float64),
-            _firsts([a for a, _ in users], len(own)), np.array([b for _, b in users], np.int64),
-            float(count @ delta) if back else 0.0, -delta if back else delta, frees if back else takes,
-            p.cap[d] * (1 + CLOSE) + CLOSE, float(self.known), width, self.left, PENDING, starts,
-        )  # fmt: skip
+            _firsts([a for a, _ in users], len(own)),
+            np.array([b for _, b in users], np.int64),
+            float(count @ delta) if back else 0.0,
+            -delta if back else delta,
+            frees if back else takes,
+            p.cap[d] * (1 + CLOSE) + CLOSE,
+            float(self.known),
+            width,
+            self.left,
+            PENDING,
+            starts,
+        )
         self.left -= made
         if bound < 0:
             one.looked_at = False

@@ -22,10 +22,25 @@ Ints = NDArray[np.int64]
 
 @compiled
 def least_starts(
-    count: Ints, time: Floats, head: Floats, tail: Floats, arc_first: Ints, arc_from: Ints, arc_lag: Floats,
-    user_first: Ints, user: Ints, live: float, delta: Floats, take: Floats, room: float, known: float, width: int,
-    most: int, pending: int, starts: Floats,
-) -> tuple[float, int]:  # fmt: skip
+    count: Ints,
+    time: Floats,
+    head: Floats,
+    tail: Floats,
+    arc_first: Ints,
+    arc_from: Ints,
+    arc_lag: Floats,
+    user_first: Ints,
+    user: Ints,
+    live: float,
+    delta: Floats,
+    take: Floats,
+    room: float,
+    known: float,
+    width: int,
+    most: int,
+    pending: int,
+    starts: Floats,
+) -> tuple[float, int]:
     """Return a lower bound on the makespan, and how many states were made; the bound is -1 if they were too many.
 
     Args:

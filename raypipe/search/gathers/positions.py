@@ -56,9 +56,15 @@ class _Choice(NamedTuple):
 
 @no_collection()
 def search_gathers(
-    orders: Sequence[Schedule], rooms: Sequence[Sequence[float]], costs: CostTable, sizes: Sequence[float], *,
-    sharding: Sharding, units: Sequence[int] = (), budget: Budget | None = None,
-) -> FoundGathers:  # fmt: skip
+    orders: Sequence[Schedule],
+    rooms: Sequence[Sequence[float]],
+    costs: CostTable,
+    sizes: Sequence[float],
+    *,
+    sharding: Sharding,
+    units: Sequence[int] = (),
+    budget: Budget | None = None,
+) -> FoundGathers:
     """Find where to gather, reshard and reduce-scatter, and on which of several orders of one step.
 
     Args:
@@ -108,9 +114,14 @@ def search_gathers(
 
 
 def _choices(
-    n: int, bare: Schedule, room: Sequence[float], costs: CostTable, sizes: Sequence[float], units: Sequence[int],
+    n: int,
+    bare: Schedule,
+    room: Sequence[float],
+    costs: CostTable,
+    sizes: Sequence[float],
+    units: Sequence[int],
     floor: float,
-) -> Iterator[_Choice]:  # fmt: skip
+) -> Iterator[_Choice]:
     """Every placement that may fit the room; ``floor`` is the makespan without any collective."""
     assert bare.sharding is not None
     devices = range(bare.devices)

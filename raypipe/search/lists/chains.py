@@ -29,10 +29,19 @@ class Chains:
     _templates: dict[tuple[int, tuple[int, ...]], Template] = field(default_factory=dict)
 
     def ends(
-        self, row: NDArray[Any], times: NDArray[Any], sizes: NDArray[Any], lag: NDArray[Any], cap: NDArray[Any],
-        numbers: NDArray[Any], ahead: NDArray[Any], frozen: tuple[int, ...] = (), useless: float = inf,
-        power: float = 1.0, in_spans: bool = False,
-    ) -> tuple[NDArray[Any], NDArray[Any]]:  # fmt: skip
+        self,
+        row: NDArray[Any],
+        times: NDArray[Any],
+        sizes: NDArray[Any],
+        lag: NDArray[Any],
+        cap: NDArray[Any],
+        numbers: NDArray[Any],
+        ahead: NDArray[Any],
+        frozen: tuple[int, ...] = (),
+        useless: float = inf,
+        power: float = 1.0,
+        in_spans: bool = False,
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
         """When each device ends, and how long it takes from its first start, in orders by due dates.
 
         Args:
@@ -68,15 +77,25 @@ class Chains:
 
         def of(whole: float, waiting: float) -> Problem:
             return build(
-                ((0,) * stages,), self.microbatches, CostTable.even(stages), rules=Rules(frozen=frozen),
+                ((0,) * stages,),
+                self.microbatches,
+                CostTable.even(stages),
+                rules=Rules(frozen=frozen),
                 sizes=[(whole, waiting)] * stages,
-            )  # fmt: skip
+            )
 
         # What a task allocates and frees is linear in the two sizes.
         one, other = of(1.0, 0.0), of(0.0, 1.0)
         layout = LaneArrays.of(one)
         source = [c for c, own in enumerate(one.after) for _ in own]
         return Template(
-            layout.flat, np.array(one.stage), layout.kind, np.array(layout.in_turn), np.array(source),
-            floats(one.takes), floats(other.takes), floats(one.frees), floats(other.frees),
-        )  # fmt: skip
+            layout.flat,
+            np.array(one.stage),
+            layout.kind,
+            np.array(layout.in_turn),
+            np.array(source),
+            floats(one.takes),
+            floats(other.takes),
+            floats(one.frees),
+            floats(other.frees),
+        )

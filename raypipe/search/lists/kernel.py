@@ -209,9 +209,16 @@ def _places(flat: Flat) -> Ints:
 
 @compiled
 def list_schedule(
-    flat: Flat, key: Floats, pace: float, patience: Floats, ahead: Floats, reserve: int, useless: float, power: float,
+    flat: Flat,
+    key: Floats,
+    pace: float,
+    patience: Floats,
+    ahead: Floats,
+    reserve: int,
+    useless: float,
+    power: float,
     in_spans: bool,
-) -> tuple[bool, Ints, Ints, Floats, Floats]:  # fmt: skip
+) -> tuple[bool, Ints, Ints, Floats, Floats]:
     """See ``list_scheduling.list_schedule``.
 
     A device takes as long as its tasks and what it idles between them. As soon as that makes the mean over devices
@@ -521,11 +528,38 @@ def place(of: Template, row: Ints, times: Floats, sizes: Floats, lag: Floats, ca
                     count += 1
         later_at[c + 1] = count
     return Flat(
-        time, flat.counts, flat.base, device, takes, frees, cap, flat.group, flat.lead, flat.entry, flat.waits,
-        flat.after_at, flat.after, between, flat.near_at, flat.near, later_at, later[:count].copy(), flat.others_at,
-        flat.others, lanes_at, own, flat.firsts_at, flat.firsts, flat.lasts_at, flat.lasts, flat.claims_at,
-        flat.claims, flat.brief, flat.returns_at, flat.returns,
-    )  # fmt: skip
+        time,
+        flat.counts,
+        flat.base,
+        device,
+        takes,
+        frees,
+        cap,
+        flat.group,
+        flat.lead,
+        flat.entry,
+        flat.waits,
+        flat.after_at,
+        flat.after,
+        between,
+        flat.near_at,
+        flat.near,
+        later_at,
+        later[:count].copy(),
+        flat.others_at,
+        flat.others,
+        lanes_at,
+        own,
+        flat.firsts_at,
+        flat.firsts,
+        flat.lasts_at,
+        flat.lasts,
+        flat.claims_at,
+        flat.claims,
+        flat.brief,
+        flat.returns_at,
+        flat.returns,
+    )
 
 
 @compiled
@@ -570,9 +604,18 @@ def due_dates(flat: Flat, kind: Ints, in_turn: Ints, numbers: Floats) -> tuple[F
 
 @compiled
 def paced_ends(
-    of: Template, row: Ints, times: Floats, sizes: Floats, lag: Floats, cap: Floats, numbers: Floats, ahead: Floats,
-    useless: float, power: float, in_spans: bool,
-) -> tuple[Floats, Floats]:  # fmt: skip
+    of: Template,
+    row: Ints,
+    times: Floats,
+    sizes: Floats,
+    lag: Floats,
+    cap: Floats,
+    numbers: Floats,
+    ahead: Floats,
+    useless: float,
+    power: float,
+    in_spans: bool,
+) -> tuple[Floats, Floats]:
     """When each device ends, and how long it takes from its first start, in orders by due dates.
 
     Args:

@@ -101,12 +101,29 @@ class LaneArrays:
         brief = [p.kind[c] == "R" or p.frees[c] > 0 for own in claims for c in own]
         returns = [[c for c in lanes if p.replica[c] == r and p.frees[c]] for r in rows]
         flat = Flat(
-            floats(p.time), ints(p.count), ints(p.base), ints(p.device), floats(p.takes), floats(p.frees),
-            floats(p.cap), ints(group), ints(lead), ints([begins[r] for r in p.replica]),
-            ints(map(len, p.before)), *_joined([[e for e, _ in own] for own in p.after]),
-            floats([lag for own in p.after for _, lag in own]), *_joined(near), *_joined(later), *_joined(others),
-            *_joined(p.lanes_of), *_joined(firsts), *_joined(lasts), *_joined(claims), ints(brief), *_joined(returns),
-        )  # fmt: skip
+            floats(p.time),
+            ints(p.count),
+            ints(p.base),
+            ints(p.device),
+            floats(p.takes),
+            floats(p.frees),
+            floats(p.cap),
+            ints(group),
+            ints(lead),
+            ints([begins[r] for r in p.replica]),
+            ints(map(len, p.before)),
+            *_joined([[e for e, _ in own] for own in p.after]),
+            floats([lag for own in p.after for _, lag in own]),
+            *_joined(near),
+            *_joined(later),
+            *_joined(others),
+            *_joined(p.lanes_of),
+            *_joined(firsts),
+            *_joined(lasts),
+            *_joined(claims),
+            ints(brief),
+            *_joined(returns),
+        )
         kind = ints(FORWARD if k in ("F", "R") else WEIGHT_GRAD if k == "W" else INPUT_GRAD for k in p.kind)
         return LaneArrays(p, lane_order(p), kind, flat)
 
@@ -146,7 +163,14 @@ def list_schedule(layout: LaneArrays, setting: Setting) -> Listed | None:
     lanes = len(setting.key)
     way = {"stages": kernel.STAGES, "safe": kernel.SAFE, "none": kernel.NONE}[setting.reserve]
     whole, tasks, places, ends, spans = kernel.list_schedule(
-        layout.flat, floats(setting.key), float(setting.pace), floats(setting.patience or (0.0,) * lanes),
-        floats(setting.ahead or (float("inf"),) * lanes), way, float("inf"), 1.0, False,
-    )  # fmt: skip
+        layout.flat,
+        floats(setting.key),
+        float(setting.pace),
+        floats(setting.patience or (0.0,) * lanes),
+        floats(setting.ahead or (float("inf"),) * lanes),
+        way,
+        float("inf"),
+        1.0,
+        False,
+    )
     return Listed(layout.orders(tasks, places), ends.tolist(), spans.tolist()) if whole else None

@@ -34,10 +34,19 @@ class Pace(NamedTuple):
     """Share of a weight gradient's time to stay idle for a better task."""
 
 
-PACES = tuple(Pace(*numbers) for numbers in (
-    (3.0, 3.0, 1.0, 4.0, 0.0), (3.0, 1.5, 4.0, 16.0, 0.0), (4.0, 4.0, 0.0, 16.0, 0.0), (3.0, 0.0, 0.0, 1.0, 0.0),
-    (2.0, 0.0, 0.0, 8.0, 0.0), (2.0, 1.0, 4.0, 1000.0, 0.5), (4.0, 2.0, 8.0, 2.0, 0.0), (4.0, 1.0, 8.0, 4.0, 0.0),
-))  # fmt: skip
+PACES = tuple(
+    Pace(*numbers)
+    for numbers in (
+        (3.0, 3.0, 1.0, 4.0, 0.0),
+        (3.0, 1.5, 4.0, 16.0, 0.0),
+        (4.0, 4.0, 0.0, 16.0, 0.0),
+        (3.0, 0.0, 0.0, 1.0, 0.0),
+        (2.0, 0.0, 0.0, 8.0, 0.0),
+        (2.0, 1.0, 4.0, 1000.0, 0.5),
+        (4.0, 2.0, 8.0, 2.0, 0.0),
+        (4.0, 1.0, 8.0, 4.0, 0.0),
+    )
+)
 """Those that did best on random models whose devices hold several unequal stages."""
 
 _SAFE_UP_TO = 1500

@@ -38,15 +38,23 @@ DURATION_AND_BATCH = table(
 )
 OPTIMIZER = table(
     honoured("learning_rate", "`train.lr`", 5e-5),
-    honoured("lr_scheduler_type", "`train.lr_schedule`, or a rate of each step in `train.lr_table`; not "
-             "reduce_lr_on_plateau and greedy, which wait for losses", "linear"),
+    honoured(
+        "lr_scheduler_type",
+        "`train.lr_schedule`, or a rate of each step in `train.lr_table`; not "
+        "reduce_lr_on_plateau and greedy, which wait for losses",
+        "linear",
+    ),
     honoured("lr_scheduler_kwargs", "`train.lr_table`", None),
     honoured("warmup_steps", "`train.warmup_steps`; below 1 a share of all steps", 0),
     honoured("warmup_ratio", "`train.warmup_steps`", 0.0, old=True),
-    honoured("optim", "`train.optimizer`: adamw_torch, adamw_torch_fused, sgd, adagrad, rmsprop; others are refused",
-             "adamw_torch"),
-    honoured("optim_args", "momentum of sgd, eps of adagrad, alpha, eps and momentum of rmsprop; others are refused",
-             None),
+    honoured(
+        "optim",
+        "`train.optimizer`: adamw_torch, adamw_torch_fused, sgd, adagrad, rmsprop; others are refused",
+        "adamw_torch",
+    ),
+    honoured(
+        "optim_args", "momentum of sgd, eps of adagrad, alpha, eps and momentum of rmsprop; others are refused", None
+    ),
     refused("optim_target_modules", "freeze the other parameters by requires_grad, or train adapters with peft"),
     honoured("weight_decay", "`train.weight_decay`, of the parameters that decay in the Trainer", 0.0),
     honoured("adam_beta1", "`train.betas`", 0.9),
@@ -55,7 +63,7 @@ OPTIMIZER = table(
     honoured("max_grad_norm", "`train.clip`", 1.0),
     honoured("label_smoothing_factor", "`train.label_smoothing`", 0.0),
     refused("neftune_noise_alpha", "leave it out: no noise is added to embeddings"),
-)  # fmt: skip
+)
 COMPUTATION = table(
     honoured("bf16", "`train.dtype: bfloat16`", False),
     refused("fp16", "use bf16, which needs no loss scaling"),
@@ -141,8 +149,11 @@ SAVING = table(
 ROWS = table(
     honoured("data_seed", "the rows of each step, by the Trainer's sampler", None),
     honoured("dataloader_drop_last", "whether an epoch's last, short mini-batch is dropped", False),
-    honoured("train_sampling_strategy", "the rows of each step: random, sequential, group_by_length; others refused",
-             "random"),
+    honoured(
+        "train_sampling_strategy",
+        "the rows of each step: random, sequential, group_by_length; others refused",
+        "random",
+    ),
     honoured("group_by_length", "the rows of each step, by the Trainer's sampler", False, old=True),
     honoured("length_column_name", "the Trainer's sampler reads it for group_by_length"),
     honoured("accelerator_config", "the Trainer's loader reads it for the rows of each step"),
@@ -155,11 +166,11 @@ ROWS = table(
     without_effect("dataloader_prefetch_factor", "no process loads rows beside the devices"),
     without_effect("dataloader_multiprocessing_context", "no process loads rows beside the devices"),
     without_effect("dataloader_in_order", "rows always come in order"),
-)  # fmt: skip
+)
 DEVICES = table(
-    refused("fsdp", "shard by job={\"parallel\": {...}}: docs/guides/sharding.md"),
-    refused("fsdp_config", "shard by job={\"parallel\": {...}}: docs/guides/sharding.md"),
-    refused("deepspeed", "shard by job={\"parallel\": {...}}: docs/guides/sharding.md"),
+    refused("fsdp", 'shard by job={"parallel": {...}}: docs/guides/sharding.md'),
+    refused("fsdp_config", 'shard by job={"parallel": {...}}: docs/guides/sharding.md'),
+    refused("deepspeed", 'shard by job={"parallel": {...}}: docs/guides/sharding.md'),
     refused("parallelism_config", "use raypipe.init(dp=, tp=, pp=)"),
     without_effect("ddp_find_unused_parameters", "raypipe reduces gradients itself"),
     without_effect("ddp_bucket_cap_mb", "raypipe reduces gradients itself"),
@@ -168,17 +179,23 @@ DEVICES = table(
     without_effect("ddp_backend", "raypipe chooses it: NCCL on GPUs, else Gloo"),
     without_effect("ddp_timeout", "Ray notices a worker that ends"),
     without_effect("local_rank", "Ray starts the processes"),
-)  # fmt: skip
+)
 SCRIPTS = table(
     without_effect("do_train", "only scripts read it"),
     without_effect("do_eval", "only scripts read it"),
     without_effect("do_predict", "only scripts read it"),
 )
 SECTIONS = {
-    "Duration and mini-batch": DURATION_AND_BATCH, "Optimizer and loss": OPTIMIZER, "Computation": COMPUTATION,
-    "Logging": LOGGING, "Evaluation": EVALUATION, "Saving": SAVING, "Rows": ROWS, "Devices": DEVICES,
+    "Duration and mini-batch": DURATION_AND_BATCH,
+    "Optimizer and loss": OPTIMIZER,
+    "Computation": COMPUTATION,
+    "Logging": LOGGING,
+    "Evaluation": EVALUATION,
+    "Saving": SAVING,
+    "Rows": ROWS,
+    "Devices": DEVICES,
     "Scripts": SCRIPTS,
-}  # fmt: skip
+}
 ARGUMENTS: dict[str, LibraryRow] = {name: row for rows in SECTIONS.values() for name, row in rows.items()}
 
 

@@ -127,9 +127,11 @@ def options(a: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
     """
     takes = BY_OPTIM_ARGS.get(optimizer, ())
     usual = {
-        "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])], "eps": EPS.get(optimizer, float(a["adam_epsilon"])),
-        "momentum": 0.0, "alpha": 0.99,
-    }  # fmt: skip
+        "betas": [float(a["adam_beta1"]), float(a["adam_beta2"])],
+        "eps": EPS.get(optimizer, float(a["adam_epsilon"])),
+        "momentum": 0.0,
+        "alpha": 0.99,
+    }
     found = {key: usual[key] for key in OPTIMIZERS[optimizer].options}
     for one in str(a["optim_args"] or "").replace(" ", "").split(","):
         key, _, value = one.partition("=")
