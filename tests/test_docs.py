@@ -108,3 +108,16 @@ def test_the_checks_find_what_is_missing(tmp_path: Path) -> None:
     assert [each.split(",")[0] for each in missing_paths(page.read_text())] == [
         "path jobs/gone.yaml", "path tests/gone/test_*.py",
     ]  # fmt: skip
+
+
+def test_the_walk_from_the_command_to_a_forward_is_that_of_the_code() -> None:
+    """Each file of the list has the name that the list gives it, and one before it uses that name."""
+    page = (ROOT / "docs" / "reference" / "how-it-works.md").read_text(encoding="utf-8")
+    walk = re.findall(r"^\d+\. `([\w/.]+)`: `(\w+)`", page, re.MULTILINE)
+    assert len(walk) == 11
+    before = ""
+    for path, name in walk:
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), f"{path} defines no {name}"
+        assert not before or re.search(rf"\b{name}\b", before), f"{path}: {name} is not used by a file before it"
+        before += text
