@@ -27,11 +27,13 @@ def frozen_head() -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, out: Path, schedule: str, kind: Any = raypipe.PipelineTrainer, **more: Any) -> Any:
+def trained(
+    model: nn.Module, out: Path, schedule: str, kind: Any = raypipe.PipelineTrainer, rows: Any = ROWS, **more: Any
+) -> Any:
     raypipe.init(pp=2)
     try:
         made = kind(
-            model=model, args=arguments(out, 4, 2), train_dataset=ROWS, eval_dataset=ROWS,
+            model=model, args=arguments(out, 4, 2), train_dataset=rows, eval_dataset=rows,
             job={"parallel": {"schedule": schedule}}, **more,
         )  # fmt: skip
         made.train()
@@ -81,6 +83,19 @@ def test_the_scripts_own_train_under_every_schedule(case: str, schedule: str, dr
     made = trained(model, tmp_path / "run", schedule, **more)
     assert_alike(outcome(tmp_path / "run", model), plain(make(), right), 1e-9)
     assert (made.save_model(str(tmp_path / "saved")) / "model.safetensors").exists()
+
+
+@pytest.mark.runs
+@pytest.mark.exhaustive  # tests/trainer/test_packed.py does the same steps without Ray
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "chimera"])
+def test_packed_rows_under_every_schedule(schedule: str, adapters: bool, driver: None, tmp_path: Path) -> None:
+    from tests.trainer.test_packed import adapted, alone, llama, packed
+
+    make = adapted if adapters else llama
+    model = make()
+    trained(model, tmp_path / "run", schedule, rows=packed())
+    assert_alike(outcome(tmp_path / "run", model), plain(make(), alone), 1e-9)
 
 
 @pytest.mark.runs

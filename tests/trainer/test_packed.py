@@ -41,6 +41,14 @@ def mistral() -> nn.Module:
     return transformers.MistralForCausalLM(config).double()
 
 
+def adapted() -> nn.Module:
+    """A model in peft's wrapper, whose adapters alone train."""
+    import peft
+
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights="gaussian", lora_dropout=0.0)
+    return peft.get_peft_model(llama(), wanted).double()
+
+
 def documents() -> list[list[list[int]]]:
     g = np.random.default_rng(0)
     return [[g.integers(3, 50, n).tolist() for n in row] for row in LENGTHS]
@@ -73,6 +81,16 @@ def alone(model: nn.Module) -> Tensor:
 )
 def test_documents_of_a_row_do_not_see_each_other(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     assert_alike(pipelined(make(), packed(), tmp_path / "run", 4, 2), plain(make(), alone), 1e-9)
+
+
+def test_adapters_learn_of_packed_rows_under_a_split_backward(tmp_path: Path) -> None:
+    found, right = pipelined(adapted(), packed(), tmp_path / "run", 4, 2, split=True), plain(adapted(), alone)
+    assert found.losses == pytest.approx(right.losses, abs=1e-9, rel=0)
+    learnt = [name for name in found.parameters if "lora" in name]
+    assert len(learnt) == 8
+    for name in learnt:
+        other = next(value for known, value in right.parameters.items() if known.endswith(name))
+        torch.testing.assert_close(found.parameters[name], other, rtol=0, atol=1e-9)
 
 
 def test_an_edited_instance_is_captured_with_packed_rows(tmp_path: Path) -> None:
