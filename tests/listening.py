@@ -19,7 +19,8 @@ def session_of(leader: int) -> set[int]:
     found = {leader}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            pid, rest = int(entry.parent.name), entry.read_text().rpartition(")")[2].split()
+            # A name is cut after fifteen bytes, perhaps within a letter.
+            pid, rest = int(entry.parent.name), entry.read_bytes().rpartition(b")")[2].split()
             parents[pid] = int(rest[1])
             if int(rest[3]) == leader:
                 found.add(pid)
@@ -33,7 +34,7 @@ def listening(pids: set[int]) -> dict[str, str]:
     holders: dict[str, str] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
             for handle in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     if inode := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(handle)):

@@ -23,6 +23,7 @@ def test_it_runs_once_beside_and_is_waited_for(tmp_path: Path, monkeypatch) -> N
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
+    wait_for_ahead(lambda _: None)  # other tests of this process may have begun
     compile_ahead(leave_a_mark)
     compile_ahead(fail)  # one is enough
     wait_for_ahead(said.append)
@@ -33,5 +34,6 @@ def test_it_runs_once_beside_and_is_waited_for(tmp_path: Path, monkeypatch) -> N
 
 
 def test_one_that_fails_is_left_to_this_process() -> None:
+    wait_for_ahead(lambda _: None)
     compile_ahead(fail)
     wait_for_ahead(lambda _: None)

@@ -374,7 +374,8 @@ def choose(
     if not every:
         fix = "give fewer keys, or others"
         if given.get("tensor", 1) not in {size for size, _ in profiles}:
-            fix = "costs of divided layers are computed: use --cluster, and a tensor that divides model and host"
+            fix = "costs of divided layers are computed, not measured: "
+            fix += "--cluster, with a tensor that divides model and host"
         raise SpecError(
             "parallel", f"no plan on {count} devices has {_words(given)} at train.batch = {train.batch}", fix
         )

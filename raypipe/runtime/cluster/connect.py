@@ -199,9 +199,11 @@ def _end_local(started: list[psutil.Process]) -> None:
         with contextlib.suppress(psutil.Error):
             family += process.children(recursive=True)
     ray.shutdown()
-    for process in psutil.wait_procs(family, END_S)[1]:
+    _, left = psutil.wait_procs(family, END_S)
+    for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()
+    psutil.wait_procs(left, END_S)
 
 
 def _have_token() -> None:

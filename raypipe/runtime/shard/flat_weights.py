@@ -83,7 +83,7 @@ class FlatLayout:
         """Return what lies in shard ``index``, in order; together the parts cover it.
 
         >>> FlatLayout({"a": 3, "b": 2}, 2).parts(1)
-        [Part(name='b', begin=0, size=2, at=0), Part(name=None, begin=0, size=1, at=2)]
+        [FlatPart(name='b', begin=0, size=2, at=0), FlatPart(name=None, begin=0, size=1, at=2)]
         """
         first, end = index * self.shard, (index + 1) * self.shard
         found: list[FlatPart] = []
