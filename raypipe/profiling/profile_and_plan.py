@@ -90,7 +90,8 @@ def profile_and_plan(
     measured: dict[float, Profile] = {}
 
     def measure(one: JobSpec) -> Profile:
-        profile = profile_this_machine(one, None, data, dashboard_port, say, leave=True)
+        # An elastic run reserves devices by node, of those that are free by then.
+        profile = profile_this_machine(one, None, data, dashboard_port, say, leave=one.train.elastic is None)
         if (warning := profile.noise.warning()) is not None:
             say(warning)
         measured[one.parallel.activation_memory_budget] = profile

@@ -22,7 +22,7 @@ START_S = 120.0
 """Time that the worker processes have to start, once their devices are reserved."""
 LOOK_S = 1.0
 """Interval at which a group that waits for its workers looks whether their nodes are there."""
-LEAVE_S = 10.0
+LEAVE_S = 5.0
 """Time that workers have to leave what they are in, before they are ended."""
 CALLS = 64
 """Number of newest calls per worker whose references a group keeps, to find the cause of a failure among them. It is
