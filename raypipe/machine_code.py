@@ -32,15 +32,22 @@ def compile_ahead(load: Callable[[], None]) -> None:
     quiet = subprocess.DEVNULL
     program = f"from {load.__module__} import {load.__name__}; {load.__name__}()"
     # A session of its own: Ctrl-C in a terminal is not for it.
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
-    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+        )
+    except OSError:  # no process can be started, or an interpreter within another program: this one compiles
+        return
     _ahead.append(process)
     atexit.register(process.kill)
 
 
 def wait_for_ahead(say: Callable[[str], None]) -> None:
-    """Wait until nothing is compiled ahead any more. If that failed, this process compiles what it calls."""
+    """Wait until nothing is compiled ahead any more; if that failed, this process compiles what it calls.
+
+    Args:
+        say: called with a sentence if there is something to wait for.
+    """
     while _ahead:
         process = _ahead[0]
         if process.poll() is None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError, nearest
+from raypipe.job.rules.no_effect import OUT, UNMASKED
 from raypipe.job.spec import JobSpec
 from raypipe.launch.job_model import JobModel
 from raypipe.launch.parameter_groups import check_groups
@@ -88,6 +89,8 @@ def prepare_run(
         compile_ahead(load_kernels)
     model = JobModel(job) if planned is None else planned.model
     _check_metrics(job, model, validation)
+    if job.data.mask != type(job.data).model_fields["mask"].default and not model.declared.task.masks:
+        raise SpecError("data.mask", UNMASKED, OUT)
     if job.train.groups:
         check_groups(job.train, model.declared, say)
     shard = (job if planned is None else planned.job).parallel.shard

@@ -28,7 +28,7 @@ class OwnLoss(Task):
     unit = "as the model computes it"
 
     def __init__(self, of: Task, fields: Collection[str]) -> None:
-        self.of = of
+        self.of, self.masks = of, of.masks
         self.counted = "labels" if "labels" in fields else min(fields, default="labels")
         self.reads = frozenset({self.counted})
 

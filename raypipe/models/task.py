@@ -84,6 +84,8 @@ class Task(ABC):
     """Names of figures that follow the loss in the last dimension of the model's output (``losses.figures``)."""
     ignored: float | None = None
     """The label that is no target, so that rows of a mini-batch can be left out; None if the loss needs every row."""
+    masks = False
+    """Whether text is masked for it (``data.mask``)."""
     classes: int | None = None
     """Number of all classes, if the output is one tensor rank's share of them; None if it has all classes."""
 
@@ -224,6 +226,7 @@ class MaskedToken(Labels):
     """
 
     per_token = True
+    masks = True
     unit = "nats per token"
 
     def __init__(self, mask_token: int, share: float) -> None:

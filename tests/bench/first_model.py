@@ -3,9 +3,10 @@
     python -m tests.bench.first_model [--steps K]
 
 The model is saved by transformers' save_pretrained with random weights; sequence 256, mini-batches of 8. The first run
-plans: seconds from the command to the beginning of its first step (its first row less the step that it reports), and
-its median step. Then what one would try by hand is timed: one process, data parallelism, pipelines. The last line has
-the ratio of auto's step to the best of them. Takes about half an hour.
+has no caches, nor the planner's compiled kernels, and plans: seconds from the command to the beginning of its first
+step (its first row less the step that it reports), and its median step. Then what one would try by hand is timed: one
+process, data parallelism, pipelines. The last line has the ratio of auto's step to the best of them. Takes about half
+an hour.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="raypipe-first-model-") as name:
         folder = Path(name)
         transformers.GPT2LMHeadModel(transformers.GPT2Config()).save_pretrained(str(folder / "gpt2"))
-        environment = {**os.environ, "RAYPIPE_CACHE_DIR": str(folder / "cache")}
+        environment = {
+            **os.environ,
+            "RAYPIPE_CACHE_DIR": str(folder / "cache"),
+            "NUMBA_CACHE_DIR": str(folder / "kernels"),
+        }
         found = []
         for k, parallel in enumerate(("auto", *BY_HAND)):
             job, directory = folder / f"{k}.json", folder / f"run{k}"

@@ -36,15 +36,29 @@ class Rule(NamedTuple):
 
 
 def _masks(job: Parts) -> bool:
-    """Return whether tokens may be masked: a captured model without a task in the job finds out what its task is."""
-    return not isinstance(job.model, GptSpec) and getattr(job.model, "task", None) in (None, "masked-lm")
+    """Return whether tokens may be masked; what a model's own task is where the job names none, is known later."""
+    if isinstance(job.model, GptSpec) or job.data.type == "arrays":
+        return False
+    return getattr(job.model, "task", None) in (None, "masked-lm")
 
 
 def _has_loss_function(job: Parts) -> bool:
     return isinstance(job.model, GptSpec) or getattr(job.model, "loss", "task") not in ("task", "model")
 
 
+def _may_be(job: Parts, key: str, *values: str) -> bool:
+    """Return whether a key of ``parallel`` has one of these values, or the planner may choose one."""
+    chosen = job.parallel.auto and key not in job.parallel.given
+    return chosen or getattr(job.parallel, key) in values
+
+
+def _may_be_divided(job: Parts) -> bool:
+    return job.parallel.auto or job.parallel.tensor > 1
+
+
 OUT = "leave it out"
+UNMASKED = "has no effect where text is not masked for a model that predicts it"
+"""Why there may be no ``data.mask``."""
 RULES = (
     Rule(("data.held_out",), lambda job: job.data.type in ("arrays", "documents"), "text is split by file", OUT),
     Rule(
@@ -71,7 +85,7 @@ RULES = (
         "has no effect on {data.type}, whose samples are equally long",
         f"{OUT}, or use arrays or lines",
     ),
-    Rule(("data.mask",), _masks, "has no effect on a model that predicts no masked tokens", OUT),
+    Rule(("data.mask",), _masks, UNMASKED, OUT),
     Rule(
         ("model.loss_args", "model.loss_per"),
         _has_loss_function,
@@ -170,27 +184,17 @@ RULES = (
     ),
     Rule(
         ("parallel.tensor_table",),
-        lambda job: _may_be_divided(job),
+        _may_be_divided,
         "no layer is divided with tensor: 1",
         f"{OUT}, or raise tensor",
     ),
     Rule(
         ("parallel.sub_pipelined",),
-        lambda job: _may_be_divided(job),
+        _may_be_divided,
         "there is no all-reduce to overlap with tensor: 1",
         f"{OUT}, or raise tensor",
     ),
 )
-
-
-def _may_be(job: Parts, key: str, *values: str) -> bool:
-    """Return whether a key of ``parallel`` has one of these values, or the planner may choose one."""
-    chosen = job.parallel.auto and key not in job.parallel.given
-    return chosen or getattr(job.parallel, key) in values
-
-
-def _may_be_divided(job: Parts) -> bool:
-    return job.parallel.auto or job.parallel.tensor > 1
 
 
 def without_effect(job: Parts) -> Iterator[tuple[str, str, str]]:

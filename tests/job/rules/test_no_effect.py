@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from
 from raypipe.job.rules.no_effect import RULES
+from raypipe.train import prepare_run
 
 CAPTURED = {"hf": "bert", "config": {}, "sequence": 16}
 
@@ -48,6 +50,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ),
     ("data.pad_to_multiple_of", 16, {}, arrays(pad_to_multiple_of=16)),
     ("data.mask", 0.3, {}, {"model": CAPTURED}),
+    ("data.mask", 0.3, arrays(), {"model": CAPTURED}),
     ("data.mask", 0.3, {"model": {**CAPTURED, "task": "causal-lm"}}, {"model": {**CAPTURED, "task": "masked-lm"}}),
     ("model.loss_args", {"a": 1}, {"model": CAPTURED}, {"model": {**CAPTURED, "loss": "mine:loss"}}),
     ("model.loss_per", "microbatch", {"model": CAPTURED}, {"model": {**CAPTURED, "loss": "mine:loss"}}),
@@ -94,6 +97,16 @@ def test_it_is_refused_where_it_has_no_effect_alone(key: str, value: Any, idle: 
 def with_key(job: dict[str, Any], section: str, name: str, value: Any) -> dict[str, Any]:
     """Return a change by one key, of a section that stays what the job says."""
     return {section: {**job.get(section, {}), name: value}}
+
+
+@pytest.mark.slow
+def test_a_mask_is_refused_where_the_models_own_task_masks_nothing(text_folder: Path, tmp_path: Path) -> None:
+    """Which task a model has is known when it has been captured, if the job names none."""
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "vocab_size": 256}
+    data = {"type": "bytes", "path": str(text_folder), "mask": 0.3}
+    job = job_of({"model": {"hf": "gpt2", "config": sizes, "sequence": 16}, "data": data})
+    with pytest.raises(SpecError, match=r"data\.mask: has no effect"):
+        prepare_run(job, tmp_path / "run", resume=False)
 
 
 def test_what_the_planner_chooses_may_give_a_key_its_effect() -> None:
