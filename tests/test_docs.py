@@ -110,6 +110,15 @@ def test_the_checks_find_what_is_missing(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_map_of_the_code_names_files_that_are_there() -> None:
+    """CONTRIBUTING.md writes paths below raypipe/ without it, of packages and of files in one that the row names."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+/[a-z_/]*(?:\w+\.py)?)`", text))
+    below = {name for name in named if (ROOT / "raypipe" / name.split("/")[0]).is_dir()}
+    assert len(below) > 20
+    assert not [name for name in sorted(below) if not any((ROOT / "raypipe").glob(f"**/{name}"))]
+
+
 def test_the_walk_from_the_command_to_a_forward_is_that_of_the_code() -> None:
     """Each file of the list has the name that the list gives it, and one before it uses that name."""
     page = (ROOT / "docs" / "reference" / "how-it-works.md").read_text(encoding="utf-8")

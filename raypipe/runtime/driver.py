@@ -1,7 +1,7 @@
 """The driver queues steps, validations and saves with all workers, and collects their results in the same order.
 
 Devices never wait for the driver inside a step: each of them has its whole step as a program, and at least
-``QUEUED_CALLS`` calls, of one step or of several short ones (``calls.due``), are queued ahead.
+``QUEUED_CALLS`` calls, of one step or of several short ones (``calls.StepsPerCall``), are queued ahead.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from raypipe.models.start_values import StartValues
 from raypipe.models.task import Field, Task
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, Tensor]]]
-"""A loss, of the model and a batch by name; it may return figures beside it (``losses.figures``)."""
+"""A loss, of the model and a batch by name; it may return figures beside it (``losses.function``)."""
 
 
 class Identity(NamedTuple):

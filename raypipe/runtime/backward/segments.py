@@ -19,7 +19,7 @@ from raypipe.runtime.transport.channel import Payload
 
 
 class Segment(NamedTuple):
-    """Consecutive parts ``begin`` to ``end`` (exclusive) of a stage's body (``models.chain``)."""
+    """Consecutive parts ``begin`` to ``end`` (exclusive) of a stage's body (``models.layered``)."""
 
     begin: int
     end: int

@@ -64,7 +64,7 @@ class StageComputation:
         modules: the device's stage replicas.
         task: what the model is trained for; the end of the last stage is its loss.
         casts: casts to the autocast dtype.
-        building: what surrounds the forward of a stage replica on a micro-batch (``executor.computation``).
+        building: what surrounds the forward of a stage replica on a micro-batch (``PostponedGradients.forward``).
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The GPU operations that programs issue, as ``stream_order`` takes them: what the runtime does on GPUs with NCCL.
 
-Per process (``runtime.runner``, ``transport.gpu``, ``update``):
+Per process (``runtime.executor``, ``transport.gpu``, ``update``):
 
 - A task is a kernel on the compute stream. It waits for the receives of its messages.
 - A send is issued after its task, on the channel's stream, after all compute issued so far. The host announces it.
