@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ray
 
 from raypipe.checkpoint import ShardInfo
-from raypipe.checkpoint.manifest import put
+from raypipe.checkpoint.write import put
 from raypipe.errors import CheckpointError
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.node_files import SentShard, chunks_of, listed
