@@ -22,7 +22,7 @@ from raypipe.data.sample_order import sample_keys
 from raypipe.data.text import END, LINE, prepare, prepare_lines
 from raypipe.data.text import LINES_META as LINES
 from raypipe.errors import SpecError
-from raypipe.graph.values.placeholders import Placeholder
+from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec
 from raypipe.models.task import MASK, Task
 

@@ -3,32 +3,278 @@
 A site is numbered by the position of its operation among the random operations of the whole model, so that draws do
 not depend on the cut. Random operations without a keyed counterpart (``multinomial``, ``randperm``) are rejected,
 because their results would depend on the process.
+
+Numbers depend on (seed, step, sample, place), as dropout's masks do: they come from ``keyed_random``'s hash, 52 bits
+for each. In evaluation a draw is its mean: stochastic depth then changes nothing, noise is absent, and ``rrelu`` has
+its mean slope, as in PyTorch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from raypipe.capture.decode import resolve
+from raypipe.capture.opaque import ALPHA_DROPOUT, flat_results
 from raypipe.capture.opaque import TARGET as OPAQUE
-from raypipe.capture.opaque import flat_results
+from raypipe.capture.stage_module import resolve
 from raypipe.errors import CaptureError
-from raypipe.graph.calls import ATTENTION
 from raypipe.graph.dims import Dim, Sizes, evaluate_all
-from raypipe.graph.operations import Operation, OperationGraph
-from raypipe.models.keyed_draws import KEYED, Site, keep_mask, of_channels
-from raypipe.models.keyed_random import current_keys, fold64, in_training, keyed_dropout
+from raypipe.graph.operations import ATTENTION, Operation, OperationGraph
+from raypipe.models.keyed_random import current_keys, fold64, halves_at, in_training, keyed_dropout
 
+aten = torch.ops.aten
 DROPOUT = "aten.dropout.default"
 CHANNELS = "aten.feature_dropout.default"
 """Drops whole channels."""
+BITS = 52
+"""Random bits of a number: so many that the middles of all intervals are float64 values."""
+DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Bits of a dtype's significand: numbers in [0, 1) are rounded down to them, so that none becomes 1."""
+LAYERS = 1 << 20
+"""The dropout behind layer n of a recurrent operation has the place's number plus (n + 1) times this."""
+
+
+class Site(NamedTuple):
+    """The place of a random operation, and the layout of the tensor that it draws."""
+
+    number: int
+    batch_dim: int | None
+    """Dimension that holds the samples; None if there is none, then all samples of a step share the draw."""
+    divided_dim: int | None = None
+    """Dimension that is divided over tensor ranks; None if every rank has the whole tensor."""
+    longest: tuple[int, ...] | None = None
+    """Shape for one of the longest samples."""
+
+
+def keyed_uniform(
+    size: Sequence[int],
+    site: int,
+    batch_dim: int | None = 0,
+    divided_dim: int | None = None,
+    longest: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Return float64 numbers of this size, uniform on (0, 1), from ``random_keys``; arguments as ``keyed_dropout``."""
+    halves = halves_at(size, site, batch_dim, divided_dim, longest, torch.device(device), each=4)
+    bits = halves.contiguous().view(torch.int64).squeeze(-1) & ((1 << BITS) - 1)
+    numbers = (bits.to(torch.float64) + 0.5) * 2.0**-BITS
+    return numbers.movedim(0, batch_dim) if batch_dim else numbers
+
+
+def _uniform(place: Site, size: Sequence[int], device: torch.device) -> Tensor:
+    return keyed_uniform(size, *place, device=device)
+
+
+def _normal(place: Site, size: Sequence[int], device: torch.device) -> Tensor:
+    if not in_training():
+        return torch.zeros(tuple(size), dtype=torch.float64, device=device)
+    return torch.erfinv(2 * _uniform(place, size, device) - 1) * math.sqrt(2.0)
+
+
+def _as_rand(place: Site, size: Sequence[int], device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    kind = dtype or torch.get_default_dtype()
+    if not in_training():
+        return torch.full(tuple(size), 0.5, dtype=kind, device=device)
+    levels = 2.0 ** DIGITS[kind]
+    return ((_uniform(place, size, device) * levels).floor_() / levels).to(kind)
+
+
+def _device(device: torch.device | None) -> torch.device:
+    return torch.device("cpu") if device is None else device
+
+
+# Each takes the place of a draw and then the arguments of the operation that it replaces.
+
+
+def rand(place: Site, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    """``torch.rand``."""
+    return _as_rand(place, size, _device(device), dtype)
+
+
+def rand_like(place: Site, x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+    """``torch.rand_like``."""
+    return _as_rand(place, x.shape, x.device, dtype or x.dtype)
+
+
+def randn(place: Site, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    """``torch.randn``."""
+    return _normal(place, size, _device(device)).to(dtype or torch.get_default_dtype())
+
+
+def randn_like(place: Site, x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
+    """``torch.randn_like``."""
+    return _normal(place, x.shape, x.device).to(dtype or x.dtype)
+
+
+def normal(place: Site, mean: Any, std: Any = 1.0, size: Any = None, *, dtype: Any = None, **other: Any) -> Tensor:
+    """``torch.normal`` of numbers or tensors."""
+    given = [v for v in (mean, std) if isinstance(v, Tensor)]
+    shape = size if size is not None else torch.broadcast_shapes(*(v.shape for v in given))  # type: ignore[no-untyped-call]
+    kind = dtype or (given[0].dtype if given else torch.get_default_dtype())
+    device = given[0].device if given else _device(other.get("device"))
+    return mean + std * _normal(place, shape, device).to(kind)  # type: ignore[no-any-return]
+
+
+def normal_like(place: Site, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+    """``Tensor.normal_``."""
+    return mean + std * _normal(place, x.shape, x.device).to(x.dtype)
+
+
+def uniform_like(place: Site, x: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:
+    """``Tensor.uniform_``."""
+    return low + (high - low) * _as_rand(place, x.shape, x.device, x.dtype)
+
+
+def exponential_like(place: Site, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+    """``Tensor.exponential_``, by inverting the distribution."""
+    if not in_training():
+        return torch.full_like(x, 1.0 / rate)
+    return (-torch.log1p(-_uniform(place, x.shape, x.device)) / rate).to(x.dtype)
+
+
+def bernoulli(place: Site, p: Tensor, **_: Any) -> Tensor:
+    """``torch.bernoulli`` of a tensor of probabilities; without a gradient."""
+    return bernoulli_like(place, p, p.detach())
+
+
+def bernoulli_like(place: Site, x: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
+    """``Tensor.bernoulli_``, with one probability or a tensor of them."""
+    if not in_training():
+        return torch.full_like(x, p) if not isinstance(p, Tensor) else p.to(x.dtype).expand_as(x)
+    return (_uniform(place, x.shape, x.device) < p).to(x.dtype)
+
+
+def integers(
+    place: Site, low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    """``torch.randint`` with both bounds."""
+    u = _uniform(place, size, _device(device)) if in_training() else torch.full(tuple(size), 0.5, device=device)
+    return (u * (high - low)).floor().to(dtype or torch.int64) + low
+
+
+def integers_below(place: Site, high: int, size: Sequence[int], **other: Any) -> Tensor:
+    """``torch.randint`` from 0."""
+    return integers(place, 0, high, size, **other)
+
+
+def integers_like(place: Site, x: Tensor, low: int, high: int, *, dtype: Any = None, **_: Any) -> Tensor:
+    """``torch.randint_like`` with both bounds."""
+    return integers(place, low, high, x.shape, dtype=dtype or x.dtype, device=x.device)
+
+
+def integers_below_like(place: Site, x: Tensor, high: int, **other: Any) -> Tensor:
+    """``torch.randint_like`` from 0."""
+    return integers_like(place, x, 0, high, **other)
+
+
+def rrelu(place: Site, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_: Any) -> Tensor:
+    """``F.rrelu``: every negative value gets a slope of its own."""
+    slope = lower + (upper - lower) * _as_rand(place, x.shape, x.device, x.dtype)
+    return torch.where(x < 0, x * slope, x)
+
+
+def alpha_dropout(place: Site, x: Tensor, p: float, channels: bool) -> Tensor:
+    """``F.alpha_dropout``, or ``F.feature_alpha_dropout`` of whole channels.
+
+    Source: Klambauer et al. 2017 (self-normalizing networks), section "New dropout technique".
+    """
+    if not in_training():
+        return x
+    low = -1.7580993408473766
+    size = of_channels(x.shape) if channels else x.shape
+    kept = (_uniform(place, size, x.device) < 1 - p).to(x.dtype)
+    scale = 1 / math.sqrt((low * low * p + 1) * (1 - p))
+    return scale * (x * kept + low * (1 - kept)) - scale * low * p
+
+
+def feature_dropout(place: Site, x: Tensor, p: float, *_: Any) -> Tensor:
+    """``F.dropout1d``, ``dropout2d`` and ``dropout3d``: whole channels."""
+    if not in_training():
+        return x
+    kept = (_uniform(place, of_channels(x.shape), x.device) < 1 - p).to(x.dtype)
+    return x * kept / (1 - p)
+
+
+def of_channels(size: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the shape of a mask for whole channels ``[samples, channels, ...]``."""
+    return (*size[:2], *(1 for _ in size[2:]))
+
+
+def recurrent(function: Callable[..., Any], states: int) -> Callable[..., tuple[Tensor, ...]]:
+    """Make a recurrent operation (``states`` tensors of state) whose dropout between layers draws by key."""
+
+    def layer_by_layer(
+        place: Site,
+        x: Tensor,
+        hidden: Any,
+        weights: Sequence[Tensor],
+        biased: bool,
+        layers: int,
+        p: float,
+        train: bool,
+        both: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        hidden = list(hidden) if states > 1 else [hidden]
+        ways = 1 + both
+        each = len(weights) // layers
+        found = []
+        for n in range(layers):
+            own = [h[n * ways : (n + 1) * ways] for h in hidden]
+            mine = list(weights[n * each : (n + 1) * each])
+            x, *left = function(x, own if states > 1 else own[0], mine, biased, 1, 0.0, train, both, batch_first)
+            found.append(left)
+            if n < layers - 1:
+                longest = None if place.longest is None else (*place.longest[:-1], x.shape[-1])
+                x = keyed_dropout(x, p, place.number + (n + 1) * LAYERS, place.batch_dim, None, longest)
+        return x, *(torch.cat(parts) for parts in zip(*found, strict=True))
+
+    return layer_by_layer
+
+
+RECURRENT = {
+    aten.lstm.input: recurrent(aten.lstm.input, 2),
+    aten.gru.input: recurrent(aten.gru.input, 1),
+    aten.rnn_tanh.input: recurrent(aten.rnn_tanh.input, 1),
+    aten.rnn_relu.input: recurrent(aten.rnn_relu.input, 1),
+}
+"""Recurrent operations with dropout between their layers."""
+KEYED: dict[Any, Callable[..., Any]] = {
+    aten.rand.default: rand,
+    aten.rand_like.default: rand_like,
+    aten.randn.default: randn,
+    aten.randn_like.default: randn_like,
+    aten.normal.float_float: normal,
+    aten.normal.Tensor_float: normal,
+    aten.normal.float_Tensor: normal,
+    aten.normal.Tensor_Tensor: normal,
+    aten.normal_functional.default: normal_like,
+    aten.uniform.default: uniform_like,
+    aten.exponential.default: exponential_like,
+    aten.bernoulli.default: bernoulli,
+    aten.bernoulli.p: bernoulli_like,
+    aten.bernoulli.Tensor: bernoulli_like,
+    aten.randint.default: integers_below,
+    aten.randint.low: integers,
+    aten.randint_like.default: integers_below_like,
+    aten.randint_like.low_dtype: integers_like,
+    aten.rrelu.default: rrelu,
+    ALPHA_DROPOUT: alpha_dropout,
+    aten.feature_dropout.default: feature_dropout,
+    **RECURRENT,
+}
+"""Per operation of torch, the function that draws by key in its place."""
+
+
+def keep_mask(mask: Tensor, share: float) -> Tensor:
+    """``floor(share + rand)``, which transformers' drop path keeps samples by; in evaluation its mean."""
+    return mask.floor() if in_training() else torch.full_like(mask, share)
 
 
 def random_shapes(graph: OperationGraph, sizes: Sizes) -> list[tuple[int, ...]]:
@@ -80,8 +326,7 @@ def _drawn(graph: OperationGraph, operation: Operation) -> tuple[Dim, ...]:
         fix = "use dropout, torch.rand, randn, bernoulli, normal or randint, or switch it off in the configuration"
         raise CaptureError(where, why, fix)
     if operation.type is None:  # a recurrent operation, with dropout of all layers' results but the last's
-        given = operation.operands[0]
-        of = graph.operations[given].type if isinstance(given, int) else graph.sources[given].type
+        of = graph.type_of(operation.operands[0])
         assert of is not None, "recurrent operations read a tensor"
         return of.shape
     made = operation.type.shape

@@ -14,8 +14,14 @@ from raypipe.data import declared_fields
 from raypipe.errors import RequestError, SpecError
 from raypipe.job import GivenSpec, HfSpec, JobSpec
 from raypipe.models import DTYPES
-from raypipe.models.given.root import dtype_of, kept_in_evaluation
-from raypipe.models.given.write import ScriptLoss, predicts, write_config, write_given
+from raypipe.models.given.write import (
+    ScriptLoss,
+    dtype_of,
+    kept_in_evaluation,
+    predicts,
+    write_config,
+    write_given,
+)
 from raypipe.trainer.datasets import accepted
 
 
@@ -90,7 +96,7 @@ def without_peft(model: Any) -> Any:
 
 def _differs(model: Any, path: Path) -> str | None:
     """Return why workers could not construct a model from its configuration; None if they can."""
-    from raypipe.models.given.equal import difference
+    from raypipe.models.given.check import difference
     from raypipe.models.sources.hugging_face import HuggingFace
 
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
-from raypipe.models.given.refused import check_function
-from raypipe.models.given.root import ITEMS, LossOf, accepts_items, loss_in
-from raypipe.models.given.write import ScriptLoss
+from raypipe.models.given.check import check_function
+from raypipe.models.given.read import ITEMS
+from raypipe.models.given.write import LossOf, ScriptLoss, accepts_items, loss_in
 from raypipe.models.task import IGNORED, cross_entropy
 
 GOES_ON = frozenset({"state", "control", "optimizer", "lr_scheduler", "callback_handler"})

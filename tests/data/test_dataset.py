@@ -9,7 +9,7 @@ import pytest
 
 from raypipe.data import declared_fields
 from raypipe.errors import SpecError
-from raypipe.graph.values.placeholders import Placeholder
+from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec
 from raypipe.job.load import job_from
 from raypipe.models import build_model

@@ -89,8 +89,8 @@ def compare(family: Family) -> Row:
                 [site.batch_dim for site in model.sites.values()],
                 constants,
                 [
-                    str(call.args[0])
-                    for operation, call in zip(model.graph.operations, model.captured.calls, strict=True)
+                    str(operation.args[0])
+                    for operation in model.graph.operations
                     if operation.target == TARGET and operation.random
                 ],
             )

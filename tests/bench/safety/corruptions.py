@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raypipe.checkpoint import latest, open_checkpoint
-from raypipe.checkpoint.manifest import NAME
+from raypipe.checkpoint.write import NAME
 from raypipe.errors import CheckpointError
 from tests.bench.safety import checkpoints
 from tests.bench.safety.trial import SilentError, attempt, expect

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from raypipe.checkpoint import latest, open_checkpoint
-from raypipe.checkpoint.manifest import NAME
+from raypipe.checkpoint.write import NAME
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from tests.listening import session_of
 from tests.ray_environment import without_ray
