@@ -78,9 +78,3 @@ def split_flops(graph: OperationGraph, span: range, sizes: Sizes) -> tuple[float
         total += flops
         left += flops if short_name(graph.operations[number].target) not in PRODUCTS else 0.0
     return total, left
-
-
-def share_in_backward(graph: OperationGraph, sizes: Sizes) -> float:
-    """Return the share of the weight gradients' FLOPs that B computes even in a schedule with split backwards."""
-    total, left = split_flops(graph, range(len(graph.operations)), sizes)
-    return left / total if total else 0.0

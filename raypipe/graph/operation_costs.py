@@ -1,4 +1,4 @@
-"""What single operations cost, from their names and shapes: FLOPs, item sizes under autocast, and saved tensors.
+"""Costs of single operations, from their names and shapes: FLOPs, item sizes under autocast, and saved tensors.
 
 Three tables of torch's are restated here, since the planner counts without torch and at sizes that are symbolic while a
 model is captured; tests hold them against what torch does.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from raypipe.graph.dims import Dim, Sizes, bind, count, symbols
+from raypipe.graph.dims import Dim, Sizes, bind, count
 
 Plain = Any
 """JSON data."""
@@ -221,11 +221,6 @@ class OperationGraph:
         """Return the parameters that these operations read, each once, in the order of first use."""
         read = (name for operation in operations for name in operation.sources)
         return tuple(dict.fromkeys(name for name in read if self.sources[name].kind == "parameter"))
-
-    def grows(self, number: int) -> bool:
-        """Return whether the size of an operation's result depends on the sizes of the inputs."""
-        kind = self.operations[number].type
-        return kind is not None and any(symbols(dim) for dim in kind.shape)
 
     def check(self) -> None:
         """Check that operations read and return only what is there.

@@ -22,7 +22,7 @@ from raypipe.graph.placeholders import placeholders
 from raypipe.graph.positions import sequence_flow
 from raypipe.graph.stages.links import Result
 from raypipe.graph.subgraphs import shard
-from raypipe.models.keyed_operations import Site, find_sites, key_random_operations, keyed_attention, random_shapes
+from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
 from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.running_statistics import (
@@ -31,7 +31,7 @@ from raypipe.models.running_statistics import (
     learn_statistics,
     uses_batch_statistics,
 )
-from raypipe.models.slices.attention import Dropped, causal_attention
+from raypipe.models.slices.attention import causal_attention
 from raypipe.models.slices.current import current_slice
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task
@@ -319,8 +319,6 @@ def run_on_slices(module: fx.GraphModule, along: dict[str, int | None]) -> None:
             continue
         if node.target is aten.scaled_dot_product_attention.default:
             node.target = _attention
-        elif node.target is keyed_attention:
-            node.target = _dropping_attention
         elif node.target in (aten.arange.default, aten.arange.start):
             node.target = _positions
         elif node.target is keyed_dropout:
@@ -340,23 +338,6 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     return causal_attention(query, key, value, scale, enable_gqa)
-
-
-def _dropping_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = True,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    site: Site,
-) -> Tensor:
-    if current_slice() is None:
-        return keyed_attention(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, site=site)
-    return causal_attention(query, key, value, scale, enable_gqa, Dropped(dropout_p, site))
 
 
 def _positions(*args: Any, **kwargs: Any) -> Tensor:

@@ -12,7 +12,7 @@ its mean slope, as in PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -26,7 +26,9 @@ from raypipe.capture.stage_module import resolve
 from raypipe.errors import CaptureError
 from raypipe.graph.dims import Dim, Sizes, evaluate_all
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph
-from raypipe.models.keyed_random import current_keys, fold64, halves_at, in_training, keyed_dropout
+from raypipe.models.keyed_random import Site, current_keys, fold64, halves_at, in_training, keyed_dropout
+from raypipe.models.slices.attention import Dropped, causal_attention
+from raypipe.models.slices.current import current_slice
 
 aten = torch.ops.aten
 DROPOUT = "aten.dropout.default"
@@ -38,18 +40,6 @@ DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat1
 """Bits of a dtype's significand: numbers in [0, 1) are rounded down to them, so that none becomes 1."""
 LAYERS = 1 << 20
 """The dropout behind layer n of a recurrent operation has the place's number plus (n + 1) times this."""
-
-
-class Site(NamedTuple):
-    """The place of a random operation, and the layout of the tensor that it draws."""
-
-    number: int
-    batch_dim: int | None
-    """Dimension that holds the samples; None if there is none, then all samples of a step share the draw."""
-    divided_dim: int | None = None
-    """Dimension that is divided over tensor ranks; None if every rank has the whole tensor."""
-    longest: tuple[int, ...] | None = None
-    """Shape for one of the longest samples."""
 
 
 def keyed_uniform(
@@ -85,92 +75,68 @@ def _as_rand(place: Site, size: Sequence[int], device: torch.device, dtype: torc
     return ((_uniform(place, size, device) * levels).floor_() / levels).to(kind)
 
 
-def _device(device: torch.device | None) -> torch.device:
-    return torch.device("cpu") if device is None else device
+class _Draw(NamedTuple):
+    """A call of one of torch's draws: ``rand``, ``Tensor.normal_`` and the like."""
+
+    place: Site
+    given: Mapping[str, Any]
+    """Its arguments by name, with defaults."""
+    size: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype | None
+    """What it asks for, or has of a tensor that it is given."""
+
+    def rand(self) -> Tensor:
+        return _as_rand(self.place, self.size, self.device, self.dtype)
+
+    def randn(self) -> Tensor:
+        return _normal(self.place, self.size, self.device).to(self.dtype or torch.get_default_dtype())
+
+    def normal(self) -> Tensor:
+        mean, std = self.given["mean"], self.given["std"]
+        return mean + std * self.randn()  # type: ignore[no-any-return]
+
+    def uniform(self) -> Tensor:
+        low, high = self.given["from"], self.given["to"]
+        return low + (high - low) * self.rand()  # type: ignore[no-any-return]
+
+    def exponential(self) -> Tensor:
+        """By inverting the distribution."""
+        x, rate = self.given["self"], self.given["lambd"]
+        if not in_training():
+            return torch.full_like(x, 1.0 / rate)
+        made: Tensor = -torch.log1p(-_uniform(self.place, self.size, self.device)) / rate
+        return made.to(x.dtype)
+
+    def bernoulli(self) -> Tensor:
+        """With one probability, or a tensor of them; without a gradient."""
+        x: Tensor = self.given["self"]
+        p: float | Tensor = self.given.get("p", x.detach())
+        if not in_training():
+            return torch.full_like(x, p) if not isinstance(p, Tensor) else p.to(x.dtype).expand_as(x)
+        return (_uniform(self.place, self.size, self.device) < p).to(x.dtype)
+
+    def randint(self) -> Tensor:
+        low, high = self.given.get("low", 0), self.given["high"]
+        half = torch.full(self.size, 0.5, device=self.device) if not in_training() else None
+        u = _uniform(self.place, self.size, self.device) if half is None else half
+        return (u * (high - low)).floor().to(self.dtype or torch.int64) + low  # type: ignore[no-any-return]
 
 
-# Each takes the place of a draw and then the arguments of the operation that it replaces.
+def draw(operator: Any, distribution: Callable[[_Draw], Tensor]) -> Callable[..., Tensor]:
+    """Return the function that draws by key in the place of an operator."""
+    declared = [(argument.name, argument.default_value) for argument in operator._schema.arguments]
 
+    def keyed_draw(place: Site, *args: Any, **kwargs: Any) -> Tensor:
+        given = dict(declared) | dict(zip((name for name, _ in declared), args, strict=False)) | kwargs
+        likes = [t for t in (given.get(name) for name in ("self", "mean", "std")) if isinstance(t, Tensor)]
+        size, device = given.get("size"), given.get("device") or torch.device("cpu")
+        if size is None:
+            size = torch.broadcast_shapes(*(t.shape for t in likes))  # type: ignore[no-untyped-call]
+        dtype = given.get("dtype") or (likes[0].dtype if likes else None)
+        return distribution(_Draw(place, given, tuple(size), likes[0].device if likes else device, dtype))
 
-def rand(place: Site, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """``torch.rand``."""
-    return _as_rand(place, size, _device(device), dtype)
-
-
-def rand_like(place: Site, x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
-    """``torch.rand_like``."""
-    return _as_rand(place, x.shape, x.device, dtype or x.dtype)
-
-
-def randn(place: Site, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """``torch.randn``."""
-    return _normal(place, size, _device(device)).to(dtype or torch.get_default_dtype())
-
-
-def randn_like(place: Site, x: Tensor, *, dtype: Any = None, **_: Any) -> Tensor:
-    """``torch.randn_like``."""
-    return _normal(place, x.shape, x.device).to(dtype or x.dtype)
-
-
-def normal(place: Site, mean: Any, std: Any = 1.0, size: Any = None, *, dtype: Any = None, **other: Any) -> Tensor:
-    """``torch.normal`` of numbers or tensors."""
-    given = [v for v in (mean, std) if isinstance(v, Tensor)]
-    shape = size if size is not None else torch.broadcast_shapes(*(v.shape for v in given))  # type: ignore[no-untyped-call]
-    kind = dtype or (given[0].dtype if given else torch.get_default_dtype())
-    device = given[0].device if given else _device(other.get("device"))
-    return mean + std * _normal(place, shape, device).to(kind)  # type: ignore[no-any-return]
-
-
-def normal_like(place: Site, x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
-    """``Tensor.normal_``."""
-    return mean + std * _normal(place, x.shape, x.device).to(x.dtype)
-
-
-def uniform_like(place: Site, x: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:
-    """``Tensor.uniform_``."""
-    return low + (high - low) * _as_rand(place, x.shape, x.device, x.dtype)
-
-
-def exponential_like(place: Site, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
-    """``Tensor.exponential_``, by inverting the distribution."""
-    if not in_training():
-        return torch.full_like(x, 1.0 / rate)
-    return (-torch.log1p(-_uniform(place, x.shape, x.device)) / rate).to(x.dtype)
-
-
-def bernoulli(place: Site, p: Tensor, **_: Any) -> Tensor:
-    """``torch.bernoulli`` of a tensor of probabilities; without a gradient."""
-    return bernoulli_like(place, p, p.detach())
-
-
-def bernoulli_like(place: Site, x: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
-    """``Tensor.bernoulli_``, with one probability or a tensor of them."""
-    if not in_training():
-        return torch.full_like(x, p) if not isinstance(p, Tensor) else p.to(x.dtype).expand_as(x)
-    return (_uniform(place, x.shape, x.device) < p).to(x.dtype)
-
-
-def integers(
-    place: Site, low: int, high: int, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any
-) -> Tensor:
-    """``torch.randint`` with both bounds."""
-    u = _uniform(place, size, _device(device)) if in_training() else torch.full(tuple(size), 0.5, device=device)
-    return (u * (high - low)).floor().to(dtype or torch.int64) + low
-
-
-def integers_below(place: Site, high: int, size: Sequence[int], **other: Any) -> Tensor:
-    """``torch.randint`` from 0."""
-    return integers(place, 0, high, size, **other)
-
-
-def integers_like(place: Site, x: Tensor, low: int, high: int, *, dtype: Any = None, **_: Any) -> Tensor:
-    """``torch.randint_like`` with both bounds."""
-    return integers(place, low, high, x.shape, dtype=dtype or x.dtype, device=x.device)
-
-
-def integers_below_like(place: Site, x: Tensor, high: int, **other: Any) -> Tensor:
-    """``torch.randint_like`` from 0."""
-    return integers_like(place, x, 0, high, **other)
+    return keyed_draw
 
 
 def rrelu(place: Site, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_: Any) -> Tensor:
@@ -245,25 +211,20 @@ RECURRENT = {
     aten.rnn_relu.input: recurrent(aten.rnn_relu.input, 1),
 }
 """Recurrent operations with dropout between their layers."""
+_DRAWS: dict[Callable[[_Draw], Tensor], tuple[Any, ...]] = {
+    _Draw.rand: (aten.rand.default, aten.rand_like.default),
+    _Draw.randn: (aten.randn.default, aten.randn_like.default),
+    _Draw.normal: (
+        *(aten.normal.float_float, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor),
+        aten.normal_functional.default,
+    ),
+    _Draw.uniform: (aten.uniform.default,),
+    _Draw.exponential: (aten.exponential.default,),
+    _Draw.bernoulli: (aten.bernoulli.default, aten.bernoulli.p, aten.bernoulli.Tensor),
+    _Draw.randint: (aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype),
+}
 KEYED: dict[Any, Callable[..., Any]] = {
-    aten.rand.default: rand,
-    aten.rand_like.default: rand_like,
-    aten.randn.default: randn,
-    aten.randn_like.default: randn_like,
-    aten.normal.float_float: normal,
-    aten.normal.Tensor_float: normal,
-    aten.normal.float_Tensor: normal,
-    aten.normal.Tensor_Tensor: normal,
-    aten.normal_functional.default: normal_like,
-    aten.uniform.default: uniform_like,
-    aten.exponential.default: exponential_like,
-    aten.bernoulli.default: bernoulli,
-    aten.bernoulli.p: bernoulli_like,
-    aten.bernoulli.Tensor: bernoulli_like,
-    aten.randint.default: integers_below,
-    aten.randint.low: integers,
-    aten.randint_like.default: integers_below_like,
-    aten.randint_like.low_dtype: integers_like,
+    **{operator: draw(operator, made) for made, operators in _DRAWS.items() for operator in operators},
     aten.rrelu.default: rrelu,
     ALPHA_DROPOUT: alpha_dropout,
     aten.feature_dropout.default: feature_dropout,
@@ -387,8 +348,11 @@ def keyed_attention(
     """Compute ``F.scaled_dot_product_attention`` with dropout from ``random_keys``.
 
     Shapes are ``[..., queries, width]`` and ``[..., keys, width]``. No kernel accepts a dropout mask, so in training
-    the scores are materialised; in evaluation torch's kernel runs.
+    the scores are materialised; in evaluation torch's kernel runs. A slice of a sequence, whose attention is causal,
+    sees the keys and values before it too.
     """
+    if current_slice() is not None:
+        return causal_attention(query, key, value, scale, enable_gqa, Dropped(dropout_p, site))
     if not in_training():
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -13,7 +13,7 @@ import torch
 
 from raypipe.capture.meta import build_without_memory
 from raypipe.capture.opaque import TARGET
-from raypipe.capture.weight_gradients import share_in_backward
+from raypipe.capture.weight_gradients import split_flops
 from raypipe.errors import RequestError
 from raypipe.models import build_model
 from raypipe.models.captured import CapturedModel
@@ -64,7 +64,8 @@ def compare(family: Family) -> Row:
         return Row(refused=str(error))
     row.capture_s = time.monotonic() - begun
     assert isinstance(model, CapturedModel)
-    row.left = share_in_backward(model.graph, model.sizes(1))
+    total, left = split_flops(model.graph, range(len(model.graph.operations)), model.sizes(1))
+    row.left = left / total if total else 0.0
     rows = model.task.complete(rows)
     wanted = None
     constants = {"return_loss": True} if family.model.get("task") == "contrastive" else {}
