@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -99,8 +98,6 @@ class LayerBench:
     """Layers that are built and measured."""
     long: bool = field(init=False)
     """Whether tasks take so long that one measurement of each has to do, and does."""
-    estimated: list[int] = field(default_factory=list)
-    """Micro-batch sizes whose times are estimated from those of the measured sizes."""
     interrupted: bool = False
     """The user ended the measurement early."""
     passes: dict[int, list[Pass]] = field(default_factory=lambda: defaultdict(list))
@@ -367,7 +364,7 @@ class LayerBench:
             name=self.model.names[i],
             parameters=self.model.parameters(i),
             trained_parameters=self.model.trained_parameters(i),
-            times=with_estimates({size: times(size) for size in sorted(taken)}, self.estimated),
+            times={size: times(size) for size in sorted(taken)},
             kept_bytes=kept,
             unread_input_bytes=unread,
             kept_fixed_bytes=kept_fixed,
@@ -420,30 +417,6 @@ class LayerBench:
         groups = [group for group in self.model.tied if not trained or self.model.is_trained(group.name)]
         holders = [(group, {layer for layer, _ in group.parameters}) for group in groups]
         return sum((len(layers) - 1) * self.sizes.get(group.name, 0) for group, layers in holders)
-
-
-def with_estimates(measured: Mapping[int, TaskTimes], estimated: Iterable[int]) -> dict[int, TaskTimes]:
-    """Add the times of sizes that were not measured: on the line through the two measured sizes next to each.
-
-    Of one measured size alone, times are proportional to the samples. ``measured`` must be ascending.
-
-    >>> one = TaskTimes(forward=2.0, input_grad=2.0, weight_grad=1.0, joint=3.0, recompute=2.0)
-    >>> four = TaskTimes(forward=5.0, input_grad=5.0, weight_grad=4.0, joint=9.0, recompute=5.0)
-    >>> [t.forward for t in with_estimates({1: one, 4: four}, [2, 8]).values()]
-    [2.0, 3.0, 5.0, 9.0]
-    """
-    sizes = list(measured)
-
-    def line(size: int) -> TaskTimes:
-        k = min(max(1, bisect(sizes, size)), len(sizes) - 1)
-        a, b = (sizes[k - 1], sizes[k]) if k else (0, sizes[0])
-        share = (size - a) / (b - a)
-        low = measured[a].model_dump() if k else dict.fromkeys(TaskTimes.model_fields, 0.0)
-        high = measured[b].model_dump()
-        found = {key: max(0.0, low[key] + share * (high[key] - low[key])) for key in high}
-        return TaskTimes(**found | {"spread": high["spread"]})
-
-    return dict(sorted({**measured, **{size: line(size) for size in estimated}}.items()))
 
 
 def _attention(work: LayerWork) -> dict[str, float]:
