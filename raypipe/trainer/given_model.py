@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raypipe.capture.meta import build_without_memory
 from raypipe.data import declared_fields
@@ -71,6 +73,36 @@ def model_section(
         notify(f"the model is captured as it is, and not constructed again on the workers: {why}")
     ends = "task" if script is None and predicts(base, path) else "model"
     return {"given": str(path), "loss": ends}
+
+
+@contextmanager
+def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[None]:
+    """Add NEFTune's noise to the input embeddings in training inside the block, in which the instance is captured.
+
+    The noise is uniform, of magnitude ``alpha / sqrt(L d)`` for ``[samples, L, d]`` (Jain et al. 2023, "NEFTune: Noisy
+    Embeddings Improve Instruction Finetuning", algorithm 1). transformers' hook computes that from a tensor's value.
+    What is captured draws it by sample, as dropout.
+
+    Raises:
+        SpecError: the model is given by name, or has no input embeddings.
+    """
+    if not alpha:
+        yield
+        return
+    if not hasattr(model, "get_input_embeddings"):
+        why = "adds noise to get_input_embeddings() of an instance, which this model has not"
+        raise SpecError("args.neftune_noise_alpha", why, "give a model of transformers as an instance, or leave it out")
+
+    def add_noise(part: nn.Module, _: Any, output: Tensor) -> Tensor:
+        if not part.training:
+            return output
+        return output + torch.zeros_like(output).uniform_(-1.0, 1.0) * (alpha / math.sqrt(math.prod(output.shape[1:])))
+
+    hook = without_peft(model).get_input_embeddings().register_forward_hook(add_noise)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def without_peft(model: Any) -> Any:

@@ -41,6 +41,7 @@ from raypipe.trainer.given_model import (
     columns_read,
     given_model,
     model_section,
+    noisy_embeddings,
     save_given,
     training_dtype,
 )
@@ -48,7 +49,7 @@ from raypipe.trainer.history import History, PrintedLog
 from raypipe.trainer.in_process import generates
 from raypipe.trainer.library.methods import check_overrides
 from raypipe.trainer.optimization.methods import Optimization
-from raypipe.trainer.row_files import write_rows
+from raypipe.trainer.row_files import differ_in_length, write_rows
 from raypipe.trainer.run_state import state_of, steps_of
 from raypipe.trainer.script_loss import script_loss, smoothing_loss, trainers_loss, with_script_loss
 
@@ -365,12 +366,19 @@ class PipelineTrainer(Optimization, Figures):
     def prepare(self, resume: bool = False) -> Prepared:
         """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
         claim(self.directory, resume=resume)  # check the directory before writing into it
+        with noisy_embeddings(self._model, self.arguments["neftune_noise_alpha"]):
+            return self._prepare(resume)
+
+    def _prepare(self, resume: bool) -> Prepared:
         script = script_loss(self, PipelineTrainer, self.compute_loss_func)
         model = model_section(self._model, self.directory, script, _say)
         smoothing = float(self.arguments["label_smoothing_factor"] or 0.0)
         if smoothing and script is None and model.get("given") and model["loss"] == "model":
             script = smoothing_loss(smoothing)
         data = {"type": "arrays", "path": str(self._written(self._train, "train", resume))}
+        if self.arguments["neftune_noise_alpha"] and differ_in_length(Path(data["path"])):
+            why = "its noise is scaled by the padded length, which here is the micro-batch's, and rows differ in length"
+            raise SpecError("args.neftune_noise_alpha", why, "pad the rows to one length, or leave it out")
         data["held_out"] = data["path"] if self._eval is None else str(self._written(self._eval, "eval", resume))
         if self._eval is None:
             _say("no eval_dataset: val_loss is of rows that are trained on")

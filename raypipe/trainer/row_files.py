@@ -33,3 +33,11 @@ def write_rows(chosen: Columns, name: str, directory: Path, collator: Collator |
     with whole(path) as partial, partial.open("wb") as out:
         np.savez(out, **flat(columns))  # type: ignore[arg-type]
     return path
+
+
+def differ_in_length(path: Path) -> bool:
+    """Return whether rows of a file that ``write_rows`` wrote have unequal numbers of tokens."""
+    from raypipe.data.ragged import OFFSETS, TOKENS
+
+    with np.load(path) as held:
+        return TOKENS + OFFSETS in held.files

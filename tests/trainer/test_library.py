@@ -73,7 +73,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 OTHER = {
-    "fp16": True, "bf16_full_eval": True, "fp16_full_eval": True, "neftune_noise_alpha": 5.0,
+    "fp16": True, "bf16_full_eval": True, "fp16_full_eval": True,
     "debug": [transformers.debug_utils.DebugOption.UNDERFLOW_OVERFLOW],
     "eval_do_concat_batches": False, "include_for_metrics": ["inputs"], "label_names": ["y"],
     "include_num_input_tokens_seen": "all", "eval_delay": 2, "optim_target_modules": ["a"],

@@ -167,8 +167,8 @@ def test_epochs_shares_and_checkpointing(tmp_path) -> None:
 
 def test_arguments_without_a_counterpart_are_named(tmp_path) -> None:
     with pytest.raises(SpecError, match="not supported") as caught:
-        job_of(real(tmp_path, label_names=["target"], neftune_noise_alpha=5.0))
-    assert caught.value.where == "args.label_names, args.neftune_noise_alpha"
+        job_of(real(tmp_path, label_names=["target"], eval_delay=2))
+    assert caught.value.where == "args.eval_delay, args.label_names"
     with pytest.raises(SpecError, match=r"args\.eval_on_start: is not supported"):
         job_of(real(tmp_path, eval_strategy="epoch", eval_on_start=True))
     with pytest.warns(UserWarning, match=r"args\.report_to=trackio$"):

@@ -30,33 +30,38 @@ def rows_of(count: int = 8, length: int = 10, classes: int = 3) -> list[dict[str
     ]
 
 
-def arguments(out: Path, per_device: int, accumulation: int) -> Any:
+def arguments(out: Path, per_device: int, accumulation: int, **more: Any) -> Any:
     import transformers
 
     return transformers.TrainingArguments(
         output_dir=str(out), max_steps=STEPS, per_device_train_batch_size=per_device,
         gradient_accumulation_steps=accumulation, learning_rate=LR, lr_scheduler_type="constant", optim="sgd",
         max_grad_norm=0.0, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
-        seed=1,
+        seed=1, **more,
     )  # fmt: skip
 
 
 class Outcome:
     """Losses of the steps, and the parameters after them."""
 
-    def __init__(self, losses: Sequence[float], parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, losses: Sequence[float], parameters: Mapping[str, Tensor], rows: Mapping[str, Tensor] | None = None
+    ) -> None:
+        self.rows = rows or {}
+        """The mini-batch of every step, in its order."""
         self.losses, self.parameters = list(losses), {name: p.detach().clone() for name, p in parameters.items()}
 
 
 def pipelined(
     model: nn.Module, rows: Sequence[Mapping[str, Any]], out: Path, per_device: int, accumulation: int = 1,
-    trainer: type[raypipe.PipelineTrainer] | None = None, split: bool = False, stages: int = 2, **more: Any,
+    trainer: type[raypipe.PipelineTrainer] | None = None, split: bool = False, stages: int = 2,
+    more_args: Mapping[str, Any] | None = None, **more: Any,
 ) -> Outcome:  # fmt: skip
     """Prepare a run as ``PipelineTrainer`` does, and do its steps with all stages on one device."""
     raypipe.init(pp=stages)
     try:
         kind = trainer or raypipe.PipelineTrainer
-        made = kind(model=model, args=arguments(out, per_device, accumulation), train_dataset=rows,
+        made = kind(model=model, args=arguments(out, per_device, accumulation, **more_args or {}), train_dataset=rows,
                     eval_dataset=rows[:2], **more)  # fmt: skip
         job = made.prepare().job
     finally:
@@ -75,7 +80,7 @@ def pipelined(
     held: dict[str, Tensor] = {}
     for stage in one.stages:
         held |= stage.named
-    return Outcome(losses, held)
+    return Outcome(losses, held, rows_in_order)
 
 
 def hugging_face(

@@ -62,7 +62,7 @@ OPTIMIZER = table(
     honoured("adam_epsilon", "`train.eps`", 1e-8),
     honoured("max_grad_norm", "`train.clip`", 1.0),
     honoured("label_smoothing_factor", "`train.label_smoothing`", 0.0),
-    refused("neftune_noise_alpha", "leave it out: no noise is added to embeddings"),
+    honoured("neftune_noise_alpha", "noise in the captured model, drawn by sample; rows of equal length", None),
 )
 COMPUTATION = table(
     honoured("bf16", "`train.dtype: bfloat16`", False),
