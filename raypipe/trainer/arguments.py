@@ -16,6 +16,7 @@ from raypipe.trainer.library.arguments import check_fields, defaults, text
 from raypipe.trainer.optimization.optimizers import options
 
 OPTIMIZERS = {
+    "adafactor": "adafactor",
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "sgd": "sgd",

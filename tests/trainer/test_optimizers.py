@@ -49,7 +49,7 @@ def test_momentum_of_optim_args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"optim": "adafactor"}, "args.optim: adafactor is not available"),
+        ({"optim": "lion_32bit"}, "args.optim: lion_32bit is not available"),
         ({"optim_args": "nesterov=true"}, "args.optim_args: nesterov=true is not available for"),
         ({"optim": "adamw_torch", "optim_args": "momentum=0.9"}, "args.optim_args: momentum=0.9 is not available"),
     ],
@@ -142,6 +142,7 @@ CASES: dict[str, tuple[type | None, Callable[[nn.Module], dict[str, Any]], dict[
     "class": (Plain, nothing, {"weight_decay": 0.1}),
     "adagrad": (None, nothing, {"optim": "adagrad", "weight_decay": 0.1, "optim_args": "eps=1e-3"}),
     "adagrad-eps": (None, nothing, {"optim": "adagrad", "adam_epsilon": 0.1}),
+    "adafactor": (None, nothing, {"optim": "adafactor", "learning_rate": 1e-2, "weight_decay": 0.1}),
     "rmsprop": (None, nothing, {"optim": "rmsprop", "learning_rate": 1e-3, "optim_args": "momentum=0.9,alpha=0.8"}),
     "rmsprop-class": (Root, nothing, {"weight_decay": 0.1}),
     "given": (None, scheduled, {"max_grad_norm": 0.5, "adam_beta1": 0.8}),

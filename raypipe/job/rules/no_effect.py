@@ -100,7 +100,7 @@ RULES = (
     ),
     Rule(
         ("train.eps",),
-        lambda job: job.train.optimizer != "sgd",
+        lambda job: job.train.optimizer not in ("sgd", "adafactor"),
         "has no effect with optimizer: {train.optimizer}",
         f"{OUT}, or use another optimizer",
     ),

@@ -49,7 +49,7 @@ OPTIMIZER = table(
     honoured("warmup_ratio", "`train.warmup_steps`", 0.0, old=True),
     honoured(
         "optim",
-        "`train.optimizer`: adamw_torch, adamw_torch_fused, sgd, adagrad, rmsprop; others are refused",
+        "`train.optimizer`: adamw_torch, adamw_torch_fused, sgd, adagrad, rmsprop, adafactor; others are refused",
         "adamw_torch",
     ),
     honoured(

@@ -16,7 +16,7 @@ from raypipe.errors import SpecError
 from raypipe.runtime.update.optimizer import OPTIMIZERS
 from raypipe.trainer.given_model import without_peft
 
-CLASSES = {kind.made_by: (name, kind.options) for name, kind in OPTIMIZERS.items()}
+CLASSES = {kind.made_by: (name, kind.options) for name, kind in OPTIMIZERS.items() if isinstance(kind.made_by, type)}
 """PyTorch's optimizers that ``train.optimizer`` has, each with its name and the keys of ``train`` that it reads."""
 EPS = {"adagrad": 1e-10, "rmsprop": 1e-8}
 """PyTorch's default of optimizers for which the Trainer does not pass on ``adam_epsilon``."""
