@@ -16,6 +16,8 @@ from raypipe.data import declared_fields, open_data
 from raypipe.data.arrays import Arrays
 from raypipe.errors import SpecError
 from raypipe.models import build_model
+from raypipe.trainer.datasets import PadRows
+from tests.trainer.three_steps import bert, degrees
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -42,10 +44,7 @@ class Reads(nn.Module):
         return {"loss": self.weight.sum() * 0.0}
 
 
-def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    from raypipe.trainer.datasets import PadRows
-
-    return PadRows(0)(rows)
+padded = PadRows(0)
 
 
 def trainers_rows(out: Path, mixin: type | None, **more: Any) -> list[list[int]]:
@@ -64,21 +63,12 @@ def trainers_rows(out: Path, mixin: type | None, **more: Any) -> list[list[int]]
     return found
 
 
-def model() -> Any:
-    transformers.set_seed(0)
-    return transformers.BertForSequenceClassification(transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=3,
-        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    ))  # fmt: skip
-
-
-def prepared(out: Path, mixin: type | None = None, **more: Any) -> Any:
-    raypipe.init(pp=2)
-    try:
-        kind = type("Mine", (*([mixin] if mixin else []), raypipe.PipelineTrainer), {})
-        return kind(model=model(), args=arguments(out, **more), train_dataset=ROWS, eval_dataset=ROWS[:2]).prepare()
-    finally:
-        raypipe.init()
+def prepared(out: Path, mixin: type | None = None, job: Any = None, **more: Any) -> Any:
+    """Prepare a run of a PipelineTrainer with these arguments."""
+    kind = type("Mine", (*([mixin] if mixin else []), raypipe.PipelineTrainer), {})
+    with degrees(pp=2):
+        given = {"train_dataset": ROWS, "eval_dataset": ROWS[:2], "job": job}
+        return kind(model=bert().float(), args=arguments(out, **more), **given).prepare()
 
 
 class Backwards:
@@ -148,16 +138,12 @@ class Normed(nn.Module):
 
 def test_rows_that_others_see_cannot_be_left_out(tmp_path: Path) -> None:
     """A place without a row would count in the statistics of a batch norm."""
-    raypipe.init(pp=1)
-    try:
-        with pytest.raises(SpecError, match="a mini-batch is short") as caught:
-            raypipe.PipelineTrainer(
-                model=Normed(), args=arguments(tmp_path / "run"), train_dataset=ROWS, eval_dataset=ROWS[:4],
-                data_collator=padded,
-            ).prepare()  # fmt: skip
-        assert "dataloader_drop_last" in caught.value.fix
-    finally:
-        raypipe.init()
+    with degrees(pp=1), pytest.raises(SpecError, match="a mini-batch is short") as caught:
+        raypipe.PipelineTrainer(
+            model=Normed(), args=arguments(tmp_path / "run"), train_dataset=ROWS, eval_dataset=ROWS[:4],
+            data_collator=padded,
+        ).prepare()  # fmt: skip
+    assert "dataloader_drop_last" in caught.value.fix
 
 
 class Endless:

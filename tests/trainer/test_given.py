@@ -14,22 +14,13 @@ from torch import Tensor, nn
 import raypipe
 from raypipe.errors import SpecError
 from raypipe.trainer.given_model import model_section
-from tests.trainer.three_steps import arguments, assert_alike, hugging_face, pipelined, plain, rows_of
+from tests.trainer.three_steps import arguments, assert_alike, bert, degrees, hugging_face, pipelined, plain, rows_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 ROWS = rows_of()
 BATCH = {name: torch.tensor([row[name] for row in ROWS]) for name in ROWS[0]}
-
-
-def bert(drop: float = 0.0) -> Any:
-    transformers.set_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, hidden_dropout_prob=drop, attention_probs_dropout_prob=drop, num_labels=3,
-    )  # fmt: skip
-    return transformers.BertForSequenceClassification(config).double()
 
 
 class Own(nn.Module):
@@ -383,10 +374,9 @@ def test_a_resumed_run_has_the_instance_that_it_began_with(tmp_path: Path) -> No
     from raypipe.data import declared_fields
     from raypipe.models.given.write import write_given
 
-    raypipe.init(pp=2)
-    made = raypipe.PipelineTrainer(model=own(), args=arguments(tmp_path / "run", 8, 1), train_dataset=ROWS)
-    job = made.prepare().job
-    raypipe.init()
+    with degrees(pp=2):
+        made = raypipe.PipelineTrainer(model=own(), args=arguments(tmp_path / "run", 8, 1), train_dataset=ROWS)
+        job = made.prepare().job
     fields = declared_fields(job.data)
     assert fields is not None
     write_given(own(), job.model, fields, torch.float64, None, resume=True)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import raypipe
 from raypipe.errors import SpecError
 from raypipe.job import job_from
 from raypipe.runtime.update.optimizer import learning_rate
-from tests.trainer import three_steps
-from tests.trainer.test_epochs import ROWS, arguments, model
+from tests.trainer import test_epochs
+from tests.trainer.test_epochs import ROWS, arguments, padded
+from tests.trainer.three_steps import LR, assert_alike, bert, hugging_face, pipelined, plain, rows_of, whole_batch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -48,29 +48,15 @@ def trainers_rates(out: Path, mixin: type | None, **more: Any) -> list[float]:
             found.append(optimizer.param_groups[0]["lr"])
 
     kind = type("Theirs", (*([mixin] if mixin else []), transformers.Trainer), {})
-    made = kind(model=model(), args=arguments(out, **more), train_dataset=ROWS, callbacks=[Rates()],
+    made = kind(model=bert().float(), args=arguments(out, **more), train_dataset=ROWS, callbacks=[Rates()],
                 processing_class=None, data_collator=padded)  # fmt: skip
     with contextlib.redirect_stdout(None):
         made.train()
     return found
 
 
-def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    def column(name: str) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True)
-
-    labels = torch.tensor([row["labels"] for row in rows])
-    return {"input_ids": column("input_ids"), "attention_mask": column("attention_mask"), "labels": labels}
-
-
 def prepared(out: Path, mixin: type | None = None, job: Any = None, **more: Any) -> Any:
-    raypipe.init(pp=2)
-    try:
-        kind = type("Mine", (*([mixin] if mixin else []), raypipe.PipelineTrainer), {})
-        given = arguments(out, **{**SGD, **more})
-        return kind(model=model(), args=given, train_dataset=ROWS, eval_dataset=ROWS[:2], job=job).prepare()
-    finally:
-        raypipe.init()
+    return test_epochs.prepared(out, mixin, job, **{**SGD, **more})
 
 
 @pytest.mark.parametrize(
@@ -97,33 +83,13 @@ def test_rates_are_the_trainers(tmp_path: Path, mixin: type | None, more: dict[s
     assert [learning_rate(train, step) for step in range(train.steps)] == pytest.approx(theirs, rel=1e-14, abs=1e-300)
 
 
-def test_losses_with_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_with_restarts(tmp_path: Path) -> None:
     """Three steps against the Trainer, and against a plain loop with the rates of the formula."""
-    plain_arguments = three_steps.arguments
-
-    def with_restarts(*given: Any) -> Any:
-        made = plain_arguments(*given)
-        made.lr_scheduler_type, made.lr_scheduler_kwargs = "cosine_with_restarts", {"num_cycles": 2}
-        made.warmup_steps = 1
-        return made
-
-    monkeypatch.setattr(three_steps, "arguments", with_restarts)
-    rows = three_steps.rows_of()
-    mine = three_steps.pipelined(model().double(), rows, tmp_path / "mine", 8, job={"train": {"dtype": "float64"}})
-    theirs = three_steps.hugging_face(model().double(), rows, tmp_path / "theirs", 8)
-    three_steps.assert_alike(mine, theirs, 1e-7)
-
-    trained = model().double().train()
-    losses = []
-    for rate in (0.0, three_steps.LR, three_steps.LR):  # a warm-up from 0; after it each of two cycles is one step
-        batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-        loss = trained(**batch).loss
-        losses.append(loss.item())
-        grads = torch.autograd.grad(loss, list(trained.parameters()))
-        with torch.no_grad():
-            for p, grad in zip(trained.parameters(), grads, strict=True):
-                p -= rate * grad
-    three_steps.assert_alike(mine, three_steps.Outcome(losses, dict(trained.named_parameters())), 1e-9)
+    rows, fields = rows_of(), {KIND: "cosine_with_restarts", MORE: {"num_cycles": 2}, WARM: 1}
+    mine = pipelined(bert(), rows, tmp_path / "mine", 8, fields=fields, job={"train": {"dtype": "float64"}})
+    assert_alike(mine, hugging_face(bert(), rows, tmp_path / "theirs", 8, fields=fields), 1e-7)
+    rates = (0.0, LR, LR)  # a warm-up from 0; after it each of two cycles is one step
+    assert_alike(mine, plain(bert(), whole_batch(rows), rates), 1e-9)
 
 
 class Plateau:
