@@ -34,12 +34,11 @@ from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.models.task import NextToken
-from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.samples.sample_stream import SampleStream
-from raypipe.train import make_plan
+from tests.runtime.runs.small_runs import new_driver
 
 SEQUENCE, BATCH, WORKERS = 256, 32, 2
 AT_ONCE = 16
@@ -148,14 +147,13 @@ def through_torch(folder: Path, buffer: int) -> None:
 
 def trained(job: JobSpec, run: Path) -> None:
     """Part 3."""
-    log = RunLog(run)
-    driver = Driver(job, make_plan(job), run, log, lambda *_: None)
+    driver = new_driver(job, run)
     workers = start_worker_group(driver.schedule, 1, connect(2))
     try:
         driver.run(workers, None, 0)
     finally:
         workers.stop()
-        log.close()
+        driver.log.close()
     rows = [row for row in read_rows(run / METRICS) if "loss" in row][WARM:]
     waits = [row["data_wait_share"] for row in rows]
     share = sum(wait * row["step_s"] for wait, row in zip(waits, rows, strict=True)) / sum(

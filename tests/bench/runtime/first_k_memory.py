@@ -23,17 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.data import declared_fields, prepare_data
-from raypipe.job.load import job_from
-from raypipe.models import build_model
-from raypipe.observe.run_log import EVENTS, RunLog, read_rows
+from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.driver import Driver
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
-from raypipe.train import make_plan
 from tests.bench.accuracy.memory import Peak, PeakStage, own_ray
+from tests.runtime.runs.small_runs import job_for, new_driver
 
 LIMIT = 0.05
 """Share by which a measured peak may differ from the model's."""
@@ -88,25 +84,25 @@ def run(cap_mb: float, folder: Path) -> Run:
         draw = np.random.default_rng(0)
         rows = draw.normal(size=(3 * ROWS, WIDTH)).astype(np.float32)
         np.savez(file, image=rows, labels=draw.integers(0, 10, 3 * ROWS))
-    job = job_from({
-        "name": "first-k", "data": {"type": "arrays", "path": str(file)},
-        "model": {"import": "tests.bench.runtime.first_k_memory:Wide", "loss": "model"},
-        "train": {"steps": STEPS, "batch": 2 * ROWS, "lr": 0.001, "eval_batches": 1},
-        "parallel": {"replicas": 2, "microbatch": ROWS, "sync": "reverse-first-k", "first_k": LAYERS,
-                     "memory_cap_mb": cap_mb},
-    })  # fmt: skip
+    model = {"import": "tests.bench.runtime.first_k_memory:Wide", "loss": "model"}
+    parallel = {
+        "replicas": 2,
+        "microbatch": ROWS,
+        "sync": "reverse-first-k",
+        "first_k": LAYERS,
+        "memory_cap_mb": cap_mb,
+    }
+    job = job_for(model, file, parallel, steps=STEPS, batch=2 * ROWS, lr=0.001, dtype="float32")
     with tempfile.TemporaryDirectory(dir=folder) as name:
         directory = Path(name)
-        prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
-        log = RunLog(directory)
-        driver = Driver(job, make_plan(job), directory, log, lambda *_: None)
+        driver = new_driver(job, directory)
         workers = start_worker_group(driver.schedule, 2, connect(2), SettledStage)
         try:
             driver.run(workers, None, 0)
             peaks, bases = zip(*ray.get(workers.call("figures")), strict=True)
         finally:
             workers.stop()
-            log.close()
+            driver.log.close()
         (told,) = (row for row in read_rows(directory / EVENTS) if row["event"] == "first_k")
     return Run(told["k"], told["most"], told["bytes_by_k"], list(peaks), list(bases))
 

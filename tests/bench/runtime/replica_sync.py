@@ -27,21 +27,17 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from raypipe.data import declared_fields, prepare_data
-from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
-from raypipe.models import build_model
-from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.plan.online.tune_first_k import JUDGE_AT
 from raypipe.runtime.backward.deferred import Closure
-from raypipe.runtime.driver import Driver
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.worker.worker import StageWorker
-from raypipe.train import make_plan
 from tests.bench.runtime.kill_driver import text_in
 from tests.hosts import hosts, ray_cluster
+from tests.runtime.runs.small_runs import job_for, new_driver
 
 MODEL = {"type": "gpt", "layers": 8, "hidden": 512, "heads": 8, "sequence": 8, "vocabulary": 256, "dropout": 0.0}
 AFTER, AGAINST, POSTPONED = "after backward", "wait-free", "reverse-first-k"
@@ -114,14 +110,10 @@ def job_of(row: str, text: Path, first_k: int | None) -> JobSpec:
     sync: dict[str, Any] = {"sync": "lazy" if row == AFTER else row}
     if row == POSTPONED:
         sync["first_k"] = first_k
-    return job_from(
-        {
-            "name": "replica-sync", "model": {**MODEL, "tie_embeddings": False},
-            "data": {"type": "bytes", "path": str(text)},
-            "train": {"steps": warm_up + MEASURED, "batch": 8, "lr": 0.001, "seed": 3, "eval_batches": 1},
-            "parallel": {"schedule": "1f1b", "stages": 1, "replicas": 2, "microbatch": 4, **sync},
-        }
-    )  # fmt: skip
+    parallel = {"schedule": "1f1b", "stages": 1, "replicas": 2, "microbatch": 4, **sync}
+    return job_for(
+        {**MODEL, "tie_embeddings": False}, text, parallel, steps=warm_up + MEASURED, lr=0.001, dtype="float32"
+    )
 
 
 def inside(folder: Path, rounds: int, first_k: int | None, layer_s: float) -> dict[str, Any]:
@@ -138,17 +130,14 @@ def inside(folder: Path, rounds: int, first_k: int | None, layer_s: float) -> di
             for row in ROWS if number % 2 == 0 else ROWS[::-1]:
                 job = job_of(row, folder / "text", first_k)
                 directory = folder / f"{row} {number}".replace(" ", "-")
-                directory.mkdir()
-                prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
-                log = RunLog(directory)
-                driver = Driver(job, make_plan(job), directory, log, lambda *_: None)
+                driver = new_driver(job, directory)
                 if workers is None:
                     workers = start_worker_group(driver.schedule, 2, connect(2), BenchWorker)
                 locations = ray.get(workers.call("locate"))  # a fresh port for every set-up
                 workers = replace(workers, locations=locations, run_id=uuid.uuid4().hex[:8])
                 ray.get(workers.call("hold_back", row == AFTER) + workers.call("pace", layer_s))
                 driver.run(workers, None, 0)
-                log.close()
+                driver.log.close()
                 rows = [one for one in read_rows(directory / METRICS) if "loss" in one]
                 found[row]["steps_s"] += [one["step_s"] for one in rows[-MEASURED:]]
                 found[row]["losses"] = [one["loss"] for one in rows]

@@ -24,14 +24,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from raypipe.data import declared_fields, known_fields, prepare_data
-from raypipe.job.load import job_from
+from raypipe.data import known_fields
 from raypipe.job.spec import JobSpec
-from raypipe.models import build_model
-from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.plan.online.better_order import step_seconds
 from raypipe.plan.plan import build_schedule
-from raypipe.runtime.driver import Driver
 from raypipe.runtime.emulation.emulated_worker import wait_until
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.worker.worker import StageWorker
@@ -42,6 +39,7 @@ from raypipe.train import make_plan
 from tests.bench.runtime.kill_driver import text_in
 from tests.hosts import hosts, ray_cluster
 from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.small_runs import job_for, new_driver
 
 HOSTS, PER_HOST = 3, 2
 RATE, BYTES_PER_S, DELAY_S = "1gbit", 125e6, 0.002
@@ -145,13 +143,8 @@ class PacedWorker(StageWorker):
 
 def job_of(name: str, text: Path, steps: int) -> JobSpec:
     """The job of one plan; updates are not clipped, so nobody waits for a norm."""
-    return job_from(
-        {
-            "name": name, "model": {**MODEL, "tie_embeddings": False}, "data": {"type": "bytes", "path": str(text)},
-            "train": {"steps": steps, "batch": BATCH, "lr": 0.01, "seed": 3, "dtype": "float64", "eval_batches": 1},
-            "parallel": {"microbatch": MICROBATCH, **CASES[name]},
-        }
-    )  # fmt: skip
+    parallel = {"microbatch": MICROBATCH, **CASES[name]}
+    return job_for({**MODEL, "tie_embeddings": False}, text, parallel, steps=steps, batch=BATCH)
 
 
 def costs_for(schedule: Schedule, tensor: int) -> CostTable:
@@ -179,14 +172,11 @@ def inside(name: str, folder: Path, steps: int) -> Found:
 
     job = job_of(name, folder / "text", steps)
     directory = folder / name
-    directory.mkdir()
-    prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
     plan, tensor = make_plan(job), job.parallel.tensor
     schedule = build_schedule(plan, BATCH)
     costs = costs_for(schedule, tensor)
     request = connect(HOSTS * PER_HOST)
-    log = RunLog(directory)
-    driver = Driver(job, plan, directory, log, lambda *_: None)
+    driver = new_driver(job, directory, plan=plan)
     workers = start_worker_group(
         driver.schedule, plan.parallel.replicas, request, PacedWorker, tensor=plan.parallel.tensor
     )
@@ -200,7 +190,7 @@ def inside(name: str, folder: Path, steps: int) -> Found:
         setup_s = time.monotonic() - begun
     finally:
         workers.stop()
-        log.close()
+        driver.log.close()
     rows = [row for row in read_rows(directory / METRICS) if "loss" in row]
     events = read_rows(directory / EVENTS)
     (started,) = (event for event in events if event["event"] == "started")

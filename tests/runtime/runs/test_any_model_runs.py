@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,57 +11,32 @@ import torch
 import torch.nn.functional as F
 
 from raypipe.checkpoint import open_checkpoint
-from raypipe.data import known_fields, open_data
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, load_cluster
-from raypipe.job.load import job_from
-from raypipe.models import build_model
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.choose import choose
 from tests.capture.models import FAMILIES
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.eager_reference import keyed, with_values
-from tests.runtime.runs.small_runs import drive
+from tests.runtime.runs.eager_reference import eager_training
+from tests.runtime.runs.small_runs import drive, job_for
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.runs
 WIDE = {"vocab_size": 257}
 
 
-def make_job(model: dict[str, Any], data: dict[str, Any], parallel: dict[str, Any], **train: Any) -> JobSpec:
-    return job_from(
-        {
-            "name": "any", "model": model, "data": data,
-            "train": {"steps": 4, "batch": 8, "lr": 0.01, "clip": 0.5, "seed": 3, "dtype": "float64",
-                      "eval_batches": 1, **train},
-            "parallel": {"microbatch": 2, **parallel},
-        }
-    )  # fmt: skip
+make_job = partial(job_for, clip=0.5)
+
+
+def loss_of_logits(module: torch.nn.Module, rows: dict[str, torch.Tensor]) -> torch.Tensor:
+    """PyTorch's own mean."""
+    labels = rows.pop("shift_labels", rows.pop("labels", None))
+    output = module(*rows.values()) if len(rows) == 1 else module(**rows)
+    return F.cross_entropy(getattr(output, "logits", output).flatten(0, -2), labels.flatten())
 
 
 def eager_losses(job: JobSpec, data: Path) -> tuple[list[float], torch.nn.Module]:
-    """AdamW on the whole eager model, the whole mini-batch at a time; PyTorch's own mean, clipping and optimizer."""
-    model = build_model(job, known_fields(data))
-    body = model.build_stage(range(model.count), job.train.seed)
-    module = with_values(model.values.build(), {n: p.detach() for n, p in body.named().items()})
-    wanted = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(wanted, lr=job.train.lr, weight_decay=job.train.weight_decay)
-    dataset = open_data(data, model.task)
-    losses = []
-    for step in range(job.train.steps):
-        rows = dataset.batch("train", job.train.seed, step, job.train.batch)
-        rows = {name: t.double() if t.is_floating_point() else t for name, t in rows.items()}
-        labels = rows.pop("shift_labels", rows.pop("labels", None))
-        with keyed(job.train.seed, step, job.train.batch):
-            output = module(*rows.values()) if len(rows) == 1 else module(**rows)
-        output = getattr(output, "logits", output)
-        loss = F.cross_entropy(output.flatten(0, -2), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(wanted, job.train.clip)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, module
+    return eager_training(job, data, loss_of_logits)
 
 
 def test_gpt2_with_split_backward_tied_embeddings_and_dropout(stage_pool, text_folder, tmp_path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,22 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jobs.two_towers import pairs
-from raypipe.data import known_fields, open_data
 from raypipe.graph.stages.links import stage_graph, stages_of
-from raypipe.job import JobSpec
-from raypipe.job.load import job_from
 from raypipe.models import LayeredModel, build_model
-from raypipe.models.own_loss import OwnLoss
 from raypipe.plan.plan import build_schedule
 from raypipe.schedule.ir import StageGraph
 from tests.capture.models import FAMILIES
-from tests.runtime.runs.eager_reference import keyed, with_values
+from tests.runtime.runs.eager_reference import assert_step_of, eager_training, keyed
 from tests.runtime.runs.one_device import run_step
-from tests.runtime.runs.small_runs import drive
+from tests.runtime.runs.small_runs import drive, job_for
 from tests.runtime.runs.test_any_model import BATCH, MICROBATCH, SEED, STEP, fields_of, tokens
 from tests.runtime.runs.test_any_model_runs import WIDE, eager_losses, make_job
 
 HERE = "tests.runtime.runs.test_branches"
+BRANCHES = {"schedule": "auto", "placement": "branches", "stages": 2}
 DRAW = torch.Generator().manual_seed(0)
 
 
@@ -88,24 +84,15 @@ _models: dict[str, LayeredModel] = {}
 def model_of(case: str) -> LayeredModel:
     if case not in _models:
         spec, rows = CASES[case]
-        job = job_from(
-            {
-                "name": "any", "model": spec, "data": {"type": "arrays", "path": "unused.npz"},
-                "train": {"steps": 1, "batch": BATCH, "dtype": "float64"},
-                "parallel": {"schedule": "auto", "placement": "branches", "stages": 2},
-            }
-        )  # fmt: skip
+        job = job_for(spec, "unused.npz", BRANCHES, steps=1, batch=BATCH)
         _models[case] = build_model(job, fields_of(rows))
     return _models[case]
 
 
-def whole(model: LayeredModel, values: dict[str, Tensor], rows: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    module = with_values(model.values.build(), values)
+def loss_of(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
     with keyed(SEED, STEP, BATCH):
         own = "features" not in rows
-        loss = module(**rows).loss if own else F.cross_entropy(module(rows["features"]), rows["labels"])
-    loss.backward()
-    return loss.item(), {n: p.grad for n, p in module.named_parameters(remove_duplicate=False) if p.grad is not None}
+        return module(**rows).loss if own else F.cross_entropy(module(rows["features"]), rows["labels"])
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "batch norm"])  # a micro-batch has its own
@@ -125,11 +112,7 @@ def test_loss_and_gradients_are_the_whole_models(case: str, how: str) -> None:
         outcome = run_step(
             model, cut, complete, torch.float64, MICROBATCH, seed=SEED, step=STEP, graph=graph, **variant
         )
-        values = {n: v.detach() + outcome.gradients[n] for stage in outcome.stages for n, v in stage.named.items()}
-        loss, gradients = whole(model, values, rows)
-        assert outcome.loss == pytest.approx(loss, abs=1e-9, rel=0)
-        for name, mine in outcome.gradients.items():
-            torch.testing.assert_close(mine, gradients[name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        assert_step_of(outcome, model, lambda module: loss_of(module, rows))
 
 
 def test_branches_are_pieces_of_their_own() -> None:
@@ -143,35 +126,10 @@ def test_branches_are_pieces_of_their_own() -> None:
 # Jobs cut as graphs of branches, through real stage actors: loss curves of an eager loop.
 
 pytest.importorskip("transformers")
-BRANCHES = {"schedule": "auto", "placement": "branches", "stages": 2}
 TOWERS = {
     "text": {"width": 16, "layers": 3, "heads": 2, "vocabulary": 257, "length": 16},
     "image": {"width": 16, "layers": 2, "heads": 2, "side": 32, "patch": 8}, "shared": 8,
 }  # fmt: skip
-
-
-def microbatch_losses(job: JobSpec, data: Path) -> list[float]:
-    """The loss that the model returns for each micro-batch, averaged over those of a mini-batch, and AdamW."""
-    model = build_model(job, known_fields(data))
-    assert isinstance(model.task, OwnLoss)
-    body = model.build_stage(range(model.count), job.train.seed)
-    module = with_values(model.values.build(), {n: p.detach() for n, p in body.named().items()})
-    optimizer = torch.optim.AdamW(module.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
-    dataset = open_data(data, model.task)
-    losses = []
-    for step in range(job.train.steps):
-        rows = dataset.batch("train", job.train.seed, step, job.train.batch)
-        rows = {name: t.double() if t.is_floating_point() else t for name, t in rows.items()}
-        optimizer.zero_grad()
-        size, total = job.parallel.microbatch, 0.0
-        for first in range(0, job.train.batch, size):
-            loss = module(**{n: t[first : first + size] for n, t in rows.items()})["loss"]
-            (loss * size / job.train.batch).backward()
-            total += loss.item() * size / job.train.batch
-        torch.nn.utils.clip_grad_norm_(module.parameters(), job.train.clip)
-        optimizer.step()
-        losses.append(total)
-    return losses
 
 
 @pytest.mark.runs
@@ -186,7 +144,8 @@ def test_two_towers_begin_together(stage_pool, tmp_path) -> None:
     starts = [s for s, inputs in enumerate(schedule.graph.inputs()) if not inputs]
     assert {schedule.placement[0][s] for s in starts} == {0, 1}, "each device has something to begin with"
     assert schedule.graph != StageGraph.chain(schedule.stages)
-    assert done.losses == pytest.approx(microbatch_losses(job, tmp_path / "run" / "data"), abs=1e-9, rel=0)
+    expected, _ = eager_training(job, tmp_path / "run" / "data", lambda module, rows: module(**rows)["loss"], 4)
+    assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
 
 
 @pytest.mark.runs

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.data import Corpus
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.models import GptLayers, random_keys
 from raypipe.plan.plan import build_schedule
 from raypipe.runtime.executor.cast_messages import MessageCast, message_cast_of
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
+from tests.runtime.runs.plain_training import adamw_update, microbatch_losses, whole_gpt
 from tests.runtime.runs.small_runs import drive, small_job
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
@@ -49,35 +47,12 @@ class Cut(nn.Module):
 
 def plain(job: JobSpec, data: Path, dtype: torch.dtype, scale: float) -> tuple[list[float], float]:
     """Losses and the last validation loss of one process that rounds what would travel between two devices."""
-    plan = GptLayers(job.model, torch.float64)
-    layers = [plan.build(i, job.train.seed) for i in range(plan.count)]
-    layers[-1].project.weight = layers[0].token.weight
     made = make_plan(job)
     placement = build_schedule(made, job.train.batch).placement
     ends = [part[-1] for s, part in enumerate(made.cut[:-1]) if any(row[s] != row[s + 1] for row in placement)]
-    model = nn.Sequential(
-        *(nn.Sequential(layer, Cut(dtype, scale)) if i in ends else layer for i, layer in enumerate(layers))
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
-    corpus = Corpus.open(data)
-    losses = []
-    for step in range(job.train.steps):
-        tokens, targets = corpus.batch("train", job.train.seed, step, job.train.batch)
-        total = 0.0
-        for first in range(0, job.train.batch, job.parallel.microbatch):
-            rows = slice(first, first + job.parallel.microbatch)
-            with random_keys(job.train.seed, step, range(rows.start, rows.stop), training=True):
-                loss = F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten(), reduction="sum")
-            loss.backward(torch.tensor(1.0 / targets.numel(), dtype=torch.float64))
-            total += loss.item() / targets.numel()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    tokens, targets = corpus.batch("val", job.train.seed, 0, job.train.batch)
-    with torch.no_grad():
-        model.eval()
-        return losses, F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+    layers = enumerate(whole_gpt(job))
+    model = nn.Sequential(*(nn.Sequential(layer, Cut(dtype, scale)) if i in ends else layer for i, layer in layers))
+    return microbatch_losses(job, data, model, adamw_update(job, model))
 
 
 PLANS = [

@@ -7,48 +7,29 @@ from pathlib import Path
 import pytest
 
 from raypipe.data import prepare
-from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
-from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.plan.plan import Plan
-from raypipe.runtime.driver import Driver
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import plain_losses, stashed_losses, two_buffered_losses
+from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 5
 
 
 def make_job(path: Path, parallel: dict[str, object], tied: bool = True, **train: object) -> JobSpec:
-    return job_from(
-        {
-            "name": "exactness",
-            "model": {
-                "type": "gpt", "layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 256,
-                "dropout": 0.1, "tie_embeddings": tied,
-            },
-            "data": {"type": "bytes", "path": str(path)},
-            # The clip is below the gradient norms of the first steps, so it takes part.
-            "train": {
-                "steps": STEPS, "batch": 16, "optimizer": "adamw", "lr": 0.01, "seed": 3, "dtype": "float64",
-                "clip": 0.5, **train,
-            },
-            "parallel": {"microbatch": 2, **parallel},
-        }
-    )  # fmt: skip
+    model = {"hidden": 32, "heads": 4, "tie_embeddings": tied}
+    # The clip is below the gradient norms of the first steps, so it takes part.
+    return small_job(path, parallel, model, **{"steps": STEPS, "batch": 16, "clip": 0.5, **train})
 
 
-def pipeline_losses(job: JobSpec, pool, directory: Path) -> list[float]:
+def pipeline_losses(job: JobSpec, pool, directory: Path, plan: Plan | None = None) -> list[float]:
     """The loss curve through the real driver, actors and channels."""
-    prepare(job.data, job.model.sequence, directory / "data")
-    log = RunLog(directory)
-    driver = Driver(job, make_plan(job), directory, log, lambda *_: None)
-    driver.run(pool(driver.schedule.devices * job.parallel.tensor), None, 0)
-    log.close()
-    return [row["loss"] for row in read_rows(directory / METRICS) if "loss" in row]
+    return drive(job, pool, directory, plan=plan).losses
 
 
 PLANS = [
@@ -142,16 +123,11 @@ def test_a_run_takes_nothing_from_the_jobs_own_parallel_keys(reference, stage_po
     """A job of one whole device, run by a plan of stages whose layers are divided too."""
     plan = make_plan(make_job(text_folder, {"schedule": "zb-h1", "stages": 2, "tensor": 2, "recompute": "full"}))
     job = make_job(text_folder, {})
-    prepare(job.data, job.model.sequence, tmp_path / "data")
-    log = RunLog(tmp_path)
-    driver = Driver(job, plan, tmp_path, log, lambda *_: None)
-    driver.run(stage_pool(4), None, 0)
-    log.close()
+    losses = pipeline_losses(job, lambda _: stage_pool(4), tmp_path, plan)
     model = build_model(job, None)
     whole = sum(map(model.parameters, range(model.count)))
     (started,) = (row for row in read_rows(tmp_path / EVENTS) if row["event"] == "started")
     assert sum(device["parameters"] for device in started["devices"]) < 1.5 * whole
-    losses = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row]
     assert losses == pytest.approx(reference, abs=1e-9, rel=0)
 
 
@@ -165,12 +141,7 @@ def test_a_free_placement_trains(replicas, reference, stage_pool, text_folder, t
     job = make_job(text_folder, parallel)
     found = search(((0, 1, 0, 1, 0),), 4, CostTable.even(5), budget_s=0.1)
     plan = Plan.of(job.parallel, ((0,), (1, 2), (3,), (4,), (5,)), job.train.batch, found.schedule)
-    prepare(job.data, job.model.sequence, tmp_path / "data")
-    log = RunLog(tmp_path)
-    driver = Driver(job, plan, tmp_path, log, lambda *_: None)
-    driver.run(stage_pool(driver.schedule.devices), None, 0)
-    log.close()
-    losses = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row]
+    losses = pipeline_losses(job, stage_pool, tmp_path, plan)
     assert losses == pytest.approx(reference, abs=1e-9, rel=0)
 
 

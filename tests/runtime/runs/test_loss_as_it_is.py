@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 from raypipe.errors import CaptureError
 from raypipe.models import build_model
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.eager_reference import with_values
+from tests.runtime.runs.eager_reference import assert_step_of
 from tests.runtime.runs.one_device import even_cut, run_step
-from tests.runtime.runs.small_runs import drive
 from tests.runtime.runs.test_any_model import fields_of
-from tests.runtime.runs.test_loss_functions import BATCH, job_of, plain_losses
+from tests.runtime.runs.test_loss_functions import BATCH, check_run, job_of
 
 HERE = "tests.runtime.runs.test_loss_as_it_is"
 SLOTS, KINDS, MOST = 4, 3, 3
@@ -147,23 +145,11 @@ def test_matched_boxes_have_the_loss_and_gradients_of_the_eager_model(case: str,
     assert model.count >= 3
     for stages, split in ((2, False), (3, True)):
         outcome = run_step(model, even_cut(model, stages), rows, torch.float64, 2, split=split)
-        values = {n: v.detach() + outcome.gradients[n] for stage in outcome.stages for n, v in stage.named.items()}
-        module = with_values(model.values.build(), values)
-        loss = plain(module, rows)
-        loss.backward()
-        assert outcome.loss == pytest.approx(loss.item(), abs=1e-9, rel=0)
-        for name, p in module.named_parameters():
-            wanted = torch.zeros_like(p) if p.grad is None else p.grad
-            if name in outcome.gradients or p.grad is not None:
-                torch.testing.assert_close(outcome.gradients[name], wanted, rtol=0, atol=1e-9, msg=name)
+        assert_step_of(outcome, model, lambda whole: plain(whole, rows))
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("twice", "calls the model more than once"),
-        ("by_weight", "reads slots of the model"),
-    ],
+    ("name", "why"), [("twice", "calls the model more than once"), ("by_weight", "reads slots of the model")]
 )
 def test_what_cannot_run_behind_the_model_is_refused(name: str, why: str) -> None:
     with pytest.raises(CaptureError) as caught:
@@ -175,10 +161,4 @@ def test_what_cannot_run_behind_the_model_is_refused(name: str, why: str) -> Non
 @pytest.mark.runs
 def test_a_run_of_stage_actors_has_the_losses_of_a_plain_loop(stage_pool, tmp_path) -> None:
     spec, plain = CASES["a detector"]
-    file = tmp_path / "rows.npz"
-    np.savez(file, **{name: torch.cat([t] * 4).numpy() for name, t in pictures().items()})
-    job = job_of(spec, str(file), schedule="zb-h1", stages=2)
-    done = drive(job, stage_pool, tmp_path / "run")
-    losses = plain_losses(job, tmp_path / "run" / "data", plain)
-    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
-    assert losses[0] != pytest.approx(losses[-1], abs=1e-9)
+    check_run(stage_pool, tmp_path, spec, pictures(), plain, schedule="zb-h1", stages=2)

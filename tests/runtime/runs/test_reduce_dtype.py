@@ -13,7 +13,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.less_memory import less_memory
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.plain_training import _mean_loss, _model
+from tests.runtime.runs.plain_training import mean_loss, whole_gpt
 from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 4
@@ -33,7 +33,7 @@ def job_of(text: Path, parallel: dict[str, Any], **train: Any) -> JobSpec:
 
 def plain(job: JobSpec, data: Path, dtype: torch.dtype | None) -> list[float]:
     """Two halves of each mini-batch; their gradients are rounded, added in ``dtype``, and brought back."""
-    model, _ = _model(job)
+    model = whole_gpt(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
     corpus = Corpus.open(data)
     losses = []
@@ -41,7 +41,7 @@ def plain(job: JobSpec, data: Path, dtype: torch.dtype | None) -> list[float]:
     for step in range(STEPS):
         total, found = 0.0, []
         for rows in (range(half), range(half, 2 * half)):
-            loss = _mean_loss(job, model, corpus, step, rows) / 2
+            loss = mean_loss(job, model, corpus, step, rows) / 2
             found.append(torch.autograd.grad(loss, list(model.parameters())))
             total += loss.item()
         for p, one, two in zip(model.parameters(), *found, strict=True):
