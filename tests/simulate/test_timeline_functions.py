@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule import Shape, generate, stages_of
+from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, StageGraph, Task
 from raypipe.schedule.passes import split_backward
@@ -20,19 +20,6 @@ def test_chimera_critical_path(depth: int) -> None:
     costs = CostTable.even(depth)
     path = critical_path(simulate(generate("chimera", Shape(devices=depth, microbatches=depth)), costs))
     assert (path.forwards, path.backwards) == (depth, 2 * depth - 2)
-
-
-@pytest.mark.parametrize(("name", "count"), [("1f1b", 7), ("gpipe", 5), ("interleaved-1f1b", 8), ("chimera", 8)])
-def test_critical_path_has_no_gap(name: str, count: int) -> None:
-    shape = Shape(devices=4, microbatches=count)
-    costs = CostTable.even(stages_of(name, shape), 2, 1, 3, comm=0.5)
-    timeline = simulate(generate(name, shape, costs), costs)
-    path = critical_path(timeline).spans
-    assert path[0].start == 0
-    assert path[-1].end == timeline.makespan
-    device = {s.task: d for d, row in enumerate(timeline.spans) for s in row}
-    for a, b in itertools.pairwise(path):
-        assert b.start - a.end == (0.5 if device[a.task] != device[b.task] else 0)
 
 
 def test_live_activations_over_time() -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypipe.errors import ScheduleError
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.step_time import StepOverheads, step_time
 from raypipe.schedule import generate
@@ -321,3 +322,12 @@ def test_the_steady_state(schedule: Schedule, sync: Sync, norm: NormPolicy, data
     )
     expected = sum(gaps[-turn:]) / turn if turn else sum(gaps[STEPS // 2 :]) / len(gaps[STEPS // 2 :])
     assert period(whole, costs, norm=norm) == pytest.approx(expected, rel=1e-9 if turn else 0.05)
+
+
+def test_latencies_are_normalised() -> None:
+    assert CostTable.even(4, comm=(1.0, 2.0, 3.0)).links == (1, 2, 3, 3)
+    assert CostTable.even(4, comm=(2.0, 2.0, 2.0)) == CostTable.even(4, comm=2.0)
+    assert CostTable.even(1, comm=()).comm == 0
+    for wrong in ((1.0,), (1.0,) * 5, (1.0, float("inf"), 0.0)):
+        with pytest.raises(ScheduleError, match="comm"):
+            CostTable.even(4, comm=wrong)
