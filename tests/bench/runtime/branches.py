@@ -8,7 +8,6 @@ take milliseconds) and search of orders.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -34,6 +33,7 @@ from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal
 from raypipe.runtime.emulation.links import Links
 from raypipe.runtime.group.worker_group import WorkerGroup
 from tests.bench.accuracy.emulated import first, worker_group_of
+from tests.bench.command import options
 
 STEPS = 8
 STEP_S = 0.6
@@ -136,9 +136,7 @@ def both(name: str, workers: WorkerGroup) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the cases that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *CASES])
-    asked = parser.parse_args()
+    asked = options(__doc__, CASES)
     os.environ.setdefault("RAY_ADDRESS", "local")
     rows = compare(asked.names or list(CASES))
     table = Table()

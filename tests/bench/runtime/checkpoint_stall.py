@@ -10,7 +10,6 @@ less the median step; so it holds all that a save costs, not only what the worke
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.worker.worker import StageWorker
+from tests.bench.command import options
 from tests.runtime.runs.small_runs import job_for, new_driver
 
 MODEL = {"type": "gpt", "layers": 8, "hidden": 384, "heads": 6, "sequence": 128, "vocabulary": 256, "dropout": 0.0}
@@ -127,10 +127,7 @@ def run(folder: Path, steps: int, every: int, asynchronous: bool, bytes_s: float
 
 def main() -> None:
     """Print one line per way."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for word, default in (("saves", 5), ("steps-to-write", 10), ("rounds", 2)):
-        parser.add_argument(f"--{word}", type=int, default=default)
-    asked = parser.parse_args()
+    asked = options(__doc__, saves=5, steps_to_write=10, rounds=2)
     every = asked.steps_to_write + 4
     with tempfile.TemporaryDirectory() as folder:
         first = run(Path(folder) / "first", 12, 0, True, None)

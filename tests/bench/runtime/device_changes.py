@@ -11,7 +11,6 @@ process. Exit status 1 where training stood still for longer than the limit, or 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 from raypipe.job.load import load_job
 from raypipe.runtime.setup.communicators import own_address
+from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_driver import text_in
 from tests.ray_head import free_ports, ray_head
 from tests.runtime.runs.elastic_run import WAIT_S, ElasticRun, TwoNodes
@@ -114,14 +114,7 @@ def with_autoscaler(folder: Path) -> tuple[ElasticRun, Seconds]:
 
 def main() -> int:
     """Print the seconds of each change and the losses' difference; exit status 1 beyond a limit."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.runtime.device_changes", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--autoscaler", action="store_true", help="begin on one node, and let an autoscaler add one")
-    parser.add_argument("--rounds", type=int, default=1, help="of killing and starting a node")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds as JSON")
-    args = parser.parse_args()
+    args = options(__doc__, autoscaler=False, rounds=1, json=Path)
     with tempfile.TemporaryDirectory(prefix="raypipe-elastic-") as name:
         run, seconds = with_autoscaler(Path(name)) if args.autoscaler else with_nodes(Path(name), args.rounds)
         if not run.result:
@@ -137,9 +130,7 @@ def main() -> int:
             f"{what}: {change['was']} -> {change['devices']} devices, {plan}: next step after {took:.1f} s, "
             f"{still:.1f} s of it without training"
         )
-    if args.json is not None:
-        rows = [{"what": what, "seconds": took, "without_training": still} for what, took, still in seconds]
-        args.json.write_text(json.dumps(rows) + "\n")
+    write_rows(args.json, [{"what": what, "seconds": took, "without_training": s} for what, took, s in seconds])
     limit_s = AUTOSCALER_S if args.autoscaler else LIMIT_S
     print(
         f"limit {limit_s:g} s without training; {len(losses)} losses, at most {difference:.1e} from a plain loop "

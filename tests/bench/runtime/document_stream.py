@@ -13,7 +13,6 @@ Three parts, over a generated Parquet set of ``--gb``:
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import tempfile
@@ -38,6 +37,7 @@ from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.samples.sample_stream import SampleStream
+from tests.bench.command import options
 from tests.runtime.runs.small_runs import new_driver
 
 SEQUENCE, BATCH, WORKERS = 256, 32, 2
@@ -168,11 +168,7 @@ def trained(job: JobSpec, run: Path) -> None:
 
 def main() -> None:
     """Run all parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=0.2)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--keep", type=Path, help="folder of the generated set; made if it is not there")
-    given = parser.parse_args()
+    given = options(__doc__, gb=0.2, steps=60, keep=Path)
     with tempfile.TemporaryDirectory() as place:
         folder = given.keep or Path(place, "parquet")
         if not folder.is_dir():

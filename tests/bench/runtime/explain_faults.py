@@ -10,12 +10,12 @@ draining the pipeline does: else that is the largest cause, and rightly so.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 
 from raypipe.explain.causes import Explanation, explain
@@ -33,6 +33,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.passes import add_recompute, shard
 from tests.bench.accuracy.emulated import first
+from tests.bench.command import options, write_rows
 
 F_S = 0.012
 """Seconds of a forward; its backward takes twice as long."""
@@ -284,12 +285,7 @@ def start() -> WorkerGroup:
 
 def main() -> None:
     """Judge all cases and print a line for each, then the totals."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--cases", type=int, default=5, help="of each kind")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each; more where the machine is busy")
-    parser.add_argument("--json", help="file for the rows")
-    asked = parser.parse_args()
+    asked = options(__doc__, kinds=KINDS, cases=5, rounds=2, json=Path)
     workers, rows = start(), []
     try:
         for kind in asked.kinds:
@@ -304,9 +300,7 @@ def main() -> None:
     print(f"right cause first: {right} of {len(rows)} ({right / len(rows):.1%})")
     print(f"predicted gain off by at most {WITHIN:.0%} of the step: {sum(o <= WITHIN for o in off)} of {len(off)}; "
           f"median {median(off):.2%}, most {max(off):.2%}")  # fmt: skip
-    if asked.json:
-        with open(asked.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
+    write_rows(asked.json, rows)
     sys.exit(right < 0.95 * len(rows))
 
 

@@ -15,7 +15,6 @@ beat by 6 % or more. Nothing is trained.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from raypipe.schedule.families.reverse_first_k import reverse_first_k
 from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.layer_sync import LayerSync, layer_step_time
 from tests.bench.accuracy.emulated import first, longer, worker_group_of
+from tests.bench.command import options
 
 WORKERS = 16
 USUAL: tuple[LayerSync, ...] = ("lazy", "wait-free", "prioritised")
@@ -166,15 +166,7 @@ def head() -> None:
 
 def main() -> int:
     """Print both tables, or the emulated steps; exit status 1 if a limit is exceeded."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.runtime.first_k", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--emulate", action="store_true")
-    parser.add_argument("--seconds", type=float, default=4.0, help="compute of an emulated step [4]")
-    parser.add_argument("--steps", type=int, default=4, help="of each way, of which the first is left out [4]")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first case emulated [0]")
-    args = parser.parse_args()
+    args = options(__doc__, emulate=False, seconds=4.0, steps=4, first=0)
     if args.emulate:
         return 0 if emulated(EMULATED[args.first :], args.seconds, args.steps) else 1
     head()

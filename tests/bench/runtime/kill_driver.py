@@ -9,8 +9,6 @@ the undisturbed run's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -18,16 +16,13 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
+from tests.bench.command import options, write_rows
 from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, run_killing
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.kill_driver", description=__doc__)
-    parser.add_argument("--trials", type=int, default=10, help="kills of each of the two processes")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds as JSON")
-    args = parser.parse_args()
+    args = options(__doc__, trials=10, steps=200, json=Path)
     os.environ["RAY_ADDRESS"] = start_ray(2, forks=False)
     seconds: dict[str, list[float]] = {DRIVER: [], CONTROLLER: []}
     failed = 0
@@ -52,8 +47,7 @@ def main() -> int:
                     print(done.said, file=sys.stderr)
     for title, found in seconds.items():
         print(f"{title}: {len(found)} kills, next step after {statistics.median(found):.1f} s, most {max(found):.1f} s")
-    if args.json is not None:
-        args.json.write_text(json.dumps(seconds) + "\n")
+    write_rows(args.json, seconds)
     print(f"{failed} of {sum(map(len, seconds.values()))} runs failed or lost something")
     return 1 if failed else 0
 

@@ -12,7 +12,6 @@ either. Exit status 1 if anything was left, or a run failed or lost something.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_driver import text_in
 from tests.hosts import Host, environment, hosts, ray_cluster
 from tests.runtime.runs.killing import events
@@ -202,11 +202,7 @@ def attempt(members: list[Host], process: subprocess.Popen[str], old: Collection
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.kill_workers", description=__doc__)
-    parser.add_argument("--hosts", type=int, default=3)
-    parser.add_argument("--times", type=int, default=30, help="kills in all, host after host")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
+    args = options(__doc__, hosts=3, times=30, json=Path)
     found: list[Run] = []
     with (
         tempfile.TemporaryDirectory(prefix="raypipe-kill-") as name,
@@ -240,8 +236,7 @@ def main() -> int:
             )
     kills = [kill for run in found for kill in run.kills]
     bad = sum(not run.sound for run in found)
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(run) for run in found], indent=1) + "\n")
+    write_rows(args.json, [asdict(run) for run in found])
     early = sum(kill.opening for kill in kills)
     print(f"{len(kills)} kills, {early} of them before the first step; {bad} of {len(found)} runs unsound")
     return 1 if bad else 0

@@ -8,14 +8,12 @@ state, and at most one step is repeated (zb: or two); else the run has ``train.c
 copies. A run is sound if its losses are those of the undisturbed one, bit for bit, and all processes but the killed
 ones lived on.
 With ``--standby`` a kill waits until the processes that stand by are ready, which have low priority on busy cores.
-Prints the seconds from each kill to the next step done, and the steps repeated; ``--restart`` measures the same with
-``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
+Prints the seconds from each kill to the next step done, and the steps repeated; ``--restart KILLS`` measures the same
+with ``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -31,6 +29,7 @@ from pathlib import Path
 import ray
 from ray.util import list_named_actors
 
+from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_driver import text_in
 from tests.bench.runtime.kill_workers import ended
 from tests.ray_environment import start_ray
@@ -178,19 +177,10 @@ def said_of(what: str, seconds: list[float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.recoveries", description=__doc__)
-    parser.add_argument("--kills", type=int, default=8, help="in each run")
-    parser.add_argument("--runs", type=int, default=1, help="of each shape")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--standby", type=int, default=0)
-    parser.add_argument("--shape", nargs="*", default=list(SHAPES))
-    parser.add_argument("--clip", default="1.0", help="train.clip; null for none")
-    parser.add_argument("--restart", type=int, default=0, metavar="KILLS", help="also with full restarts")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compiled", action="store_true", help="stages compiled before the first step")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="a new directory, for the runs' own")
-    args = parser.parse_args()
+    args = options(
+        __doc__, kills=8, runs=1, steps=1500, standby=0, shape=SHAPES, clip="1.0", restart=0, seed=0, compiled=False,
+        json=Path, keep=Path,
+    )  # fmt: skip
     random.seed(args.seed)
     os.environ["RAY_ADDRESS"] = start_ray(8, forks=False)
     found: list[Run] = []
@@ -244,8 +234,7 @@ def main() -> int:
     if args.restart:
         print(said_of("restarted", restarted))
     print(f"{bad} of {len(found)} runs unsound")
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(run) for run in found], indent=1) + "\n")
+    write_rows(args.json, [asdict(run) for run in found])
     return 1 if bad else 0
 
 

@@ -14,7 +14,6 @@ it. ``reverse-first-k`` chooses k for itself, and its steps count from when it h
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.worker.worker import StageWorker
+from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_driver import text_in
 from tests.hosts import hosts, ray_cluster
 from tests.runtime.runs.small_runs import job_for, new_driver
@@ -162,14 +162,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.replica_sync", description=__doc__)
-    parser.add_argument("--rate", default="1gbit", help="of each host's link, as tc writes it")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--layer-ms", type=float, default=30.0)
-    parser.add_argument("--first-k", type=int, metavar="K")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--inside", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options(__doc__, rate="1gbit", rounds=2, layer_ms=30.0, first_k=int, json=Path, inside=Path)
     if args.inside is not None:
         found = inside(args.inside, args.rounds, args.first_k, args.layer_ms * 1e-3)
         (args.inside / "found.json").write_text(json.dumps(found))
@@ -189,8 +182,7 @@ def main() -> int:
             return 1
         found = json.loads((Path(name) / "found.json").read_text())
     show(found)
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    write_rows(args.json, found)
     return 0
 
 

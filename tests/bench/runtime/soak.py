@@ -12,8 +12,6 @@ more than 5 %, open files, processes or shared memory at all, something is left 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -27,6 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from raypipe.observe.run_dir import ask_to_stop
+from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_driver import text_in
 from tests.bench.runtime.kill_workers import ended
 from tests.bench.runtime.recoveries import JOB, RUN_S, alive, newest, pids_of, train
@@ -120,16 +119,7 @@ def thirds(samples: list[Sample], value: Callable[[Sample], float | None]) -> tu
 
 def main() -> int:
     """Print how each quantity changed; exit status 1 where one grew."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.runtime.soak", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--warm-up", type=float, default=5.0, help="minutes that do not count")
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
-    parser.add_argument("--checkpoint-every", type=int, default=300, help="steps; 300 are some 20 s on two cores")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples")
-    args = parser.parse_args()
+    args = options(__doc__, minutes=30.0, warm_up=5.0, every=60.0, checkpoint_every=300, json=Path)
     os.environ["RAY_ADDRESS"] = start_ray(8, forks=False)
     with tempfile.TemporaryDirectory(prefix="raypipe-soak-") as name:
         folder = Path(name)
@@ -167,8 +157,7 @@ def main() -> int:
     if status:
         print(said[-3000:], file=sys.stderr)
     counted = [sample for sample in watch.samples if sample.second > 60 * args.warm_up]
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(sample) for sample in watch.samples]) + "\n")
+    write_rows(args.json, [asdict(sample) for sample in watch.samples])
     print(f"{steps} steps, {kills} kills, {recovered} replaced in place, {saved} checkpoints, status {status}")
     bad = bool(status or left or recovered != kills)
     quantities: tuple[tuple[str, Callable[[Sample], float | None], float], ...] = (

@@ -13,7 +13,6 @@ between two tasks, which the set times leave out. Exit status 1 if something doe
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.lowering.programs import Action
 from raypipe.train import make_plan
+from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_driver import text_in
 from tests.hosts import hosts, ray_cluster
 from tests.runtime.runs.plain_training import plain_losses
@@ -216,12 +216,7 @@ def show(name: str, one: Found) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.three_hosts", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME", default=list(CASES))
-    parser.add_argument("--steps", type=int, default=20, help=f"of each plan; more than {FIRST}")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--inside", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options(__doc__, only=CASES, steps=20, json=Path, inside=Path)
     if args.inside is not None:
         one = inside(args.only[0], args.inside, args.steps)
         shown = {name: getattr(one, name) for name in Found.__slots__}
@@ -247,9 +242,7 @@ def main() -> int:
                 return 1
             found[case] = Found(**json.loads((folder / f"{case}.json").read_text()))
             show(case, found[case])
-    if args.json is not None:
-        rows = {name: {key: getattr(one, key) for key in Found.__slots__} for name, one in found.items()}
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(args.json, {name: {key: getattr(one, key) for key in Found.__slots__} for name, one in found.items()})
     return 0 if all(one.holds for one in found.values()) else 1
 
 
