@@ -12,7 +12,7 @@ from torch import nn
 
 import raypipe
 from raypipe.errors import SpecError
-from tests.trainer.test_rates import prepared
+from tests.trainer.test_rows_and_rates import prepared_sgd
 from tests.trainer.three_steps import (
     arguments,
     assert_alike,
@@ -45,7 +45,7 @@ def test_momentum_of_optim_args(tmp_path: Path) -> None:
 )
 def test_other_optimizers_are_refused(more: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=why):
-        prepared(tmp_path / "run", **more)
+        prepared_sgd(tmp_path / "run", **more)
 
 
 class Scaled(nn.Module):
