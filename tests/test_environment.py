@@ -1,4 +1,4 @@
-"""Any locale and home: what the command does before Ray starts, and what is said when Ray fails; no Ray is started."""
+"""Any locale and home before Ray starts, and commands that messages tell people to type; no Ray is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dashboards and alerts ask for metrics that exist, and Grafana, Prometheus and Ray's files stay whole."""
+"""Dashboards and alerts ask for metrics that exist, also beside a running job, and files of others stay whole."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Named arrays: what can be read, how they are split, and which rows a step gets."""
+"""Named arrays: what can be read or is damaged, how they are split, and which rows a step gets."""
 
 import contextlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sample k of step t is the same whoever fetches it, and an epoch visits every window once."""
+"""Samples of a corpus are the same whoever fetches them; image tokens fit their images."""
 
 from pathlib import Path
 

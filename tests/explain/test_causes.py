@@ -1,4 +1,4 @@
-"""Lost time by cause, for steps in which the answer is known beforehand."""
+"""Lost time by cause: steps in which the answer is known, and random ones, whose causes sum to what is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of several steps ends where anything is due; nothing is started."""
+"""Calls of several steps: where they end, what comes back with them, what the driver makes of it."""
 
 from __future__ import annotations
 

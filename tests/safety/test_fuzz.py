@@ -1,4 +1,4 @@
-"""A small share of what ``python -m tests.bench.safety.fuzz`` tries."""
+"""A small share of what ``python -m tests.bench.safety.fuzz`` and ``corruptions`` try."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Schedules as text, as JSON and as torch's CSV."""
+
 import csv
 import io
 import json

@@ -1,4 +1,4 @@
-"""The table of kinds: what it says about each kind is what the rest does with it."""
+"""The table of kinds against what the rest does with it, and families against what they make."""
 
 from __future__ import annotations
 

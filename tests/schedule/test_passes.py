@@ -1,4 +1,4 @@
-"""Gradient synchronisation placed lazily, eagerly, and eagerly where a bubble follows (Chimera section 3.2)."""
+"""Passes: gradient synchronisation placed lazily or eagerly, weight gradients where devices would idle."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The simulator on schedules small enough to time by hand."""
+"""The simulator on schedules small enough to time by hand, and what is read off its timelines."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The period in closed form; test_views.py has it beside many steps of an event-driven simulation."""
+"""The period in closed form and of long series; test_views.py has both beside an event-driven simulation."""
 
 from dataclasses import replace
 

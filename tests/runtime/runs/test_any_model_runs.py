@@ -1,4 +1,4 @@
-"""Captured models through real stage actors: loss curves of an eager loop, checkpoints read by another plan."""
+"""Captured models through real stage actors, whole or partly frozen: the loss curves of an eager loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages in fewer bytes: a plain PyTorch loop that rounds at the cuts between devices has the same losses."""
+"""Messages and gradient sums in fewer bytes: plain PyTorch loops that round in the same places."""
 
 from __future__ import annotations
 

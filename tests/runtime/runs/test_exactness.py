@@ -1,4 +1,4 @@
-"""Every plan gives the loss curve of a plain PyTorch loop: float64, dropout, clipping, tied embeddings, AdamW."""
+"""Every plan gives the loss curve of plain PyTorch, or of its update rule: float64, dropout, clipping, AdamW."""
 
 from __future__ import annotations
 

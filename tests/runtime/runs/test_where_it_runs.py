@@ -1,4 +1,4 @@
-"""Runs of the command where a machine is short of something, in a mount namespace where that is allowed."""
+"""Runs of the command on machines that are short of something, full, or measured for the plan."""
 
 from __future__ import annotations
 
