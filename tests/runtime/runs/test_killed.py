@@ -44,19 +44,6 @@ def test_killed_processes_change_no_loss(job: Path, stage_pool, tmp_path: Path) 
     assert not events(tmp_path / "run", "waiting")  # the devices were never anybody else's
 
 
-@pytest.mark.runs
-@pytest.mark.own_ray
-@pytest.mark.exhaustive  # tests/runtime/cluster/test_ray_train.py counts restarts without processes
-def test_where_no_restart_is_allowed_it_is_one_error(job: Path, tmp_path: Path) -> None:
-    done = run_killing([DRIVER], job, tmp_path / "run", "--set", "train.max_failures=0")
-    assert done.status == 1
-    said = [line for line in done.said.splitlines() if line.strip()]
-    at = said.index("run: the driver's process died")
-    assert said[at + 1].startswith("  fix: ")
-    assert len(said) <= at + 3  # and the command that goes on
-    assert "Traceback" not in done.said
-
-
 # Devices go and come while a pipeline trains over all of them: the losses stay those of one process.
 
 
