@@ -94,6 +94,7 @@ def run(folder: Path, steps: int, every: int, asynchronous: bool, bytes_s: float
     job = job_for(MODEL, {"type": "bytes", "path": "stdlib"}, {"schedule": "1f1b", "stages": 2}, **train)
     driver = new_driver(job, folder, log=TimedLog)
     log = driver.log
+    assert isinstance(log, TimedLog)
     workers = start_worker_group(driver.schedule, 1, connect(2), SlowStorage)
     try:
         if bytes_s is not None:
