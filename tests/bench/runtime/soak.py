@@ -24,13 +24,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+import psutil
+
 from raypipe.observe.run_dir import ask_to_stop
 from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_driver import text_in
 from tests.bench.runtime.kill_workers import ended
 from tests.bench.runtime.recoveries import JOB, RUN_S, alive, newest, pids_of, train
+from tests.processes import descendants
 from tests.ray_environment import start_ray
-from tests.runtime.runs.killing import DRIVER, descendants, events
+from tests.runtime.runs.killing import DRIVER, events
 
 SAMPLE_S, SETTLED_S = 3.0, 30.0
 GROWTH = 1.05
@@ -52,16 +55,15 @@ class Sample:
 
 def own_mib(pid: int) -> float | None:
     """Return the memory that a process shares with no other one, in MiB."""
-    with suppress(OSError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) * 1024 / MIB
+    with suppress(psutil.Error):
+        return float(psutil.Process(pid).memory_full_info().uss) / MIB
     return None
 
 
 def open_files(pid: int) -> int | None:
     """Return how many descriptors a process has open."""
-    with suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/fd"))
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).num_fds())
     return None
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.checkpoint.manifest import NAME
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-from tests.listening import session_of
+from tests.processes import session_of
 from tests.ray_environment import without_ray
 
 JOB = """

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.processes import descendants
 from tests.ray_environment import start_ray, without_ray
 
 DRIVER, CONTROLLER = "ray::RayTrainWorker", "ray::TrainController"
@@ -40,25 +41,6 @@ class Outcome:
     """Standard error."""
     seconds: float
     """From the last kill to the first step done after it; NaN where nothing was killed or no step followed."""
-
-
-def descendants(root: int) -> dict[int, str]:
-    """Process ids below ``root`` and their titles."""
-    parents, titles = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text(errors="replace")
-                titles[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
-            except OSError:  # it has ended meanwhile
-                continue
-            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
-    found: dict[int, str] = {}
-    wanted = {root}
-    while wanted:
-        wanted = {pid for pid, parent in parents.items() if parent in wanted}
-        found |= {pid: titles[pid] for pid in wanted if pid in titles}
-    return found
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-from tests.listening import session_of
+from tests.processes import named, session_of
 from tests.ray_environment import without_ray
 from tests.runtime.runs.test_train_command import JOB
 
@@ -56,16 +56,6 @@ def signalled(words: list[str], number: int, there: Callable[[set[int]], bool]) 
     while left := {pid for pid in family if Path(f"/proc/{pid}").exists()}:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-
-
-def named(pids: set[int], name: str) -> bool:
-    found = []
-    for pid in pids:
-        try:
-            found.append(Path(f"/proc/{pid}/comm").read_text(errors="replace").strip())
-        except OSError:  # it has ended meanwhile
-            continue
-    return name in found
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-from tests.listening import beyond_loopback, listening, session_of
+from tests.processes import beyond_loopback, listening, session_of
 from tests.ray_environment import without_ray
 
 pytestmark = pytest.mark.own_ray
