@@ -22,7 +22,7 @@ from typing import Any
 from raypipe.job.load import load_job
 from raypipe.runtime.setup.communicators import own_address
 from tests.bench.command import options, write_rows
-from tests.bench.runtime.kill_driver import text_in
+from tests.job_files import write_text
 from tests.ray_head import free_ports, ray_head
 from tests.runtime.runs.elastic_run import WAIT_S, ElasticRun, TwoNodes
 from tests.runtime.runs.killing import events
@@ -71,7 +71,7 @@ def with_nodes(folder: Path, rounds: int) -> tuple[ElasticRun, Seconds]:
     nodes = TwoNodes(forks=False)
     bring = {KILL: nodes.kill, START: nodes.add, DRAIN: nodes.drain}
     try:
-        run = ElasticRun(folder, text_in(folder), nodes.settings)
+        run = ElasticRun(folder, write_text(folder / "text"), nodes.settings)
         seconds: Seconds = []
         try:
             for number, what in enumerate([KILL, START] * rounds + [DRAIN], 1):
@@ -100,7 +100,7 @@ def with_autoscaler(folder: Path) -> tuple[ElasticRun, Seconds]:
     options = [f"--autoscaling-config={config}"]
     with ray_head(2, options, port, AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_FAKE_CLUSTER="1") as head:
         settings = head.token | {"RAY_ADDRESS": head.address}
-        run = ElasticRun(folder, text_in(folder), settings, max_devices=4)
+        run = ElasticRun(folder, write_text(folder / "text"), settings, max_devices=4)
         try:
             run.wait(lambda: run.steps() > 0)
             begun = time.monotonic()  # the run has asked for the node before

@@ -12,13 +12,13 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
 from tests.bench.command import options, write_rows
+from tests.job_files import write_text
 from tests.ray_environment import start_ray
-from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, run_killing
+from tests.runtime.runs.killing import CONTROLLER, DRIVER, job_to_kill, run_killing
 
 
 def main() -> int:
@@ -27,8 +27,7 @@ def main() -> int:
     seconds: dict[str, list[float]] = {DRIVER: [], CONTROLLER: []}
     failed = 0
     with tempfile.TemporaryDirectory(prefix="raypipe-kill-") as folder:
-        job = Path(folder) / "job.yaml"
-        job.write_text(JOB.format(path=text_in(Path(folder)), steps=args.steps))
+        job = job_to_kill(Path(folder) / "job.yaml", write_text(Path(folder) / "text"), args.steps)
         undisturbed = run_killing((), job, Path(folder) / "undisturbed", root=os.getpid())
         if undisturbed.status != 0:
             print(undisturbed.said, file=sys.stderr)
@@ -50,15 +49,6 @@ def main() -> int:
     write_rows(args.json, seconds)
     print(f"{failed} of {sum(map(len, seconds.values()))} runs failed or lost something")
     return 1 if failed else 0
-
-
-def text_in(folder: Path) -> Path:
-    """A little text to train on: some of this Python's own modules."""
-    text = folder / "text"
-    text.mkdir()
-    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:24]:
-        (text / source.name).write_bytes(source.read_bytes())
-    return text
 
 
 if __name__ == "__main__":

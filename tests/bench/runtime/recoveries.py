@@ -25,29 +25,28 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
 from ray.util import list_named_actors
 
 from tests.bench.command import options, write_rows
-from tests.bench.runtime.kill_driver import text_in
 from tests.bench.runtime.kill_workers import ended
+from tests.job_files import write_job, write_text
 from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import events, rows
 
 SHAPES = (
     "1f1b:2x2", "zb-v:2x2", "chimera:4x1", "chimera:2x2", "1f1b:2x1", "zb-v:2x1", "1f1b:4x1", "1f1b:2x2:zero3",
 )  # fmt: skip
-JOB = """
-name: recovered
-model: {{type: gpt, layers: 4, hidden: 16, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
-train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: {clip}, eval_every: 40, eval_batches: 1,
-        checkpoint_every: 60, message_timeout_s: 60.0, max_failures: 20}}
-parallel: {{schedule: {schedule}, stages: {stages}, replicas: {replicas}, microbatch: 1, shard: {shard}}}
-"""
 RUN_S = 1200.0
+
+
+def recovered_job(path: Path, text: Path, shape: dict[str, Any], **train: Any) -> Path:
+    """Write the job of a shape."""
+    often = {"eval_every": 40, "eval_batches": 1, "checkpoint_every": 60, "message_timeout_s": 60.0, "max_failures": 20}
+    return write_job(path, text, {"microbatch": 1, **shape}, layers=4, hidden=16, **often, **train)
 
 
 @dataclass(slots=True)
@@ -188,18 +187,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="raypipe-recover-") as name:
         folder = args.keep or Path(name)
         folder.mkdir(exist_ok=True)
-        text = text_in(folder)
+        text = write_text(folder / "text")
         for shape in args.shape:
             schedule, size, shard = [*shape.split(":"), "none"][:3]
             stages, replicas = size.split("x")
             begin = folder / f"{schedule}-{size}-{shard}"
-            job = begin.with_suffix(".yaml")
-            job.write_text(
-                JOB.format(
-                    path=text, steps=args.steps, schedule=schedule, stages=stages, replicas=replicas, shard=shard,
-                    clip=args.clip,
-                )
-            )  # fmt: skip
+            shaped = {"schedule": schedule, "stages": int(stages), "replicas": int(replicas), "shard": shard}
+            clip = None if args.clip == "null" else float(args.clip)
+            job = recovered_job(begin.with_suffix(".yaml"), text, shaped, steps=args.steps, clip=clip)
             compiled = ("--set", "train.compile=inductor", "--set", "train.compile_first=true") if args.compiled else ()
             status, undisturbed, said = ended(train(job, begin, *compiled), RUN_S)
             if status:

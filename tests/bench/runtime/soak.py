@@ -28,9 +28,9 @@ import psutil
 
 from raypipe.observe.run_dir import ask_to_stop
 from tests.bench.command import options, write_rows
-from tests.bench.runtime.kill_driver import text_in
 from tests.bench.runtime.kill_workers import ended
-from tests.bench.runtime.recoveries import JOB, RUN_S, alive, newest, pids_of, train
+from tests.bench.runtime.recoveries import RUN_S, alive, newest, pids_of, recovered_job, train
+from tests.job_files import write_text
 from tests.processes import descendants
 from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import DRIVER, events
@@ -125,11 +125,9 @@ def main() -> int:
     os.environ["RAY_ADDRESS"] = start_ray(8, forks=False)
     with tempfile.TemporaryDirectory(prefix="raypipe-soak-") as name:
         folder = Path(name)
-        job, directory = folder / "job.yaml", folder / "run"
-        text = text_in(folder)
-        job.write_text(
-            JOB.format(path=text, steps=10**6, schedule="1f1b", stages=2, replicas=2, shard="none", clip="1.0")
-        )
+        directory, text = folder / "run", write_text(folder / "text")
+        shape = {"schedule": "1f1b", "stages": 2, "replicas": 2}
+        job = recovered_job(folder / "job.yaml", text, shape, steps=10**6, clip=1.0)
         watch = Watch(directory)
         process = train(job, directory, "--set", f"train.checkpoint_every={args.checkpoint_every}")
         kills, due, looked = 0, time.monotonic() + args.every, 0.0

@@ -36,8 +36,8 @@ from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.lowering.programs import Action
 from raypipe.train import make_plan
 from tests.bench.command import options, write_rows
-from tests.bench.runtime.kill_driver import text_in
 from tests.hosts import hosts, ray_cluster
+from tests.job_files import write_text
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import job_for, new_driver
 
@@ -233,7 +233,7 @@ def main() -> int:
         ray_cluster(members, cpus=PER_HOST) as settings,
     ):
         folder = Path(name)
-        text_in(folder)
+        write_text(folder / "text")
         for case in args.only:
             words = [sys.executable, "-m", "tests.bench.runtime.three_hosts", "--inside", name, "--only", case]
             done = members[0].run(*words, "--steps", str(args.steps), **settings)

@@ -17,17 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.job_files import write_job
 from tests.processes import descendants
 from tests.ray_environment import start_ray, without_ray
 
 DRIVER, CONTROLLER = "ray::RayTrainWorker", "ray::TrainController"
-JOB = """
-name: killed
-model: {{type: gpt, layers: 2, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
-train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: 1.0, eval_batches: 2, checkpoint_every: 50}}
-parallel: {{schedule: 1f1b, stages: 2, microbatch: 2}}
-"""
+
+
+def job_to_kill(path: Path, text: Path, steps: int) -> Path:
+    """Write a job whose runs save every 50 steps."""
+    return write_job(path, text, steps=steps, clip=1.0, eval_batches=2, checkpoint_every=50)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from raypipe.job.load import load_job
 from raypipe.observe.run_log import EVENTS, read_rows
 from tests.data.documents_on_disk import some_documents, write_parquet
 from tests.hosts import Host, hosts, ray_cluster
+from tests.job_files import PIPELINE, write_job
 from tests.ray_environment import without_ray
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.samples.from_memory import FromMemory
 
 STEPS = 14
 DAY = 86_400
-PIPELINE = {"schedule": "1f1b", "stages": 2, "microbatch": 2}
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,9 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(both, settings)
 
 
-def job_file(
-    folder: Path, data: Path, parallel: dict[str, Any], layers: int = 2, kind: str = "bytes", **train: Any
-) -> Path:
-    model = {
-        "type": "gpt", "layers": layers, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256, "dropout": 0.1,
-        "tie_embeddings": True,
-    }  # fmt: skip
-    train = {"steps": STEPS, "batch": 8, "lr": 0.01, "seed": 3, "dtype": "float64", "eval_batches": 1, **train}
-    path = folder / "job.yaml"
-    path.write_text(json.dumps(  # JSON is YAML
-        {"name": "small", "model": model, "data": {"type": kind, "path": str(data)}, "train": train,
-         "parallel": parallel}
-    ))  # fmt: skip
-    return path
+def job_file(folder: Path, data: Path, parallel: dict[str, Any], **more: Any) -> Path:
+    float64 = {"steps": STEPS, "seed": 3, "dtype": "float64", "eval_batches": 1}
+    return write_job(folder / "job.yaml", data, parallel, hidden=16, **{**float64, **more})
 
 
 def check_clocks(run: Path, result: dict[str, Any], most_s: float = 1.0) -> None:
@@ -163,13 +152,6 @@ def test_tensor_groups_on_three_hosts_train_as_one_process_does(text_folder, tmp
 # A Ray cluster whose nodes name different accelerator types: measured once per type, planned, and trained so.
 
 KINDS_STEPS = 4
-KINDS_JOB = """
-name: small
-model: {{type: gpt, layers: 4, hidden: 16, heads: 2, sequence: 16, vocabulary: 256}}
-data: {{type: bytes, path: "{path}"}}
-train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 3, dtype: float64, eval_batches: 1}}
-parallel: {{auto: true, schedule: 1f1b, stages: 2, replan: false}}
-"""
 CODE = """
 import atexit, json, os, sys
 from pathlib import Path
@@ -218,7 +200,8 @@ sys.exit(run([*words, "--json"]))
 @pytest.mark.runs
 def test_each_stage_is_on_the_type_that_it_was_planned_for(text_folder, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text(KINDS_JOB.format(path=text_folder, steps=KINDS_STEPS))
+    parallel = {"auto": True, "schedule": "1f1b", "stages": 2, "replan": False}
+    job_file(tmp_path, text_folder, parallel, layers=4, steps=KINDS_STEPS)
     words = [sys.executable, "-c", CODE, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=400, env=without_ray())
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.job.load import load_job
 from tests.runtime.runs.elastic_run import ElasticRun, TwoNodes
-from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, copied_since, events, run_killing
+from tests.runtime.runs.killing import CONTROLLER, DRIVER, copied_since, events, job_to_kill, run_killing
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive
 
@@ -18,9 +18,7 @@ STEPS = 200
 
 @pytest.fixture(scope="module")
 def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("job") / "killed.yaml"
-    path.write_text(JOB.format(path=text_folder, steps=STEPS))
-    return path
+    return job_to_kill(tmp_path_factory.mktemp("job") / "killed.yaml", text_folder, STEPS)
 
 
 @pytest.mark.runs

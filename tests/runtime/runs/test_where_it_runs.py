@@ -15,7 +15,7 @@ from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.train import saved_job
 from tests.ray_environment import without_ray
 from tests.runtime.runs.plain_training import plain_losses
-from tests.runtime.runs.test_train_command import JOB
+from tests.runtime.runs.test_train_command import small_job
 
 CLOSED = "http://127.0.0.1:9"
 """A proxy that answers nobody."""
@@ -41,9 +41,7 @@ def run(mounts: str, *words: str, **environment: str) -> subprocess.CompletedPro
 
 @pytest.fixture
 def job(text_folder: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "größe – 1.yaml"
-    path.write_text(JOB.format(path=text_folder, steps=40), encoding="utf-8")
-    return path
+    return small_job(tmp_path / "größe – 1.yaml", text_folder, 40)
 
 
 @pytest.mark.runs
@@ -113,8 +111,7 @@ sys.exit(run([*sys.argv[1:], "--run-dir", sys.argv[2] + ".waited", "--set", "tra
 
 @pytest.mark.runs
 def test_it_waits_says_so_and_runs(text_folder: Path, tmp_path: Path) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text(JOB.format(path=text_folder, steps=4))
+    job = small_job(tmp_path / "job.yaml", text_folder, 4)
     done = subprocess.run(
         [sys.executable, "-c", CODE, "train", str(job)], capture_output=True, text=True, timeout=240, env=without_ray()
     )
