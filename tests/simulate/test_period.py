@@ -92,6 +92,19 @@ def test_with_a_global_norm(name, sync, norm) -> None:
     assert series(schedule, costs, 1)[0] == pytest.approx(simulate(schedule, costs).makespan)
 
 
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize("links", [(0.0, 5.0, 1.0), (4.0, 0.0, 3.0), (9.0, 9.0, 0.5)])
+def test_an_endless_order_waits_for_slow_links(name, links) -> None:
+    zeros = (0.0,) * 4
+    costs = CostTable(
+        forward=(5.0, 6.0, 9.0, 1.0), input_grad=(8.0, 4.0, 1.0, 3.0), weight_grad=(2.0, 6.0, 8.0, 4.0),
+        recompute=zeros, all_reduce=zeros, update=zeros, comm=links,
+    )  # fmt: skip
+    schedule = generate(name, Shape(devices=4, microbatches=4), costs)
+    ends = series(schedule, costs, 26)
+    assert period(schedule, costs) == pytest.approx((ends[24] - ends[12]) / 12, rel=1e-9)
+
+
 def test_an_asynchronous_step_takes_its_updates_too() -> None:
     """N (F + B + W) where nothing is waited for; PipeDream updates N times a step, 2BW once after its sum."""
     even = replace(CostTable.even(4), update=(0.5,) * 4, all_reduce=(2.0,) * 4)
