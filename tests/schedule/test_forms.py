@@ -22,24 +22,29 @@ from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 
 small = st.integers(0, 40)
-compute = st.builds(
-    Task, st.sampled_from(["F", "B", "W", "BW", "R"]), small, st.lists(small, min_size=1, max_size=3).map(tuple), small
-)
+
+
+def compute(stages, replicas):
+    mbs = st.lists(small, min_size=1, max_size=3).map(tuple)
+    return st.builds(Task, st.sampled_from(["F", "B", "W", "BW", "R"]), stages, mbs, replicas)
+
+
 bookkeeping = st.builds(Task, st.sampled_from(["AR", "U"]), small, st.just(()), small)
-tasks = st.one_of(compute, bookkeeping)
+tasks = st.one_of(compute(small, small), bookkeeping)
 
 
 @st.composite
-def schedules(draw):
-    """Any value of the type, runnable or not: the text form must not lose anything."""
+def schedules(draw, inside=False):
+    """Any value of the type, runnable or not: no form may lose anything. ``inside``: tasks of its own stages alone."""
     stages, devices = draw(st.integers(1, 5)), draw(st.integers(1, 5))
     edge = st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1)).filter(lambda e: e[0] < e[1])
     edges = draw(st.lists(edge, unique=True).map(tuple)) if stages > 1 else ()
     place = st.lists(st.integers(0, devices - 1), min_size=stages, max_size=stages).map(tuple)
+    task = compute(st.integers(0, stages - 1), st.integers(0, 1)) if inside else tasks
     return Schedule(
         name=draw(st.text(max_size=12)),
         placement=tuple(draw(st.lists(place, min_size=1, max_size=3))),
-        orders=tuple(tuple(draw(st.lists(tasks, max_size=6))) for _ in range(devices)),
+        orders=tuple(tuple(draw(st.lists(task, max_size=6))) for _ in range(devices)),
         microbatches=draw(small),
         graph=draw(st.sampled_from([StageGraph.chain(stages), StageGraph(stages, edges)])),
         rules=draw(
@@ -218,29 +223,8 @@ times = st.floats(0, 1e6, allow_nan=False)
 
 @st.composite
 def schedules_and_costs(draw):
-    stages, devices = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    kinds = st.sampled_from(["F", "B", "W", "BW", "R"])
-    words = st.builds(
-        lambda k, s, m, r: parse_task(f"{s}{k}{','.join(map(str, m))}@{r}"),
-        kinds, st.integers(0, stages - 1), st.lists(st.integers(0, 9), min_size=1, max_size=2), st.integers(0, 1),
-    )  # fmt: skip
-    place = st.lists(st.integers(0, devices - 1), min_size=stages, max_size=stages).map(tuple)
-    edges = tuple((i, j) for i in range(stages) for j in range(i + 1, stages))
-    row = st.one_of(times.map(lambda t: (t,) * stages), st.tuples(*[times] * stages))
-    schedule = Schedule(
-        name=draw(st.text(max_size=5)),
-        placement=tuple(draw(st.lists(place, min_size=1, max_size=2))),
-        orders=tuple(tuple(draw(st.lists(words, max_size=5))) for _ in range(devices)),
-        microbatches=draw(st.integers(0, 9)),
-        graph=draw(st.sampled_from([StageGraph.chain(stages), StageGraph(stages, edges)])),
-        rules=Rules(
-            recompute=draw(st.sampled_from(["early", "late"])),
-            w_dep=draw(st.sampled_from(["B", "grad"])),
-            skip_first_b=draw(st.booleans()),
-        ),
-        size=draw(st.sampled_from([Fraction(1), Fraction(1, 2)])),
-        versions=draw(st.sampled_from(["flush", "stash", "2bw"])),
-    )
+    schedule = draw(schedules(inside=True))
+    row = st.one_of(times.map(lambda t: (t,) * schedule.stages), st.tuples(*[times] * schedule.stages))
     keys = ("forward", "input_grad", "weight_grad", "recompute", "all_reduce", "update")
     return schedule, CostTable(**{k: draw(row) for k in keys}, comm=draw(st.one_of(times, row)))
 
