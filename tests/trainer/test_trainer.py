@@ -411,30 +411,3 @@ class Follower(raypipe.Callback):
 
     def on_save(self, step: int, path: object) -> None:
         self.saved.append(step)
-
-
-@pytest.mark.exhaustive  # tests/launch/test_callbacks.py ends a run by a callback too, without Ray Train
-@pytest.mark.runs
-def test_a_callback_follows_a_run_and_ends_it(local_ray, tmp_path) -> None:
-    pytest.importorskip("transformers")
-    from raypipe.errors import RunError
-    from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-
-    class Ending(Follower):
-        def on_save(self, step: int, path: object) -> None:
-            super().on_save(step, path)
-            raise ValueError("no room for copies")
-
-        def should_stop(self) -> bool:
-            return len(self.losses) >= 3
-
-    mine = Ending()
-    args = {"max_steps": 100_000, "per_device_train_batch_size": 4, "eval_strategy": "no"}
-    with pytest.raises(RunError, match=r"Ending\.on_save: raised ValueError: no room for copies"):
-        trainer(tmp_path, args, callbacks=[mine]).train()
-    rows = [row for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row]
-    assert 3 <= len(rows) < 100_000
-    assert mine.losses == [row["loss"] for row in rows]
-    assert mine.saved == [len(rows)]
-    stopped = [e for e in read_rows(tmp_path / "run" / EVENTS) if e["event"] == "early_stop"]
-    assert [(e["step"], e["message"]) for e in stopped] == [(len(rows), "Ending.should_stop asked for it")]

@@ -175,27 +175,8 @@ def targets(folder: Path) -> dict[str, Target]:
 @st.composite
 def options(draw: Any) -> list[str]:
     """The words of a ``raypipe schedule``."""
-    number = st.sampled_from(
-        [
-            "1",
-            "2",
-            "4",
-            "8",
-            "0",
-            "-1",
-            "\u00b2",
-            "1e308",
-            "nan",
-            "inf",
-            "9" * 30,
-            "9" * 5000,
-            "1,2",
-            "",
-            "x",
-            "0.5",
-            "1e12",
-        ]
-    )
+    plain = ["1", "2", "4", "8", "0", "-1", "²", "1e308", "nan", "inf", "1,2", "x", "0.5", "1e12"]
+    number = st.sampled_from([*plain, "", "9" * 30, "9" * 5000])
     words = [draw(st.sampled_from(["1f1b", "gpipe", "chimera", "zb-v", "zeropp", "interleaved-1f1b", "gems", "zzz"]))]
     names = ("devices", "microbatches", "chunks", "unit", "pipelines", "memory-limit", "forward", "input-grad",
              "weight-grad", "recompute", "comm", "zero", "gather", "ahead", "load")  # fmt: skip

@@ -1,21 +1,9 @@
-"""Every model family of the installed transformers: start values against ``from_pretrained``, and what is exported.
-
-    python -m tests.bench.families [TYPE ...]
-
-Of each family that can be built small from its configuration, a model is saved; the values that stages would start with
-and the exported directory are compared with it bit for bit. Prints a row per family; those left out with the reason.
-The exit status is 1 if a value differs.
-"""
+"""A small model of any family of transformers, saved: what stages would start with, and what an export holds."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import shutil
-import sys
-import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from raypipe.capture.meta import build_without_memory
@@ -32,7 +19,7 @@ from raypipe.errors import SpecError
 from raypipe.export import export
 from raypipe.job import HfSpec
 from raypipe.job.load import job_from
-from raypipe.models.sources.hugging_face import CLASSES, HuggingFace
+from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.observe.run_dir import RECORD
 
 SMALL: dict[str, Any] = {
@@ -59,12 +46,6 @@ KEPT_OUT = 3
 
 class LeftOutError(Exception):
     """A family cannot be compared; the message says why."""
-
-
-def types() -> list[str]:
-    """Return the model types that raypipe has a task for."""
-    tables = {name for names in CLASSES.values() for name in names}
-    return sorted({kind for name in tables for kind in getattr(modeling_auto, name, {})})
 
 
 def small_config(kind: str) -> Any:
@@ -213,35 +194,3 @@ def _exported(saved: Path, start: dict[str, Tensor], folder: Path) -> list[str]:
     read = dict(back.named_parameters())
     wrong = [f"exported {name}" for name, value in wanted.items() if not _equal(read.get(name), value)]
     return wrong + [f"exported, {what}: {names}" for what, names in report.items() if names]
-
-
-def main() -> int:
-    """Compare, and print a row per family."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*")
-    asked = parser.parse_args().types or types()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    equal, bad, left = 0, 0, 0
-    for kind in asked:
-        folder = Path(tempfile.mkdtemp(prefix="raypipe-family-"))
-        try:
-            wrong = compare(small_model(kind), folder)
-        except LeftOutError as why:
-            left += 1
-            print(f"{kind:28} left out: {why}", flush=True)
-            continue
-        except Exception as error:  # a crash is what this command looks for
-            wrong = [f"{type(error).__name__}: {error}"]
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        equal, bad = equal + (not wrong), bad + bool(wrong)
-        print(f"{kind:28} {'equal' if not wrong else f'OFF ({len(wrong)}): ' + '; '.join(wrong)[:400]}", flush=True)
-    print(f"{equal} of {len(asked)} families equal, {bad} not, {left} left out")
-    return bool(bad)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Losses that look at values (boxes matched by their cost) run as they are, on the last stage; float64, 1e-9."""
+"""Losses that look at values, and those that the model computes itself, against the eager model; float64, 1e-9."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.errors import CaptureError
+from raypipe.errors import CaptureError, SpecError
+from raypipe.job import JobSpec
 from raypipe.models import build_model
+from raypipe.models.own_loss import OwnLoss
+from raypipe.models.task import NextToken
+from tests.capture.models import GROUPED, SMALL
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.eager_reference import with_values
+from tests.runtime.runs.eager_reference import assert_step_of
 from tests.runtime.runs.one_device import even_cut, run_step
-from tests.runtime.runs.small_runs import drive
-from tests.runtime.runs.test_any_model import fields_of
-from tests.runtime.runs.test_loss_functions import BATCH, job_of, plain_losses
+from tests.runtime.runs.small_runs import job_for
+from tests.runtime.runs.test_any_model import fields_of, tokens
+from tests.runtime.runs.test_loss_functions import BATCH, check_run, job_of
 
-HERE = "tests.runtime.runs.test_loss_as_it_is"
+HERE = "tests.runtime.runs.test_own_losses"
 SLOTS, KINDS, MOST = 4, 3, 3
 Batch = Mapping[str, Tensor]
 
@@ -147,23 +150,11 @@ def test_matched_boxes_have_the_loss_and_gradients_of_the_eager_model(case: str,
     assert model.count >= 3
     for stages, split in ((2, False), (3, True)):
         outcome = run_step(model, even_cut(model, stages), rows, torch.float64, 2, split=split)
-        values = {n: v.detach() + outcome.gradients[n] for stage in outcome.stages for n, v in stage.named.items()}
-        module = with_values(model.values.build(), values)
-        loss = plain(module, rows)
-        loss.backward()
-        assert outcome.loss == pytest.approx(loss.item(), abs=1e-9, rel=0)
-        for name, p in module.named_parameters():
-            wanted = torch.zeros_like(p) if p.grad is None else p.grad
-            if name in outcome.gradients or p.grad is not None:
-                torch.testing.assert_close(outcome.gradients[name], wanted, rtol=0, atol=1e-9, msg=name)
+        assert_step_of(outcome, model, lambda whole: plain(whole, rows))
 
 
 @pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("twice", "calls the model more than once"),
-        ("by_weight", "reads slots of the model"),
-    ],
+    ("name", "why"), [("twice", "calls the model more than once"), ("by_weight", "reads slots of the model")]
 )
 def test_what_cannot_run_behind_the_model_is_refused(name: str, why: str) -> None:
     with pytest.raises(CaptureError) as caught:
@@ -175,10 +166,96 @@ def test_what_cannot_run_behind_the_model_is_refused(name: str, why: str) -> Non
 @pytest.mark.runs
 def test_a_run_of_stage_actors_has_the_losses_of_a_plain_loop(stage_pool, tmp_path) -> None:
     spec, plain = CASES["a detector"]
-    file = tmp_path / "rows.npz"
-    np.savez(file, **{name: torch.cat([t] * 4).numpy() for name, t in pictures().items()})
-    job = job_of(spec, str(file), schedule="zb-h1", stages=2)
-    done = drive(job, stage_pool, tmp_path / "run")
-    losses = plain_losses(job, tmp_path / "run" / "data", plain)
-    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
-    assert losses[0] != pytest.approx(losses[-1], abs=1e-9)
+    check_run(stage_pool, tmp_path, spec, pictures(), plain, schedule="zb-h1", stages=2)
+
+
+# Losses that the model computes itself, against the eager model that accumulates gradients; float64, 1e-9.
+
+MICROBATCH = 2
+
+
+class Penalised(nn.Module):
+    """Label smoothing, and a term that is no sum over samples."""
+
+    def __init__(self, returns: str = "dict", takes: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(6, 3)
+        self.returns = returns
+        if not takes:
+            self.forward = self.predict  # type: ignore[method-assign]
+
+    def predict(self, features: Tensor) -> Tensor:
+        for block in self.blocks:
+            features = block(features)
+        return self.last(features)
+
+    def forward(self, features: Tensor, labels: Tensor) -> Any:
+        spread = features.new_zeros(())
+        for block in self.blocks:
+            features = block(features)
+            spread = spread + features.mean(0).square().sum() * features.std()
+        logits = self.last(features)
+        loss = F.cross_entropy(logits, labels, label_smoothing=0.1) + 0.3 * spread
+        return {"dict": {"logits": logits, "loss": loss}, "logits": {"logits": logits}}[self.returns]
+
+
+ROWS = {"features": torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64),
+        "labels": torch.tensor([0, 1, 2, 0, 1, 2])}  # fmt: skip
+MIXTRAL = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+           "router_aux_loss_coef": 0.5}  # fmt: skip
+OWN_CASES: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
+    "a module's own": ({"import": f"{HERE}:Penalised"}, ROWS),
+    "mixtral": ({"hf": "mixtral", "config": MIXTRAL}, tokens()),
+    "bert": ({"hf": "bert", "config": {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}},
+             tokens()),
+}  # fmt: skip
+
+
+def own_job(model: dict[str, Any], **parallel: Any) -> JobSpec:
+    return job_for({"loss": "model", **model}, "unused.npz", parallel, steps=1, batch=BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OWN_CASES)
+def test_loss_and_gradients_are_those_of_gradient_accumulation(case: str) -> None:
+    spec, rows = OWN_CASES[case]
+    if "hf" in spec:
+        pytest.importorskip("transformers")
+    model = build_model(own_job(spec), fields_of(rows))
+    assert model.count >= 3  # an auxiliary loss does not tie the blocks together
+
+    def accumulated(module: Any) -> Tensor:
+        if case == "mixtral":  # the library's plain loop over experts, which nothing can capture
+            module.set_experts_implementation("eager")
+        firsts = range(0, BATCH, MICROBATCH)
+        found = [module(**{name: t[first : first + MICROBATCH] for name, t in rows.items()}) for first in firsts]
+        assert case != "mixtral" or all(one.aux_loss > 0.1 for one in found)
+        return torch.stack([one["loss"].double() for one in found]).mean()  # the library's own is of float32
+
+    for stages, split in ((2, False), (3, True)):
+        outcome = run_step(model, even_cut(model, stages), rows, torch.float64, MICROBATCH, split=split)
+        assert_step_of(outcome, model, accumulated)
+
+
+def test_text_gives_labels_that_the_model_shifts() -> None:
+    made = OwnLoss(NextToken(), ("labels",)).from_text(torch.arange(18).view(2, 9), [0, 1])
+    assert set(made) == {"input_ids", "labels"}
+    assert torch.equal(made["labels"], made["input_ids"])
+    assert made["labels"].shape == (2, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "why"), [({"takes": False}, "takes no labels"), ({"returns": "logits"}, r'"logits", float64 of shape \[')]
+)
+def test_a_model_without_a_loss_is_refused_with_what_to_do(args: dict[str, Any], why: str) -> None:
+    with pytest.raises(SpecError, match=why) as caught:
+        build_model(own_job({"import": f"{HERE}:Penalised", "args": args}), fields_of(ROWS))
+    assert caught.value.where == "model.loss"
+    assert caught.value.fix
+
+
+def test_a_divided_model_has_no_loss_of_its_own() -> None:
+    with pytest.raises(SpecError, match="cannot be divided"):
+        own_job({"import": f"{HERE}:Penalised"}, tensor=2)
