@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypipe.cost.hosts import words
+from raypipe.schedule.kinds import BW
 
 if TYPE_CHECKING:  # a command shows one of these, and need not load the planner of the others
     from raypipe.cost.profile import LayerProfile, LinkFit, Profile
@@ -50,7 +51,7 @@ def profile_tables(profile: Profile) -> RenderableType:
 
 def _layer_table(profile: Profile) -> Table:
     title = f"{profile.device}, {profile.dtype}: milliseconds of each task by micro-batch size n"
-    headings = ("layer", "values", "kept", "waiting", "n", "F", "±", "B", "W", "BW", "R")
+    headings = ("layer", "values", "kept", "waiting", "n", "F", "±", "B", "W", BW, "R")
     table = text_table(headings, left=("layer",), wrapped=(), title=title)
     for _, run in groupby(profile.layers, key=lambda layer: layer.model_copy(update={"name": ""})):
         layers = list(run)

@@ -12,13 +12,12 @@ from typing import Any
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import RequestError
+from raypipe.observe.draw.palette import LOOKS
 from raypipe.observe.strict_json import strict_json
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.kinds import BOOKKEEPING, NETWORK
 from raypipe.simulate.timeline import Timeline, live_activations
 
-COLOURS = {"F": "thread_state_running", "B": "rail_response", "BW": "rail_response", "W": "rail_animation", "R": "grey"}
-"""Chrome's colour names; Perfetto ignores them and picks colours by slice name."""
 SECOND = 1e6
 NETWORK_THREAD = 1000
 """Collectives of device d are on thread NETWORK_THREAD + d: they overlap compute, which slices of a thread must not."""
@@ -49,7 +48,8 @@ def trace(timeline: Timeline, graph: TaskGraph | None = None) -> dict[str, Any]:
                 "dur": (end - start) * SECOND,
                 "args": args,
             }
-            events.append({**event, "cname": COLOURS[task.kind]} if task.kind in COLOURS else event)
+            look = LOOKS[task.kind]
+            events.append(event if look.trace is None else {**event, "cname": look.trace})
     events += _messages(timeline, graph)
     events += _live(timeline)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"makespan_s": timeline.makespan}}

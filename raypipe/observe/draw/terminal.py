@@ -20,36 +20,12 @@ from rich.console import Console
 from rich.text import Text
 
 from raypipe.observe.draw.caption import caption
+from raypipe.observe.draw.palette import LOOKS
 from raypipe.schedule.ir import Task
-from raypipe.schedule.kinds import BACKWARD, NETWORK, Kind
+from raypipe.schedule.kinds import BACKWARD, NETWORK, TRAITS
 from raypipe.simulate.timeline import Span, Timeline
 
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
-STYLES: dict[Kind, str] = {
-    "F": "black on bright_blue",
-    "B": "black on bright_green",
-    "BW": "black on green",
-    "W": "black on yellow",
-    "R": "black on white",
-    "AG": "black on bright_magenta",
-    "RS": "white on blue",
-    "FREE": "white on black",
-    "AR": "white on magenta",
-    "U": "black on cyan",
-}
-"""Named colours, so that kinds stay distinct on terminals with 16 colours."""
-WORDS: dict[Kind, tuple[str, str]] = {
-    "F": ("digit", "forward of that micro-batch"),
-    "B": ("letter", "input gradient"),
-    "BW": ("letter", "backward"),
-    "W": ("capital", "weight gradient"),
-    "R": ("raised digit", "recompute"),
-    "AG": ("v", "weight gather"),
-    "RS": ("^", "gradient reduce-scatter"),
-    "FREE": ("_", "reshard"),
-    "AR": ("~", "all-reduce"),
-    "U": ("=", "update"),
-}
 
 
 def glyph(task: Task) -> str:
@@ -63,7 +39,7 @@ def glyph(task: Task) -> str:
         return chr(ord("A") + mb % 26)
     if task.kind in BACKWARD:
         return chr(ord("a") + mb % 26)
-    return WORDS[task.kind][0]
+    return LOOKS[task.kind].sign
 
 
 def draw(timeline: Timeline, width: int = 100, column: float | None = None) -> list[str]:
@@ -98,11 +74,11 @@ def legend(timelines: Sequence[Timeline], plain: bool = True) -> Text:
     """Return a legend of the characters or colours for the kinds that occur."""
     kinds = {task.kind for timeline in timelines for task in timeline.schedule.tasks()}
     line = Text()
-    for kind, (sign, word) in WORDS.items():
+    for kind, look in LOOKS.items():
         if kind in kinds:
             line.append((", " if plain else "  ") if line else "")
-            line.append(*((f"{sign}:", "") if plain else (f" {kind} ", STYLES[kind])))
-            line.append(f" {word}")
+            line.append(*((f"{look.sign}:", "") if plain else (f" {kind} ", look.style)))
+            line.append(f" {TRAITS[kind].what}{' of that micro-batch' * (kind == 'F')}")
     return line
 
 
@@ -136,7 +112,7 @@ def _coloured(head: str, row: Sequence[Span | None]) -> Text:
             line.append(" " * room)
             continue
         label = ",".join(map(str, span.task.mbs))
-        style = STYLES[span.task.kind] + (" bold" if span.task.replica else "")
+        style = LOOKS[span.task.kind].style + (" bold" if span.task.replica else "")
         # If possible, the last column of a task stays blank to separate it from the next task of its kind.
         line.append((label if len(label) <= room else glyph(span.task)).ljust(room)[:room], style)
     return line

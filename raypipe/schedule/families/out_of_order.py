@@ -9,7 +9,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.greedy import Policy, order_greedily, ring, whole_step
 from raypipe.schedule.ir import Rules, Schedule, Task
-from raypipe.schedule.kinds import Kind
+from raypipe.schedule.kinds import BW, Kind
 from raypipe.schedule.shape import Shape
 
 RULES = Rules(w_dep="grad", skip_first_b=True)
@@ -33,7 +33,7 @@ def model_parallel(shape: Shape, costs: CostTable) -> Schedule:
         for stage, device in enumerate(placement):
             rows[device].append(Task("F", stage, (m,)))
         for stage in reversed(range(len(placement))):
-            rows[placement[stage]].append(Task("BW", stage, (m,)))
+            rows[placement[stage]].append(Task(BW, stage, (m,)))
     return Schedule.of_chain("model-parallel", [placement], rows, shape.microbatches, RULES)
 
 

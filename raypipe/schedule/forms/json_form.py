@@ -24,7 +24,7 @@ from raypipe.files import short
 from raypipe.schedule.costs import LONGEST, CostTable
 from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, infer_placement, parse_task
 from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task
-from raypipe.schedule.kinds import BOOKKEEPING, JOINT, KINDS, TRAITS, Kind
+from raypipe.schedule.kinds import BOOKKEEPING, BW, JOINT, KINDS, TRAITS, Kind
 from raypipe.schedule.latency import Comm
 
 RESULTS = (
@@ -253,7 +253,7 @@ def _costs(top: JsonField, stages: int) -> CostTable:
     if given is not None:
         given.only(KINDS)
         times = {k: given.need(k).per_stage(stages) for k in KINDS if given.get(k) is not None}
-    joint = times.pop("BW", None)
+    joint = times.pop(BW, None)
     if joint is not None and "B" not in times and "W" not in times:  # only the sum is used, so split it evenly
         times["B"] = times["W"] = tuple(bw / 2 for bw in joint)
     for kind, traits in TRAITS.items():
@@ -262,7 +262,7 @@ def _costs(top: JsonField, stages: int) -> CostTable:
     if joint is not None and given is not None:
         for bw, b, w in zip(joint, times["B"], times["W"], strict=True):
             if abs(bw - b - w) > 1e-9 * max(1.0, bw):
-                given.need("BW").fail(f"BW is {bw:g} where B + W is {b + w:g}", "leave BW out, or make it B + W")
+                given.need(BW).fail(f"BW is {bw:g} where B + W is {b + w:g}", "leave BW out, or make it B + W")
     comm = top.get("comm")
     return CostTable(
         forward=times["F"],

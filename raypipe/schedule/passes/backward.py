@@ -8,7 +8,7 @@ from dataclasses import replace
 from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Backward, Schedule, Task, backwards
-from raypipe.schedule.kinds import BACKWARD, JOINT, SHARDED, WEIGHT_GRADIENTS
+from raypipe.schedule.kinds import BACKWARD, BW, JOINT, SHARDED, WEIGHT_GRADIENTS
 
 
 @no_collection()
@@ -53,7 +53,7 @@ def fuse_backward(schedule: Schedule, everywhere: bool = False) -> Schedule:
             w = weights.get(task[1:]) if task.kind == "B" else None
             if w is not None and (w == k + 1 or (everywhere and w > k)):
                 joined.add(w)
-                task = task._replace(kind="BW")
+                task = task._replace(kind=BW)
             new.append(task)
         orders.append(new)
     return schedule.with_orders(orders)

@@ -10,11 +10,11 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.families.greedy import Policy, order_greedily
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.kinds import Kind
+from raypipe.schedule.kinds import BW, Kind
 from raypipe.schedule.live_activations import live_counts
 from raypipe.schedule.walk import walk
 
-ORDERS: tuple[tuple[Kind, ...], ...] = (("BW", "B", "F", "W"), ("F", "BW", "B", "W"))
+ORDERS: tuple[tuple[Kind, ...], ...] = ((BW, "B", "F", "W"), ("F", BW, "B", "W"))
 """Kinds by priority: gradients are sent on first, or forwards run ahead as far as memory allows."""
 WAYS = ((1.0, 0.0), (1.0, 0.1), (0.2, 0.1))
 """Times of a W (short for adapters) and of a message, in those of an F or a B, for which no order is to be longer."""
