@@ -17,10 +17,8 @@ from raypipe.atomic_write import whole, write_whole
 from raypipe.cli._shared.files import write
 from raypipe.errors import RaypipeError
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.observe.draw.figure_file import save
-from raypipe.observe.draw.gantt import gantt
-from raypipe.observe.draw.perfetto import write_trace
-from raypipe.observe.timelines import save_timelines
+from raypipe.observe.draw.figures import gantt, save
+from raypipe.observe.timelines import save_timelines, write_trace
 from raypipe.plan.plan import Plan
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable

@@ -144,7 +144,7 @@ def emulate(
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
         found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas, policy, clip_every)
     if trace is not None:
-        from raypipe.observe.draw.perfetto import write_trace
+        from raypipe.observe.timelines import write_trace
 
         write_trace(found.timeline, trace)
     result = {

@@ -146,19 +146,18 @@ def _show(
 
         _write(text_file, "\n".join(to_text(each.schedule) for each in made))
     if plot is not None:
-        from raypipe.observe.draw.figure_file import save
-        from raypipe.observe.draw.gantt import gantt
+        from raypipe.observe.draw.figures import gantt, save
 
         save(gantt(timelines, critical=critical), plot)
         _said(plot)
     if memory_plot is not None:
-        from raypipe.observe.draw.figure_file import save
-        from raypipe.observe.draw.plots import memory_plot as drawn_memory
+        from raypipe.observe.draw.figures import memory_plot as drawn_memory
+        from raypipe.observe.draw.figures import save
 
         save(drawn_memory(timelines), memory_plot)
         _said(memory_plot)
     if trace is not None:
-        from raypipe.observe.draw.perfetto import write_trace
+        from raypipe.observe.timelines import write_trace
 
         write_trace(_only("--trace", timelines), trace)
         _said(trace)
@@ -227,7 +226,7 @@ def _only(option: str, items: list[Any]) -> Any:
 
 
 def _check_picture(option: str, path: Path) -> None:
-    from raypipe.observe.draw.figure_file import check_format
+    from raypipe.observe.draw.figures import check_format
 
     try:
         check_format(path)

@@ -51,7 +51,7 @@ def train(
     from raypipe.errors import InterruptionError, RunError, TerminationError, shortest
     from raypipe.job import GptSpec, load_job
     from raypipe.observe.progress import Notes, ProgressView, stderr_console
-    from raypipe.observe.summary import summary_lines
+    from raypipe.observe.run_record import summary_lines
     from raypipe.signals import Terminated
     from raypipe.train import execute, prepare_run
 

@@ -17,7 +17,7 @@ from raypipe.launch.prepared import Prepared
 from raypipe.launch.report_to.reports import Reports
 from raypipe.observe.run_dir import CHECKPOINTS, ask_to_end_soon, go_on, hold
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.observe.summary import summarise
+from raypipe.observe.run_record import summarise
 from raypipe.signals import end_on_signals, ended_by, waiting
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rich.text import Text
 from raypipe.cost.profile import Profile, load_profile
 from raypipe.cost.sizes import times_at
 from raypipe.errors import RaypipeError, SpecError
-from raypipe.explain.causes import Explanation, explain
+from raypipe.explain.causes import Explanation, Lost, explain
 from raypipe.explain.changes import Change, ExplainedPlan, changes
 from raypipe.explain.measured import Measured, TaskTimes, task_times
 from raypipe.explain.mending import MEANING
@@ -23,7 +23,7 @@ from raypipe.explain.recut_frozen import profiled_costs
 from raypipe.explain.replay import Replay
 from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_dir import PROFILE
-from raypipe.observe.run_view.run_record import PLAN, RunRecord
+from raypipe.observe.run_record import PLAN, RunRecord
 from raypipe.observe.tables import text_table
 from raypipe.observe.timelines import FILE
 from raypipe.plan.online.recorded_steps import RecordedSteps, recorded_from_json
@@ -240,14 +240,7 @@ def explanation_table(of: Explained) -> RenderableType:
     title = f"{of.schedule.name} on {of.schedule.devices} devices, {steps}: {seconds(why.step_s)} a step, ideal "
     table = text_table(("cause", "where", "lost", "of the step", "mended alone"), left=("cause", "where"))
     for one in why.causes:
-        place = "all devices" if one.device is None else f"{'link' if one.links else 'device'} {one.device}"
-        table.add_row(
-            one.cause,
-            place,
-            seconds(one.seconds) if one.seconds >= 0 else f"-{seconds(-one.seconds)}",
-            f"{one.seconds / why.step_s:.1%}" if why.step_s else "",
-            seconds(one.what_if_step_s),
-        )
+        table.add_row(*cause_cells(of, one))
     parts: list[RenderableType] = [Text(f"{title}{seconds(why.ideal_s)}{share}", style="bold"), table]
     parts += [Text(f"{one.cause}: {MEANING[one.cause]}", style="dim") for one in why.causes[:TOLD]]
     parts += [Text(line, style="dim") for line in heat_map(of)]
@@ -268,21 +261,32 @@ def sentence(of: Explained) -> str:
     )
 
 
-def heat_map(of: Explained) -> Iterator[str]:
-    """Return a row per device and a column per cause, darker where more is lost; nothing where nothing is."""
+def cause_cells(of: Explained, one: Lost) -> list[str]:
+    """Return a cause, where most of it is, its seconds and share of the step, and the step if it alone were mended."""
+    place = "all devices" if one.device is None else f"{'link' if one.links else 'device'} {one.device}"
+    lost = seconds(one.seconds) if one.seconds >= 0 else f"-{seconds(-one.seconds)}"
+    share = f"{one.seconds / of.why.step_s:.1%}" if of.why.step_s else ""
+    return [one.cause, place, lost, share, seconds(one.what_if_step_s)]
+
+
+def most_lost(of: Explained) -> tuple[list[Lost], list[int], float]:
+    """Return the causes of a heat map, its devices (of many, those that lose most), and the most that one loses."""
     causes = [one for one in of.why.causes if one.seconds > 0 and one.devices]
-    if not causes:
-        return
-    most = max(s for one in causes for s in one.devices.values()) or 1.0
     totals = {d: sum(one.devices.get(d, 0.0) for one in causes) for d in range(of.schedule.devices)}
     shown = sorted(sorted(totals, key=lambda d: -totals[d])[:MOST_ROWS])
+    return causes, shown, max((s for one in causes for s in one.devices.values()), default=0.0) or 1.0
+
+
+def heat_map(of: Explained) -> Iterator[str]:
+    """Return a row per device and a column per cause, darker where more is lost; nothing where nothing is."""
+    causes, shown, most = most_lost(of)
+    if not causes:
+        return
     width = max(len(one.cause) for one in causes)
     yield f"{'device':>8}  " + "  ".join(f"{one.cause:^{width}}" for one in causes)
     for device in shown:
-        cells = []
-        for one in causes:
-            level = one.devices.get(device, 0.0) / most
-            cells.append(f"{SHADES[min(len(SHADES) - 1, round(level * (len(SHADES) - 1)))] * 3:^{width}}")
+        levels = (one.devices.get(device, 0.0) / most for one in causes)
+        cells = (f"{SHADES[round(level * (len(SHADES) - 1))] * 3:^{width}}" for level in levels)
         yield f"{device:>8}  " + "  ".join(cells)
-    if len(shown) < len(totals):
-        yield f"          ({len(totals) - len(shown)} devices that lose less are not shown)"
+    if len(shown) < of.schedule.devices:
+        yield f"          ({of.schedule.devices - len(shown)} devices that lose less are not shown)"

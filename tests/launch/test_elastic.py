@@ -19,7 +19,7 @@ from raypipe.launch.plans import with_plan
 from raypipe.launch.prepared import Prepared
 from raypipe.observe.run_dir import PROFILE, ask_to_stop, asked_to_stop
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.observe.summary import summarise
+from raypipe.observe.run_record import summarise
 from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
 from raypipe.runtime.group import standby

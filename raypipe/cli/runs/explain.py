@@ -39,11 +39,11 @@ def explain(
     Reads the run's directory only, while the run goes on or afterwards.
     """
     from raypipe.observe.explained_run import explain_run
-    from raypipe.observe.run_view.run_record import as_runs_write, read_run
+    from raypipe.observe.run_record import as_runs_write, read_run
     from raypipe.observe.strict_json import strict_json
 
     if plot is not None:
-        from raypipe.observe.draw.figure_file import check_format
+        from raypipe.observe.draw.figures import check_format
 
         check_format(plot)
     for file in (json_file, plot):
@@ -53,8 +53,7 @@ def explain(
     with as_runs_write(run_dir):
         found = explain_run(run, profile)
     if plot is not None:
-        from raypipe.observe.draw.figure_file import save
-        from raypipe.observe.draw.gantt import gantt
+        from raypipe.observe.draw.figures import gantt, save
 
         save(gantt([found.timeline], time_label="seconds", critical=True), plot)
     if json_file is not None:

@@ -20,8 +20,8 @@ def report(
     ] = None,
 ) -> None:
     """Write a run as one HTML file: predicted beside measured, losses, plans compared, memory, events."""
-    from raypipe.observe.report.page import report_page
-    from raypipe.observe.run_view.run_record import as_runs_write, comparison_lines, read_run
+    from raypipe.observe.report import report_page
+    from raypipe.observe.run_record import as_runs_write, comparison_lines, read_run
 
     target = file if file is not None else run_dir / "report.html"
     if file is not None:

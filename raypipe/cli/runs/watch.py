@@ -18,8 +18,8 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    from raypipe.observe.run_view.live_table import live_table
-    from raypipe.observe.run_view.run_record import as_runs_write, read_run
+    from raypipe.observe.progress import live_table
+    from raypipe.observe.run_record import as_runs_write, read_run
 
     console = Console()
     run = read_run(run_dir)

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from raypipe.atomic_write import write_whole
-from raypipe.observe.draw.caption import folded
-from raypipe.observe.draw.figure_file import save
-from raypipe.observe.draw.gantt import gantt
-from raypipe.observe.draw.plots import memory_plot
+from raypipe.observe.draw.figures import gantt, memory_plot, save
+from raypipe.observe.draw.terminal import folded
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.versions import weight_versions

@@ -19,7 +19,6 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from raypipe.observe.draw.caption import caption
 from raypipe.observe.draw.palette import LOOKS
 from raypipe.schedule.ir import Task
 from raypipe.schedule.kinds import BACKWARD, NETWORK, TRAITS
@@ -180,3 +179,26 @@ def _exact(time: float) -> Fraction | None:
 
 def _gcd(a: Fraction, b: Fraction) -> Fraction:
     return Fraction(math.gcd(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator)
+
+
+def caption(timeline: Timeline) -> str:
+    """Return a line with name, makespan, bubble ratio and peak activations per device."""
+    return (
+        f"{timeline.schedule.name}: makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_ratio:.1f} %, "
+        f"peak activations {folded(timeline.peak_activations)}"
+    )
+
+
+def folded(values: Sequence[float]) -> str:
+    """Join the values; runs of three or more equal values are folded, and the middle of a long list is left out.
+
+    >>> folded([4, 3, 2, 1]), folded([16, 16, 16, 8])
+    ('4 3 2 1', '16 (x3) 8')
+    """
+    words = []
+    for value, same in groupby(values):
+        times = len(list(same))
+        words += [f"{value:g} (x{times})"] if times > 2 else [f"{value:g}"] * times
+    if len(words) > 12:
+        words = [*words[:4], "...", *words[-4:]]
+    return " ".join(words)

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from raypipe.errors import RequestError
-from raypipe.observe.draw.perfetto import trace, write_trace
+from raypipe.observe.timelines import trace, write_trace
 from raypipe.schedule.deps import link
 from raypipe.simulate.timeline import live_activations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.observe.run_log import RunLog, rewind
-from raypipe.observe.summary import WARM_STEPS, Units, summarise, summary_lines
+from raypipe.observe.run_record import WARM_STEPS, Units, summarise, summary_lines
 
 PLAN = {"schedule": "1f1b", "stages": 2, "replicas": 1, "microbatch": 4}
 COUNTS = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1, "p2p": 16}

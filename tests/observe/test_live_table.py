@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from raypipe.cli import run as command
+from raypipe.observe.progress import CURVE, curve, live_table
 from raypipe.observe.run_log import RunLog
-from raypipe.observe.run_view.live_table import CURVE, curve, live_table
-from raypipe.observe.run_view.run_record import read_run
+from raypipe.observe.run_record import read_run
 
 
 def step(number: int, loss: float | None = None) -> dict[str, object]:
