@@ -17,11 +17,8 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.stages import frozen_stages
 from raypipe.errors import ScheduleError
 from raypipe.explain.causes import Explanation, Lost
-from raypipe.explain.measured import Measured
-from raypipe.explain.mending import Cause
-from raypipe.explain.recut import Cut, better_cut, costs_of_cut, layer_shares
-from raypipe.explain.recut_frozen import RecutFrozen
-from raypipe.explain.replay import Replay
+from raypipe.explain.recut import Cut, RecutFrozen, better_cut, costs_of_cut, layer_shares
+from raypipe.explain.replay import Cause, Replay
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.online.better_order import Running, better_plan, runs_ahead, step_seconds
 from raypipe.plan.online.calibrate import fit_costs
@@ -30,7 +27,6 @@ from raypipe.schedule import SCHEDULES
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import peak_activations
-from raypipe.simulate.timeline import Span, Timeline
 
 SAME_MEMORY = ("1f1b", "zb-h1")
 """Schedules of one stage a device that never hold more activations than 1F1B; the others are only tried if they fit."""
@@ -131,7 +127,7 @@ def _plans(found: Explanation, replay: Replay, planned: ExplainedPlan) -> Iterat
     plan, of = planned.plan, replay.of
     if of.schedule.versions != "flush":
         return
-    costs = fit_costs([_timeline(of, k) for k in range(len(of.steps))])
+    costs = fit_costs([of.timeline(step) for step in of.steps])
     ahead = of.norm == "optimistic"
     now = step_seconds(of.schedule, costs, planned.clips, ahead)
 
@@ -164,19 +160,6 @@ def _plans(found: Explanation, replay: Replay, planned: ExplainedPlan) -> Iterat
         if seconds is not None:
             keys = {f"parallel.{k}": getattr(parallel, k) for k in ("schedule", "microbatch")}
             yield change(what, seconds, "warm-up", keys)
-
-
-def _timeline(of: Measured, k: int) -> Timeline:
-    step = of.steps[k]
-    zero = min(float(t[:, 0].min()) for t in step.times if len(t))
-    rows = zip(of.schedule.orders, step.times, strict=True)
-    return Timeline(
-        of.schedule,
-        tuple(
-            tuple(Span(task, float(a) - zero, float(b) - zero) for task, (a, b) in zip(order, times, strict=True))
-            for order, times in rows
-        ),
-    )
 
 
 def _other_cut(replay: Replay, planned: ExplainedPlan, costs: CostTable, ahead: bool) -> tuple[Cut, float] | None:

@@ -18,9 +18,8 @@ from raypipe.errors import RaypipeError, SpecError
 from raypipe.explain.causes import Explanation, Lost, explain
 from raypipe.explain.changes import Change, ExplainedPlan, changes
 from raypipe.explain.measured import Measured, TaskTimes, task_times
-from raypipe.explain.mending import MEANING
-from raypipe.explain.recut_frozen import profiled_costs
-from raypipe.explain.replay import Replay
+from raypipe.explain.recut import profiled_costs
+from raypipe.explain.replay import MEANING, Replay
 from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_dir import PROFILE
 from raypipe.observe.run_record import PLAN, RunRecord
@@ -35,7 +34,7 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import COMPUTE, Kind
 from raypipe.schedule.lowering.norm_policy import NORM_POLICIES
 from raypipe.schedule.passes.sync import BY_LAYER
-from raypipe.simulate.timeline import Span, Timeline
+from raypipe.simulate.timeline import Timeline
 
 NOTHING_BETTER = "nothing that was tried makes steps shorter"
 
@@ -124,23 +123,12 @@ def explained(of: Measured, planned: ExplainedPlan | None = None, notes: list[st
     replay = Replay(of)
     found = explain(replay)
     counted = of.steps[replay.counted]
-    newest = of.steps[-1]
-    zero = min(float(t[:, 0].min()) for t in newest.times if len(t))
-    spans = tuple(
-        tuple(
-            sorted(
-                (Span(task, float(a) - zero, float(b) - zero) for task, (a, b) in zip(order, t, strict=True)),
-                key=lambda span: span.start,
-            )
-        )
-        for order, t in zip(of.schedule.orders, newest.times, strict=True)
-    )
     return Explained(
         found,
         tuple(changes(found, replay, planned)),
         of.schedule,
         (counted[0].number, counted[-1].number),
-        Timeline(of.schedule, spans),
+        of.timeline(of.steps[-1]),
         tuple(notes or ()),
     )
 
