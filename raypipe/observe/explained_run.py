@@ -24,12 +24,11 @@ from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_dir import PROFILE
 from raypipe.observe.run_record import PLAN, RunRecord
 from raypipe.observe.tables import text_table
-from raypipe.observe.timelines import FILE
+from raypipe.observe.timelines import FILE, lanes_of
 from raypipe.plan.online.recorded_steps import RecordedSteps, recorded_from_json
 from raypipe.plan.plan import Plan, load_plan
 from raypipe.schedule.deps import link
 from raypipe.schedule.faults import check_links
-from raypipe.schedule.forms.text import parse_task
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import COMPUTE, Kind
 from raypipe.schedule.lowering.norm_policy import NORM_POLICIES
@@ -97,7 +96,7 @@ def explain_run(run: RunRecord, profile: Path | None = None) -> Explained:
     costs = None
     if plan is not None and known is not None:
         try:
-            costs = _planned_times(plan, known, recorded.schedule)
+            costs = task_times(recorded.schedule, profiled_costs(known, plan, recorded.schedule))
         except RaypipeError as error:
             if profile is not None:
                 raise
@@ -157,15 +156,6 @@ def _profile(run: RunRecord, given: Path | None) -> Profile | None:
         return None
 
 
-def _planned_times(plan: Plan, profile: Profile, schedule: Schedule) -> TaskTimes:
-    """Return the times of each stage's tasks by the profile.
-
-    Raises:
-        RaypipeError: it is of another model.
-    """
-    return task_times(schedule, profiled_costs(profile, plan, schedule))
-
-
 def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Measured) -> ExplainedPlan | None:
     train = run.job.get("train")
     batch = train.get("batch") if isinstance(train, dict) else None
@@ -183,14 +173,10 @@ def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Mea
 def _earlier(step: Any) -> TaskTimes:
     """The task times of the run's own prediction, which are means of its first steps; nothing if there is none."""
     each: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    try:
-        for lane in step["spans"]:
-            for span in lane:
-                task = parse_task(span["task"])
-                if task.kind in COMPUTE:
-                    each[task.kind, task.stage].append((float(span["end"]) - float(span["start"])) / len(task.mbs))
-    except (KeyError, TypeError, ValueError, RaypipeError):
-        return {}
+    for lane in lanes_of(step) or ():
+        for task, start, end in lane:
+            if task.kind in COMPUTE:
+                each[task.kind, task.stage].append((end - start) / len(task.mbs))
     return {key: fmean(values) for key, values in each.items()}
 
 

@@ -23,9 +23,8 @@ from raypipe.observe.draw.palette import fill, ink
 from raypipe.observe.explained_run import Explained, cause_cells, explain_run, most_lost, sentence
 from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_record import RunRecord, event_sentences, memory_rows
+from raypipe.observe.timelines import Lanes, lanes_of
 from raypipe.plan.reasons import gib
-from raypipe.schedule.forms.text import parse_task
-from raypipe.schedule.ir import Task
 from raypipe.schedule.kinds import NETWORK, TRAITS
 
 DRAWN_TASKS = 20_000
@@ -33,8 +32,6 @@ DOTS = 60
 """Curves of up to so many points show each point."""
 LABEL_FROM = 1.6
 """Boxes of so many percent of the width have room for a character of their label."""
-Lanes = list[list[tuple[Task, float, float]]]
-"""Per device: task, start and end in seconds."""
 Points = Sequence[tuple[float, float | None]]
 """Step and value; None or a number that is not finite interrupts the curve."""
 
@@ -105,14 +102,6 @@ def _steps(run: RunRecord) -> dict[str, Any]:
         steps.append({"name": name, "facts": facts, "lanes": list(_boxes(lanes, end_s))})
     kinds = sorted({task.kind for task, _, _ in spans}, key=list(TRAITS).index)
     return {"steps": steps, "kinds": ", ".join(f"{kind} {TRAITS[kind].what}" for kind in kinds)}
-
-
-def lanes_of(step: Any) -> Lanes | None:
-    """Read ``predicted`` or ``measured`` of timeline.json; None if it is missing or damaged."""
-    try:
-        return [[(parse_task(s["task"]), float(s["start"]), float(s["end"])) for s in lane] for lane in step["spans"]]
-    except (KeyError, TypeError, ValueError, RaypipeError):
-        return None
 
 
 def _boxes(lanes: Lanes, end_s: float) -> Iterator[list[dict[str, Any]]]:

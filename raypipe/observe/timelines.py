@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.atomic_write import write_whole
-from raypipe.errors import RequestError
+from raypipe.errors import RaypipeError, RequestError
 from raypipe.observe.draw.palette import LOOKS
 from raypipe.observe.strict_json import strict_json
 from raypipe.plan.online.recorded_steps import FEWEST, RecordedSteps
 from raypipe.schedule.deps import TaskGraph, link
+from raypipe.schedule.forms.text import parse_task
+from raypipe.schedule.ir import Task
 from raypipe.schedule.kinds import BOOKKEEPING, NETWORK
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.simulate.timeline import Timeline, live_activations
@@ -26,6 +28,8 @@ EVERY_S = 10.0
 """Shortest time between two writes while a run is at work."""
 SHARE = 0.005
 """Most of the driver's time that they take."""
+Lanes = list[list[tuple[Task, float, float]]]
+"""Per device: task, start and end in seconds."""
 
 
 def save_timelines(
@@ -58,6 +62,14 @@ def _as_json(timeline: Timeline | None) -> dict[str, Any] | None:
             [{"task": str(task), "start": start, "end": end} for task, start, end in spans] for spans in timeline.spans
         ],
     }
+
+
+def lanes_of(step: Any) -> Lanes | None:
+    """Read ``predicted`` or ``measured`` of timeline.json; None if it is missing or damaged."""
+    try:
+        return [[(parse_task(s["task"]), float(s["start"]), float(s["end"])) for s in lane] for lane in step["spans"]]
+    except (KeyError, TypeError, ValueError, RaypipeError):
+        return None
 
 
 class LiveTimelines:
