@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.atomic_write import whole, write_whole
-from raypipe.cli._shared.files import write
+from raypipe.cli._shared.options import write
 from raypipe.errors import RaypipeError
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.observe.draw.figures import gantt, save

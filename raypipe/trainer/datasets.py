@@ -5,17 +5,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from raypipe.atomic_write import whole
 from raypipe.data.packed import is_packed
 from raypipe.data.ragged import fill_of
 from raypipe.data.rows import Collator, Rows
 from raypipe.errors import SpecError
 from raypipe.models.task import MASK, POSITIONS
+
+if TYPE_CHECKING:
+    from raypipe.data.rows import Collator
 
 LABEL_NAMES = ("label", "label_ids")
 """Other names of the labels, which transformers' collators rename."""
@@ -111,3 +116,24 @@ class Apart:
 
 def _filled(values: Tensor, length: int, fill: int) -> Tensor:
     return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), fill)])
+
+
+def write_rows(chosen: Columns, name: str, directory: Path, collator: Collator | None, seed: int, resume: bool) -> Path:
+    """Write the rows of the dataset ``name``, and return the file.
+
+    With ``resume`` the rows that are there stay: the order of the samples follows from them.
+
+    Raises:
+        SpecError: the rows are not what they should be.
+    """
+    path = directory / "datasets" / f"{name}.npz"
+    if resume and path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    from raypipe.data import columns_of, flat
+
+    chosen.check(f"{name}_dataset")
+    columns = columns_of(chosen, f"{name}_dataset", collator, seed)
+    with whole(path) as partial, partial.open("wb") as out:
+        np.savez(out, **flat(columns))  # type: ignore[arg-type]
+    return path

@@ -30,12 +30,10 @@ from raypipe.launch.callbacks import Callback, Callbacks
 from raypipe.observe.run_dir import RECORD, place
 from raypipe.signals import Terminated, end_on_signals
 from raypipe.train import Prepared, claim, prepare_run, run, saved_job
-from raypipe.trainer.arguments import every, read_arguments, recomputes, train_keys
-from raypipe.trainer.datasets import Columns, collator_of
-from raypipe.trainer.degrees import degrees, microbatch
+from raypipe.trainer.arguments import degrees, every, microbatch, read_arguments, recomputes, train_keys
+from raypipe.trainer.callbacks import GivenCallbacks
+from raypipe.trainer.datasets import Columns, collator_of, write_rows
 from raypipe.trainer.epochs import Epochs, given_loader, trainers_loader
-from raypipe.trainer.figures import Figures
-from raypipe.trainer.given_callbacks import GivenCallbacks
 from raypipe.trainer.given_model import (
     capture_given,
     columns_read,
@@ -44,18 +42,16 @@ from raypipe.trainer.given_model import (
     save_given,
     training_dtype,
 )
-from raypipe.trainer.history import History, PrintedLog
+from raypipe.trainer.history import Figures, History, PrintedLog, state_of, steps_of
 from raypipe.trainer.in_process import generates
-from raypipe.trainer.library.methods import check_overrides
-from raypipe.trainer.optimization.methods import Optimization
-from raypipe.trainer.row_files import write_rows
-from raypipe.trainer.run_state import state_of, steps_of
+from raypipe.trainer.library import check_overrides
+from raypipe.trainer.optimization import Optimization
 from raypipe.trainer.script_loss import script_loss, smoothing_loss, trainers_loss, with_script_loss
 
 if TYPE_CHECKING:
     from raypipe.data.rows import Collator, Rows
+    from raypipe.trainer.callbacks import TrainerCallbacks
     from raypipe.trainer.result import TrainResult
-    from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 
 
 @contextmanager
@@ -464,8 +460,8 @@ class PipelineTrainer(Optimization, Figures):
             return None
         from transformers import TrainerState
 
+        from raypipe.trainer.callbacks import TrainerCallbacks
         from raypipe.trainer.in_process import training_arguments
-        from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 
         history, given = self._history(), {"processing_class": self.processing_class}
         given["model"] = self._model if hasattr(self._model, "named_parameters") else None

@@ -10,9 +10,8 @@ import pytest
 import raypipe
 from raypipe.errors import SpecError
 from raypipe.observe.run_dir import asked_to_evaluate, asked_to_save
-from raypipe.trainer.given_callbacks import GivenCallbacks
+from raypipe.trainer.callbacks import GivenCallbacks, TrainerCallbacks
 from raypipe.trainer.history import History
-from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 from tests.trainer.test_trainer import SMALL, Sums
 
 transformers = pytest.importorskip("transformers")

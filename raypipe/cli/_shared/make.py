@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from typing_extensions import get_type_hints
 
-from raypipe.cli._shared.values import comma_list
+from raypipe.cli._shared.options import comma_list
 from raypipe.errors import RequestError, ScheduleError, nearest
 from raypipe.files import short
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of

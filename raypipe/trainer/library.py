@@ -1,24 +1,71 @@
-"""The fields of ``transformers.TrainingArguments`` and ``Seq2SeqTrainingArguments``.
-
-A field that differs from its default and has no row is refused, so a new release cannot bring one that is ignored.
-"""
+"""A row of the Trainer table: what becomes of one name of ``transformers.Trainer``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
-from raypipe.trainer.library.row import (
-    BY_THE_TRAINER,
-    HONOURED,
-    LibraryRow,
-    honoured,
-    refuse,
-    refused,
-    table,
-    without_effect,
-)
+from raypipe.errors import SpecError
+
+HONOURED, WITHOUT_EFFECT, REFUSED = "honoured", "without effect", "refused"
+BY_THE_TRAINER = object()
+"""In place of a default: not read here, but by code of the Trainer itself that a run uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryRow:
+    """The fate of one name."""
+
+    name: str
+    answer: str
+    """``HONOURED``, ``WITHOUT_EFFECT`` or ``REFUSED``."""
+    words: str
+    """What it becomes; why it has no effect; or what to do instead."""
+    default: Any = BY_THE_TRAINER
+    """Of a field that is translated to a job: the Trainer's default."""
+    old: bool = False
+    """Whether newer releases of transformers do not have it."""
+    only_if: Callable[[], bool] | None = None
+    """Of a field that is refused in some places alone: whether this is one."""
+
+    @property
+    def refuses(self) -> bool:
+        """Return whether a value of it is refused here."""
+        return self.answer == REFUSED and (self.only_if is None or self.only_if())
+
+
+def honoured(name: str, words: str, default: Any = BY_THE_TRAINER, old: bool = False) -> LibraryRow:
+    """Return the row of a name that means here what it means there."""
+    return LibraryRow(name, HONOURED, words, default, old)
+
+
+def without_effect(name: str, words: str, old: bool = False) -> LibraryRow:
+    """Return the row of a name that changes nothing here; ``words`` say why."""
+    return LibraryRow(name, WITHOUT_EFFECT, words, old=old)
+
+
+def refused(name: str, words: str, only_if: Callable[[], bool] | None = None) -> LibraryRow:
+    """Return the row of a name that is an error; ``words`` say what to do instead."""
+    return LibraryRow(name, REFUSED, words, only_if=only_if)
+
+
+def table(*rows: LibraryRow) -> dict[str, LibraryRow]:
+    """Return the rows by name."""
+    return {row.name: row for row in rows}
+
+
+def refuse(rows: Sequence[LibraryRow], prefix: str = "", why: str = "not supported") -> None:
+    """Raise one error that names all of ``rows``, if there are any.
+
+    Raises:
+        SpecError: there are.
+    """
+    if not rows:
+        return
+    where = ", ".join(f"{prefix}{row.name}" for row in rows)
+    fixes = [row.words if len(rows) == 1 else f"{row.name}: {row.words}" for row in rows]
+    raise SpecError(where, f"{'are' if len(rows) > 1 else 'is'} {why}", "; ".join(fixes))
 
 
 def _gpus() -> bool:
@@ -231,3 +278,124 @@ def _is_set(args: Any, field: Field[Any]) -> bool:
 def text(value: Any) -> str:
     """Convert a member of transformers' enumerations to its text."""
     return str(getattr(value, "value", value))
+
+
+CONSTRUCTOR: dict[str, LibraryRow] = table(
+    honoured("model", "an instance trains as it is; also a type, a directory, or a job's `model` section"),
+    honoured("args", "see the fields below; also a dict"),
+    honoured("data_collator", "called once per row, before training"),
+    honoured("train_dataset", "with a length; not an `IterableDataset`"),
+    honoured("eval_dataset", "one; a dict of several is refused"),
+    honoured("processing_class", "the default collator pads with it, and `save_model` writes it"),
+    honoured("model_init", "called once, for the model"),
+    honoured("compute_loss_func", "captured together with the model"),
+    honoured("compute_metrics", "in each validation"),
+    honoured("callbacks", "of `transformers.TrainerCallback`, `raypipe.Callback` and `ray.train.UserCallback`"),
+    honoured("preprocess_logits_for_metrics", "on the devices"),
+    honoured(
+        "optimizers",
+        "read off once: of torch's AdamW, Adam, SGD, Adagrad or RMSprop, groups that differ in lr and weight_decay",
+    ),
+    honoured("optimizer_cls_and_kwargs", "as `optimizers`"),
+)
+
+
+_SCRIPT = "only scripts call it"
+_OWN_LOSS = "compute the loss by compute_loss, which is captured with the model"
+_FIGURES = "compute figures by compute_metrics, and reduce logits by preprocess_logits_for_metrics"
+_OPTIMIZER = "asked once: its class (`train.optimizer`), and groups that differ in lr and weight_decay (`train.groups`)"
+_COLLATE = "give a data_collator, which is called once per row"
+_MESH = "use raypipe.init(dp=, tp=, pp=)"
+_SAVED = "follow checkpoints by a callback's on_save, and name your method otherwise"
+METHODS: dict[str, LibraryRow] = table(
+    honoured("compute_loss", "captured together with the model"),
+    honoured("get_train_dataloader", "its sampler gives the rows of the whole run, its collator each row"),
+    honoured("_get_train_sampler", "gives the rows of the whole run"),
+    honoured("create_optimizer", _OPTIMIZER),
+    honoured("get_optimizer_cls_and_kwargs", _OPTIMIZER),
+    honoured("get_decay_parameter_names", "weight decay by parameter (`train.groups`)"),
+    honoured("create_scheduler", "asked once for the rates of the whole run"),
+    honoured("train", _SCRIPT),
+    honoured("predict", _SCRIPT),
+    honoured("log_metrics", _SCRIPT),
+    honoured("save_metrics", _SCRIPT),
+    honoured("metrics_format", _SCRIPT),
+    honoured("save_state", _SCRIPT),
+    honoured("hyperparameter_search", _SCRIPT + "; without one of your own it is refused"),
+    honoured("create_model_card", _SCRIPT),
+    honoured("push_to_hub", _SCRIPT + "; without one of your own it is refused"),
+    honoured("init_hf_repo", _SCRIPT),
+    honoured("add_callback", "before `train`"),
+    honoured("pop_callback", "before `train`"),
+    honoured("remove_callback", "before `train`"),
+    honoured("get_learning_rates", _SCRIPT),
+    honoured("get_num_trainable_parameters", _SCRIPT),
+    honoured("get_optimizer_group", _SCRIPT),
+    without_effect("floating_point_ops", "the cost model counts them"),
+    without_effect("store_flos", "the cost model counts them"),
+    without_effect("is_local_process_zero", "the script's process is the only one"),
+    without_effect("is_world_process_zero", "the script's process is the only one"),
+    refused("training_step", _OWN_LOSS),
+    refused("compute_loss_context_manager", 'use args.bf16, or job={"train": {"dtype": ...}}'),
+    refused("autocast_smart_context_manager", 'use args.bf16, or job={"train": {"dtype": ...}}'),
+    refused("create_optimizer_and_scheduler", "define create_optimizer and create_scheduler, which are called here"),
+    refused("get_batch_samples", "order the rows by _get_train_sampler or get_train_dataloader"),
+    refused("set_initial_training_values", "set args.max_steps or args.num_train_epochs"),
+    refused("get_total_train_batch_size", "set args.per_device_train_batch_size and gradient_accumulation_steps"),
+    refused("num_examples", "give datasets that have a length"),
+    refused("evaluate", "name your method otherwise and call it after train; " + _FIGURES),
+    refused("evaluation_loop", _FIGURES),
+    refused("prediction_step", _FIGURES),
+    refused("get_eval_dataloader", "give eval_dataset in the order that you want; " + _COLLATE),
+    refused("get_test_dataloader", "give predict the rows in the order that you want; " + _COLLATE),
+    refused("load_generation_config", "give args.generation_config"),
+    refused("log", "read logs by a callback's on_log"),
+    refused("save_model", _SAVED),
+    refused("call_model_init", "give model_init"),
+    refused("create_accelerator_and_postprocess", _MESH),
+    refused("get_cp_size", _MESH),
+    refused("get_sp_size", _MESH),
+    refused("get_tp_size", _MESH),
+    refused("end", "run your code after train"),
+    # Hooks that scripts are known to define, although their names begin with an underscore.
+    refused("_get_eval_sampler", "give eval_dataset in the order that you want"),
+    refused("_prepare_inputs", _COLLATE),
+    refused("_prepare_input", _COLLATE),
+    refused("_remove_unused_columns", "choose columns in the dataset, or set args.remove_unused_columns"),
+    refused("_inner_training_loop", _OWN_LOSS),
+    refused("_maybe_log_save_evaluate", "set a callback's control flags"),
+    refused("_save_checkpoint", _SAVED),
+    refused("_save", _SAVED),
+    refused("_load_from_checkpoint", "give the model with the weights that training starts from"),
+    refused("_load_best_model", "set args.load_best_model_at_end"),
+    refused("_wrap_model", "change the model before it is given"),
+)
+
+
+def check_overrides(kind: type, plain: type) -> None:
+    """Check what a subclass defines.
+
+    Args:
+        kind: the class of a trainer.
+        plain: ``PipelineTrainer``.
+
+    Raises:
+        SpecError: it defines a method of the Trainer that would not be called here.
+    """
+    if kind is plain:
+        return
+    own = {name for each in kind.__mro__ for name in vars(each) if not name.startswith("__")}
+    defined = sorted(name for name in own if getattr(kind, name) is not getattr(plain, name, None))
+    refuse([METHODS[name] for name in defined if name in METHODS and METHODS[name].refuses], f"{kind.__name__}.")
+    others = [name for name in defined if name not in METHODS and name in _library_has()]
+    words = "the Trainer's own loop uses it, which does not run here; use another name if it is your own"
+    refuse([refused(name, words) for name in others], f"{kind.__name__}.")
+
+
+def _library_has() -> set[str]:
+    """Return all names of the installed Trainers."""
+    try:
+        from transformers import Seq2SeqTrainer
+    except ImportError:
+        return set()
+    return set(dir(Seq2SeqTrainer))

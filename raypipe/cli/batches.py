@@ -1,4 +1,4 @@
-"""``raypipe epochs JOB.yaml``: measure epochs to a target loss against the global batch."""
+"""Verbs about the time to an accuracy: epochs measures how many it takes by global batch, hybrid compares by them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from typing import Annotated
 
 import typer
 
-from raypipe.cli._shared.files import check_writable, output, write
-from raypipe.cli._shared.values import comma_list
+from raypipe.cli._shared.options import (
+    File,
+    Overrides,
+    Text,
+    check_writable,
+    comma_list,
+    described_cluster,
+    output,
+    say,
+    write,
+)
 from raypipe.errors import RequestError, nearest
 from raypipe.files import short
 from raypipe.job.field_types import MOST_DEVICES
@@ -47,9 +56,7 @@ def epochs(
         list[str] | None,
         typer.Option("--mp-speedup", metavar="M=SU", help="Speed-up of a step on M devices, for FILE; repeatable."),
     ] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key of the job file: key.path=value; repeatable.")
-    ] = None,
+    override: Overrides = None,
     json: Annotated[bool, typer.Option("--json", help="Print the table and all runs as one JSON object.")] = False,
 ) -> None:
     """Measure epochs to a target loss by really training on this device, with the global batch of N workers."""
@@ -80,11 +87,6 @@ def epochs(
     if target is None:
         raise RequestError("--target", "is missing, and so is train.early_stop.target", "give the validation loss")
     asked = Asked(target, tuple(counts), seeds, max_epochs, rule)
-    console = stderr_console()
-
-    def say(text: str) -> None:
-        console.print(text, style="dim", soft_wrap=True)
-
     say(f"learning rate {spec.train.lr:g} for one worker, scaled by workers: {rule}")
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
         runs = measure_epochs(spec, asked, out.with_name(f"{out.name}.runs.jsonl"), say)
@@ -94,7 +96,7 @@ def epochs(
         raise RequestError("--target", why, "raise it, or --max-epochs")
     write(out, strict_json(table) + "\n")
     for count in left_out:
-        console.print(f"{count} workers are left out: not every seed reached {target}", soft_wrap=True)
+        stderr_console().print(f"{count} workers are left out: not every seed reached {target}", soft_wrap=True)
     if json:
         print(strict_json({**table, "left_out": left_out, "runs": [run._asdict() for run in runs]}))
         return
@@ -115,3 +117,66 @@ def _speedup(text: str) -> tuple[int, float]:
     if found[0] < 2 or not 0 < found[1] < float("inf"):
         raise RequestError("--mp-speedup", f'"{text}" is not a speed-up on 2 devices or more', "write 2=1.3")
     return found
+
+
+def hybrid(
+    epochs: Annotated[Path, typer.Argument(help="Epochs table, such as jobs/epochs-inception-v3.yaml.")],
+    devices: Annotated[
+        Text, typer.Option(metavar="P,P,..", help="Numbers of devices to compare at [those of the table].")
+    ] = None,
+    job: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --cluster: compute the scaling efficiency for this job's batch a worker."
+        ),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", parser=described_cluster, help="Cluster that --job's costs are computed for."),
+    ] = None,
+    plot: Annotated[
+        File,
+        typer.Option(parser=output("--plot"), metavar="FILE", help="Speed-up against devices: .svg, .png or .pdf."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the comparison as one JSON object.")] = False,
+) -> None:
+    """Compare data parallelism with hybrids of data and model parallelism by time to accuracy."""
+    from raypipe.plan.hybrid import compare, load_epochs, workers_needed
+
+    counts = None if devices is None else comma_list("--devices", devices, int)
+    if counts is not None and min(counts) < 1:
+        raise RequestError("--devices", f"{min(counts)} devices train nothing", "give numbers from 1 up")
+    if counts is not None and max(counts) > MOST_DEVICES:
+        raise RequestError("--devices", f"{short(str(max(counts)))} devices", f"use at most {MOST_DEVICES}")
+    if plot is not None:
+        from raypipe.observe.draw.figures import check_format
+
+        check_format(plot)
+    check_writable(plot)
+    table = load_epochs(epochs)
+    if (job is None) != (cluster is None):
+        raise RequestError("--job" if job is None else "--cluster", "is missing", "give both --job and --cluster")
+    if job is not None and cluster is not None:
+        if "scaling_efficiency" in table.model_fields_set:
+            raise RequestError("--job", f"{epochs} gives scaling_efficiency", "leave one of the two out")
+        with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
+            from raypipe.job import load_cluster
+            from raypipe.partition.job_costs import scaling_efficiency
+
+            modelled = scaling_efficiency(job, load_cluster(cluster), workers_needed(table, counts))
+        table = table.model_copy(update={"scaling_efficiency": modelled})
+    found = compare(table, counts)
+    if plot is not None:
+        from raypipe.observe.draw.figures import hybrid_plot, save
+
+        save(hybrid_plot(found, epochs.stem), plot)
+    if json:
+        from raypipe.observe.tables import hybrid_document
+
+        print(strict_json(hybrid_document(found)))
+        return
+    from rich.console import Console
+
+    from raypipe.observe.tables import hybrid_table
+
+    Console(highlight=False).print(hybrid_table(found))
