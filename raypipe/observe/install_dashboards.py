@@ -15,7 +15,7 @@ import yaml
 from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
 from raypipe.files import shipped
-from raypipe.job.yaml_text import parse_yaml
+from raypipe.job.reading import parse_yaml
 
 OPTION = "--to"
 OURS = "raypipe"

@@ -9,7 +9,7 @@ import ray
 
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
-from raypipe.job.recompute_layers import layers_to_recompute
+from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.plan.online.better_order import Running

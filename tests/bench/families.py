@@ -31,7 +31,7 @@ from raypipe.checkpoint import commit, write_shard
 from raypipe.errors import SpecError
 from raypipe.export import export
 from raypipe.job import HfSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models.sources.hugging_face import CLASSES, HuggingFace
 from raypipe.observe.run_dir import RECORD
 

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from raypipe.errors import RunError, SpecError
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.launch import elastic as module
 from raypipe.launch.elastic import Elastic
 from raypipe.launch.plans import with_plan

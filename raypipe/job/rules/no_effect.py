@@ -13,6 +13,9 @@ from raypipe.job.model_spec import GptSpec, ModelSpec
 from raypipe.job.parallel_spec import BUDGET, ParallelSpec
 from raypipe.job.train_spec import TrainSpec
 
+BrokenRule = tuple[str, str, str]
+"""The key of a rule that a job breaks, the reason, and what to do."""
+
 
 class Parts(NamedTuple):
     """The parts of a job that keys are in."""
@@ -197,7 +200,7 @@ RULES = (
 )
 
 
-def without_effect(job: Parts) -> Iterator[tuple[str, str, str]]:
+def without_effect(job: Parts) -> Iterator[BrokenRule]:
     """Yield the keys that have no effect in a job, why, and what to do."""
     for rule in RULES:
         if rule.used(job):

@@ -22,7 +22,7 @@ import ray
 
 from raypipe.checkpoint import ShardInfo, Snapshot, write_snapshot
 from raypipe.data import declared_fields, prepare_data
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect

@@ -29,7 +29,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_dir import ask_to_stop
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.runtime.setup.communicators import own_address
 from tests.bench.runtime.kill_driver import text_in
 from tests.ray_head import free_ports, ray_head

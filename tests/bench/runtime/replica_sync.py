@@ -28,8 +28,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from raypipe.data import declared_fields, prepare_data
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.online.tune_first_k import JUDGE_AT

@@ -25,8 +25,7 @@ from statistics import median
 from typing import Any
 
 from raypipe.data import declared_fields, known_fields, prepare_data
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.online.better_order import step_seconds

@@ -18,8 +18,7 @@ from raypipe.cost.profile import Profile, load_profile
 from raypipe.errors import RequestError
 from raypipe.graph.placement.problem import load_problem
 from raypipe.job import load_cluster, load_job
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.launch.plan_file import given_plan
 from raypipe.launch.plans import make_plan
 from raypipe.partition.job_costs import job_profile

@@ -14,7 +14,7 @@ from raypipe.checkpoint import open_checkpoint
 from raypipe.data import known_fields, open_data
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, load_cluster
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.choose import choose

@@ -15,7 +15,7 @@ from raypipe.checkpoint import Checkpoint, open_checkpoint
 from raypipe.data import known_fields, open_data
 from raypipe.errors import CaptureError, RaypipeError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from raypipe.models.task import Field
 from raypipe.profiling import profile_and_plan

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypipe.graph.stages.links import stage_graph, stages_of
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
 from tests.capture.models import FAMILIES
 from tests.runtime.runs.eager_reference import keyed, with_values

@@ -15,7 +15,7 @@ from torch import Tensor
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.errors import DivergenceError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.observe.run_log import METRICS
 from raypipe.runtime.state.state import TensorPiece, not_finite
 from tests.exhaustive import exhaustive

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.data import prepare
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raypipe.data import known_fields, open_data
 from raypipe.errors import CaptureError, SpecError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.eager_reference import with_values

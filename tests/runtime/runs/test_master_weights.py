@@ -12,8 +12,7 @@ from torch import nn
 from raypipe.checkpoint import open_checkpoint
 from raypipe.data import Corpus
 from raypipe.errors import SpecError
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers, random_keys
 from raypipe.runtime.update.master_weights import updated_tensor

@@ -16,7 +16,7 @@ from raypipe.checkpoint import open_checkpoint
 from raypipe.data import declared_fields, known_fields, open_data, prepare_data
 from raypipe.errors import DivergenceError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, read_rows
 from tests.exhaustive import exhaustive

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raypipe.data import Arrays, Ragged, flat, known_fields
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import GptLayers, build_model, random_keys
 from tests.capture.models import FAMILIES
 from tests.exhaustive import exhaustive

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from raypipe.models.own_loss import OwnLoss
 from raypipe.models.task import NextToken

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.observe.run_log import EVENTS, read_rows
 from tests.hosts import hosts, ray_cluster
 from tests.runtime.runs.plain_training import plain_losses

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.observe.run_log import EVENTS, read_rows
 from tests.hosts import Host, hosts, ray_cluster
 from tests.runtime.runs.plain_training import plain_losses
