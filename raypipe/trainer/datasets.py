@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from raypipe.atomic_write import whole
-from raypipe.data.packed import is_packed
-from raypipe.data.ragged import fill_of
+from raypipe.data.ragged import fill_of, is_packed
 from raypipe.data.rows import Collator, Rows
 from raypipe.errors import SpecError
 from raypipe.models.task import MASK, POSITIONS
