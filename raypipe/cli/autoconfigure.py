@@ -11,7 +11,7 @@ import typer
 
 from raypipe.cli._shared.options import DAY_S, check_writable, described_cluster, output, write
 from raypipe.errors import RequestError, nearest
-from raypipe.observe.strict_json import strict_json
+from raypipe.files import strict_json
 
 if TYPE_CHECKING:
     from raypipe.cost.profile import Profile

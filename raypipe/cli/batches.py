@@ -21,9 +21,8 @@ from raypipe.cli._shared.options import (
     write,
 )
 from raypipe.errors import RequestError, nearest
-from raypipe.files import short
+from raypipe.files import short, strict_json
 from raypipe.job.field_types import MOST_DEVICES
-from raypipe.observe.strict_json import strict_json
 
 SCALINGS = ("linear", "sqrt", "none")
 MOST_EPOCHS, MOST_SEEDS = 1_000_000, 1000

@@ -22,7 +22,7 @@ from raypipe.cli._shared.options import (
     write,
 )
 from raypipe.errors import RequestError
-from raypipe.observe.strict_json import strict_json
+from raypipe.files import strict_json
 
 WIDTHS = {"profile": 110, "partition": 130}
 """Columns that the tables need; a narrower terminal wraps lines, which is more legible than truncated figures."""

@@ -1,4 +1,4 @@
-"""``raypipe schedule`` generates a schedule, simulates and shows it; ``emulate`` runs it with timed waits, not kernels."""
+"""``raypipe schedule`` makes a schedule, simulates and shows it; ``emulate`` runs it with timed waits, not kernels."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ from raypipe.cli._shared.options import (
     output,
 )
 from raypipe.errors import RequestError, nearest
-from raypipe.files import short
+from raypipe.files import short, strict_json
 from raypipe.job.parallel_spec import Innermost
-from raypipe.observe.strict_json import strict_json
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NORM_POLICIES, parse_norm_policy
@@ -141,7 +140,7 @@ def _show(
 
     timelines = [simulate(each.schedule, each.costs) for each in made]
     if json_file is not None:
-        from raypipe.observe.result import result
+        from raypipe.observe.tables import result
 
         found = [{**result(t, each.costs), **_proof(each)} for t, each in zip(timelines, made, strict=True)]
         _json(found[0] if len(found) == 1 else {"schedules": found}, json_file)
@@ -166,7 +165,7 @@ def _show(
         write_trace(_only("--trace", timelines), trace)
         _said(trace)
     if csv is not None:
-        from raypipe.schedule.forms.torch_csv import to_torch_csv
+        from raypipe.schedule.forms.text import to_torch_csv
 
         _write(csv, to_torch_csv(_only("--csv", made).schedule))
     if not any((json_file, text_file, plot, memory_plot, trace, csv)):

@@ -52,10 +52,10 @@ def train(
 ) -> None:
     """Train a model on Ray as described by a job file."""
     from raypipe.errors import InterruptionError, RunError, TerminationError, shortest
+    from raypipe.files import strict_json
     from raypipe.job import GptSpec, load_job
     from raypipe.observe.progress import Notes, ProgressView, stderr_console
     from raypipe.observe.run_record import summary_lines
-    from raypipe.observe.strict_json import strict_json
     from raypipe.signals import Terminated
     from raypipe.train import execute, prepare_run
 

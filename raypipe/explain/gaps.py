@@ -22,7 +22,7 @@ from raypipe.explain.measured import Measured
 from raypipe.plan.online.recorded_steps import RecordedStep, StepWaits
 from raypipe.schedule.deps import TaskGraph
 from raypipe.schedule.kinds import NETWORK
-from raypipe.schedule.sharding.collectives import Collective, collectives
+from raypipe.schedule.sharding import Collective, collectives
 from raypipe.simulate.cyclic import Edges, carried, merge, wait_for_norm
 from raypipe.simulate.series import all_reduces_before_updates
 
@@ -282,8 +282,8 @@ class Gap:
 
 # How long messages were under way, where devices measured how long they waited for them (on CPUs).
 #
-# The end of a wait is the arrival of a message, and what is left of the gap before the task is the host's. A link carries
-# its messages one after another, so a message's own way begins when the one before it has come.
+# The end of a wait is the arrival of a message, and what is left of the gap before the task is the host's. A link
+# carries its messages one after another, so a message's own way begins when the one before it has come.
 
 
 @dataclass(slots=True)

@@ -103,10 +103,10 @@ def _neighbours(cut: Cut) -> list[Cut]:
 
 # Other cuts of a model with frozen layers, costed by its profile.
 #
-# Measured stages do not say what their layers would take in other stages: a frozen stage before the first trained one has
-# no backward to measure, and a trained one no more than the sum over its layers. So the profile's times of every layer
-# are scaled until the present stages take what was measured, and cuts are costed as the planner costs them; each has the
-# schedule that is left by its own frozen stages.
+# Measured stages do not say what their layers would take in other stages: a frozen stage before the first trained one
+# has no backward to measure, and a trained one no more than the sum over its layers. So the profile's times of every
+# layer are scaled until the present stages take what was measured, and cuts are costed as the planner costs them; each
+# has the schedule that is left by its own frozen stages.
 
 
 def profiled_costs(profile: Profile, plan: Plan, schedule: Schedule, cut: Cut | None = None) -> CostTable:

@@ -12,7 +12,7 @@ from raypipe.errors import ScheduleError, SpecError, nearest
 from raypipe.files import expanded
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.schedule import SCHEDULES, generate
-from raypipe.schedule.forms.schedule_file import load
+from raypipe.schedule.forms.json_form import load
 from raypipe.schedule.ir import Schedule, Sharding, StageGraph
 from raypipe.schedule.kinds import BOOKKEEPING, SHARDED
 from raypipe.schedule.live_activations import check_memory, peak_activations

@@ -1,8 +1,8 @@
 """The report of a run as one HTML page that needs nothing else: no network, no script, no font, no picture file.
 
-``report.html`` is its template, which escapes every text; here are the figures that it shows. Curves over steps fill the
-width of the page. A step has a lane per device and a box per task that explains itself under the pointer; its places are
-percentages, so that the picture can be widened (zoomed into) without scaling its text.
+``report.html`` is its template, which escapes every text; here are the figures that it shows. Curves over steps fill
+the width of the page. A step has a lane per device and a box per task that explains itself under the pointer; its
+places are percentages, so that the picture can be widened (zoomed into) without scaling its text.
 """
 
 from __future__ import annotations
@@ -295,9 +295,12 @@ def _explanation(run: RunRecord) -> dict[str, Any] | str:
     except RaypipeError as error:
         return str(error)
     why, (first, last) = found.why, found.steps
+    about = (
+        f"Steps {first} to {last}: {seconds(why.step_s)} a step; the same work divided evenly over all devices "
+        f"that never wait would take {seconds(why.ideal_s)}. What is between, by cause:"
+    )
     return {
-        "about": f"Steps {first} to {last}: {seconds(why.step_s)} a step; the same work divided evenly over all devices "
-        f"that never wait would take {seconds(why.ideal_s)}. What is between, by cause:",
+        "about": about,
         "causes": [[*cause_cells(found, lost), MEANING[lost.cause]] for lost in why.causes],
         "heat": _heat_map(found),
         "sentence": sentence(found),

@@ -13,8 +13,8 @@ from typing import Any
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import RaypipeError, RequestError
+from raypipe.files import strict_json
 from raypipe.observe.draw.palette import LOOKS
-from raypipe.observe.strict_json import strict_json
 from raypipe.plan.online.recorded_steps import FEWEST, RecordedSteps
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.forms.text import parse_task

@@ -29,7 +29,7 @@ from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program, check_counted, edges, programs, step_programs
 from raypipe.schedule.lowering.safe_order import gpu_programs
 from raypipe.schedule.passes import forwards_alone
-from raypipe.schedule.sharding.members import shard_members
+from raypipe.schedule.sharding import shard_members
 
 
 def set_up(

@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
-from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Backward, Rules, Schedule, StageGraph, Task, backwards
+from raypipe.schedule.ir import Backward, Rules, Schedule, StageGraph, Task, backwards, grid
 from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, BW, GRADIENTS, KINDS, READS_WEIGHTS, WEIGHT_GRADIENTS, Kind
 
 

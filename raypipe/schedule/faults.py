@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import TaskGraph
-from raypipe.schedule.grid import grid
+from raypipe.schedule.ir import grid
 from raypipe.schedule.walk import WalkTimes
 
 

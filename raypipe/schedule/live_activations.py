@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Backward, Schedule, Task
+from raypipe.schedule.ir import Backward, Schedule, Task, grid
 
 
 def recomputed_pairs(schedule: Schedule) -> set[tuple[int, int]]:

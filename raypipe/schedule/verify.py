@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran, fault_at
-from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import ZERO_LEVELS, Backward, Schedule, Sharding
+from raypipe.schedule.ir import ZERO_LEVELS, Backward, Schedule, Sharding, grid
 from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, READS_WEIGHTS, SHARDED, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.live_activations import check_memory
-from raypipe.schedule.sharding.collectives import collectives
+from raypipe.schedule.sharding import collectives
 from raypipe.schedule.versions import check_versions
 from raypipe.schedule.walk import walk
 

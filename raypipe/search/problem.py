@@ -12,11 +12,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.costs import CostTable
+from raypipe.schedule.costs import CostTable, delays
 from raypipe.schedule.deps import dependencies
 from raypipe.schedule.ir import Backward, Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.kinds import BW, JOINT, Kind
-from raypipe.schedule.latency import delays
 
 DeviceOrders = list[list[int]]
 """Per device, its tasks in the order they run."""

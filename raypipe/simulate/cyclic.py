@@ -9,13 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.costs import CostTable
+from raypipe.schedule.costs import Comm, CostTable, delays
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BOOKKEEPING, NETWORK, WEIGHT_GRADIENTS, Kind
-from raypipe.schedule.latency import Comm, delays
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.versions import unroll

@@ -18,8 +18,8 @@ from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.norm_policy import NormPolicy
-from raypipe.schedule.sharding.collectives import Collective
-from raypipe.schedule.sharding.collectives import collectives as collectives_of
+from raypipe.schedule.sharding import Collective
+from raypipe.schedule.sharding import collectives as collectives_of
 from raypipe.schedule.walk import WalkTimes, dependency_lags
 from raypipe.simulate.cyclic import CyclicGraph, cyclic
 from raypipe.simulate.engine import simulate

@@ -150,7 +150,7 @@ class Optimization:
 
 # The optimizer that the Hugging Face Trainer would make, or that a script makes, as keys of ``train``.
 #
-# Its parameter groups become ``train.groups``: who a parameter is, is known by identity, and the workers know it by name.
+# Its parameter groups become ``train.groups``: who a parameter is, is known by identity, and the workers know its name.
 
 
 CLASSES = {kind.made_by: (name, kind.options) for name, kind in OPTIMIZERS.items()}

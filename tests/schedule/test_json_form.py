@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.json_form import from_json, to_json
-from raypipe.schedule.forms.schedule_file import load
+from raypipe.schedule.forms.json_form import from_json, load, to_json
 from raypipe.schedule.forms.text import from_text, parse_task
 from raypipe.schedule.ir import Rules, Schedule, StageGraph
 

@@ -6,8 +6,7 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate
-from raypipe.schedule.forms.text import from_text
-from raypipe.schedule.forms.torch_csv import to_torch_csv
+from raypipe.schedule.forms.text import from_text, to_torch_csv
 
 SPLIT = from_text(
     "device 0: 0F0 0F1 0B0 0W0 0BW1 0AR 0U\ndevice 1: 1F0 1B0 1F1 1BW1 1W0 1AR 1U\n", "split"

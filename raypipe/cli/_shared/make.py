@@ -133,7 +133,7 @@ def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | No
     Raises:
         RequestError: the file is not a schedule, or its schedule cannot run.
     """
-    from raypipe.schedule.forms.schedule_file import load
+    from raypipe.schedule.forms.json_form import load
     from raypipe.schedule.live_activations import check_memory
     from raypipe.schedule.verify import verify
 

@@ -1,10 +1,10 @@
-"""Write the pages of ``docs/reference`` that follow from the code: verbs, keys of job and cluster files, Trainer's names.
+"""Write the pages of ``docs/reference`` that follow from the code: verbs, keys of files, names of the Trainer.
 
     python -m raypipe.cli._shared.reference docs/reference
 
 A verb's options come from the parameters of its function; a key's meaning is the docstring under its field, its values
-and default come from pydantic's JSON schema; a name of the Trainer has a row in ``trainer/library.py``. So a page agrees
-with what is checked. ``tests/cli/test_reference.py`` fails if a page is out of date.
+and default come from pydantic's JSON schema; a name of the Trainer has a row in ``trainer/library.py``. So a page
+agrees with what is checked. ``tests/cli/test_reference.py`` fails if a page is out of date.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _anchor(title: str) -> str:
 
 
 def trainer_page() -> str:
-    """Return the page of the Trainer's names: a table for its arguments, for each kind of field, and for its methods."""
+    """Return the page of the Trainer's names: a table for its arguments, each kind of field, and its methods."""
     of_arguments = {f"TrainingArguments: {t[0].lower()}{t[1:]}": rows.values() for t, rows in SECTIONS.items()}
     methods = "Methods\n\nOf a subclass: what becomes of a method that it defines."
     sections = {"Arguments of the Trainer": CONSTRUCTOR.values(), **of_arguments, methods: METHODS.values()}

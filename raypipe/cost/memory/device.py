@@ -28,7 +28,7 @@ from raypipe.schedule.live_activations import recomputed_pairs
 from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes.sync import held
-from raypipe.schedule.sharding.live import LiveShards
+from raypipe.schedule.sharding import LiveShards
 from raypipe.schedule.versions import weight_versions
 
 

@@ -1,4 +1,4 @@
-"""Any samples of packed documents, by number, from a bounded number of blocks in memory; and what makes their tokens."""
+"""Any samples of packed documents, by number, from a bounded number of blocks in memory, and the tokens in them."""
 
 from __future__ import annotations
 

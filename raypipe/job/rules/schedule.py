@@ -102,6 +102,7 @@ def _halves(parallel: ParallelSpec, schedule: Schedule) -> Iterator[BrokenRule]:
 
 
 def depth(stages: int, devices: int, layers: int | None) -> Iterator[BrokenRule]:
+    """Yield an error if there are more stages than layers; None if their number is not known yet."""
     if layers is not None and stages > layers:
         each = f" ({devices} devices with {stages // devices} each)" if stages > devices else ""
         yield (

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raypipe.schedule.costs import CostTable
+from raypipe.schedule.costs import CostTable, delays
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.kinds import BACKWARD, Kind
-from raypipe.schedule.latency import delays
 from raypipe.schedule.shape import Shape
 
 KINDS: tuple[Kind, Kind, Kind] = ("F", "B", "W")

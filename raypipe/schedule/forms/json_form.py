@@ -11,21 +11,21 @@ if the stage graph is not a chain, an id is a part of a micro-batch, or weights 
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NoReturn, TypeVar
 
 from raypipe.errors import ScheduleError, nearest
-from raypipe.files import short
-from raypipe.schedule.costs import LONGEST, CostTable
-from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, infer_placement, parse_task
+from raypipe.files import parse_json, read_regular, short
+from raypipe.schedule.costs import LONGEST, Comm, CostTable
+from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, from_text, infer_placement, parse_task
 from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task
 from raypipe.schedule.kinds import BOOKKEEPING, BW, JOINT, KINDS, TRAITS, Kind
-from raypipe.schedule.latency import Comm
 
 RESULTS = (
     "makespan",
@@ -434,3 +434,28 @@ def _short(value: object) -> str:
         return "a number of more than 40 digits"  # Python refuses to write out very long ones
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def load(path: Path) -> tuple[Schedule, CostTable | None]:
+    """Read a schedule from the file ``path``, and its costs if it is JSON (the text form has none).
+
+    Raises:
+        ScheduleError: the file cannot be read, or is not a schedule.
+    """
+    source = str(path)
+    try:
+        text = read_regular(path).decode("utf-8")
+    except OSError as error:
+        raise ScheduleError(source, error.strerror or str(error), "name a readable schedule file") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(source, f"not text at byte {error.start}", "give JSON or the text form") from error
+    if not text.lstrip().startswith(("{", "[")):
+        return from_text(text, source), None
+    try:
+        data = parse_json(text)
+    except ValueError as error:
+        place = f"{source}:{error.lineno}:{error.colno}" if isinstance(error, json.JSONDecodeError) else source
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ScheduleError(place, f"not JSON: {why}", "correct the file at that place") from error
+    schedule, costs = from_json(data, source)
+    return schedule, costs

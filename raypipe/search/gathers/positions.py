@@ -18,7 +18,7 @@ from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule, Sharding
 from raypipe.schedule.passes.shard import Windows, place, policy_windows
-from raypipe.schedule.sharding.live import shard_peaks
+from raypipe.schedule.sharding import shard_peaks
 from raypipe.schedule.walk import walk
 from raypipe.search.budget import Budget
 from raypipe.search.gathers.windows import fewest_gathers, gathered_early, gradients_used, once_within

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from raypipe.data import Corpus
 from raypipe.models import GptLayers, cross_entropy
 from raypipe.plan.plan import build_schedule
-from raypipe.schedule.forms.torch_csv import to_torch_csv
+from raypipe.schedule.forms.text import to_torch_csv
 from raypipe.schedule.ir import Schedule
 from tests.bench.head_to_head.blocks import Order, RankReport
 from tests.bench.head_to_head.plain import adamw

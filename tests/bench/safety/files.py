@@ -11,9 +11,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from raypipe.job import load_cluster, load_job
+from raypipe.job.data_spec import DataSpec
 from raypipe.job.model_spec import HfSpec, ImportSpec
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.data_spec import DataSpec
 from raypipe.job.train_spec import TrainSpec
 
 ROOT = Path(__file__).parents[3]

@@ -24,7 +24,7 @@ from raypipe.launch.plans import make_plan
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.hybrid import compare, load_epochs
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.schedule_file import load as load_schedule
+from raypipe.schedule.forms.json_form import load as load_schedule
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
