@@ -182,7 +182,7 @@ def export(
 
     Of a run with model.lora, write the adapters, for peft.PeftModel.from_pretrained.
     """
-    from raypipe.export import export as write
+    from raypipe.trained import export as write
 
     print(write(run_dir, output, step))
 
@@ -199,7 +199,7 @@ def dashboards(
     ] = None,
 ) -> None:
     """Install Grafana dashboards (run, pipeline, devices) and Prometheus alerts for raypipe's metrics."""
-    from raypipe.observe.install_dashboards import install_dashboards
+    from raypipe.observe.metrics import install_dashboards
 
     chosen("dashboards", action, ["install"])
     for line in install_dashboards(to):

@@ -23,7 +23,7 @@ from raypipe.plan.online.recorded_steps import RecordedStep, StepWaits
 from raypipe.schedule.deps import TaskGraph
 from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.sharding import Collective, collectives
-from raypipe.simulate.cyclic import Edges, carried, merge, wait_for_norm
+from raypipe.simulate.period import Edges, carried, merge, wait_for_norm
 from raypipe.simulate.series import all_reduces_before_updates
 
 LOOK_S = 1e-4

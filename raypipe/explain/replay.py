@@ -22,7 +22,7 @@ from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Task
 from raypipe.schedule.kinds import COMPUTE, NETWORK, Kind
-from raypipe.simulate.cyclic import CyclicGraph, Edges
+from raypipe.simulate.period import CyclicGraph, Edges
 
 
 class Replay:

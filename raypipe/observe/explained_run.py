@@ -16,9 +16,8 @@ from raypipe.cost.profile import Profile, load_profile
 from raypipe.cost.sizes import times_at
 from raypipe.errors import RaypipeError, SpecError
 from raypipe.explain.causes import Explanation, Lost, explain
-from raypipe.explain.changes import Change, ExplainedPlan, changes
+from raypipe.explain.changes import Change, ExplainedPlan, changes, profiled_costs
 from raypipe.explain.measured import Measured, TaskTimes, task_times
-from raypipe.explain.recut import profiled_costs
 from raypipe.explain.replay import MEANING, Replay
 from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_dir import PROFILE
@@ -28,11 +27,11 @@ from raypipe.observe.timelines import FILE, lanes_of
 from raypipe.plan.online.recorded_steps import RecordedSteps, recorded_from_json
 from raypipe.plan.plan import Plan, load_plan
 from raypipe.schedule.deps import link
-from raypipe.schedule.faults import check_links
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import COMPUTE, Kind
 from raypipe.schedule.lowering.norm_policy import NORM_POLICIES
 from raypipe.schedule.passes.sync import BY_LAYER
+from raypipe.schedule.verify import check_links
 from raypipe.simulate.timeline import Timeline
 
 NOTHING_BETTER = "nothing that was tried makes steps shorter"

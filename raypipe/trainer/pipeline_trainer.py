@@ -33,20 +33,22 @@ from raypipe.train import Prepared, claim, prepare_run, run, saved_job
 from raypipe.trainer.arguments import degrees, every, microbatch, read_arguments, recomputes, train_keys
 from raypipe.trainer.callbacks import GivenCallbacks
 from raypipe.trainer.datasets import Columns, collator_of, write_rows
-from raypipe.trainer.epochs import Epochs, given_loader, trainers_loader
 from raypipe.trainer.given_model import (
     capture_given,
     columns_read,
     given_model,
     model_section,
     save_given,
+    script_loss,
+    smoothing_loss,
+    trainers_loss,
     training_dtype,
+    with_script_loss,
 )
 from raypipe.trainer.history import Figures, History, PrintedLog, state_of, steps_of
-from raypipe.trainer.in_process import generates
+from raypipe.trainer.in_process import Epochs, generates, given_loader, trainers_loader
 from raypipe.trainer.library import check_overrides
 from raypipe.trainer.optimization import Optimization
-from raypipe.trainer.script_loss import script_loss, smoothing_loss, trainers_loss, with_script_loss
 
 if TYPE_CHECKING:
     from raypipe.data.rows import Collator, Rows
@@ -347,7 +349,7 @@ class PipelineTrainer(Optimization, Figures):
         Raises:
             SpecError: nothing has been trained, it is not a model of transformers, or the directory is not empty.
         """
-        from raypipe.export import export, export_into
+        from raypipe.trained import export, export_into
 
         out = None if output_dir is None else Path(output_dir)
         if isinstance(self._trained_job().model, GivenSpec):

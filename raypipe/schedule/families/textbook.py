@@ -13,7 +13,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules, Schedule, Task
 from raypipe.schedule.kinds import BW
-from raypipe.schedule.passes.recompute import add_recompute
+from raypipe.schedule.passes.backward import add_recompute
 from raypipe.schedule.shape import Shape
 
 

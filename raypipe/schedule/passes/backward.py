@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
+from math import floor
+from typing import Literal, NamedTuple
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable, delays
-from raypipe.schedule.deps import link
-from raypipe.schedule.faults import check_links
+from raypipe.schedule.deps import TaskGraph, link
+from raypipe.schedule.families.greedy import Policy, order_greedily
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Backward, Schedule, Task, backwards
-from raypipe.schedule.kinds import BACKWARD, BW, JOINT, SHARDED, WEIGHT_GRADIENTS
-from raypipe.schedule.live_activations import births, deaths, peak_activations, recomputed_pairs
+from raypipe.schedule.kinds import BACKWARD, BW, GRADIENTS, JOINT, SHARDED, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.live_activations import births, deaths, live_counts, peak_activations, recomputed_pairs
+from raypipe.schedule.verify import check_links
+from raypipe.schedule.walk import walk
 
 
 @no_collection()
@@ -200,3 +205,140 @@ def insert_weights(
             position[d] += 1
             run(following, d, now)
     return schedule.with_orders(rows)
+
+
+# Recomputation: drop activations after the forward and recompute them before the backward.
+
+
+def add_recompute(
+    schedule: Schedule, when: Literal["early", "late"] = "late", stages: Collection[int] | None = None
+) -> Schedule:
+    """Insert an R right before the first backward task of every micro-batch on the given stages that have any.
+
+    Args:
+        schedule: any valid schedule; its R tasks on other stages are kept, those on the given stages are replaced.
+        when: with ``late``, R also waits for the incoming gradient; with ``early``, only for its own forward, so that
+            it can run while the device waits for that gradient (Merak section 3.3). The rule applies to the whole
+            schedule.
+        stages: the stages that recompute; by default all. An empty collection removes every R.
+
+    Raises:
+        ScheduleError: a stage does not exist, or ``when`` is unknown.
+    """
+    if when not in ("early", "late"):
+        raise ScheduleError("recompute", f'"{when}" is unknown', "use early or late")
+    chosen = set(range(schedule.stages)) if stages is None else set(stages)
+    if not chosen <= set(range(schedule.stages)):
+        raise ScheduleError("recompute", f"stage {max(chosen)} of {schedule.stages}", f"use 0 to {schedule.stages - 1}")
+    orders: list[list[Task]] = []
+    for order in schedule.orders:
+        new: list[Task] = []
+        recomputed: set[tuple[int, int]] = set()
+        for task in order:
+            if task.kind == "R" and (task.stage in chosen or not chosen):
+                continue
+            if task.kind in GRADIENTS and task.stage in chosen:
+                fresh = [mb for mb in task.mbs if (task.stage, mb) not in recomputed]
+                recomputed.update((task.stage, mb) for mb in fresh)
+                new += [Task("R", task.stage, (mb,), task.replica) for mb in fresh]
+            new.append(task)
+        orders.append(new)
+    return schedule.with_orders(orders, rules=replace(schedule.rules, recompute=when))
+
+
+def keep_activations(schedule: Schedule, shares: Sequence[float]) -> Schedule:
+    """Remove R from an evenly spread share of each stage's micro-batches, which then keep their activations.
+
+    This uses memory that full recomputation leaves free. Merak keeps the activations of a share of a stage's modules; a
+    share of its micro-batches saves the same time and takes the same memory on average, without dividing a stage.
+
+    Args:
+        schedule: a schedule with recomputation; stages without it do not change.
+        shares: per stage, from 0 (recompute every micro-batch) to 1 (keep all).
+
+    Raises:
+        ScheduleError: there is not one share per stage, or a share is not from 0 to 1.
+
+    Source: Lai et al. 2022 (Merak), section 3.4; by micro-batch: Korthikanti et al. 2022, arXiv:2205.05198,
+    appendix C.
+    """
+    if len(shares) != schedule.stages:
+        raise ScheduleError("keep", f"{len(shares)} shares for {schedule.stages} stages", "give one per stage")
+    for stage, share in enumerate(shares):
+        if not 0 <= share <= 1:
+            raise ScheduleError("keep", f"the share for stage {stage} is {share}", "use 0 to 1")
+    seen: dict[tuple[int, int], int] = {}
+    kept: set[tuple[int, int, int]] = set()
+    for task in schedule.tasks():
+        if task.kind != "R":
+            continue
+        n = seen[task.stage, task.replica] = seen.get((task.stage, task.replica), 0) + 1
+        share = shares[task.stage] + 1e-9
+        if floor(n * share) > floor((n - 1) * share):
+            kept.update((task.stage, task.replica, mb) for mb in task.mbs)
+    return schedule.with_orders(
+        [t for t in order if t.kind != "R" or (t.stage, t.replica, t.mbs[0]) not in kept] for order in schedule.orders
+    )
+
+
+# Close the gaps that tasks leave which frozen stages need not run.
+
+
+ORDERS: tuple[tuple[Kind, ...], ...] = ((BW, "B", "F", "W"), ("F", BW, "B", "W"))
+"""Kinds by priority: gradients are sent on first, or forwards run ahead as far as memory allows."""
+WAYS = ((1.0, 0.0), (1.0, 0.1), (0.2, 0.1))
+"""Times of a W (short for adapters) and of a message, in those of an F or a B, for which no order is to be longer."""
+MOST = 2048
+"""Stages times micro-batches of a step beyond which it stays as it is: a planner asks for many of them."""
+
+
+class Length(NamedTuple):
+    """How long a step takes, and how long its busiest device: steps that follow one another may take no more."""
+
+    makespan: float
+    span: float
+
+
+def closed_up(schedule: Schedule) -> Schedule:
+    """Return a shorter order of the same tasks in the same memory, or the schedule itself.
+
+    A free device starts what it may of the next tasks in the present order, by kind, while it holds no more activations
+    than it does at most in that order. What is found is taken if it is no longer for any of a few costs, and shorter
+    for one of them.
+
+    Args:
+        schedule: of one copy: forwards and backwards of single micro-batches. Others are returned as they are.
+    """
+    tasks = [task for order in schedule.orders for task in order]
+    plain = all(task.kind in ORDERS[0] and len(task.mbs) == 1 for task in tasks)
+    if not plain or schedule.versions != "flush" or schedule.stages * schedule.microbatches * schedule.size > MOST:
+        return schedule
+    limits = [max(row, default=0) for row in live_counts(schedule)]
+    place = {task: n for order in schedule.orders for n, task in enumerate(order)}
+    tables = [CostTable.even(schedule.stages, weight_grad=w, comm=comm) for w, comm in WAYS]
+    best, known = schedule, _lengths(schedule, tables)
+    for kinds in ORDERS:
+        found = order_greedily(schedule, tables[1], Policy(kinds=kinds, key=lambda t: (place[t],), limit=limits))
+        if found is None or found.schedule.orders == best.orders:
+            continue
+        lengths = _lengths(found.schedule, tables)
+        no_longer = all(new <= old + 1e-9 for new, old in zip(_all(lengths), _all(known), strict=True))
+        if no_longer and sum(_all(lengths)) < sum(_all(known)) - 1e-9:
+            best, known = found.schedule, lengths
+    return best
+
+
+def _all(lengths: Iterable[Length]) -> list[float]:
+    return [value for length in lengths for value in length]
+
+
+def _lengths(schedule: Schedule, tables: Iterable[CostTable]) -> list[Length]:
+    graph = link(schedule)
+    return [_length(graph, table) for table in tables]
+
+
+def _length(graph: TaskGraph, costs: CostTable) -> Length:
+    done = walk(graph, costs.durations(graph.schedule, graph.tasks), costs.comm)
+    lanes = pairwise(graph.first[: graph.schedule.devices + 1])
+    spans = (max(done.end[a:b]) - done.start[a] for a, b in lanes if b > a)
+    return Length(max(done.end), max(spans))

@@ -11,9 +11,9 @@ from typing import Literal, cast, get_args
 from raypipe.errors import ScheduleError, nearest
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
-from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import NETWORK
+from raypipe.schedule.verify import check_links, check_ran
 from raypipe.schedule.walk import NetworkLanes, walk
 
 Sync = Literal["lazy", "eager", "eager-opt"]
