@@ -13,7 +13,6 @@ from typing import Annotated, Any, Optional, get_args
 
 import typer
 
-from raypipe.atomic_write import write_whole
 from raypipe.cli._shared.make import ABOUT, Made, load_one, make, with_shards
 from raypipe.cli._shared.options import (
     SEARCH,
@@ -32,6 +31,7 @@ from raypipe.cli._shared.options import (
     grouped,
     optional_value,
     output,
+    write,
 )
 from raypipe.errors import RequestError, nearest
 from raypipe.files import short, strict_json
@@ -114,7 +114,9 @@ def schedule(
         raise RequestError("--text", "--json already writes to standard output", "give one of them a FILE")
     for option, file in (("--plot", plot), ("--memory-plot", memory_plot)):
         if file is not None:
-            _check_picture(option, file)
+            from raypipe.observe.draw.figures import check_format
+
+            check_format(file, option)
     check_writable(json_file, text_file, plot, memory_plot, trace, csv)
     costs = {**costs, **sharding_costs}
     made = make(wanted, shape, costs, compare, search)
@@ -211,10 +213,7 @@ def _write(path: Path, text: str) -> None:
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise RequestError(str(path), error.strerror or str(error), "choose a place that can be written") from error
+    write(path, text)
     _said(path)
 
 
@@ -226,15 +225,6 @@ def _only(option: str, items: list[Any]) -> Any:
     if len(items) > 1:
         raise RequestError(option, f"writes one schedule, but {len(items)} are named", "name one")
     return items[0]
-
-
-def _check_picture(option: str, path: Path) -> None:
-    from raypipe.observe.draw.figures import check_format
-
-    try:
-        check_format(path)
-    except RequestError as error:
-        raise RequestError(option, error.why, error.fix) from None
 
 
 MOST_DEVICES = 10_000

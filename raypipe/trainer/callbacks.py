@@ -13,7 +13,7 @@ from typing import Any
 
 from raypipe.errors import SpecError
 from raypipe.launch.callbacks import Callback
-from raypipe.observe.run_dir import ask_to_evaluate, ask_to_save
+from raypipe.observe.run_dir import EVALUATE, SAVE, ask
 from raypipe.trainer.history import History, evaluation
 
 
@@ -112,9 +112,9 @@ class TrainerCallbacks(Callback):
             SpecError: one ends the epoch, which is not over; at its end the flag has no effect, as in the Trainer.
         """
         if self._control.should_save:
-            ask_to_save(self._directory)
+            ask(self._directory, SAVE)
         if self._control.should_evaluate:
-            ask_to_evaluate(self._directory)
+            ask(self._directory, EVALUATE)
         self._control.should_save = self._control.should_evaluate = False
         if self._control.should_epoch_stop and self._state.epoch % 1:
             why = "is set by a callback, and the rows of all epochs are chosen before the run"

@@ -357,12 +357,12 @@ def slim(svg: str) -> str:
     return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", svg)) + "\n"
 
 
-def check_format(path: Path) -> None:
-    """Check the file's suffix before any work is done.
+def check_format(path: Path, where: str | None = None) -> None:
+    """Check the file's suffix before any work is done; ``where`` is the option that names it, for the error.
 
     Raises:
         RequestError: the suffix is not that of a supported picture format.
     """
     if path.suffix.lower() not in FORMATS:
         why = f'"{path.name}" has no suffix of a picture format'
-        raise RequestError(str(path), why, f"end the name in {', '.join(FORMATS)}")
+        raise RequestError(where or str(path), why, f"end the name in {', '.join(FORMATS)}")

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeVar
 from raypipe.errors import ScheduleError, nearest
 from raypipe.files import parse_json, read_regular, short
 from raypipe.schedule.costs import LONGEST, Comm, CostTable
-from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, from_text, infer_placement, parse_task
+from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, from_text, infer_placement, parse_task, unusual
 from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task
 from raypipe.schedule.kinds import BOOKKEEPING, BW, JOINT, KINDS, TRAITS, Kind
 
@@ -108,32 +108,12 @@ def to_json(
         "comm": _one_if_even(costs.links),
         "microbatches": schedule.microbatches,
     }
-    rules = schedule.rules
-    if rules.recompute != "early":
-        found["recompute"] = rules.recompute
-    if rules.w_dep != "B":
-        found["w_dep"] = rules.w_dep
-    if rules.skip_first_b:
-        found["skip_first_B"] = True
-    if rules.frozen:
-        found["frozen"] = list(rules.frozen)
-    if rules.slices != 1:
-        found["slices"] = rules.slices
-        for name, part in (("attention", costs.attention), ("attention_grad", costs.attention_grad)):
-            if any(part):
-                found[name] = _one_if_even(part)
-    if schedule.graph != StageGraph.chain(schedule.stages):
-        found["edges"] = [list(edge) for edge in schedule.graph.edges]
-    if schedule.size != 1:
-        found["size"] = str(schedule.size)
-    if schedule.versions != "flush":
-        found["versions"] = schedule.versions
-    if (sharding := schedule.sharding) is not None:
-        found["zero"] = list(sharding.levels)
-        if sharding.copies != 1:
-            found["copies"] = sharding.copies
-        if sharding.group is not None:
-            found["shard_group"] = sharding.group
+    for key, value in unusual(schedule).items():
+        listed = [list(each) if key == "edges" else each for each in value] if isinstance(value, tuple) else value
+        found[key] = str(value) if isinstance(value, Fraction) else listed
+    if schedule.rules.slices != 1:
+        parts = (("attention", costs.attention), ("attention_grad", costs.attention_grad))
+        found |= {name: _one_if_even(part) for name, part in parts if any(part)}
     return found
 
 

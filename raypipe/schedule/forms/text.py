@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.files import short
@@ -50,34 +50,35 @@ def to_text(schedule: Schedule) -> str:
     placement 0
     device 0: 0F0 0BW0
     """
-    name, rules = schedule.name, schedule.rules
+    name = schedule.name
     lines = [f"schedule {name if _PLAIN_NAME.fullmatch(name) else json.dumps(name)}"]
     lines.append(f"microbatches {schedule.microbatches}")
     lines += [_words("placement", places) for places in schedule.placement]
-    if schedule.graph != StageGraph.chain(schedule.stages):
-        lines.append(_words("edges", (f"{src}>{dst}" for src, dst in schedule.graph.edges)))
-    if schedule.size != 1:
-        lines.append(f"size {schedule.size}")
-    if schedule.versions != "flush":
-        lines.append(f"versions {schedule.versions}")
-    if rules.recompute != "early":
-        lines.append(f"recompute {rules.recompute}")
-    if rules.w_dep != "B":
-        lines.append(f"w_dep {rules.w_dep}")
-    if rules.skip_first_b:
-        lines.append("skip_first_B")
-    if rules.frozen:
-        lines.append(_words("frozen", rules.frozen))
-    if rules.slices != 1:
-        lines.append(f"slices {rules.slices}")
-    if schedule.sharding is not None:
-        lines.append(_words("zero", schedule.sharding.levels))
-        if schedule.sharding.copies != 1:
-            lines.append(f"copies {schedule.sharding.copies}")
-        if schedule.sharding.group is not None:
-            lines.append(f"shard_group {schedule.sharding.group}")
+    for key, value in unusual(schedule).items():
+        words = [f"{src}>{dst}" for src, dst in value] if key == "edges" else value
+        words = () if words is True else words if isinstance(words, tuple | list) else (words,)
+        lines.append(_words(key, words))
     lines += [_words(f"device {d}:", order) for d, order in enumerate(schedule.orders)]
     return "\n".join(lines) + "\n"
+
+
+def unusual(schedule: Schedule) -> dict[str, Any]:
+    """Return what of a schedule differs from the default, by its name in files, in the order of their lines."""
+    rules, sharding = schedule.rules, schedule.sharding
+    found: dict[str, tuple[Any, Any]] = {
+        "edges": (schedule.graph.edges, StageGraph.chain(schedule.stages).edges),
+        "size": (schedule.size, 1),
+        "versions": (schedule.versions, "flush"),
+        "recompute": (rules.recompute, "early"),
+        "w_dep": (rules.w_dep, "B"),
+        "skip_first_B": (rules.skip_first_b, False),
+        "frozen": (rules.frozen, ()),
+        "slices": (rules.slices, 1),
+    }
+    if sharding is not None:
+        found["zero"], found["copies"] = (sharding.levels, None), (sharding.copies, 1)
+        found["shard_group"] = sharding.group, None
+    return {key: value for key, (value, usual) in found.items() if value != usual}
 
 
 def parse_task(text: str, where: str = "task") -> Task:
