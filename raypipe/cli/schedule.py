@@ -13,7 +13,7 @@ from typing import Annotated, Any, Optional, get_args
 
 import typer
 
-from raypipe.cli._shared.make import ABOUT, Made, load_one, make, with_shards
+from raypipe.cli._shared.make import Made, described, load_one, make, with_shards
 from raypipe.cli._shared.options import (
     SEARCH,
     SHAPE,
@@ -45,7 +45,7 @@ AUTO_OPTIONS = {*SEARCH, "chunks", "pipelines", "memory_limit"}
 
 def prepare_schedule(argv: Sequence[str]) -> list[str]:
     """Allow ``--json`` and ``--text`` without a FILE."""
-    return optional_value(optional_value(argv, "--json", list(ABOUT)), "--text", list(ABOUT))
+    return optional_value(optional_value(argv, "--json", list(described())), "--text", list(described()))
 
 
 @grouped(
@@ -192,10 +192,10 @@ def _proof(made: Made) -> dict[str, Any]:
 
 def _list(json_file: Path | None) -> None:
     if json_file is not None:
-        _json(ABOUT, json_file)
+        _json(described(), json_file)
         return
-    width = max(map(len, ABOUT))
-    for name, about in ABOUT.items():
+    width = max(map(len, described()))
+    for name, about in described().items():
         known = SCHEDULES[name].options if name in SCHEDULES else AUTO_OPTIONS
         options = "".join(f"  --{option}" for option in sorted(o.replace("_", "-") for o in known))
         print(f"{name:<{width}}  {about}{options and '  [' + options.strip() + ']'}")
@@ -233,7 +233,7 @@ MOST_DEVICES = 10_000
 
 def prepare_emulate(argv: Sequence[str]) -> list[str]:
     """Allow ``--json`` without a FILE."""
-    return optional_value(argv, "--json", list(ABOUT))
+    return optional_value(argv, "--json", list(described()))
 
 
 @grouped(shape=SHAPE, search=SEARCH, costs=cost_options("MS", "10"), sharding=SHARDING)
