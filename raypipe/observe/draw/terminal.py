@@ -155,30 +155,14 @@ def raster(timeline: Timeline, column: float) -> list[list[Span | None]]:
 
 def _common_step(timelines: Sequence[Timeline], end: float, width: int) -> float | None:
     """The greatest common divisor of all times; None if there is none or it needs more than ``width`` columns."""
-    total = _exact(end)
-    if not total:
-        return None
-    step = total
-    for timeline in timelines:
-        for spans in timeline.spans:
-            for span in spans:
-                for time in (span.start, span.end):
-                    found = _exact(time)
-                    if found is None:
-                        return None
-                    step = _gcd(step, found)
-                    if total / step > width:
-                        return None
-    return float(step)
-
-
-def _exact(time: float) -> Fraction | None:
-    found = Fraction(time).limit_denominator(1000)
-    return found if abs(float(found) - time) <= 1e-9 * max(1.0, abs(time)) else None
-
-
-def _gcd(a: Fraction, b: Fraction) -> Fraction:
-    return Fraction(math.gcd(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator)
+    total = step = Fraction(end).limit_denominator(1000)
+    for time in {t for timeline in timelines for spans in timeline.spans for _, a, b in spans for t in (a, b)}:
+        found = Fraction(time).limit_denominator(1000)
+        below = found.denominator * step.denominator
+        step = Fraction(math.gcd(step.numerator * found.denominator, found.numerator * step.denominator), below)
+        if not step or total / step > width or abs(float(found) - time) > 1e-9 * max(1.0, abs(time)):
+            return None
+    return float(step) if step else None
 
 
 def caption(timeline: Timeline) -> str:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import floor
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable, delays
-from raypipe.schedule.deps import TaskGraph, link
-from raypipe.schedule.families.greedy import Policy, order_greedily
+from raypipe.schedule.deps import link
+from raypipe.schedule.families.greedy import Policy, order_greedily, timed
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Backward, Schedule, Task, backwards
 from raypipe.schedule.kinds import BACKWARD, BW, GRADIENTS, JOINT, SHARDED, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.live_activations import births, deaths, live_counts, peak_activations, recomputed_pairs
 from raypipe.schedule.verify import check_links
-from raypipe.schedule.walk import walk
 
 
 @no_collection()
@@ -292,13 +290,6 @@ MOST = 2048
 """Stages times micro-batches of a step beyond which it stays as it is: a planner asks for many of them."""
 
 
-class Length(NamedTuple):
-    """How long a step takes, and how long its busiest device: steps that follow one another may take no more."""
-
-    makespan: float
-    span: float
-
-
 def closed_up(schedule: Schedule) -> Schedule:
     """Return a shorter order of the same tasks in the same memory, or the schedule itself.
 
@@ -322,23 +313,13 @@ def closed_up(schedule: Schedule) -> Schedule:
         if found is None or found.schedule.orders == best.orders:
             continue
         lengths = _lengths(found.schedule, tables)
-        no_longer = all(new <= old + 1e-9 for new, old in zip(_all(lengths), _all(known), strict=True))
-        if no_longer and sum(_all(lengths)) < sum(_all(known)) - 1e-9:
+        no_longer = all(new <= old + 1e-9 for new, old in zip(lengths, known, strict=True))
+        if no_longer and sum(lengths) < sum(known) - 1e-9:
             best, known = found.schedule, lengths
     return best
 
 
-def _all(lengths: Iterable[Length]) -> list[float]:
-    return [value for length in lengths for value in length]
-
-
-def _lengths(schedule: Schedule, tables: Iterable[CostTable]) -> list[Length]:
+def _lengths(schedule: Schedule, tables: Iterable[CostTable]) -> list[float]:
+    """Return how long a step takes and how long its busiest device: steps that follow one another may take no more."""
     graph = link(schedule)
-    return [_length(graph, table) for table in tables]
-
-
-def _length(graph: TaskGraph, costs: CostTable) -> Length:
-    done = walk(graph, costs.durations(graph.schedule, graph.tasks), costs.comm)
-    lanes = pairwise(graph.first[: graph.schedule.devices + 1])
-    spans = (max(done.end[a:b]) - done.start[a] for a, b in lanes if b > a)
-    return Length(max(done.end), max(spans))
+    return [length for table in tables for length in timed(graph, table)[1:]]
