@@ -15,8 +15,7 @@ from raypipe.data.dataset import (
     validation_places,
     validation_weights,
 )
-from raypipe.data.ragged import Ragged, flat
-from raypipe.data.rows import columns_of
+from raypipe.data.ragged import Ragged, columns_of, flat
 from raypipe.data.sample_order import write_order
 from raypipe.data.text import Corpus, prepare
 

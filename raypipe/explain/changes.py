@@ -19,7 +19,7 @@ from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import frozen_stages, stage_costs
 from raypipe.errors import ScheduleError, SpecError
-from raypipe.explain.causes import Explanation, Lost
+from raypipe.explain.causes import Explanation
 from raypipe.explain.replay import Cause, Replay
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.cut.layers import cut_layers
@@ -110,14 +110,11 @@ def changes(found: Explanation, replay: Replay, planned: ExplainedPlan | None) -
 def _mends(found: Explanation) -> Iterator[Change]:
     for lost in found.causes:
         if lost.cause in ADVICE and lost.seconds > 0:
-            what = ADVICE[lost.cause].format(device=_place(lost))
+            where = "(every one)" if lost.device is None else lost.device
+            what = ADVICE[lost.cause].format(device=where)
             keys = {"recompute": "none"} if lost.cause == "recompute" else {}
             keys |= {"update": "optimistic"} if lost.cause == "norm" else {}
             yield _change(found, what, lost.what_if_step_s, lost.cause, {f"parallel.{k}": v for k, v in keys.items()})
-
-
-def _place(lost: Lost) -> str:
-    return str(lost.device) if lost.device is not None else "(every one)"
 
 
 def _change(found: Explanation, what: str, step_s: float, mends: str, keys: dict[str, Any]) -> Change:

@@ -172,7 +172,8 @@ class Replay:
             def mends(p: int, i: int) -> bool:
                 return None in links or (device[p], device[i]) in links
 
-            self._edges[mended] = [self._edges_of_step(one, mends, _has_norm(mended)) for one in self.steps]
+            no_norm = any(m.cause == "norm" for m in mended)
+            self._edges[mended] = [self._edges_of_step(one, mends, no_norm) for one in self.steps]
         return self._edges[mended]
 
     def _edges_of_step(self, one: StepGaps, mends: Callable[[int, int], bool], no_norm: bool) -> tuple[Edges, Edges]:
@@ -187,10 +188,6 @@ class Replay:
         if no_norm:
             return merged(w.own, messages), merged(w.carried, late)
         return merged(w.own, messages, w.norm), merged(w.carried, late, w.norm_after)
-
-
-def _has_norm(mended: frozenset[Mend]) -> bool:
-    return any(m.cause == "norm" for m in mended)
 
 
 # Parts of a step that can be mended: each cause of lost time, on all devices or on one.

@@ -94,7 +94,7 @@ def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Ki
         return ".".join(loc[:-1]), f"has {len(given)} values", "give a list of two numbers"
     if kind == "missing":
         shows = "is" if example.startswith("what ") else "shows"
-        return key, "missing", f"add it; {example} {shows} a whole {_noun(root)}"
+        return key, "missing", f"add it; {example} {shows} a whole {root.__name__.removesuffix('Spec').lower()}"
     wanted = error["msg"].removeprefix("Input should be ")
     why = f"is {describe(given)}"
     if kind == "literal_error":
@@ -122,10 +122,6 @@ def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Ki
 
 def _keys(spec: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in spec.model_fields.items()]
-
-
-def _noun(root: type[BaseModel]) -> str:
-    return root.__name__.removesuffix("Spec").lower()
 
 
 def _spec_at(loc: Sequence[str], root: type[BaseModel]) -> type[BaseModel]:

@@ -15,7 +15,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.forms.json_form import to_json
 from raypipe.schedule.kinds import BW
-from raypipe.schedule.versions import weight_versions
+from raypipe.schedule.live_activations import weight_versions
 from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period
 from raypipe.simulate.timeline import Timeline, critical_path

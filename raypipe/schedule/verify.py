@@ -8,9 +8,8 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import ZERO_LEVELS, Backward, Schedule, Sharding, grid
 from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, READS_WEIGHTS, SHARDED, WEIGHT_GRADIENTS, Kind
-from raypipe.schedule.live_activations import check_memory
+from raypipe.schedule.live_activations import check_memory, check_versions
 from raypipe.schedule.sharding import collectives
-from raypipe.schedule.versions import check_versions
 from raypipe.schedule.walk import WalkTimes, walk
 
 

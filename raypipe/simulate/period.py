@@ -23,12 +23,12 @@ from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BOOKKEEPING, NETWORK, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.live_activations import unroll
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.sharding import Collective
 from raypipe.schedule.sharding import collectives as collectives_of
 from raypipe.schedule.verify import check_links, check_ran
-from raypipe.schedule.versions import unroll
 from raypipe.schedule.walk import WalkTimes, dependency_lags, walk
 from raypipe.simulate.engine import simulate
 

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from raypipe.atomic_write import whole
-from raypipe.data.ragged import fill_of, is_packed
-from raypipe.data.rows import Collator, Rows
+from raypipe.data.ragged import Collator, Rows, fill_of, is_packed
 from raypipe.errors import SpecError
 from raypipe.models.task import MASK, POSITIONS
 
 if TYPE_CHECKING:
-    from raypipe.data.rows import Collator
+    from raypipe.data.ragged import Collator
 
 LABEL_NAMES = ("label", "label_ids")
 """Other names of the labels, which transformers' collators rename."""
@@ -92,7 +91,8 @@ class PadRows:
             values = [torch.as_tensor(np.asarray(row[given])) for row in rows]
             longest = max((len(v) for v in values if v.dim()), default=0)
             fill = fill_of(name, self.padding)
-            made[name] = torch.stack([_filled(v, longest, fill) if v.dim() else v for v in values])
+            ends = (v.new_full((longest - len(v), *v.shape[1:]), fill) if v.dim() else None for v in values)
+            made[name] = torch.stack([v if e is None else torch.cat([v, e]) for v, e in zip(values, ends, strict=True)])
         if "input_ids" in made and "attention_mask" not in made and made["input_ids"].dim() == 2:
             lengths = torch.tensor([len(row["input_ids"]) for row in rows])
             made["attention_mask"] = (torch.arange(made["input_ids"].shape[1]) < lengths.unsqueeze(1)).long()
@@ -111,10 +111,6 @@ class Apart:
         if is_packed({name: np.asarray(made[name]) for name in (POSITIONS, MASK) if name in made}):
             made.pop(MASK, None)
         return made
-
-
-def _filled(values: Tensor, length: int, fill: int) -> Tensor:
-    return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), fill)])
 
 
 def write_rows(chosen: Columns, name: str, directory: Path, collator: Collator | None, seed: int, resume: bool) -> Path:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from raypipe.capture.meta import same_randomness
-from raypipe.data.rows import Collator
+from raypipe.data.ragged import Collator
 from raypipe.errors import SpecError, install, nearest
 from raypipe.trainer.datasets import Apart, PadRows
 

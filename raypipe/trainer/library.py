@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
@@ -260,11 +260,9 @@ def check_fields(args: Any) -> None:
     """
     given = [f.name for f in fields(args) if f.init and _is_set(args, f)]
     refuse([ARGUMENTS[name] for name in sorted(given) if name in ARGUMENTS and ARGUMENTS[name].refuses], "args.")
-    refuse(_unknown(sorted(set(given) - ARGUMENTS.keys())), "args.", "not known to raypipe")
-
-
-def _unknown(names: Iterable[str]) -> list[LibraryRow]:
-    return [refused(name, "leave at the default: it came with another release of transformers") for name in names]
+    unknown = sorted(set(given) - ARGUMENTS.keys())
+    words = "leave at the default: it came with another release of transformers"
+    refuse([refused(name, words) for name in unknown], "args.", "not known to raypipe")
 
 
 def _is_set(args: Any, field: Field[Any]) -> bool:

@@ -51,7 +51,7 @@ from raypipe.trainer.library import check_overrides
 from raypipe.trainer.optimization import Optimization
 
 if TYPE_CHECKING:
-    from raypipe.data.rows import Collator, Rows
+    from raypipe.data.ragged import Collator, Rows
     from raypipe.trainer.callbacks import TrainerCallbacks
     from raypipe.trainer.result import TrainResult
 

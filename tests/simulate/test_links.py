@@ -17,8 +17,8 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, StageGraph, Task
+from raypipe.schedule.live_activations import unroll
 from raypipe.schedule.passes import split_backward
-from raypipe.schedule.versions import unroll
 from raypipe.search import search
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.lower_bound import lower_bound

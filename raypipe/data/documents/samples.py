@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raypipe.data.documents.read import Document
+from raypipe.data.documents.sources import Document
 from raypipe.data.sample_order import Split, permuted
 from raypipe.errors import SpecError, install
 from raypipe.files import expanded, parse_json

@@ -45,10 +45,6 @@ def _masks(job: Parts) -> bool:
     return getattr(job.model, "task", None) in (None, "masked-lm")
 
 
-def _has_loss_function(job: Parts) -> bool:
-    return isinstance(job.model, GptSpec) or getattr(job.model, "loss", "task") not in ("task", "model")
-
-
 def _may_be(job: Parts, key: str, *values: str) -> bool:
     """Return whether a key of ``parallel`` has one of these values, or the planner may choose one."""
     chosen = job.parallel.auto and key not in job.parallel.given
@@ -91,7 +87,7 @@ RULES = (
     Rule(("data.mask",), _masks, UNMASKED, OUT),
     Rule(
         ("model.loss_args", "model.loss_per"),
-        _has_loss_function,
+        lambda job: isinstance(job.model, GptSpec) or getattr(job.model, "loss", "task") not in ("task", "model"),
         "is for a loss function, and model.loss names none",
         OUT,
     ),

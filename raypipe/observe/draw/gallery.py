@@ -16,7 +16,7 @@ from raypipe.observe.draw.figures import gantt, memory_plot, save
 from raypipe.observe.draw.terminal import folded
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.versions import weight_versions
+from raypipe.schedule.live_activations import weight_versions
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 from raypipe.simulate.timeline import Timeline
@@ -277,7 +277,9 @@ def section(drawn: Drawn) -> str:
         f"--{key.replace('_', '-')} {value:g}" if not isinstance(value, str) else f"--{key} {value}"
         for key, value in options.items()
     )
-    lines = [f"## {drawn.title}", "", f"{_sentence(SCHEDULES[entry.schedule].about)} {entry.when}".strip(), ""]
+    about = SCHEDULES[entry.schedule].about
+    about = about[:1].upper() + about[1:].rstrip(".") + "."
+    lines = [f"## {drawn.title}", "", f"{about} {entry.when}".strip(), ""]
     lines += [
         f"![{drawn.title}](schedules/{drawn.file})",
         "",
@@ -316,10 +318,6 @@ def write(folder: Path) -> list[Path]:
         page.append(section(each))
     write_whole(folder / "schedules.md", "\n".join(page))
     return [*written, folder / "schedules.md"]
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
 if __name__ == "__main__":
