@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path, PurePath
@@ -23,8 +23,8 @@ from typing import Any, NoReturn, TypeVar
 from raypipe.errors import ScheduleError, nearest
 from raypipe.files import parse_json, read_regular, short
 from raypipe.schedule.costs import LONGEST, Comm, CostTable
-from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, from_text, infer_placement, parse_task, unusual
-from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task
+from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, built, from_text, parse_task, unusual
+from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import BOOKKEEPING, BW, JOINT, KINDS, TRAITS, Kind
 
 RESULTS = (
@@ -46,27 +46,6 @@ RESULTS = (
     "recompute_stages",
 )
 """Keys that a simulation or a search adds; a reader ignores them."""
-KEYS = (
-    "name",
-    "placement",
-    "orders",
-    "durations",
-    "comm",
-    "microbatches",
-    "recompute",
-    "w_dep",
-    "skip_first_B",
-    "frozen",
-    "slices",
-    "attention",
-    "attention_grad",
-    "edges",
-    "size",
-    "versions",
-    "zero",
-    "copies",
-    "shard_group",
-)
 
 
 def to_json(
@@ -137,33 +116,17 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
     top = JsonField(data, source, "")
     top.only((*KEYS, *RESULTS))
     orders = tuple(tuple(_task(t) for t in order.items("tasks")) for order in top.need("orders").items("devices"))
-    given = top.get("placement")
-    if given is None:
-        placement = infer_placement(orders, source)
-    else:
-        placement = tuple(tuple(p.whole() for p in replica.items("devices")) for replica in given.items("replicas"))
-        if len({len(p) for p in placement}) != 1 or not placement[0]:
-            given.fail("replicas of different or no stages", "give every replica one device per stage")
-    needed = 1 + max(d for places in placement for d in places)
-    orders += ((),) * (needed - len(orders))
-    stages = len(placement[0])
-    edges = top.get("edges")
-    size = top.get("size")
-    microbatches = top.get("microbatches")
-    name, versions = top.get("name"), top.get("versions")
-    seen = 1 + max((mb for order in orders for task in order for mb in task.mbs), default=-1)
-    schedule = Schedule(
-        name=PurePath(source).stem if name is None else name.text(),
-        placement=placement,
-        orders=orders,
-        microbatches=seen if microbatches is None else microbatches.whole(),
-        graph=StageGraph.chain(stages) if edges is None else StageGraph(stages, _edges(edges, stages)),
-        rules=_rules(top),
-        size=Fraction(1, _slices(top)) if size is None else size.fraction(),
-        versions="flush" if versions is None else versions.choice(VERSIONS),
-        sharding=_sharding(top),
-    )
-    costs = _costs(top, stages)
+    given = {key: read(field) for key, read in _READERS.items() if (field := top.get(key)) is not None}
+    if "zero" not in given:
+        for other in filter(None, map(top.get, ("copies", "shard_group"))):
+            other.fail("belongs to a sharded schedule", 'state the ZeRO level of each stage: "zero": [3, 3]')
+    schedule = built(given.pop("name", PurePath(source).stem), orders, given, source)
+    if "edges" in given:
+        for item, ends in zip(top.need("edges").items("edges"), given["edges"], strict=True):
+            if len(ends) != 2 or not ends[0] < ends[1] < schedule.stages:
+                why = f"{item.value} is not an edge between {schedule.stages} stages"
+                item.fail(why, "write [earlier stage, later stage]")
+    costs = _costs(top, schedule.stages)
     _check_lengths(top, schedule, costs)
     return schedule, costs
 
@@ -177,54 +140,21 @@ def _task(field: JsonField) -> Task:
     if mb is None:
         mbs: tuple[int, ...] = ()
     else:
-        mbs = tuple(m.whole() for m in mb.items("micro-batches")) if isinstance(mb.value, list) else (mb.whole(),)
+        mbs = mb.wholes("micro-batches") if isinstance(mb.value, list) else (mb.whole(),)
     if (kind in BOOKKEEPING) == bool(mbs):
         field.fail(f"{kind} {'carries no' if mbs else 'needs a'} micro-batch", '"mb" is a number or a list of numbers')
     return Task(kind, field.need("stage").whole(), mbs, 0 if replica is None else replica.whole())
 
 
-def _edges(field: JsonField, stages: int) -> tuple[tuple[int, int], ...]:
-    edges = []
-    for item in field.items("edges"):
-        ends = [end.whole() for end in item.items("stages")]
-        if len(ends) != 2 or not ends[0] < ends[1] < stages:
-            item.fail(f"{item.value} is not an edge between {stages} stages", "write [earlier stage, later stage]")
-        edges.append((ends[0], ends[1]))
-    return tuple(edges)
+def _placement(field: JsonField) -> list[tuple[int, ...]]:
+    rows = [replica.wholes("devices") for replica in field.items("replicas")]
+    if len({len(row) for row in rows}) != 1 or not rows[0]:
+        field.fail("replicas of different or no stages", "give every replica one device per stage")
+    return rows
 
 
-def _rules(top: JsonField) -> Rules:
-    recompute, w_dep, skip = top.get("recompute"), top.get("w_dep"), top.get("skip_first_B")
-    frozen = top.get("frozen")
-    return Rules(
-        recompute="early" if recompute is None else recompute.choice(RECOMPUTE),
-        w_dep="B" if w_dep is None else w_dep.choice(W_DEP),
-        skip_first_b=False if skip is None else skip.flag(),
-        frozen=() if frozen is None else tuple(stage.whole() for stage in frozen.items("stages")),
-        slices=_slices(top),
-    )
-
-
-def _slices(top: JsonField) -> int:
-    """The number of slices, 1 where there are none."""
-    given = top.get("slices")
-    if given is None:
-        return 1
-    return given.whole() or given.fail("0 slices", 'leave it out, or write for example "slices": 4')
-
-
-def _sharding(top: JsonField) -> Sharding | None:
-    levels, copies, group = top.get("zero"), top.get("copies"), top.get("shard_group")
-    if levels is None:
-        for other in (copies, group):
-            if other is not None:
-                other.fail("belongs to a sharded schedule", 'state the ZeRO level of each stage: "zero": [3, 3]')
-        return None
-    return Sharding(
-        levels=tuple(level.whole() for level in levels.items("levels")),
-        copies=1 if copies is None else copies.whole(),
-        group=None if group is None else group.whole(),
-    )
+def _slices(field: JsonField) -> int:
+    return field.whole() or field.fail("0 slices", 'leave it out, or write for example "slices": 4')
 
 
 def _costs(top: JsonField, stages: int) -> CostTable:
@@ -357,6 +287,10 @@ class JsonField:
             self.fail(f"{_short(self.value)} is not a whole number from 0 to 999999", "write for example 3")
         return self.value
 
+    def wholes(self, what: str) -> tuple[int, ...]:
+        """Return a list of whole numbers."""
+        return tuple(item.whole() for item in self.items(what))
+
     def number(self) -> float:
         """Return a finite number >= 0 that is small enough to be summed."""
         value = self.value
@@ -403,6 +337,26 @@ class JsonField:
         if not 0 < found <= 1:
             self.fail(f"{_short(self.value)} is not a share", 'use more than 0 and at most 1, as in "1/2"')
         return found
+
+
+_READERS: dict[str, Callable[[JsonField], Any]] = {
+    "name": JsonField.text,
+    "placement": _placement,
+    "microbatches": JsonField.whole,
+    "edges": lambda field: tuple(edge.wholes("stages") for edge in field.items("edges")),
+    "size": JsonField.fraction,
+    "versions": lambda field: field.choice(VERSIONS),
+    "recompute": lambda field: field.choice(RECOMPUTE),
+    "w_dep": lambda field: field.choice(W_DEP),
+    "skip_first_B": JsonField.flag,
+    "frozen": lambda field: field.wholes("stages"),
+    "slices": _slices,
+    "zero": lambda field: field.wholes("levels"),
+    "copies": JsonField.whole,
+    "shard_group": JsonField.whole,
+}
+"""What reads a key of the schedule itself."""
+KEYS = (*_READERS, "orders", "durations", "comm", "attention", "attention_grad")
 
 
 def _plain(value: object) -> bool:

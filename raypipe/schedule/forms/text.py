@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
@@ -131,6 +130,39 @@ def from_text(text: str, source: str = "schedule") -> Schedule:
     return _TextReader(source).read(text)
 
 
+def built(name: str, orders: Sequence[tuple[Task, ...]], given: Mapping[str, Any], source: str) -> Schedule:
+    """Return the schedule of a file; what it leaves out follows from its tasks, or is the default.
+
+    Args:
+        name: of the schedule.
+        orders: per device; those of further devices of the placement are empty.
+        given: what else the file states, by its name there (``unusual``, ``placement``, ``microbatches``).
+        source: the file's name, for errors.
+
+    Raises:
+        ScheduleError: as ``infer_placement``.
+    """
+    placement = tuple(given.get("placement", ())) or infer_placement(orders, source)
+    stages, devices = len(placement[0]), 1 + max(d for places in placement for d in places)
+    skip, options = given.get("skip_first_B", False), ("recompute", "w_dep", "frozen", "slices")
+    rules = Rules(skip_first_b=skip, **{key: given[key] for key in options if key in given})
+    sharding = None
+    if "zero" in given:
+        sharding = Sharding(levels=given["zero"], copies=given.get("copies", 1), group=given.get("shard_group"))
+    seen = 1 + max((mb for order in orders for task in order for mb in task.mbs), default=-1)
+    return Schedule(
+        name=name,
+        placement=placement,
+        orders=(*orders, *[()] * (devices - len(orders))),
+        microbatches=given.get("microbatches", seen),
+        graph=StageGraph(stages, given.get("edges", StageGraph.chain(stages).edges)),
+        rules=rules,
+        size=given.get("size", Fraction(1, rules.slices)),
+        versions=given.get("versions", "flush"),
+        sharding=sharding,
+    )
+
+
 def infer_placement(orders: Sequence[Sequence[Task]], source: str) -> tuple[tuple[int, ...], ...]:
     """Return the placement that follows from the orders of a hand-written schedule: per replica, each stage's device.
 
@@ -162,37 +194,10 @@ def _words(head: str, items: Iterable[object]) -> str:
 class _TextReader:
     """Parses a text line by line and keeps the line number for messages."""
 
-    KEYS = (
-        "schedule",
-        "microbatches",
-        "placement",
-        "edges",
-        "size",
-        "versions",
-        "recompute",
-        "w_dep",
-        "skip_first_B",
-        "frozen",
-        "slices",
-        "zero",
-        "copies",
-        "shard_group",
-    )
-
     def __init__(self, source: str) -> None:
         self.source, self.line = source, 0
-        self.name = re.split(r"[/\\]", source)[-1].split(".")[0] or "schedule"
-        self.microbatches: int | None = None
-        self.placement: list[tuple[int, ...]] = []
-        self.edges: tuple[tuple[int, int], ...] | None = None
-        self.size = Fraction(1)
-        self.versions: Versions = "flush"
-        self.rules = Rules()
-        self.levels: tuple[int, ...] | None = None
-        self.copies = 1
-        self.shard_group: int | None = None
         self.orders: dict[int, tuple[Task, ...]] = {}
-        self.seen: set[str] = set()
+        self.given: dict[str, Any] = {}
 
     def fail(self, why: str, fix: str) -> NoReturn:
         raise ScheduleError(f"{self.source}:{self.line}", why, fix)
@@ -204,29 +209,11 @@ class _TextReader:
                 self.one(line)
         if not self.orders:
             self.fail("no device has tasks", "add lines such as: device 0: 0F0 0BW0")
-        if self.levels is None and {"copies", "shard_group"} & self.seen:
+        if "zero" not in self.given and {"copies", "shard_group"} & self.given.keys():
             self.fail("copies and shard_group belong to a sharded schedule", "state the level of each stage: zero 3 3")
+        name = self.given.pop("schedule", re.split(r"[/\\]", self.source)[-1].split(".")[0] or "schedule")
         orders = [self.orders.get(d, ()) for d in range(1 + max(self.orders))]
-        placement = tuple(self.placement) or infer_placement(orders, self.source)
-        needed = 1 + max((d for places in placement for d in places), default=0)
-        orders += [()] * (needed - len(orders))
-        stages = len(placement[0])
-        edges = StageGraph.chain(stages).edges if self.edges is None else self.edges
-        sharding = None
-        if self.levels is not None:
-            sharding = Sharding(levels=self.levels, copies=self.copies, group=self.shard_group)
-        seen = 1 + max((mb for order in orders for t in order for mb in t.mbs), default=-1)
-        return Schedule(
-            name=self.name,
-            placement=placement,
-            orders=tuple(orders),
-            microbatches=seen if self.microbatches is None else self.microbatches,
-            graph=StageGraph(stages, edges),
-            rules=self.rules,
-            versions=self.versions,
-            size=self.size if "size" in self.seen else Fraction(1, self.rules.slices),
-            sharding=sharding,
-        )
+        return built(name, orders, self.given, self.source)
 
     def one(self, line: str) -> None:
         key, _, rest = line.strip().partition(" ")
@@ -234,47 +221,32 @@ class _TextReader:
         if key == "device":
             self.device(line)
             return
-        if key not in self.KEYS:
-            self.fail(f'unknown key "{short(key)}"', nearest(key, (*self.KEYS, "device")))
-        if key in self.seen and key != "placement":
+        if key not in _LINES:
+            self.fail(f'unknown key "{short(key)}"', nearest(key, (*_LINES, "device")))
+        if key in self.given and key != "placement":
             self.fail(f'"{key}" is given twice', "keep one of the two lines")
-        self.seen.add(key)
-        if key == "schedule":
-            self.name = self.quoted(rest) if rest.startswith('"') else rest
-        elif key == "microbatches":
-            self.microbatches = self.whole(rest, key)
-        elif key == "placement":
-            self.placement.append(tuple(self.whole(word, "a device") for word in rest.split()))
-            if len(self.placement[-1]) != len(self.placement[0]) or not rest:
-                self.fail(f"{len(self.placement[-1])} stages here", "give every replica the same stages, at least one")
-        elif key == "edges":
-            self.edges = tuple(self.edge(word) for word in rest.split())
-        elif key == "size":
-            self.size = read_share(rest) or Fraction(0)
-            if not 0 < self.size <= 1:
-                self.fail(
-                    f'"{short(rest)}" is not a share', "write the share of a micro-batch that one id is: size 1/2"
-                )
-        elif key == "versions":
-            self.versions = self.choice(rest, VERSIONS)
-        elif key == "recompute":
-            self.rules = replace(self.rules, recompute=self.choice(rest, RECOMPUTE))
-        elif key == "w_dep":
-            self.rules = replace(self.rules, w_dep=self.choice(rest, W_DEP))
-        elif key == "frozen":
-            self.rules = replace(self.rules, frozen=tuple(self.whole(word, "a stage") for word in rest.split()))
-        elif key == "slices":
-            self.rules = replace(self.rules, slices=self.whole(rest, "a number of slices"))
-            if self.rules.slices < 1:
-                self.fail("0 slices", "leave the line out, or write for example: slices 4")
-        elif key == "zero":
-            self.levels = tuple(self.whole(word, "a ZeRO level") for word in rest.split())
-        elif key == "copies":
-            self.copies = self.whole(rest, "a number of copies")
-        elif key == "shard_group":
-            self.shard_group = self.whole(rest, "a number of copies")
-        else:
-            self.rules = replace(self.rules, skip_first_b=True)
+        self.given[key] = _LINES[key](self, rest)
+
+    def placement(self, rest: str) -> list[tuple[int, ...]]:
+        """Return the placement so far, with a replica more."""
+        rows = [*self.given.get("placement", ()), self.wholes(rest, "a device")]
+        if len(rows[-1]) != len(rows[0]) or not rest:
+            self.fail(f"{len(rows[-1])} stages here", "give every replica the same stages, at least one")
+        return rows
+
+    def share(self, rest: str) -> Fraction:
+        found = read_share(rest)
+        if found is None or not 0 < found <= 1:
+            self.fail(f'"{short(rest)}" is not a share', "write the share of a micro-batch that one id is: size 1/2")
+        return found
+
+    def slices(self, rest: str) -> int:
+        return self.whole(rest, "a number of slices") or self.fail(
+            "0 slices", "leave the line out, or write for example: slices 4"
+        )
+
+    def wholes(self, rest: str, what: str) -> tuple[int, ...]:
+        return tuple(self.whole(word, what) for word in rest.split())
 
     def device(self, line: str) -> None:
         head, colon, _ = line.partition(":")
@@ -292,7 +264,9 @@ class _TextReader:
                 raise ScheduleError(at, error.why, error.fix) from None
         self.orders[int(number)] = tuple(tasks)
 
-    def quoted(self, text: str) -> str:
+    def name(self, text: str) -> str:
+        if not text.startswith('"'):
+            return text
         try:
             return str(json.loads(text))
         except ValueError:
@@ -314,6 +288,25 @@ class _TextReader:
             if each == word:
                 return each
         return self.fail(f'unknown value "{short(word)}"', nearest(word, known))
+
+
+_LINES: dict[str, Callable[[_TextReader, str], Any]] = {
+    "schedule": _TextReader.name,
+    "microbatches": lambda reader, rest: reader.whole(rest, "microbatches"),
+    "placement": _TextReader.placement,
+    "edges": lambda reader, rest: tuple(map(reader.edge, rest.split())),
+    "size": _TextReader.share,
+    "versions": lambda reader, rest: reader.choice(rest, VERSIONS),
+    "recompute": lambda reader, rest: reader.choice(rest, RECOMPUTE),
+    "w_dep": lambda reader, rest: reader.choice(rest, W_DEP),
+    "skip_first_B": lambda reader, rest: True,
+    "frozen": lambda reader, rest: reader.wholes(rest, "a stage"),
+    "slices": _TextReader.slices,
+    "zero": lambda reader, rest: reader.wholes(rest, "a ZeRO level"),
+    "copies": lambda reader, rest: reader.whole(rest, "a number of copies"),
+    "shard_group": lambda reader, rest: reader.whole(rest, "a number of copies"),
+}
+"""What reads the rest of a line, by its first word."""
 
 
 # Export to the compute-only CSV that ``torch.distributed.pipelining`` loads (``_PipelineScheduleRuntime._load_csv``).
