@@ -1,4 +1,4 @@
-"""What devices hold: live activations, which follow from the order alone, and weight versions of steps in a row."""
+"""Held by devices: live activations, which follow from the order alone, and weight versions of steps in a row."""
 
 from __future__ import annotations
 
