@@ -16,7 +16,7 @@ from typing_extensions import Self
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.noise import Noise
 from raypipe.job.field_types import Devices, Positive, ReduceDtype, Spec
-from raypipe.job.json_file import load_json
+from raypipe.job.reading import load_json
 from raypipe.job.spec import JobSpec
 
 Seconds = Annotated[float, Field(ge=0, le=1e9)]

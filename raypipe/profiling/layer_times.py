@@ -47,7 +47,7 @@ from raypipe.runtime.setup.communicators import Topology
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.kinds import Kind
+from raypipe.schedule.kinds import BW, Kind
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import Program, programs
 
@@ -55,7 +55,7 @@ LONGEST = 1 << 40
 """Padding multiple that is larger than any sample, so that all samples are measured at the longest one's length."""
 MEMORY: tuple[tuple[str, Way, Kind, int, int], ...] = (
     ("F", "joint", "F", BEFORE, AFTER),
-    ("BW", "joint", "BW", BEFORE, WORST),
+    (BW, "joint", BW, BEFORE, WORST),
     ("B", "split", "B", BEFORE, WORST),
     ("W", "split", "W", AFTER, BEFORE),
 )
@@ -194,7 +194,7 @@ class LayerBench:
     def step_seconds(self, size: int) -> float:
         """Estimate a step of the job on all devices from one measured micro-batch size, as evenly divided work."""
         taken = self._taken(size)
-        each = sum(taken[task, kind].seconds for kind in self.groups for task in ("F", "BW"))
+        each = sum(taken[task, kind].seconds for kind in self.groups for task in ("F", BW))
         return each / size * self.job.train.batch / len(self.workers.actors)
 
     def forget(self, size: int) -> None:
@@ -247,7 +247,7 @@ class LayerBench:
     def _seconds(self, found: list[Samples]) -> float:
         """Return the undisturbed seconds of one micro-batch's F and BW through one layer of every kind."""
         times = task_times(found, self.groups)
-        return sum(taken.seconds for (task, _), taken in times.items() if task in ("F", "BW"))
+        return sum(taken.seconds for (task, _), taken in times.items() if task in ("F", BW))
 
     def probe(self, size: int, effort: Effort) -> float:
         """Measure the seconds of one micro-batch's F and BW through one layer of every kind."""
@@ -261,7 +261,7 @@ class LayerBench:
 
     def drift(self, sizes: Iterable[int], effort: Effort) -> float:
         """Measure again and return the largest relative change of the times of these micro-batch sizes."""
-        kept = {n: sum(t.seconds for (task, _), t in self._taken(n).items() if task in ("F", "BW")) for n in sizes}
+        kept = {n: sum(t.seconds for (task, _), t in self._taken(n).items() if task in ("F", BW)) for n in sizes}
         return drift((seconds, self._seconds(self._recompute(n, effort))) for n, seconds in kept.items())
 
     def known_seconds(self, profile: Profile, size: int) -> float:
@@ -347,7 +347,7 @@ class LayerBench:
     ) -> LayerProfile:
         def times(size: int) -> TaskTimes:
             found = taken[size]
-            f, b, w, bw, r = (longer * found[task, kind].seconds for task in ("F", "B", "W", "BW", "R"))
+            f, b, w, bw, r = (longer * found[task, kind].seconds for task in ("F", "B", "W", BW, "R"))
             return TaskTimes(
                 forward=f, input_grad=b, weight_grad=w, joint=bw, recompute=r, spread=found["F", kind].spread
             )
@@ -359,7 +359,7 @@ class LayerBench:
         # Memory grows by a forward's output, but a layer's figure counts its kept input instead of its output. As a
         # stage of its own it is measured with an input that it would not keep behind other layers.
         kept_fixed, kept = memory("F", self._crossing(i - 1) - unread - self._crossing(i))
-        fixed, each = memory("BW")
+        fixed, each = memory(BW)
         return LayerProfile(
             name=self.model.names[i],
             parameters=self.model.parameters(i),

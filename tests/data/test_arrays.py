@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from raypipe.data import Arrays, Corpus, declared_fields, known_fields, open_data, prepare_arrays, validation_weights
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models.task import Field, Labels, Values
 
 ROWS = 60

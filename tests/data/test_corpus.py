@@ -11,7 +11,7 @@ from raypipe.data.sample_order import BLOCK, permuted
 from raypipe.errors import SpecError
 from raypipe.graph.values.placeholders import Placeholder
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from raypipe.train import prepare_run
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raypipe.job.train_spec import TrainSpec
-from raypipe.observe.run_dir import ask_to_evaluate, ask_to_save
+from raypipe.observe.run_dir import EVALUATE, SAVE, ask
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.online.controller import StepMemory
 from raypipe.plan.online.measured_steps import StepClock
@@ -49,10 +49,10 @@ def test_a_call_ends_before_what_is_due(train: dict[str, Any], steps: int, due: 
 
 def test_what_users_ask_for_is_due_after_the_next_step(tmp_path: Path) -> None:
     asked = dues(tmp_path, eval_every=0, checkpoint_every=0)
-    ask_to_save(tmp_path)
+    ask(tmp_path, SAVE)
     assert asked.next_call(10, 4, True, True, None).due == Due(False, True, False)
     assert len(asked.next_call(11, 4, True, True, None).parts) == 4  # once
-    ask_to_evaluate(tmp_path)
+    ask(tmp_path, EVALUATE)
     assert asked.next_call(11, 4, True, True, None).due == Due(True, False, False)
     assert len(asked.next_call(12, 4, True, True, None).parts) == 4
     stop: Any = SimpleNamespace(pauses=True, why="asked")

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.json_form import from_json, to_json
-from raypipe.schedule.forms.schedule_file import load
-from raypipe.schedule.forms.text import from_text, parse_task, to_text
-from raypipe.schedule.forms.torch_csv import to_torch_csv
+from raypipe.schedule.forms.json_form import from_json, load, to_json
+from raypipe.schedule.forms.text import from_text, parse_task, to_text, to_torch_csv
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate

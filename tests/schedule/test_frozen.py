@@ -17,7 +17,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.json_form import from_json, to_json
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
-from raypipe.schedule.live_activations import peak_activations
+from raypipe.schedule.live_activations import peak_activations, weight_versions
 from raypipe.schedule.lowering.programs import check_counted, programs, step_programs
 from raypipe.schedule.lowering.safe_order import gpu_programs
 from raypipe.schedule.passes import (
@@ -31,7 +31,6 @@ from raypipe.schedule.passes import (
     without_frozen,
 )
 from raypipe.schedule.verify import verify
-from raypipe.schedule.versions import weight_versions
 from raypipe.search import search
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period

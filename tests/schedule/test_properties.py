@@ -20,7 +20,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.kinds import COMPUTE
-from raypipe.schedule.live_activations import peak_activations
+from raypipe.schedule.live_activations import peak_activations, unroll
 from raypipe.schedule.passes import (
     add_recompute,
     add_updates,
@@ -31,7 +31,6 @@ from raypipe.schedule.passes import (
     split_backward,
 )
 from raypipe.schedule.verify import verify
-from raypipe.schedule.versions import unroll
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period

@@ -40,7 +40,9 @@ def adafactor(held: list[dict[str, Any]], lr: float, weight_decay: float) -> tor
         for state in optimizer.state.values():
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32)
 
-    made: torch.optim.Optimizer = Adafactor(held, lr=lr, weight_decay=weight_decay, scale_parameter=False, relative_step=False)
+    made: torch.optim.Optimizer = Adafactor(
+        held, lr=lr, weight_decay=weight_decay, scale_parameter=False, relative_step=False
+    )
     made.register_step_post_hook(count_in_tensors)
     return made
 

@@ -19,7 +19,7 @@ import torch
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.models import GptLayers, cross_entropy, random_keys
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer

@@ -27,7 +27,7 @@ from raypipe.data import Corpus
 from raypipe.job.spec import JobSpec
 from raypipe.models import GptLayers, cross_entropy
 from raypipe.plan.plan import build_schedule
-from raypipe.schedule.forms.torch_csv import to_torch_csv
+from raypipe.schedule.forms.text import to_torch_csv
 from raypipe.schedule.ir import Schedule
 from tests.bench.head_to_head.rivals import Order, RankReport
 

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from raypipe.job import JobSpec
 from raypipe.job.cluster import load_cluster
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.launch.branch_plan import layer_costs
 from raypipe.models import build_model
 from raypipe.models.task import Field

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.runtime.setup.communicators import own_address
 from tests.bench.command import options, write_rows
 from tests.job_files import write_text

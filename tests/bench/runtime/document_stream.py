@@ -29,8 +29,7 @@ import torch
 
 from raypipe.data import prepare_data
 from raypipe.data.documents.prepared import PreparedDocuments
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.models.task import NextToken
 from raypipe.observe.run_log import METRICS, read_rows

@@ -21,8 +21,7 @@ from statistics import median
 
 from raypipe.explain.causes import Explanation, explain
 from raypipe.explain.measured import Measured, TaskTimes, task_times
-from raypipe.explain.mending import Cause
-from raypipe.explain.replay import Replay
+from raypipe.explain.replay import Cause, Replay
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from raypipe.runtime.emulation.emulated_run import LayerLink, Rehearsal, run_rehearsal
 from raypipe.runtime.update.prioritised_all_reduce import PIECE_BYTES
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.reverse_first_k import reverse_first_k
+from raypipe.schedule.families.out_of_order import reverse_first_k
 from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.layer_sync import LayerSync, layer_step_time
 from tests.bench.accuracy.emulated import first, longer, worker_group_of

@@ -26,7 +26,7 @@ from statistics import median
 
 import psutil
 
-from raypipe.observe.run_dir import ask_to_stop
+from raypipe.observe.run_dir import STOP, ask
 from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_workers import ended
 from tests.bench.runtime.recoveries import RUN_S, alive, newest, pids_of, recovered_job, train
@@ -148,7 +148,7 @@ def main() -> int:
                     kills += 1
                 due = now + args.every
         if process.poll() is None:
-            ask_to_stop(directory, "enough")
+            ask(directory, STOP, "enough")
         status, result, said = ended(process, RUN_S)
         steps = len(result.get("losses", []))
         recovered, saved = len(events(directory, "recovered")), len(events(directory, "checkpoint"))

@@ -18,14 +18,13 @@ from raypipe.cost.profile import Profile, load_profile
 from raypipe.errors import RequestError
 from raypipe.graph.placement.problem import load_problem
 from raypipe.job import load_cluster, load_job
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.launch.plan_file import given_plan
 from raypipe.launch.plans import make_plan
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.hybrid import compare, load_epochs
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.schedule_file import load as load_schedule
+from raypipe.schedule.forms.json_form import load as load_schedule
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate

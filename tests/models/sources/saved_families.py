@@ -16,11 +16,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from raypipe.capture.meta import build_without_memory
 from raypipe.checkpoint import commit, write_shard
 from raypipe.errors import SpecError
-from raypipe.export import export
 from raypipe.job import HfSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.observe.run_dir import RECORD
+from raypipe.trained import export
 
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "embedding_size"), 32),

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
-from raypipe.observe.run_dir import ask_to_stop
+from raypipe.observe.run_dir import STOP, ask
 from tests.job_files import write_job
 from tests.ray_environment import node_settings, without_ray
 from tests.runtime.runs.killing import events
@@ -109,7 +109,7 @@ class ElasticRun:
     def finish(self) -> None:
         """End the run, and keep its result and what it said."""
         if self.process.poll() is None and self.directory.is_dir():
-            ask_to_stop(self.directory, "enough")
+            ask(self.directory, STOP, "enough")
         try:
             out, said = self.process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:

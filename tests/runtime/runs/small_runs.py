@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.data import declared_fields, prepare_data
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan

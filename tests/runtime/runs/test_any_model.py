@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raypipe.errors import RunError, SpecError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
 from raypipe.models.task import IGNORED, Field, NextToken
 from tests.capture.models import FAMILIES, Residual

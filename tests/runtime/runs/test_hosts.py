@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raypipe.checkpoint import open_checkpoint
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.observe.run_log import EVENTS, read_rows
 from tests.data.documents_on_disk import some_documents, write_parquet
 from tests.hosts import Host, hosts, ray_cluster

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from tests.runtime.runs.elastic_run import ElasticRun, TwoNodes
 from tests.runtime.runs.killing import CONTROLLER, DRIVER, copied_since, events, job_to_kill, run_killing
 from tests.runtime.runs.plain_training import plain_losses
