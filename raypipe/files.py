@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -164,3 +165,23 @@ def shipped(folder: str) -> Path:
     if (CLONE / "pyproject.toml").is_file():
         return CLONE / folder
     return Path(sysconfig.get_path("data")) / "share" / "raypipe" / folder
+
+
+def strict_json(value: object, **options: Any) -> str:
+    """Return ``json.dumps(value)`` with null for every number that is not finite.
+
+    >>> strict_json({"loss": float("nan"), "times": [1.0, float("inf")]})
+    '{"loss": null, "times": [1.0, null]}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

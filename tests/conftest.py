@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.job_files import write_text
 from tests.ray_environment import LEAN, start_ray
 
 if TYPE_CHECKING:
@@ -107,13 +108,7 @@ def driver_here(local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small folder of real text: some of this Python's own modules."""
-    import sysconfig
-
-    folder = tmp_path_factory.mktemp("text")
-    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:24]
-    for source in sources:
-        (folder / source.name).write_bytes(source.read_bytes())
-    return folder
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="session")

@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 
 from raypipe.atomic_write import whole, write_whole
-from raypipe.cli._shared.files import write
+from raypipe.cli._shared.options import write
 from raypipe.errors import RaypipeError
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.observe.draw.figure_file import save
-from raypipe.observe.draw.gantt import gantt
-from raypipe.observe.draw.perfetto import write_trace
-from raypipe.observe.timelines import save_timelines
+from raypipe.observe.draw.figures import gantt, save
+from raypipe.observe.timelines import save_timelines, write_trace
 from raypipe.plan.plan import Plan
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable

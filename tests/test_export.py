@@ -14,10 +14,10 @@ from raypipe.checkpoint import commit, write_shard
 from raypipe.cli import run
 from raypipe.data import Corpus, declared_fields
 from raypipe.errors import SpecError
-from raypipe.export import export
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model, random_keys
 from raypipe.observe.run_dir import RECORD
+from raypipe.trained import export
 from tests.runtime.runs.small_runs import drive
 
 transformers = pytest.importorskip("transformers")

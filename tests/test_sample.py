@@ -16,11 +16,11 @@ from raypipe.checkpoint import commit, write_shard
 from raypipe.cli import run
 from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import SpecError
-from raypipe.export import export
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from raypipe.observe.run_dir import RECORD
 from raypipe.sample import Writer
+from raypipe.trained import export
 from tests.capture.models import FAMILIES
 
 transformers = pytest.importorskip("transformers")

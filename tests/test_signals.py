@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import TerminationError
-from raypipe.observe.run_dir import ask_to_end_soon, ask_to_pause, asked_to_stop, go_on
+from raypipe.observe.run_dir import INTERRUPT, PAUSE, ask, asked_to_stop, go_on
 from raypipe.signals import Interrupted, Terminated, end_on_signals, held, waiting
 
 
@@ -155,8 +155,8 @@ cli.main()
 
 
 def test_a_run_is_asked_for_a_checkpoint_before_anything_else(tmp_path: Path) -> None:
-    ask_to_pause(tmp_path, "more devices")
-    ask_to_end_soon(tmp_path, "SIGTERM")
+    ask(tmp_path, PAUSE, "more devices")
+    ask(tmp_path, INTERRUPT, "SIGTERM")
     stop = asked_to_stop(tmp_path)
     assert stop is not None
     assert (stop.why, stop.pauses, stop.interrupts) == ("SIGTERM", True, True)

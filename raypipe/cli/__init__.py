@@ -1,9 +1,8 @@
 """The ``raypipe`` command: verbs only, no logic.
 
-A verb is a module of this package, or of one of its folders, with a function of the same name, whose parameters Typer
-reads; modules and folders that start with an underscore are helpers. Only the requested verb is imported, and it
-imports heavy modules inside its function, so that ``raypipe schedule --list`` is fast. A verb module may define
-``prepare(argv) -> argv``.
+A verb is a function of that name, whose parameters Typer reads, in the module that ``VERBS`` says. Only the requested
+verb's module is imported, and it imports heavy modules inside its functions, so that ``raypipe schedule --list`` is
+fast. It may define ``prepare_VERB(argv) -> argv``.
 """
 
 from __future__ import annotations
@@ -12,11 +11,9 @@ import gc
 import importlib
 import io
 import os
-import pkgutil
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import typer
@@ -26,7 +23,16 @@ from raypipe.errors import InterruptionError, RaypipeError, TerminationError, ne
 from raypipe.files import short
 from raypipe.signals import Terminated, end_on_signals
 
-__all__ = ["main", "run", "verb_modules", "verbs"]
+__all__ = ["VERBS", "main", "run", "verb_function"]
+VERBS = {
+    **dict.fromkeys(("train", "submit"), "train"),
+    "autoconfigure": "autoconfigure",
+    **dict.fromkeys(("schedule", "emulate"), "schedule"),
+    **dict.fromkeys(("profile", "partition", "regions", "graph", "place"), "models"),
+    **dict.fromkeys(("epochs", "hybrid"), "batches"),
+    **dict.fromkeys(("explain", "report", "watch", "sample", "export", "dashboards"), "runs"),
+}
+"""Verb -> its module."""
 
 INTERRUPTED, TERMINATED = InterruptionError.exit_status, TerminationError.exit_status
 COLLECTED_AFTER = 50_000
@@ -70,22 +76,9 @@ def _end_results() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
-def verbs() -> list[str]:
-    """Return the names of all verbs, without importing them."""
-    return sorted(verb_modules())
-
-
-def verb_modules() -> dict[str, str]:
-    """Return the name of each verb's module, without importing it."""
-    found: dict[str, str] = {}
-    for module in pkgutil.iter_modules(__path__):
-        if module.name.startswith("_"):
-            continue
-        if not module.ispkg:
-            found[module.name] = f"{__name__}.{module.name}"
-            continue
-        for verb in pkgutil.iter_modules([str(Path(folder) / module.name) for folder in __path__]):
-            found[verb.name] = f"{__name__}.{module.name}.{verb.name}"
+def verb_function(verb: str) -> Callable[..., None]:
+    """Import a verb and return it."""
+    found: Callable[..., None] = getattr(importlib.import_module(f"{__name__}.{VERBS[verb]}"), verb)
     return found
 
 
@@ -118,8 +111,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    modules = verb_modules()
-    known, verb = sorted(modules), verb_of(argv)
+    known, verb = sorted(VERBS), verb_of(argv)
     if verb is not None and verb not in known:
         return _complain(f'raypipe: there is no verb "{verb}"\n  fix: {nearest(verb, known)}', 2)
     app = typer.Typer(
@@ -127,10 +119,11 @@ def _run(argv: list[str]) -> int:
     )
     app.callback(invoke_without_command=True)(_top)
     for name in known if verb is None else [verb]:
-        module = importlib.import_module(modules[name])
-        app.command(name)(getattr(module, name))
-        if name == verb and hasattr(module, "prepare"):
-            argv = module.prepare(argv)
+        function = verb_function(name)
+        app.command(name)(function)
+        prepare = getattr(sys.modules[function.__module__], f"prepare_{name}", None)
+        if name == verb and prepare is not None:
+            argv = prepare(argv)
     command: Any = typer.main.get_command(app)
     status = command.main(args=argv, prog_name="raypipe", standalone_mode=False)
     if status == INTERRUPTED:  # Typer's answer to Ctrl-C

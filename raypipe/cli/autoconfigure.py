@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raypipe.cli._shared.files import check_writable, described_cluster, output, write
-from raypipe.cli._shared.values import DAY_S
+from raypipe.cli._shared.options import DAY_S, check_writable, described_cluster, output, write
 from raypipe.errors import RequestError, nearest
-from raypipe.observe.strict_json import strict_json
+from raypipe.files import strict_json
 
 if TYPE_CHECKING:
     from raypipe.cost.profile import Profile

@@ -1,15 +1,21 @@
-"""``raypipe train``: run a job and print a summary."""
+"""``raypipe train`` runs a job and prints a summary; ``raypipe submit`` does the same as a job of a Ray cluster."""
 
 from __future__ import annotations
 
 import contextlib
-import json as json_module
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from raypipe.cli._shared.options import JobFile, Overrides
+from raypipe.errors import python, shortest
+from raypipe.observe.run_dir import CHECKPOINTS, stillborn
+from raypipe.observe.run_log import METRICS
 
 if TYPE_CHECKING:
     from raypipe.job import JobSpec
@@ -30,11 +36,9 @@ def _place(name: str) -> Path:
 
 
 def train(
-    job: Annotated[Path, typer.Argument(help="Job file, such as jobs/quickstart.yaml.")],
+    job: JobFile,
     plan: Annotated[Path | None, typer.Option(help="Run this plan.json instead of the job's parallel keys.")] = None,
-    override: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key of the job file: key.path=value; repeatable.")
-    ] = None,
+    override: Overrides = None,
     run_dir: Annotated[
         Path | None, typer.Option(parser=_place, help="Directory for the run's files [runs/NAME-TIME].")
     ] = None,
@@ -47,11 +51,11 @@ def train(
     ] = None,
 ) -> None:
     """Train a model on Ray as described by a job file."""
-    from raypipe.cli._shared.go_on import advice, resume_command
     from raypipe.errors import InterruptionError, RunError, TerminationError, shortest
+    from raypipe.files import strict_json
     from raypipe.job import GptSpec, load_job
     from raypipe.observe.progress import Notes, ProgressView, stderr_console
-    from raypipe.observe.summary import summary_lines
+    from raypipe.observe.run_record import summary_lines
     from raypipe.signals import Terminated
     from raypipe.train import execute, prepare_run
 
@@ -85,7 +89,7 @@ def train(
         raise type(error)(error.where, error.why, fix) from None
     result["core_wait"] = view.core_wait.share
     if json:
-        print(json_module.dumps(result))
+        print(strict_json(result))
         return
     for line in summary_lines(result):
         print(line)
@@ -97,3 +101,68 @@ def train(
     text = sample_text(prepared.directory, prompt="def ", length=240, temperature=0.8, seed=0)
     print("\n".join("  " + line.rstrip() for line in text.rstrip().splitlines()))
     sys.stdout.flush()
+
+
+def submit(
+    job: Annotated[Path, typer.Argument(help="Job file below the current folder, such as jobs/quickstart.yaml.")],
+    address: Annotated[
+        str | None,
+        typer.Option(help="The cluster's job server, such as http://HOST:8265 [RAY_ADDRESS, or this machine's]."),
+    ] = None,
+    override: Overrides = None,
+    run_dir: Annotated[
+        str | None,
+        typer.Option(help="Where the run's files go, on a file system of the nodes; default ~/raypipe/runs/NAME-TIME."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run directory's newest checkpoint.")] = False,
+    runtime_env: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What travels beside the current folder [jobs/runtime_env.yaml]."),
+    ] = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return once the job server has taken it.")] = False,
+) -> None:
+    """Submit a job to a Ray cluster, with the current folder as its working directory, and follow it to its end."""
+    from raypipe.job import load_job
+    from raypipe.launch.submit import submission
+    from raypipe.launch.submit import submit as hand_over
+
+    spec = load_job(job, override or ())  # what is wrong with it is told here, not in the cluster
+    what = submission(job, override or (), run_dir, resume, runtime_env, Path.cwd())
+    taken = hand_over(what, address, spec.name)
+    print(f"submitted {taken.id}, as this does: {what.command}", file=sys.stderr)
+    if no_wait:
+        print(taken.id)
+        return
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    status = taken.follow(show)
+    if status:
+        raise typer.Exit(status)
+
+
+def program() -> str:
+    """Return how to call this program: ``raypipe`` if the shell finds it, otherwise this interpreter's module.
+
+    >>> program() in ("raypipe", f"{python()} -m raypipe")
+    True
+    """
+    return "raypipe" if shutil.which("raypipe") else f"{python()} -m raypipe"
+
+
+def resume_command(job: Path, directory: Path, overrides: Sequence[str], plan: Path | None) -> str:
+    """Return the command line that resumes a run with the options of the command that started it."""
+    arguments = ["train", str(job), *(argument for text in overrides for argument in ("--set", text))]
+    arguments += ["--plan", str(plan)] if plan is not None else []
+    return f"{program()} {shlex.join([*arguments, '--run-dir', shortest(directory)])} --resume"
+
+
+def advice(directory: Path, command: str) -> str:
+    """Return how to continue a run that was interrupted or failed; "" if it trained no step."""
+    if stillborn(directory) or not (directory / METRICS).exists():
+        return ""
+    newest = max((directory / CHECKPOINTS).glob("step-*/manifest.json"), default=None)
+    if newest is None:
+        return f"it had no checkpoint yet: start again, in another --run-dir than {shortest(directory)}"
+    return f"to resume from its checkpoint of step {int(newest.parent.name.removeprefix('step-'))}: {command}"

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.noise import Noise
 from raypipe.job.field_types import Devices, Positive, ReduceDtype, Spec
-from raypipe.job.json_file import load_json
+from raypipe.job.reading import load_json
 from raypipe.job.spec import JobSpec
 
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -204,9 +204,6 @@ class Profile(Spec):
     ``cost.stages.with_reduce_dtype``."""
     taken_for: TakenFor | None = None
     """The job that it was measured for; None if computed."""
-    estimated: Annotated[tuple[int, ...], Field(strict=False)] = ()
-    """Micro-batch sizes whose times were not measured, because that would have taken too long, but lie on the line
-    through the measured ones."""
     batch_statistics: bool = False
     """Whether a sample's loss depends on the others of its micro-batch (batch norm): copies then divide nothing."""
     slicing: Slicing | None = None

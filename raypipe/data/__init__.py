@@ -1,7 +1,6 @@
 """Training data: the driver finds, checks and prepares it once; each worker reads the rows it needs."""
 
-from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_arrays, write_order
-from raypipe.data.corpus import Corpus
+from raypipe.data.arrays import Arrays, declared_fields, known_fields, prepare_arrays
 from raypipe.data.dataset import (
     Dataset,
     check_placeholders,
@@ -16,9 +15,9 @@ from raypipe.data.dataset import (
     validation_places,
     validation_weights,
 )
-from raypipe.data.ragged import Ragged, flat
-from raypipe.data.rows import columns_of
-from raypipe.data.text import prepare
+from raypipe.data.ragged import Ragged, columns_of, flat
+from raypipe.data.sample_order import write_order
+from raypipe.data.text import Corpus, prepare
 
 __all__ = [
     "Arrays",

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 from raypipe.atomic_write import whole, write_whole
-from raypipe.data.corpus import SPLITS, Split, order_key
-from raypipe.data.packed import is_packed
 from raypipe.data.ragged import (
     FILL,
     OFFSETS,
@@ -34,17 +32,26 @@ from raypipe.data.ragged import (
     classes,
     fill_of,
     flat,
+    is_packed,
     joined,
     of_one_form,
 )
-from raypipe.data.sample_order import GroupedByLength, permuted
+from raypipe.data.sample_order import (
+    ORDER,
+    SPLITS,
+    GroupedByLength,
+    Split,
+    order_key,
+    permuted,
+    read_order,
+    write_order,
+)
 from raypipe.errors import SpecError
 from raypipe.files import expanded, read_json, sha256
 from raypipe.job import DataSpec
 from raypipe.models.task import MASK, POSITIONS, Field, FirstRows
 
 META = "arrays.json"
-ORDER = "order.npy"
 AGAIN = "prepare the data again: remove the folder, then --resume does"
 HELD_OUT = 10
 """Without a file of held-out samples, one of this many samples is held out."""
@@ -291,33 +298,6 @@ def write_arrays(
     }
     write_whole(directory / meta, json.dumps(about, indent=1).encode(), synced=True)
     return Arrays.open(directory, meta)
-
-
-def write_order(order: npt.NDArray[np.int64], directory: Path) -> Path:
-    """Write the order of the training rows, ``[steps, batch]``, beside them, and return the file."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with whole(directory / ORDER) as partial, partial.open("wb") as out:
-        np.save(out, order, allow_pickle=False)
-    return directory / ORDER
-
-
-def read_order(source: str, rows: int) -> npt.NDArray[np.int64]:
-    """Read the order of the rows of training.
-
-    Raises:
-        SpecError: it is no ``.npy`` file of integers ``[steps, batch]``, a step has no row, or a number is of no row.
-    """
-    fix = "give an .npy file of row numbers, [steps, batch], each step's from its first place on, below 0 for none"
-    try:
-        order = np.load(expanded(Path(source)), allow_pickle=False)
-        if order.ndim != 2 or order.dtype.kind not in "iu" or not order.size:
-            raise ValueError(f"it has shape {list(order.shape)} of {order.dtype}")
-    except (OSError, ValueError, EOFError, AttributeError) as error:
-        raise SpecError("data.order", f"{source} cannot be used: {error}", fix) from None
-    if order.max() >= rows or (order[:, 0] < 0).any():
-        why = f"row {order.max()}, but there are {rows}" if order.max() >= rows else "a step without rows"
-        raise SpecError("data.order", f"{source} has {why}", fix)
-    return np.asarray(order, dtype=np.int64)
 
 
 def read_columns(source: str, key: str) -> dict[str, Column]:

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from raypipe.data.arrays import META as ARRAYS
-from raypipe.data.arrays import Arrays, mask_of, mean_tokens, prepare_arrays, read_order, write_order
-from raypipe.data.corpus import META as CORPUS
-from raypipe.data.corpus import SPLITS, Corpus, Split
+from raypipe.data.arrays import Arrays, mask_of, mean_tokens, prepare_arrays
 from raypipe.data.documents import META as DOCUMENTS
 from raypipe.data.ragged import Column, Ragged, fill_of
-from raypipe.data.sample_order import sample_keys
-from raypipe.data.text import END, LINE, prepare, prepare_lines
+from raypipe.data.sample_order import SPLITS, Split, read_order, sample_keys, write_order
+from raypipe.data.text import END, LINE, Corpus, prepare, prepare_lines
 from raypipe.data.text import LINES_META as LINES
+from raypipe.data.text import META as CORPUS
 from raypipe.errors import SpecError
 from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec

@@ -7,16 +7,23 @@ find any sample's place in constant memory, whatever the size of the corpus.
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from raypipe.atomic_write import whole
+from raypipe.errors import SpecError
+from raypipe.files import expanded
 from raypipe.models.keyed_random import fold64
 
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, Split] = ("train", "val")
+ORDER = "order.npy"
+"""The order of rows that a job gives (``data.order``), beside the rows."""
 BLOCK = 4096
 """Number of places computed and cached together, because a step needs neighbouring ones."""
 ROUNDS = 4
@@ -95,3 +102,37 @@ def _mix(numbers: Numbers) -> Numbers:
     numbers = (numbers ^ (numbers >> _UINT(30))) * _UINT(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> _UINT(27))) * _UINT(0x94D049BB133111EB)
     return numbers ^ (numbers >> _UINT(31))
+
+
+@lru_cache(maxsize=16)
+def order_key(split: Split, seed: int, epoch: int) -> int:
+    """Return the 64-bit key of an epoch's order; Python's ``hash`` would differ between processes."""
+    digest = hashlib.sha256(f"{split}/{seed}/{epoch}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def write_order(order: npt.NDArray[np.int64], directory: Path) -> Path:
+    """Write the order of the training rows, ``[steps, batch]``, beside them, and return the file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with whole(directory / ORDER) as partial, partial.open("wb") as out:
+        np.save(out, order, allow_pickle=False)
+    return directory / ORDER
+
+
+def read_order(source: str, rows: int) -> npt.NDArray[np.int64]:
+    """Read the order of the rows of training.
+
+    Raises:
+        SpecError: it is no ``.npy`` file of integers ``[steps, batch]``, a step has no row, or a number is of no row.
+    """
+    fix = "give an .npy file of row numbers, [steps, batch], each step's from its first place on, below 0 for none"
+    try:
+        order = np.load(expanded(Path(source)), allow_pickle=False)
+        if order.ndim != 2 or order.dtype.kind not in "iu" or not order.size:
+            raise ValueError(f"it has shape {list(order.shape)} of {order.dtype}")
+    except (OSError, ValueError, EOFError, AttributeError) as error:
+        raise SpecError("data.order", f"{source} cannot be used: {error}", fix) from None
+    if order.max() >= rows or (order[:, 0] < 0).any():
+        why = f"row {order.max()}, but there are {rows}" if order.max() >= rows else "a step without rows"
+        raise SpecError("data.order", f"{source} has {why}", fix)
+    return np.asarray(order, dtype=np.int64)

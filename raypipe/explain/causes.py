@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypipe.explain.mending import MENDABLE, Cause, Mend
-from raypipe.explain.replay import Replay
+from raypipe.explain.replay import MENDABLE, Cause, Mend, Replay
 from raypipe.schedule.kinds import NETWORK
 
 NOTHING = 1e-6

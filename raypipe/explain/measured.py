@@ -10,6 +10,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import COMPUTE, Kind
 from raypipe.schedule.lowering.norm_policy import NormPolicy
+from raypipe.simulate.timeline import Span, Timeline
 
 WORK = frozenset(COMPUTE - {"R"} | {"U"})
 """Kinds of task that a step cannot do without: recomputation repeats work, and the rest moves data."""
@@ -31,6 +32,16 @@ class Measured:
     """What the profile says of each stage's tasks; only their proportions count."""
     earlier: TaskTimes = field(default_factory=dict)
     """What the same run's first steps took."""
+
+    def timeline(self, step: RecordedStep) -> Timeline:
+        """Return one of the steps, from when its first task began."""
+        zero = min(float(t[:, 0].min()) for t in step.times if len(t))
+        rows = zip(self.schedule.orders, step.times, strict=True)
+        spans = (
+            (Span(task, float(a) - zero, float(b) - zero) for task, (a, b) in zip(order, times, strict=True))
+            for order, times in rows
+        )
+        return Timeline(self.schedule, tuple(tuple(sorted(row, key=lambda span: span.start)) for row in spans))
 
 
 def task_times(schedule: Schedule, costs: CostTable) -> dict[tuple[Kind, int], float]:

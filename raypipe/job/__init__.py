@@ -2,10 +2,9 @@
 
 from raypipe.job.cluster import ClusterSpec, load_cluster
 from raypipe.job.data_spec import DataSpec
-from raypipe.job.load import job_from, load_job
 from raypipe.job.model_spec import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, ModelSpec
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from, load_job
 from raypipe.job.train_spec import TrainSpec
 
 __all__ = [

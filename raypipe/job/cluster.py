@@ -11,9 +11,7 @@ from pydantic import Field, model_validator
 from raypipe.errors import SpecError
 from raypipe.files import shipped, short
 from raypipe.job.field_types import MOST_DEVICES, Devices, Positive, Spec
-from raypipe.job.load import read_text
-from raypipe.job.validation_errors import checked
-from raypipe.job.yaml_text import parse_yaml
+from raypipe.job.reading import checked, parse_yaml, read_text
 
 Above = Annotated[float, Field(gt=1e-9, le=1e9)]
 """Figures of machines, in the units of their keys: far from any real one, and none whose sums overflow."""

@@ -77,10 +77,11 @@ class TrainSpec(Spec):
     """Optimizer steps of the run."""
     batch: Annotated[int, Field(ge=1, le=10_000_000)]
     """Mini-batch size: sequences per step, over all replicas."""
-    optimizer: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop"] = "adamw"
-    """Optimizer, as PyTorch's. ``adamw`` decouples weight decay from the gradient; the others add it to the gradient.
-    ``adagrad`` and ``rmsprop`` have no fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no
-    ``cuda_graphs: step`` or ``auto``."""
+    optimizer: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor"] = "adamw"
+    """Optimizer, as PyTorch's; ``adafactor`` as transformers' with the rates that are given. ``adamw`` and
+    ``adafactor`` decouple weight decay from the gradient; the others add it to the gradient. ``adagrad``, ``rmsprop``
+    and ``adafactor`` have no fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no
+    ``cuda_graphs: step`` or ``auto``. ``adafactor`` reads whole matrices: no ``shard`` and no ``tensor``."""
     lr: Annotated[float, Field(gt=0)] = 0.001
     """Peak learning rate."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
@@ -208,7 +209,7 @@ class TrainSpec(Spec):
 
     @model_validator(mode="after")
     def _fused(self) -> TrainSpec:
-        if self.optimizer in ("adagrad", "rmsprop"):
+        if self.optimizer in ("adagrad", "rmsprop", "adafactor"):
             for key in (f"on_nonfinite: {self.on_nonfinite}", f"cuda_graphs: {self.cuda_graphs}"):
                 if key in ("on_nonfinite: skip", "cuda_graphs: step", "cuda_graphs: auto"):
                     raise ValueError(f"combines {key} with {self.optimizer}, which has no fused kernels; use adamw")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import RunError
-from raypipe.observe.run_dir import ask_to_stop
+from raypipe.observe.run_dir import STOP, ask
 from raypipe.observe.run_log import EVENTS, METRICS, Follower
 
 
@@ -81,4 +81,4 @@ class Callbacks:
                 self._error, stop = (name, error), True
             if stop and not self._stopped:
                 self._stopped = True
-                ask_to_stop(self._directory, f"{name} asked for it" if self._error is None else f"{name} failed")
+                ask(self._directory, STOP, f"{name} asked for it" if self._error is None else f"{name} failed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypipe.observe.run_dir import ask_to_save
+from raypipe.observe.run_dir import SAVE, ask
 from raypipe.observe.run_log import RunLog
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class DrainedNodes:
         if not new:
             return
         self._known |= new
-        ask_to_save(self._directory)
+        ask(self._directory, SAVE)
         log = RunLog(self._directory)
         names = ", ".join(sorted(new))
         log.event("notice", message=f"{len(new)} of its nodes will go, so a checkpoint is saved now: {names}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import RunError, SpecError
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import PROFILE, ask_to_pause, asked_to_stop, go_on
+from raypipe.observe.run_dir import PAUSE, PROFILE, ask, asked_to_stop, go_on
 from raypipe.observe.run_log import EVENTS, Follower, RunLog
 from raypipe.plan.plan import Plan, build_schedule
 
@@ -183,7 +183,7 @@ class Elastic:
         """Ask the run to pause if nodes that it uses will go soon, so that no step is lost."""
         going = self._going() & self._reservation.nodes()
         if going:
-            ask_to_pause(self.prepared.directory, f"{len(going)} of its nodes will go: {', '.join(sorted(going))}")
+            ask(self.prepared.directory, PAUSE, f"{len(going)} of its nodes will go: {', '.join(sorted(going))}")
 
     def _see_more(self) -> None:
         """Ask the run to pause if the cluster has had more devices for a while, and a plan for them pays."""
@@ -205,7 +205,7 @@ class Elastic:
     def _see_started(self) -> None:
         """Ask the run to pause for more devices once their processes have started."""
         if self._more is None or self._more.ready():
-            ask_to_pause(self.prepared.directory, self._why)
+            ask(self.prepared.directory, PAUSE, self._why)
 
     def _warm_up(self, plan: Plan) -> Warm | None:
         """Start the processes that a plan needs beside those there are; None where they start when the run pauses."""

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypipe.errors import SpecError
-from raypipe.job.recompute_layers import Cut, named_layers
-from raypipe.job.requested_schedule import base_schedule, is_file
+from raypipe.job.requested_schedule import Cut, base_schedule, is_file, named_layers
 from raypipe.job.spec import JobSpec
 from raypipe.launch.branch_plan import branch_plan
 from raypipe.launch.job_model import JobModel

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raypipe.job.spec import JobSpec
 from raypipe.launch.job_model import JobModel
-from raypipe.observe.summary import OF_TEXT, Units
+from raypipe.observe.run_record import OF_TEXT, Units
 from raypipe.plan.plan import Plan
 from raypipe.schedule.ir import Schedule
 

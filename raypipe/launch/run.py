@@ -15,9 +15,9 @@ from raypipe.launch.drained import DrainedNodes
 from raypipe.launch.elastic import Elastic
 from raypipe.launch.prepared import Prepared
 from raypipe.launch.report_to.reports import Reports
-from raypipe.observe.run_dir import CHECKPOINTS, ask_to_end_soon, go_on, hold
+from raypipe.observe.run_dir import CHECKPOINTS, INTERRUPT, ask, go_on, hold
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.observe.summary import summarise
+from raypipe.observe.run_record import summarise
 from raypipe.signals import end_on_signals, ended_by, waiting
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _ended(
             if not asked and (number := received()) is not None:
                 if not _trains(request.directory):
                     raise ended_by(number)
-                ask_to_end_soon(request.directory, signal.Signals(number).name)
+                ask(request.directory, INTERRUPT, signal.Signals(number).name)
                 asked = True
             for look in watch:
                 look()

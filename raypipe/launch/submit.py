@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import InterruptionError, RunError, SpecError
-from raypipe.job.load import read_text
-from raypipe.job.yaml_text import parse_yaml
+from raypipe.job.reading import parse_yaml, read_text
 
 RUNTIME_ENV = "jobs/runtime_env.yaml"
 """Taken where it is in the working directory and no other is given."""

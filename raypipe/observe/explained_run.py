@@ -15,27 +15,24 @@ from rich.text import Text
 from raypipe.cost.profile import Profile, load_profile
 from raypipe.cost.sizes import times_at
 from raypipe.errors import RaypipeError, SpecError
-from raypipe.explain.causes import Explanation, explain
-from raypipe.explain.changes import Change, ExplainedPlan, changes
+from raypipe.explain.causes import Explanation, Lost, explain
+from raypipe.explain.changes import Change, ExplainedPlan, changes, profiled_costs
 from raypipe.explain.measured import Measured, TaskTimes, task_times
-from raypipe.explain.mending import MEANING
-from raypipe.explain.recut_frozen import profiled_costs
-from raypipe.explain.replay import Replay
+from raypipe.explain.replay import MEANING, Replay
 from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_dir import PROFILE
-from raypipe.observe.run_view.run_record import PLAN, RunRecord
+from raypipe.observe.run_record import PLAN, RunRecord
 from raypipe.observe.tables import text_table
-from raypipe.observe.timelines import FILE
+from raypipe.observe.timelines import FILE, lanes_of
 from raypipe.plan.online.recorded_steps import RecordedSteps, recorded_from_json
 from raypipe.plan.plan import Plan, load_plan
 from raypipe.schedule.deps import link
-from raypipe.schedule.faults import check_links
-from raypipe.schedule.forms.text import parse_task
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import COMPUTE, Kind
 from raypipe.schedule.lowering.norm_policy import NORM_POLICIES
 from raypipe.schedule.passes.sync import BY_LAYER
-from raypipe.simulate.timeline import Span, Timeline
+from raypipe.schedule.verify import check_links
+from raypipe.simulate.timeline import Timeline
 
 NOTHING_BETTER = "nothing that was tried makes steps shorter"
 
@@ -98,7 +95,7 @@ def explain_run(run: RunRecord, profile: Path | None = None) -> Explained:
     costs = None
     if plan is not None and known is not None:
         try:
-            costs = _planned_times(plan, known, recorded.schedule)
+            costs = task_times(recorded.schedule, profiled_costs(known, plan, recorded.schedule))
         except RaypipeError as error:
             if profile is not None:
                 raise
@@ -124,23 +121,12 @@ def explained(of: Measured, planned: ExplainedPlan | None = None, notes: list[st
     replay = Replay(of)
     found = explain(replay)
     counted = of.steps[replay.counted]
-    newest = of.steps[-1]
-    zero = min(float(t[:, 0].min()) for t in newest.times if len(t))
-    spans = tuple(
-        tuple(
-            sorted(
-                (Span(task, float(a) - zero, float(b) - zero) for task, (a, b) in zip(order, t, strict=True)),
-                key=lambda span: span.start,
-            )
-        )
-        for order, t in zip(of.schedule.orders, newest.times, strict=True)
-    )
     return Explained(
         found,
         tuple(changes(found, replay, planned)),
         of.schedule,
         (counted[0].number, counted[-1].number),
-        Timeline(of.schedule, spans),
+        of.timeline(of.steps[-1]),
         tuple(notes or ()),
     )
 
@@ -169,15 +155,6 @@ def _profile(run: RunRecord, given: Path | None) -> Profile | None:
         return None
 
 
-def _planned_times(plan: Plan, profile: Profile, schedule: Schedule) -> TaskTimes:
-    """Return the times of each stage's tasks by the profile.
-
-    Raises:
-        RaypipeError: it is of another model.
-    """
-    return task_times(schedule, profiled_costs(profile, plan, schedule))
-
-
 def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Measured) -> ExplainedPlan | None:
     train = run.job.get("train")
     batch = train.get("batch") if isinstance(train, dict) else None
@@ -195,14 +172,10 @@ def _planned(run: RunRecord, plan: Plan | None, profile: Profile | None, of: Mea
 def _earlier(step: Any) -> TaskTimes:
     """The task times of the run's own prediction, which are means of its first steps; nothing if there is none."""
     each: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    try:
-        for lane in step["spans"]:
-            for span in lane:
-                task = parse_task(span["task"])
-                if task.kind in COMPUTE:
-                    each[task.kind, task.stage].append((float(span["end"]) - float(span["start"])) / len(task.mbs))
-    except (KeyError, TypeError, ValueError, RaypipeError):
-        return {}
+    for lane in lanes_of(step) or ():
+        for task, start, end in lane:
+            if task.kind in COMPUTE:
+                each[task.kind, task.stage].append((end - start) / len(task.mbs))
     return {key: fmean(values) for key, values in each.items()}
 
 
@@ -240,14 +213,7 @@ def explanation_table(of: Explained) -> RenderableType:
     title = f"{of.schedule.name} on {of.schedule.devices} devices, {steps}: {seconds(why.step_s)} a step, ideal "
     table = text_table(("cause", "where", "lost", "of the step", "mended alone"), left=("cause", "where"))
     for one in why.causes:
-        place = "all devices" if one.device is None else f"{'link' if one.links else 'device'} {one.device}"
-        table.add_row(
-            one.cause,
-            place,
-            seconds(one.seconds) if one.seconds >= 0 else f"-{seconds(-one.seconds)}",
-            f"{one.seconds / why.step_s:.1%}" if why.step_s else "",
-            seconds(one.what_if_step_s),
-        )
+        table.add_row(*cause_cells(of, one))
     parts: list[RenderableType] = [Text(f"{title}{seconds(why.ideal_s)}{share}", style="bold"), table]
     parts += [Text(f"{one.cause}: {MEANING[one.cause]}", style="dim") for one in why.causes[:TOLD]]
     parts += [Text(line, style="dim") for line in heat_map(of)]
@@ -268,21 +234,32 @@ def sentence(of: Explained) -> str:
     )
 
 
-def heat_map(of: Explained) -> Iterator[str]:
-    """Return a row per device and a column per cause, darker where more is lost; nothing where nothing is."""
+def cause_cells(of: Explained, one: Lost) -> list[str]:
+    """Return a cause, where most of it is, its seconds and share of the step, and the step if it alone were mended."""
+    place = "all devices" if one.device is None else f"{'link' if one.links else 'device'} {one.device}"
+    lost = seconds(one.seconds) if one.seconds >= 0 else f"-{seconds(-one.seconds)}"
+    share = f"{one.seconds / of.why.step_s:.1%}" if of.why.step_s else ""
+    return [one.cause, place, lost, share, seconds(one.what_if_step_s)]
+
+
+def most_lost(of: Explained) -> tuple[list[Lost], list[int], float]:
+    """Return the causes of a heat map, its devices (of many, those that lose most), and the most that one loses."""
     causes = [one for one in of.why.causes if one.seconds > 0 and one.devices]
-    if not causes:
-        return
-    most = max(s for one in causes for s in one.devices.values()) or 1.0
     totals = {d: sum(one.devices.get(d, 0.0) for one in causes) for d in range(of.schedule.devices)}
     shown = sorted(sorted(totals, key=lambda d: -totals[d])[:MOST_ROWS])
+    return causes, shown, max((s for one in causes for s in one.devices.values()), default=0.0) or 1.0
+
+
+def heat_map(of: Explained) -> Iterator[str]:
+    """Return a row per device and a column per cause, darker where more is lost; nothing where nothing is."""
+    causes, shown, most = most_lost(of)
+    if not causes:
+        return
     width = max(len(one.cause) for one in causes)
     yield f"{'device':>8}  " + "  ".join(f"{one.cause:^{width}}" for one in causes)
     for device in shown:
-        cells = []
-        for one in causes:
-            level = one.devices.get(device, 0.0) / most
-            cells.append(f"{SHADES[min(len(SHADES) - 1, round(level * (len(SHADES) - 1)))] * 3:^{width}}")
+        levels = (one.devices.get(device, 0.0) / most for one in causes)
+        cells = (f"{SHADES[round(level * (len(SHADES) - 1))] * 3:^{width}}" for level in levels)
         yield f"{device:>8}  " + "  ".join(cells)
-    if len(shown) < len(totals):
-        yield f"          ({len(totals) - len(shown)} devices that lose less are not shown)"
+    if len(shown) < of.schedule.devices:
+        yield f"          ({of.schedule.devices - len(shown)} devices that lose less are not shown)"

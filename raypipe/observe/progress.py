@@ -1,4 +1,4 @@
-"""Show the progress of a run from its logs: a live line on a terminal, plain lines elsewhere."""
+"""Show the progress of a run from its logs: a live line on a terminal, plain lines elsewhere, or a table made anew."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
-from raypipe.observe.core_wait import CoreWait
 from raypipe.observe.run_log import EVENTS, METRICS, Follower
-from raypipe.observe.run_view.event_sentences import event_sentences
+from raypipe.observe.run_record import RunRecord, event_sentences, memory_rows
+from raypipe.observe.tables import text_table
+from raypipe.plan.reasons import gib
 
 UNTOLD = {"undone", "error", "interrupted"}
 """Events that progress lines leave out: an undone update is ordinary, and the command itself prints the others."""
@@ -159,3 +162,142 @@ class Notes:
 def stderr_console() -> Console:
     """Return a console on standard error, so that standard output contains results only."""
     return Console(file=sys.stderr)
+
+
+class CoreWait:
+    """Measures waiting times from Linux's scheduler statistics of each process's first thread, the one that computes.
+
+    Call ``update`` from time to time while the processes live.
+    """
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._first: dict[int, tuple[int, int]] = {}
+        self._last: dict[int, tuple[int, int]] = {}
+
+    def follow(self, pids: Iterable[int]) -> None:
+        """Start measuring these processes, which must run on this host; replaces the ones measured before."""
+        self._first = {pid: counted for pid in pids if (counted := self._read(pid)) is not None}
+        self._last = dict(self._first)
+
+    def update(self) -> None:
+        """Read the statistics again; a process that has ended keeps its last values."""
+        for pid in self._first:
+            if (counted := self._read(pid)) is not None:
+                self._last[pid] = counted
+
+    @property
+    def share(self) -> float | None:
+        """Share of a process's runnable time in which it waited for a core: the largest over processes.
+
+        None if the kernel provides no statistics.
+        """
+        shares = []
+        for pid, (ran, waited) in self._last.items():
+            ran, waited = ran - self._first[pid][0], waited - self._first[pid][1]
+            if ran + waited:
+                shares.append(waited / (ran + waited))
+        return max(shares, default=None)
+
+    def _read(self, pid: int) -> tuple[int, int] | None:
+        """Nanoseconds that the process ran, and that it was runnable but waited."""
+        try:
+            ran, waited, _ = (self._proc / str(pid) / "schedstat").read_text(encoding="ascii").split()
+        except (OSError, ValueError):  # the process ended, or the kernel has no statistics
+            return None
+        return int(ran), int(waited)
+
+
+NEWEST_STEPS, NEWEST_EVENTS = 10, 6
+"""Newest steps and events that are shown."""
+LEVELS = " .:-=+*#"
+"""Of the loss curve, from low to high: plain characters, which every terminal and log file has."""
+CURVE = 60
+"""Width of the loss curve, in characters."""
+
+
+def live_table(run: RunRecord, now: float | None = None) -> RenderableType:
+    """Return what there is to see of a run.
+
+    Args:
+        run: the run's record.
+        now: the time, in seconds since 1970, that ages of news are counted to; None for the clock's.
+    """
+    parts: list[RenderableType] = [Text(_title(run, time.time() if now is None else now), style="bold")]
+    parts += [Text(f"loss  [{curve(run)}]  low '{LEVELS[1]}' to high '{LEVELS[-1]}'")] if run.steps else []
+    if run.steps:
+        parts.append(_steps(run))
+    if devices := _devices(run):
+        parts.append(devices)
+    sentences = [line for event in run.events for line in event_sentences(event)]
+    parts += [Text(line, style="dim") for line in sentences[-NEWEST_EVENTS:]]
+    return Group(*parts)
+
+
+def _title(run: RunRecord, now: float) -> str:
+    shape = run.parallel
+    plan = f": {shape.get('schedule')}, {shape.get('stages')} x {shape.get('replicas')}" if shape else ""
+    done = run.steps[-1]["step"] if run.steps else 0
+    of = f"/{run.planned_steps}" if run.planned_steps is not None else ""
+    title = f"{run.name}{plan}; {run.state()}, step {done}{of}"
+    if run.validations:
+        title += f", validation loss {run.validations[-1]['val_loss']:.4f} (step {run.validations[-1]['step']})"
+    if run.state() == "running" and (age := _silence_s(run, now)) is not None and age >= 1:
+        title += f", last news {age:.0f} s ago"  # a run that was killed leaves no word of it
+    return title
+
+
+def _silence_s(run: RunRecord, now: float) -> float | None:
+    times = [path.stat().st_mtime for path in run.directory.glob("*.jsonl")]
+    return now - max(times) if times else None
+
+
+def _steps(run: RunRecord) -> Table:
+    table = text_table(("step", "loss", "grad norm", "lr", "step s", "tokens/s", "idle"))
+    for row in run.steps[-NEWEST_STEPS:]:
+        table.add_row(
+            str(row["step"]),
+            _number(row["loss"], ".4f"),
+            _number(row.get("grad_norm"), ".3g"),
+            _number(row.get("lr"), ".3g"),
+            _number(row["step_s"], ".4f"),
+            _number(row["tokens_per_s"], ",.0f"),
+            _number(row["bubble_ratio"], ".1%"),
+        )
+    predicted = run.last("predicted")
+    if predicted is not None:
+        step_s, idle = _number(predicted.get("step_s"), ".4f"), _number(predicted.get("bubble_ratio"), ".1%")
+        table.add_row("predicted", "", "", "", step_s, "", idle, style="dim")
+    return table
+
+
+def _devices(run: RunRecord) -> Table | None:
+    started = (run.last("started") or {}).get("devices") or []
+    memory = memory_rows(run)
+    if not started:
+        return None
+    headings = ("worker", "device", "parameters", "memory planned", "memory measured")
+    table = text_table(headings, left=("worker", "device"))
+    for rank, device in enumerate(started):
+        row = memory[rank] if rank < len(memory) else None
+        sizes = [gib(size) if size is not None else "" for size in (row[1:3] if row else (None, None))]
+        name, kind = str(device.get("name")), str(device.get("device"))
+        table.add_row(Text(name), Text(kind), _number(device.get("parameters"), ","), *sizes)
+    return table
+
+
+def curve(run: RunRecord, width: int = CURVE) -> str:
+    """Draw the losses in one line; each character is the mean of as many steps."""
+    losses = [row["loss"] for row in run.steps if row["loss"] is not None]
+    count = min(width, len(losses))
+    means = []
+    for n in range(count):
+        part = losses[n * len(losses) // count : (n + 1) * len(losses) // count]
+        means.append(sum(part) / len(part))
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(LEVELS) - 2) / (high - low) if high > low else 0.0
+    return "".join(LEVELS[1 + round((mean - low) * scale)] for mean in means)
+
+
+def _number(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else ""

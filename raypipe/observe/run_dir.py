@@ -22,9 +22,10 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 STOP, PAUSE, INTERRUPT = "stop", "pause", "interrupt"
-"""The files that ask a run to end, to end for now, and to end as its process has to; they say why."""
+"""The files that ask a run to end after the steps that it has queued, with a checkpoint; they say why. ``stop``: with a
+validation, too; ``pause``: it goes on soon; ``interrupt``: its process was told to end."""
 SAVE, EVALUATE = "save", "evaluate"
-"""The files that ask a run for a checkpoint and for a validation."""
+"""The files that ask a run for a checkpoint and for a validation, after the steps that it has queued."""
 MOST_REASON = 4096
 """Largest size of these files, in bytes."""
 
@@ -100,19 +101,18 @@ def is_run(directory: Path) -> bool:
     return any((directory / CHECKPOINTS).glob("step-" + "[0-9]" * 8))
 
 
-def ask_to_stop(directory: Path, why: str) -> None:
-    """Ask the run in a directory to end after the steps that it has queued, with a validation and a checkpoint."""
-    write_whole(directory / STOP, why + "\n")
+def ask(directory: Path, what: str, why: str = "") -> None:
+    """Ask the run in a directory for something, by the file of that name."""
+    write_whole(directory / what, f"{why}\n" if why else "")
 
 
-def ask_to_pause(directory: Path, why: str) -> None:
-    """Ask the run in a directory to end as ``ask_to_stop`` does, but without a validation: it goes on soon."""
-    write_whole(directory / PAUSE, why + "\n")
-
-
-def ask_to_end_soon(directory: Path, why: str) -> None:
-    """Ask the run in a directory to end with a checkpoint and no validation: its process was told to."""
-    write_whole(directory / INTERRUPT, why + "\n")
+def asked(directory: Path, what: str) -> bool:
+    """Return whether the run was asked for something since the last call."""
+    try:
+        (directory / what).unlink()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class Stop(NamedTuple):
@@ -136,34 +136,6 @@ def asked_to_stop(directory: Path) -> Stop | None:
             why = f"{name} {error.strerror}"
         return Stop(why, name != STOP, name == INTERRUPT)
     return None
-
-
-def ask_to_save(directory: Path) -> None:
-    """Ask the run in a directory for a checkpoint after the steps that it has queued."""
-    write_whole(directory / SAVE, "")
-
-
-def ask_to_evaluate(directory: Path) -> None:
-    """Ask the run in a directory for a validation after the steps that it has queued."""
-    write_whole(directory / EVALUATE, "")
-
-
-def asked_to_save(directory: Path) -> bool:
-    """Return whether the run was asked for a checkpoint since the last call."""
-    return _asked(directory / SAVE)
-
-
-def asked_to_evaluate(directory: Path) -> bool:
-    """Return whether the run was asked for a validation since the last call."""
-    return _asked(directory / EVALUATE)
-
-
-def _asked(path: Path) -> bool:
-    try:
-        path.unlink()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def go_on(directory: Path) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from raypipe.atomic_write import write_whole
-from raypipe.files import open_regular, parse_json
-from raypipe.observe.strict_json import strict_json
+from raypipe.files import open_regular, parse_json, strict_json
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"

@@ -11,8 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from raypipe.cost.hosts import words
+from raypipe.schedule.costs import CostTable
+from raypipe.schedule.deps import link
+from raypipe.schedule.forms.json_form import to_json
+from raypipe.schedule.kinds import BW
+from raypipe.schedule.live_activations import weight_versions
+from raypipe.simulate.lower_bound import lower_bound
+from raypipe.simulate.period import period
+from raypipe.simulate.timeline import Timeline, critical_path
 
-if TYPE_CHECKING:  # a command shows one of these, and need not load the planner of the others
+if TYPE_CHECKING:
     from raypipe.cost.profile import LayerProfile, LinkFit, Profile
     from raypipe.graph.placement.placement import Placement
     from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
@@ -50,7 +58,7 @@ def profile_tables(profile: Profile) -> RenderableType:
 
 def _layer_table(profile: Profile) -> Table:
     title = f"{profile.device}, {profile.dtype}: milliseconds of each task by micro-batch size n"
-    headings = ("layer", "values", "kept", "waiting", "n", "F", "±", "B", "W", "BW", "R")
+    headings = ("layer", "values", "kept", "waiting", "n", "F", "±", "B", "W", BW, "R")
     table = text_table(headings, left=("layer",), wrapped=(), title=title)
     for _, run in groupby(profile.layers, key=lambda layer: layer.model_copy(update={"name": ""})):
         layers = list(run)
@@ -389,3 +397,26 @@ def batches_table(found: ByTime) -> Table:
             plan,
         )
     return table
+
+
+def result(timeline: Timeline, costs: CostTable) -> dict[str, Any]:
+    """Return the JSON object; ``schedule.forms.json_form.from_json`` reads schedule and costs back from it.
+
+    Times are in the unit of ``costs``, activations in units of one stage and micro-batch.
+    """
+    schedule = timeline.schedule
+    graph = link(schedule)
+    path = critical_path(timeline, graph)
+    return {
+        **to_json(schedule, costs, timeline.spans),
+        "makespan": timeline.makespan,
+        "span": list(timeline.device_spans),
+        "period": period(schedule, costs, graph),
+        "bubble_ratio": timeline.bubble_ratio,
+        "peak_activations": list(timeline.peak_activations),
+        "weight_versions": list(weight_versions(schedule)),
+        "lower_bound": lower_bound(schedule, costs),
+        "critical_path": [str(span.task) for span in path.spans],
+        "critical_forwards": path.forwards,
+        "critical_backwards": path.backwards,
+    }

@@ -13,9 +13,8 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.tensor import TensorRankWork, tensor_profile
 from raypipe.errors import CaptureError, SpecError
 from raypipe.job.cluster import ClusterSpec
-from raypipe.job.load import load_job
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, load_job
 from raypipe.partition.partition_job import JobPieces, divided, job_pieces
 from raypipe.plan.choose import choose
 

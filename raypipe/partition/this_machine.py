@@ -18,7 +18,7 @@ LARGE = 1 << 23
 LAYER_OVERHEAD_US = 100
 """Of a block's forward of some thirty operators, each of which torch takes a few microseconds to start."""
 CHANNEL = LinkModel(latency_us=11, bandwidth_gb_s=11)
-"""raypipe's shared-memory channel between two processes: ``python tests/bench/runtime/transport_latency.py``."""
+"""raypipe's shared-memory channel between two processes, as ``raypipe profile`` measures it."""
 
 
 def this_machine(dtype: str, devices: int) -> ClusterSpec:

@@ -15,7 +15,8 @@ from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING, ParallelSpec
-from raypipe.job.rules.check import BrokenRule, stash
+from raypipe.job.rules.no_effect import BrokenRule
+from raypipe.job.rules.schedule import stash
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, slices_refused, ways_to_recompute
@@ -126,7 +127,7 @@ class _Chooser:
         named = self.job.parallel.auto and self.job.parallel.given.get("schedule") == c.schedule
         if c.form.versions != "flush" and not (self.asynchronous or named):
             why = "trains on stale weights; allow it with --allow asynchronous"
-            return BrokenRule("parallel.schedule", why, "allow it, or leave the schedule out")
+            return "parallel.schedule", why, "allow it, or leave the schedule out"
         if c.form.versions == "stash":
             return next(stash(self.job.model, self.job.train, c.parallel()), None)
         return None
@@ -420,7 +421,7 @@ def choose(
         p = judge.time(other, final=True)
         refused = chooser.refusal(p.candidate)
         if refused is not None:
-            why = why_refused(refused.why, p, best)
+            why = why_refused(refused[1], p, best)
         else:
             why = why_slower(p, best) if p.fits else why_too_large(p, chooser.remedy(p))
         rest.append(Row(p, why, "compared"))

@@ -17,9 +17,7 @@ from pydantic import Field, field_validator
 
 from raypipe.errors import SpecError
 from raypipe.job.field_types import MOST_DEVICES, Devices, Spec
-from raypipe.job.load import read_text
-from raypipe.job.validation_errors import checked
-from raypipe.job.yaml_text import parse_yaml
+from raypipe.job.reading import checked, parse_yaml, read_text
 
 Above = Annotated[float, Field(gt=1e-12, le=1e12)]
 Efficiency = Annotated[float, Field(gt=1e-12, le=1)]

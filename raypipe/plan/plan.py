@@ -18,10 +18,17 @@ from raypipe.atomic_write import write_whole
 from raypipe.cost.hosts import Numbering
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.field_types import Devices, Spec
-from raypipe.job.json_file import load_json
 from raypipe.job.parallel_spec import JOBS_OWN, ParallelSpec, zero_level
-from raypipe.job.recompute_layers import Cut, layers_to_recompute
-from raypipe.job.requested_schedule import base_schedule, check_shape, check_shards, fitting, is_file
+from raypipe.job.reading import load_json
+from raypipe.job.requested_schedule import (
+    Cut,
+    base_schedule,
+    check_shape,
+    check_shards,
+    fitting,
+    is_file,
+    layers_to_recompute,
+)
 from raypipe.job.spec import JobSpec
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Schedule

@@ -40,7 +40,7 @@ class Effort:
     collectives: tuple[Kind, ...]
     whole_s: float = math.inf
     """Seconds for all micro-batch sizes, or ``STEPS`` steps of the job where these take longer. Sizes that do not fit
-    into them are not measured but estimated."""
+    into them are not measured."""
     once: bool = False
     """Whether every order of tasks is measured in a single step, its memory too: see ``one_step``."""
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -48,7 +47,7 @@ from raypipe.runtime.setup.communicators import Topology
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.kinds import Kind
+from raypipe.schedule.kinds import BW, Kind
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import Program, programs
 
@@ -56,7 +55,7 @@ LONGEST = 1 << 40
 """Padding multiple that is larger than any sample, so that all samples are measured at the longest one's length."""
 MEMORY: tuple[tuple[str, Way, Kind, int, int], ...] = (
     ("F", "joint", "F", BEFORE, AFTER),
-    ("BW", "joint", "BW", BEFORE, WORST),
+    (BW, "joint", BW, BEFORE, WORST),
     ("B", "split", "B", BEFORE, WORST),
     ("W", "split", "W", AFTER, BEFORE),
 )
@@ -99,8 +98,6 @@ class LayerBench:
     """Layers that are built and measured."""
     long: bool = field(init=False)
     """Whether tasks take so long that one measurement of each has to do, and does."""
-    estimated: list[int] = field(default_factory=list)
-    """Micro-batch sizes whose times are estimated from those of the measured sizes."""
     interrupted: bool = False
     """The user ended the measurement early."""
     passes: dict[int, list[Pass]] = field(default_factory=lambda: defaultdict(list))
@@ -197,7 +194,7 @@ class LayerBench:
     def step_seconds(self, size: int) -> float:
         """Estimate a step of the job on all devices from one measured micro-batch size, as evenly divided work."""
         taken = self._taken(size)
-        each = sum(taken[task, kind].seconds for kind in self.groups for task in ("F", "BW"))
+        each = sum(taken[task, kind].seconds for kind in self.groups for task in ("F", BW))
         return each / size * self.job.train.batch / len(self.workers.actors)
 
     def forget(self, size: int) -> None:
@@ -250,7 +247,7 @@ class LayerBench:
     def _seconds(self, found: list[Samples]) -> float:
         """Return the undisturbed seconds of one micro-batch's F and BW through one layer of every kind."""
         times = task_times(found, self.groups)
-        return sum(taken.seconds for (task, _), taken in times.items() if task in ("F", "BW"))
+        return sum(taken.seconds for (task, _), taken in times.items() if task in ("F", BW))
 
     def probe(self, size: int, effort: Effort) -> float:
         """Measure the seconds of one micro-batch's F and BW through one layer of every kind."""
@@ -264,7 +261,7 @@ class LayerBench:
 
     def drift(self, sizes: Iterable[int], effort: Effort) -> float:
         """Measure again and return the largest relative change of the times of these micro-batch sizes."""
-        kept = {n: sum(t.seconds for (task, _), t in self._taken(n).items() if task in ("F", "BW")) for n in sizes}
+        kept = {n: sum(t.seconds for (task, _), t in self._taken(n).items() if task in ("F", BW)) for n in sizes}
         return drift((seconds, self._seconds(self._recompute(n, effort))) for n, seconds in kept.items())
 
     def known_seconds(self, profile: Profile, size: int) -> float:
@@ -350,7 +347,7 @@ class LayerBench:
     ) -> LayerProfile:
         def times(size: int) -> TaskTimes:
             found = taken[size]
-            f, b, w, bw, r = (longer * found[task, kind].seconds for task in ("F", "B", "W", "BW", "R"))
+            f, b, w, bw, r = (longer * found[task, kind].seconds for task in ("F", "B", "W", BW, "R"))
             return TaskTimes(
                 forward=f, input_grad=b, weight_grad=w, joint=bw, recompute=r, spread=found["F", kind].spread
             )
@@ -362,12 +359,12 @@ class LayerBench:
         # Memory grows by a forward's output, but a layer's figure counts its kept input instead of its output. As a
         # stage of its own it is measured with an input that it would not keep behind other layers.
         kept_fixed, kept = memory("F", self._crossing(i - 1) - unread - self._crossing(i))
-        fixed, each = memory("BW")
+        fixed, each = memory(BW)
         return LayerProfile(
             name=self.model.names[i],
             parameters=self.model.parameters(i),
             trained_parameters=self.model.trained_parameters(i),
-            times=with_estimates({size: times(size) for size in sorted(taken)}, self.estimated),
+            times={size: times(size) for size in sorted(taken)},
             kept_bytes=kept,
             unread_input_bytes=unread,
             kept_fixed_bytes=kept_fixed,
@@ -420,30 +417,6 @@ class LayerBench:
         groups = [group for group in self.model.tied if not trained or self.model.is_trained(group.name)]
         holders = [(group, {layer for layer, _ in group.parameters}) for group in groups]
         return sum((len(layers) - 1) * self.sizes.get(group.name, 0) for group, layers in holders)
-
-
-def with_estimates(measured: Mapping[int, TaskTimes], estimated: Iterable[int]) -> dict[int, TaskTimes]:
-    """Add the times of sizes that were not measured: on the line through the two measured sizes next to each.
-
-    Of one measured size alone, times are proportional to the samples. ``measured`` must be ascending.
-
-    >>> one = TaskTimes(forward=2.0, input_grad=2.0, weight_grad=1.0, joint=3.0, recompute=2.0)
-    >>> four = TaskTimes(forward=5.0, input_grad=5.0, weight_grad=4.0, joint=9.0, recompute=5.0)
-    >>> [t.forward for t in with_estimates({1: one, 4: four}, [2, 8]).values()]
-    [2.0, 3.0, 5.0, 9.0]
-    """
-    sizes = list(measured)
-
-    def line(size: int) -> TaskTimes:
-        k = min(max(1, bisect(sizes, size)), len(sizes) - 1)
-        a, b = (sizes[k - 1], sizes[k]) if k else (0, sizes[0])
-        share = (size - a) / (b - a)
-        low = measured[a].model_dump() if k else dict.fromkeys(TaskTimes.model_fields, 0.0)
-        high = measured[b].model_dump()
-        found = {key: max(0.0, low[key] + share * (high[key] - low[key])) for key in high}
-        return TaskTimes(**found | {"spread": high["spread"]})
-
-    return dict(sorted({**measured, **{size: line(size) for size in estimated}}.items()))
 
 
 def _attention(work: LayerWork) -> dict[str, float]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raypipe.data import Dataset, declared_fields, open_data, prepare_data
-from raypipe.data.corpus import Split
+from raypipe.data.sample_order import Split
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec
 from raypipe.models import LayeredModel, StageBody, build_model

@@ -219,7 +219,7 @@ def at_present(
     """
     if any(one.name != known.device for one in facts) or _hosts(facts) != known.placed.of_first(len(facts)):
         return None
-    sizes = sorted(set(known.layers[0].times) - set(known.estimated))
+    sizes = sorted(known.layers[0].times)
     size = sizes[0] if bench.long else _middle(sizes)
     longer = replace(effort, budget_s=max(PROBE_S, effort.budget_s))
     factor = bench.probe(size, longer) / bench.known_seconds(known, size)
@@ -298,7 +298,6 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         device=facts[0].name,
         dtype=bench.job.train.dtype,
         taken_for=TakenFor.job(bench.job),
-        estimated=tuple(bench.estimated),
         batch_statistics=bench.model.batch_statistics,
         slicing=_slicing(bench),
         devices=len(facts),
@@ -321,7 +320,10 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
 
 
 def measure_sizes(bench: LayerBench, sizes: list[int], effort: Effort, say: Say, room: float, shared: bool) -> Noise:
-    """Measure the sizes that fit ``room`` bytes of a device, within the effort; the others are estimated.
+    """Measure the sizes that fit ``room`` bytes of a device, within the effort.
+
+    The planner interpolates between measured sizes and tries none beyond the largest: on the line through smaller ones
+    it would seem better than it is, since memory costs more there.
 
     On a terminal, Ctrl-C after the first size leaves it at what is measured by then.
 
@@ -367,7 +369,6 @@ def measure_sizes(bench: LayerBench, sizes: list[int], effort: Effort, say: Say,
                 waiting = _within(whole_s - (time.monotonic() - began), each_s, waiting, say)
             again = (effort.passes - 1) * len(sizes)
             left(took_s / size * sum(waiting) if bench.long else took_s * (len(waiting) + again))
-        bench.estimated = [size for size in sizes if size not in bench.passes]
         sizes = sorted(bench.passes)
         for number in range(1, 1 if enough() else effort.passes):
             say(f"once more, {'from the largest on' if number % 2 else 'from the smallest on'}")
@@ -401,7 +402,7 @@ def _within(left_s: float, each_s: float, sizes: list[int], say: Say) -> list[in
         if chosen
         else ""
     )
-    say(f"{taking}times of micro-batches of {rest} are estimated from the measured ones")
+    say(f"{taking}micro-batches of {rest} would take too long: those below the largest size are interpolated")
     return sorted(chosen)
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from raypipe.models import LayeredModel
 from raypipe.plan.online.calibrate import typical
 from raypipe.schedule.ir import Schedule, StageGraph, Task
-from raypipe.schedule.kinds import Kind
+from raypipe.schedule.kinds import BW, Kind
 
 MICROBATCHES = 4
 """Largest number of micro-batches of a measured step. The first allocates gradients, and the others add to them, as in
@@ -94,7 +94,7 @@ def measured_step(stages: int, measured: Iterable[int], way: Way, microbatches: 
             put("B", deep, mb)
             put("W", deep, mb)
         else:
-            put("BW", deep, mb)
+            put(BW, deep, mb)
 
     for mb in range(microbatches):
         put("F", range(stages), mb)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from raypipe.job.train_spec import TrainSpec
-from raypipe.observe.run_dir import Stop, asked_to_evaluate, asked_to_save
+from raypipe.observe.run_dir import EVALUATE, SAVE, Stop, asked
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.runtime.executor.step import MOST_STEPS, StepResult
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
@@ -52,10 +52,8 @@ class Dues:
         """
         train = self._train
         last = done == train.steps or (stop is not None and not stop.pauses)
-        evaluates = (
-            asked_to_evaluate(self._directory) or last or bool(train.eval_every and done % train.eval_every == 0)
-        )
-        forced = asked_to_save(self._directory) or last or stop is not None or self._saves.overdue
+        evaluates = asked(self._directory, EVALUATE) or last or bool(train.eval_every and done % train.eval_every == 0)
+        forced = asked(self._directory, SAVE) or last or stop is not None or self._saves.overdue
         saves = forced or bool(train.checkpoint_every and done % train.checkpoint_every == 0)
         return Due(evaluates, saves, self._copies.due(done))
 

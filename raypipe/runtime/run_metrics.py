@@ -22,8 +22,7 @@ from raypipe.cost.peak import peak_flops_s
 from raypipe.data import known_fields
 from raypipe.explain.causes import explain
 from raypipe.explain.measured import Measured
-from raypipe.explain.mending import CAUSES
-from raypipe.explain.replay import Replay
+from raypipe.explain.replay import CAUSES, Replay
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe import metrics as declared

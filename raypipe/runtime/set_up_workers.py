@@ -9,7 +9,7 @@ import ray
 
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
-from raypipe.job.recompute_layers import layers_to_recompute
+from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel, build_model
 from raypipe.plan.online.better_order import Running
@@ -29,7 +29,7 @@ from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program, check_counted, edges, programs, step_programs
 from raypipe.schedule.lowering.safe_order import gpu_programs
 from raypipe.schedule.passes import forwards_alone
-from raypipe.schedule.sharding.members import shard_members
+from raypipe.schedule.sharding import shard_members
 
 
 def set_up(

@@ -14,9 +14,8 @@ from typing import Literal, NamedTuple
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
-from raypipe.schedule.grid import grid
-from raypipe.schedule.ir import Backward, Rules, Schedule, StageGraph, Task, backwards
-from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, GRADIENTS, KINDS, READS_WEIGHTS, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.ir import Backward, Rules, Schedule, StageGraph, Task, backwards, grid
+from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, BW, GRADIENTS, KINDS, READS_WEIGHTS, WEIGHT_GRADIENTS, Kind
 
 
 class Need(NamedTuple):
@@ -164,7 +163,7 @@ def link(schedule: Schedule) -> TaskGraph:
                 doubled.append((done[mb], i))
             done[mb] = i
     for stage in range(schedule.stages):  # a B and a BW of one micro-batch do the same work twice
-        joint = where.get(("BW", stage), {})
+        joint = where.get((BW, stage), {})
         for single in ("B", "W"):
             other = where.get((single, stage), {})
             doubled.extend((joint[mb], other[mb]) for mb in joint.keys() & other.keys())

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Final, Literal, NamedTuple
 
 Kind = Literal["F", "B", "W", "BW", "R", "AG", "RS", "FREE", "AR", "U"]
+BW: Final[Kind] = "BW"
+"""Both gradients in one task."""
 
 
 class Traits(NamedTuple):
@@ -40,7 +42,7 @@ TRAITS: Final[dict[Kind, Traits]] = {
     "F": Traits("forward", ("forward",), 1.0, weights=True, torch_letter="F"),
     "B": Traits("input gradient", ("input_grad",), 1.0, input_grad=True, weights=True, torch_letter="I"),
     "W": Traits("weight gradient", ("weight_grad",), 1.0, weight_grad=True, torch_letter="W"),
-    "BW": Traits(
+    BW: Traits(
         "backward",
         ("input_grad", "weight_grad"),
         2.0,

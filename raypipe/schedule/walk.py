@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from raypipe.schedule.costs import Comm, delays
 from raypipe.schedule.deps import TaskGraph
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.kinds import NETWORK
-from raypipe.schedule.latency import Comm, delays
-from raypipe.schedule.sharding.collectives import Collective
-from raypipe.schedule.sharding.collectives import collectives as collectives_of
+from raypipe.schedule.sharding import Collective
+from raypipe.schedule.sharding import collectives as collectives_of
 
 Waits = Mapping[int, Sequence[tuple[int, float]]]
 """Task -> (task, time from its end to the earliest start of the one that waits)."""

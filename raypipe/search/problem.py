@@ -12,11 +12,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.costs import CostTable
+from raypipe.schedule.costs import CostTable, delays
 from raypipe.schedule.deps import dependencies
 from raypipe.schedule.ir import Backward, Rules, Schedule, StageGraph, Task, backwards
-from raypipe.schedule.kinds import JOINT, Kind
-from raypipe.schedule.latency import delays
+from raypipe.schedule.kinds import BW, JOINT, Kind
 
 DeviceOrders = list[list[int]]
 """Per device, its tasks in the order they run."""
@@ -203,7 +202,7 @@ def build(
                     waiting = whole if needs[s].weight_grad else 0.0
                 p.takes.append(whole if kind == ("R" if "R" in kinds else "F") else 0.0)
                 only = whole if kinds == ["F"] else 0.0  # nothing is kept without a backward
-                p.frees.append({"F": only, "B": whole - waiting, "W": waiting, "BW": whole}.get(kind, 0.0))
+                p.frees.append({"F": only, "B": whole - waiting, "W": waiting, BW: whole}.get(kind, 0.0))
     latency = delays(places, graph, costs.comm)
     p.before = [[] for _ in p.kind]
     p.after = [[] for _ in p.kind]
@@ -229,7 +228,7 @@ def _kinds(backward: Backward, recomputed: bool, split: bool) -> list[Kind]:
     """The kinds of task of a stage."""
     found: list[Kind] = ["F", "R"] if recomputed and backward.exists else ["F"]
     if not split and backward.weight_grad:
-        return [*found, "BW"]
+        return [*found, BW]
     if backward.input_grad:
         found.append("B")
     if backward.weight_grad:

@@ -6,9 +6,9 @@ import itertools
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
-from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.verify import check_links, check_ran
 from raypipe.schedule.walk import walk
 from raypipe.simulate.timeline import Span, Timeline
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
-from raypipe.schedule.costs import CostTable
+from raypipe.schedule.costs import Comm, CostTable
 from raypipe.schedule.deps import TaskGraph, link
-from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import COMPUTE
-from raypipe.schedule.latency import Comm
 from raypipe.schedule.passes.backward import split_backward
+from raypipe.schedule.verify import check_links, check_ran
 from raypipe.schedule.walk import walk
 
 Job = tuple[float, float, float]

@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
-from raypipe.schedule.faults import check_links
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import Program, step_programs
-from raypipe.simulate.cyclic import CyclicGraph, Edges, carried, merge, wait_for_norm
-from raypipe.simulate.period import period
+from raypipe.schedule.verify import check_links
+from raypipe.simulate.period import CyclicGraph, Edges, carried, merge, period, wait_for_norm
 
 
 def series(

@@ -9,10 +9,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from raypipe.schedule.costs import Comm
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, COMPUTE, NETWORK
-from raypipe.schedule.latency import Comm
 from raypipe.schedule.live_activations import births, deaths, peak_activations, recomputed_pairs
 from raypipe.schedule.walk import dependency_lags
 

@@ -18,8 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from raypipe.errors import SpecError
 from raypipe.files import read_regular
-from raypipe.job.load import MOST_BYTES
-from raypipe.job.yaml_text import parse_yaml
+from raypipe.job.reading import MOST_BYTES, parse_yaml
 
 Kind = Literal["column", "row", "vocabulary", "head", "shared"]
 FOLDER = Path(__file__).parent / "tables"

@@ -1,7 +1,7 @@
 """The Python API: ``PipelineTrainer``, in the style of the Hugging Face Trainer."""
 
 from raypipe.launch.callbacks import Callback
-from raypipe.trainer.degrees import init
+from raypipe.trainer.arguments import init
 from raypipe.trainer.pipeline_trainer import PipelineTrainer
 
 __all__ = ["Callback", "PipelineTrainer", "init"]

@@ -5,17 +5,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raypipe.data.packed import is_packed
-from raypipe.data.ragged import fill_of
-from raypipe.data.rows import Collator, Rows
+from raypipe.atomic_write import whole
+from raypipe.data.ragged import Collator, Rows, fill_of, is_packed
 from raypipe.errors import SpecError
 from raypipe.models.task import MASK, POSITIONS
+
+if TYPE_CHECKING:
+    from raypipe.data.ragged import Collator
 
 LABEL_NAMES = ("label", "label_ids")
 """Other names of the labels, which transformers' collators rename."""
@@ -88,7 +91,8 @@ class PadRows:
             values = [torch.as_tensor(np.asarray(row[given])) for row in rows]
             longest = max((len(v) for v in values if v.dim()), default=0)
             fill = fill_of(name, self.padding)
-            made[name] = torch.stack([_filled(v, longest, fill) if v.dim() else v for v in values])
+            ends = (v.new_full((longest - len(v), *v.shape[1:]), fill) if v.dim() else None for v in values)
+            made[name] = torch.stack([v if e is None else torch.cat([v, e]) for v, e in zip(values, ends, strict=True)])
         if "input_ids" in made and "attention_mask" not in made and made["input_ids"].dim() == 2:
             lengths = torch.tensor([len(row["input_ids"]) for row in rows])
             made["attention_mask"] = (torch.arange(made["input_ids"].shape[1]) < lengths.unsqueeze(1)).long()
@@ -109,5 +113,30 @@ class Apart:
         return made
 
 
-def _filled(values: Tensor, length: int, fill: int) -> Tensor:
-    return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), fill)])
+def write_rows(chosen: Columns, name: str, directory: Path, collator: Collator | None, seed: int, resume: bool) -> Path:
+    """Write the rows of the dataset ``name``, and return the file.
+
+    With ``resume`` the rows that are there stay: the order of the samples follows from them.
+
+    Raises:
+        SpecError: the rows are not what they should be.
+    """
+    path = directory / "datasets" / f"{name}.npz"
+    if resume and path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    from raypipe.data import columns_of, flat
+
+    chosen.check(f"{name}_dataset")
+    columns = columns_of(chosen, f"{name}_dataset", collator, seed)
+    with whole(path) as partial, partial.open("wb") as out:
+        np.savez(out, **flat(columns))  # type: ignore[arg-type]
+    return path
+
+
+def differ_in_length(path: Path) -> bool:
+    """Return whether rows of a file that ``write_rows`` wrote have unequal numbers of tokens."""
+    from raypipe.data.ragged import OFFSETS, TOKENS
+
+    with np.load(path) as held:
+        return TOKENS + OFFSETS in held.files

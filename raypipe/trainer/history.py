@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from raypipe.checkpoint import best
 from raypipe.launch.callbacks import Callback
+from raypipe.observe.run_dir import RECORD
+from raypipe.observe.run_log import METRICS, read_rows
+from raypipe.train import saved_job
 
 NAMES = {"grad_norm": "grad_norm", "lr": "learning_rate"}
 """The Trainer's names of a step's figures."""
@@ -64,3 +70,69 @@ class PrintedLog(Callback):
 def evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a validation by the Trainer's names, such as ``eval_loss``."""
     return {f"eval_{name.removeprefix('val_')}": value for name, value in row.items() if name != "step"}
+
+
+def steps_of(directory: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl that are of steps."""
+    return [row for row in read_rows(directory / METRICS) if "val_loss" not in row]
+
+
+def state_of(directory: Path, history: History) -> Any:
+    """Return ``transformers.TrainerState`` of the run in ``directory``; ``history`` takes in its log."""
+    from transformers import TrainerState
+
+    rows = read_rows(directory / METRICS)
+    for row in rows:
+        history.take(row)
+    steps = steps_of(directory)
+    state = TrainerState(
+        epoch=history.epoch(len(steps)),
+        global_step=len(steps),
+        log_history=history.entries,
+        max_steps=saved_job(directory).train.steps if (directory / RECORD).exists() else 0,
+    )
+    kept = best(directory / "checkpoints")
+    if kept is not None:
+        metric = saved_job(directory).train.best_metric
+        state.best_model_checkpoint, state.best_global_step = str(kept.path), kept.step
+        state.best_metric = next(
+            (row.get(f"val_{metric}") for row in rows if row["step"] == kept.step and "val_loss" in row), None
+        )
+    return state
+
+
+class Figures:
+    """Prints and writes figures."""
+
+    directory: Path
+    state: Any
+
+    def log_metrics(self, split: str, metrics: dict[str, float]) -> None:
+        """Print metrics as the Trainer's scripts do."""
+        from transformers.trainer_pt_utils import log_metrics
+
+        log_metrics(self, split, metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        """Write metrics to ``SPLIT_results.json`` in ``output_dir``, and with ``combined`` to ``all_results.json``."""
+        from transformers.trainer_pt_utils import save_metrics
+
+        save_metrics(_Saves(self), split, metrics, combined)
+
+    def save_state(self) -> None:
+        """Write ``state`` to ``trainer_state.json`` in ``output_dir``."""
+        self.state.save_to_json(str(self.directory / "trainer_state.json"))
+
+    def is_world_process_zero(self) -> bool:
+        """Return True: the process that calls ``train`` is the only one that runs the script."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+
+class _Saves:
+    """The part of a Trainer that ``transformers.trainer_pt_utils`` needs to write its files."""
+
+    def __init__(self, trainer: Figures) -> None:
+        self.args = SimpleNamespace(output_dir=str(trainer.directory))
+        self.is_world_process_zero = trainer.is_world_process_zero

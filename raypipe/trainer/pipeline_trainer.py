@@ -30,32 +30,31 @@ from raypipe.launch.callbacks import Callback, Callbacks
 from raypipe.observe.run_dir import RECORD, place
 from raypipe.signals import Terminated, end_on_signals
 from raypipe.train import Prepared, claim, prepare_run, run, saved_job
-from raypipe.trainer.arguments import every, read_arguments, recomputes, train_keys
-from raypipe.trainer.datasets import Columns, collator_of
-from raypipe.trainer.degrees import degrees, microbatch
-from raypipe.trainer.epochs import Epochs, given_loader, trainers_loader
-from raypipe.trainer.figures import Figures
-from raypipe.trainer.given_callbacks import GivenCallbacks
+from raypipe.trainer.arguments import degrees, every, microbatch, read_arguments, recomputes, train_keys
+from raypipe.trainer.callbacks import GivenCallbacks
+from raypipe.trainer.datasets import Columns, collator_of, differ_in_length, write_rows
 from raypipe.trainer.given_model import (
     capture_given,
     columns_read,
     given_model,
     model_section,
+    noisy_embeddings,
     save_given,
+    script_loss,
+    smoothing_loss,
+    trainers_loss,
     training_dtype,
+    with_script_loss,
 )
-from raypipe.trainer.history import History, PrintedLog
-from raypipe.trainer.in_process import generates
-from raypipe.trainer.library.methods import check_overrides
-from raypipe.trainer.optimization.methods import Optimization
-from raypipe.trainer.row_files import write_rows
-from raypipe.trainer.run_state import state_of, steps_of
-from raypipe.trainer.script_loss import script_loss, smoothing_loss, trainers_loss, with_script_loss
+from raypipe.trainer.history import Figures, History, PrintedLog, state_of, steps_of
+from raypipe.trainer.in_process import Epochs, generates, given_loader, trainers_loader
+from raypipe.trainer.library import check_overrides
+from raypipe.trainer.optimization import Optimization
 
 if TYPE_CHECKING:
-    from raypipe.data.rows import Collator, Rows
+    from raypipe.data.ragged import Collator, Rows
+    from raypipe.trainer.callbacks import TrainerCallbacks
     from raypipe.trainer.result import TrainResult
-    from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 
 
 @contextmanager
@@ -351,7 +350,7 @@ class PipelineTrainer(Optimization, Figures):
         Raises:
             SpecError: nothing has been trained, it is not a model of transformers, or the directory is not empty.
         """
-        from raypipe.export import export, export_into
+        from raypipe.trained import export, export_into
 
         out = None if output_dir is None else Path(output_dir)
         if isinstance(self._trained_job().model, GivenSpec):
@@ -365,12 +364,19 @@ class PipelineTrainer(Optimization, Figures):
     def prepare(self, resume: bool = False) -> Prepared:
         """Create the run directory, write the data and make the plan: the part of ``train`` before Ray Train starts."""
         claim(self.directory, resume=resume)  # check the directory before writing into it
+        with noisy_embeddings(self._model, self.arguments["neftune_noise_alpha"]):
+            return self._prepare(resume)
+
+    def _prepare(self, resume: bool) -> Prepared:
         script = script_loss(self, PipelineTrainer, self.compute_loss_func)
         model = model_section(self._model, self.directory, script, _say)
         smoothing = float(self.arguments["label_smoothing_factor"] or 0.0)
         if smoothing and script is None and model.get("given") and model["loss"] == "model":
             script = smoothing_loss(smoothing)
         data = {"type": "arrays", "path": str(self._written(self._train, "train", resume))}
+        if self.arguments["neftune_noise_alpha"] and differ_in_length(Path(data["path"])):
+            why = "its noise is scaled by the padded length, which here is the micro-batch's, and rows differ in length"
+            raise SpecError("args.neftune_noise_alpha", why, "pad the rows to one length, or leave it out")
         data["held_out"] = data["path"] if self._eval is None else str(self._written(self._eval, "eval", resume))
         if self._eval is None:
             _say("no eval_dataset: val_loss is of rows that are trained on")
@@ -464,8 +470,8 @@ class PipelineTrainer(Optimization, Figures):
             return None
         from transformers import TrainerState
 
+        from raypipe.trainer.callbacks import TrainerCallbacks
         from raypipe.trainer.in_process import training_arguments
-        from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 
         history, given = self._history(), {"processing_class": self.processing_class}
         given["model"] = self._model if hasattr(self._model, "named_parameters") else None

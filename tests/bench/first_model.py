@@ -11,7 +11,6 @@ an hour.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.bench.command import options
 from tests.bench.first_steps import first_step_s
 
 BY_HAND: tuple[dict[str, Any], ...] = (
@@ -32,9 +32,7 @@ def main() -> None:
     """Run all of them and print a table."""
     import transformers
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4)
-    steps = parser.parse_args().steps
+    steps = options(__doc__, steps=4).steps
     with tempfile.TemporaryDirectory(prefix="raypipe-first-model-") as name:
         folder = Path(name)
         transformers.GPT2LMHeadModel(transformers.GPT2Config()).save_pretrained(str(folder / "gpt2"))

@@ -9,7 +9,6 @@ are whole commands, from their start to their end or to the first row of metrics
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.bench.command import options
 from tests.ray_environment import start_ray
 from tests.zoo.families import BATCH, FAMILIES, MICROBATCH, Family
 
@@ -70,9 +70,7 @@ def job_of(family: Family, rows: Path, stages: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measure and print a row per family; the exit status is the number of those that failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", choices=[*FAMILIES, []], metavar="NAME")
-    asked = parser.parse_args()
+    asked = options(__doc__, FAMILIES)
     failed = 0
     with tempfile.TemporaryDirectory(prefix="raypipe-first-") as name:
         folder = Path(name)

@@ -8,7 +8,6 @@ FLOPs that stays in B, the seconds of the capture; or the reason why it is refus
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import traceback
 
 import torch
 
+from tests.bench.command import options
 from tests.zoo.compare import compare
 from tests.zoo.families import FAMILIES
 from tests.zoo.more_families import MORE
@@ -23,9 +23,7 @@ from tests.zoo.more_families import MORE
 
 def main() -> int:
     """Compare; the exit status is the number of families that are not as their row says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    asked = parser.parse_args()
+    asked = options(__doc__, [*FAMILIES, *MORE])
     torch.set_num_threads(1)
     bad = 0
     with tempfile.TemporaryDirectory(prefix="raypipe-zoo-") as folder:

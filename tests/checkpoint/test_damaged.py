@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypipe import PipelineTrainer
 from raypipe.checkpoint import commit, keep_best, write_shard
 from raypipe.cli import run as main
 from raypipe.errors import CheckpointError, SpecError
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.observe.run_dir import RECORD
 from raypipe.trained import last_checkpoint
+from raypipe.trainer.pipeline_trainer import PipelineTrainer
 
 ROWS = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
 

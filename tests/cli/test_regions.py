@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.cli import run
 from raypipe.cost.profile import TakenFor
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.plan.plan import build_schedule, load_plan
 from raypipe.plan.regions.profile import load_regions
 from tests.plan.regions.profiles import made

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from raypipe.cli import run
-from raypipe.cli._shared.values import optional_value
+from raypipe.cli._shared.options import optional_value
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.forms.json_form import from_json
 from raypipe.schedule.forms.text import from_text

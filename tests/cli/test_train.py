@@ -16,7 +16,7 @@ import torch
 
 from raypipe.checkpoint import commit, step_directory, write_shard
 from raypipe.cli import run
-from raypipe.cli._shared.go_on import resume_command
+from raypipe.cli.train import resume_command
 from raypipe.errors import RunError
 from raypipe.job import load_job
 from raypipe.job.data_spec import DataSpec

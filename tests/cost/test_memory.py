@@ -8,7 +8,7 @@ from raypipe.errors import SpecError
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.passes import add_recompute, add_updates, shard
-from raypipe.schedule.sharding.live import LiveShards
+from raypipe.schedule.sharding import LiveShards
 
 CUT = [(0, 1), (2,), (3,), (4, 5)]
 MB = 2

@@ -17,7 +17,7 @@ from raypipe.cost.memory import device_memory
 from raypipe.graph.operation_costs import ON_CPU
 from raypipe.job import GptSpec
 from raypipe.job.cluster import cluster_from
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import DTYPES, GptLayers, build_model
 from raypipe.partition.pieces import tensor_ranks_of

@@ -10,10 +10,9 @@ import pytest
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.chimera_model import closed_form
 from raypipe.job import load_cluster
-from tests.bench.papers.chimera import chimera_choices, profiles, scaled
+from tests.bench.papers.chimera import chimera_choices, profiles, scaled, speedups
 from tests.bench.papers.merak import TABLE_3, saved, speed_and_memory
 from tests.bench.papers.out_of_order import speedups as out_of_order
-from tests.bench.papers.speedups import speedups
 from tests.bench.papers.steps import costs, fits, pipeline, step_seconds
 from tests.bench.papers.zeropp import COUNTS, MACHINE, PUBLISHED, models, per_gpu
 

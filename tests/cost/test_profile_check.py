@@ -13,8 +13,7 @@ from raypipe.cli import run
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile, doubts
 from raypipe.errors import SpecError
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 
 MODEL = {"type": "gpt", "layers": 2, "hidden": 32, "heads": 2, "sequence": 32}
 Edit = Callable[[dict[str, Any]], object]

@@ -7,7 +7,7 @@ from raypipe.cost.hosts import Hosts
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.stages import stage_costs, with_reduce_dtype
 from raypipe.schedule.ir import Sharding
-from raypipe.schedule.sharding.members import shard_members
+from raypipe.schedule.sharding import shard_members
 
 CUT = [(0, 1, 2), (3, 4, 5)]
 

@@ -1,11 +1,19 @@
-"""Sample k of step t is the same whoever fetches it, and an epoch visits every window once."""
+"""Samples of a corpus are the same whoever fetches them; image tokens fit their images."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from raypipe.data import Corpus
+from raypipe.data import Corpus, declared_fields
 from raypipe.data.sample_order import BLOCK, permuted
+from raypipe.errors import SpecError
+from raypipe.graph.placeholders import Placeholder
+from raypipe.job import JobSpec
+from raypipe.job.spec import job_from
+from raypipe.models import build_model
+from raypipe.train import prepare_run
 
 SEQUENCE = 4
 
@@ -76,3 +84,41 @@ GOLDEN = [740, 619, 136, 551, 644, 102]
 
 def test_the_order_is_the_one_older_checkpoints_were_trained_in():
     assert [permuted(2**63 + 5, 1000, i) for i in range(6)] == GOLDEN
+
+
+# A row with too few or too many image tokens is one error, before anything starts.
+
+IMAGE = 39
+
+
+def job_of(path: Path, ids: np.ndarray, ragged: bool = False) -> JobSpec:
+    draw = np.random.default_rng(0)
+    rows = {"patches": draw.normal(size=(len(ids), 3, 6)), "labels": ids, "input_ids": ids}
+    if ragged:
+        offsets = np.arange(len(ids) + 1) * ids.shape[1]
+        for name in ("labels", "input_ids"):
+            rows |= {name: ids.reshape(-1), f"{name}.offsets": offsets}
+    np.savez(path / "rows.npz", **rows)
+    return job_from(
+        {
+            "name": "images", "model": {"import": "tests.zoo.odd_modules:ImageTokens", "task": "causal-lm"},
+            "data": {"type": "arrays", "path": str(path / "rows.npz")}, "train": {"steps": 1, "batch": 2},
+            "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 1},
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ragged", [False, True])
+def test_each_row_has_as_many_image_tokens_as_its_image_has_features(ragged, tmp_path) -> None:
+    ids = np.random.default_rng(1).integers(3, 30, (12, 8))
+    ids[:, 2:5] = IMAGE
+    job = job_of(tmp_path, ids, ragged)
+    assert build_model(job, declared_fields(job.data)).placeholders == (Placeholder("input_ids", IMAGE, 3),)
+    prepare_run(job, tmp_path / "good", resume=False, say=lambda _: None)
+    for column, found in ((5, 4), (2, 2)):
+        wrong = ids.copy()
+        wrong[7, column] = IMAGE if found == 4 else 3
+        words = rf"has {found} times token {IMAGE} in input_ids, and its image has 3 features"
+        with pytest.raises(SpecError, match=words):
+            prepare_run(job_of(tmp_path, wrong, ragged), tmp_path / f"bad {found}", resume=False, say=lambda _: None)

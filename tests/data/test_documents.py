@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from raypipe.data import is_prepared, open_data, prepare_data
 from raypipe.data.documents.prepared import Blocks, Documents
+from raypipe.data.documents.samples import BlockOrder, Windows, samples_in
 from raypipe.data.documents.sources import FilePart, blocks_of
-from raypipe.data.documents.windows import BlockOrder, Windows, samples_in
 from raypipe.errors import SpecError
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models.task import MaskedToken, NextToken, Task
 from tests.data.documents_on_disk import WRITERS, some_documents, write_jsonl, write_parquet
 

@@ -17,7 +17,7 @@ from raypipe.data.ragged import Ragged
 from raypipe.data.text import LINE, prepare, prepare_lines
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 
 TEXTS = [f"alpha béta {i} " * (1 + i % 3) for i in range(70)]
 JSONL = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()

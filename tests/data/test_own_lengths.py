@@ -11,7 +11,7 @@ from raypipe.data import Arrays, Ragged, declared_fields, flat, known_fields, op
 from raypipe.data.sample_order import GroupedByLength, permuted
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models.task import Field, Labels, MaskedToken, NextToken, Sequences
 
 DRAW = np.random.default_rng(1)

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from raypipe.data import declared_fields, known_fields, prepare_arrays
-from raypipe.data.packed import is_packed
-from raypipe.data.ragged import Column, Ragged
-from raypipe.data.rows import columns_of
+from raypipe.data.ragged import Column, Ragged, columns_of, is_packed
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 

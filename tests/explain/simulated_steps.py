@@ -16,7 +16,7 @@ from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.walk import walk
-from raypipe.simulate.cyclic import merge, wait_for_norm
+from raypipe.simulate.period import merge, wait_for_norm
 from raypipe.simulate.series import all_reduces_before_updates
 
 

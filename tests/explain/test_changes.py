@@ -11,9 +11,8 @@ import pytest
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.cost.stages import frozen_stages, stage_costs
 from raypipe.explain.causes import explain
-from raypipe.explain.changes import Change, ExplainedPlan, changes
+from raypipe.explain.changes import Change, ExplainedPlan, better_cut, changes, costs_of_cut
 from raypipe.explain.measured import Measured
-from raypipe.explain.recut import better_cut, costs_of_cut
 from raypipe.explain.replay import Replay
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.online.measured_steps import as_run

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from raypipe.errors import CaptureError
 from raypipe.graph.positions import sequence_flow
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model
 
 WIDTH = 8

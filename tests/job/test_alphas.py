@@ -5,7 +5,7 @@ from fractions import Fraction as Of
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.job.recompute_layers import alphas
+from raypipe.job.requested_schedule import alphas
 from raypipe.schedule import Shape, generate
 
 

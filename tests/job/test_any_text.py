@@ -16,12 +16,11 @@ from raypipe.errors import RaypipeError, SpecError
 from raypipe.job import job_from, load_cluster, load_job
 from raypipe.job.cluster import cluster_from
 from raypipe.job.data_spec import DataSpec
-from raypipe.job.load import EXAMPLE
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.rules.size_limits import MOST_LAYERS
-from raypipe.job.spec import JobSpec
+from raypipe.job.reading import parse_yaml
+from raypipe.job.rules.check import MOST_LAYERS
+from raypipe.job.spec import EXAMPLE, JobSpec
 from raypipe.job.train_spec import TrainSpec
-from raypipe.job.yaml_text import parse_yaml
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 
 ROOT = Path(__file__).parents[2]

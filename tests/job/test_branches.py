@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from raypipe.errors import SpecError
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 
 MODEL = {"import": "jobs.inception_v3:build"}
 BRANCHES = {"schedule": "auto", "placement": "branches", "stages": 2, "microbatch": 4}

@@ -88,6 +88,15 @@ def test_what_cuda_graphs_cannot_be_combined_with(job_file, sets, why):
     assert refused.value.fix
 
 
+def test_adafactor_is_planned_without_dividing_parameters(job_file):
+    usual = ["train.optimizer=adafactor", "parallel.schedule=1f1b", "parallel.microbatch=2"]
+    for wish in ("parallel={auto: true, tensor: 2}", "parallel={replicas: 2, shard: zero1}"):
+        with pytest.raises(SpecError, match="divides parameters, of which adafactor reads whole rows"):
+            load_job(job_file, [*usual, wish])
+    given = load_job(job_file, [*usual[:1], "parallel=auto"]).parallel.given
+    assert given == {"shard": "none", "tensor": 1}
+
+
 def test_what_is_recorded_reads_back_the_same(job_file, tmp_path):
     job = load_job(job_file, ["train.betas=[0.8, 0.9]", "train.clip=1"])
     again = tmp_path / "again.yaml"

@@ -5,7 +5,7 @@ import pytest
 from raypipe.errors import SpecError
 from raypipe.job import job_from
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.recompute_layers import layers_to_recompute, named_layers
+from raypipe.job.requested_schedule import layers_to_recompute, named_layers
 from raypipe.plan.plan import Plan, build_schedule
 from tests.job.test_load import JOB
 

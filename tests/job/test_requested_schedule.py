@@ -10,8 +10,8 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job import requested_schedule as order
-from raypipe.job.load import job_from
 from raypipe.job.requested_schedule import base_schedule, checked_schedule
+from raypipe.job.spec import job_from
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.ir import Schedule

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypipe.errors import RaypipeError
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models.layered import equal_slices
 from raypipe.train import prepare_run
 

@@ -9,7 +9,7 @@ import pytest
 
 from raypipe.errors import RunError
 from raypipe.launch.callbacks import Callback, Callbacks
-from raypipe.observe.run_dir import Stop, ask_to_stop, asked_to_stop
+from raypipe.observe.run_dir import STOP, Stop, ask, asked_to_stop
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 
 
@@ -71,7 +71,7 @@ def test_a_run_that_is_asked_to_end_does_so_with_a_checkpoint(stage_pool, text_f
     whole = drive(small_job(text_folder, parallel, steps=60), stage_pool, tmp_path / "whole")
 
     def saved(_workers: object, step: int) -> None:
-        ask_to_stop(tmp_path / "ended", f"enough after {step}")
+        ask(tmp_path / "ended", STOP, f"enough after {step}")
 
     job = small_job(text_folder, parallel, steps=60, checkpoint_every=3)
     ended = drive(job, stage_pool, tmp_path / "ended", saved=saved)

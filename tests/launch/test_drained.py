@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from raypipe.launch.drained import DrainedNodes
-from raypipe.observe.run_dir import asked_to_save
+from raypipe.observe.run_dir import SAVE, asked
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.hosts import autoscaler
 
@@ -25,13 +25,13 @@ def test_a_node_that_will_go_asks_for_a_checkpoint(tmp_path: Path, monkeypatch: 
     drained.look()
     going.add("c")
     drained.look()
-    assert not asked_to_save(tmp_path)
+    assert not asked(tmp_path, SAVE)
     for node in ("a", "b"):
         going.add(node)
         drained.look()
-        assert asked_to_save(tmp_path)
+        assert asked(tmp_path, SAVE)
         drained.look()
-        assert not asked_to_save(tmp_path)
+        assert not asked(tmp_path, SAVE)
     monkeypatch.setattr(autoscaler, "drained_nodes", unanswered)
     drained.look()
     assert [row["message"][-1] for row in read_rows(tmp_path / EVENTS)] == ["a", "b"]

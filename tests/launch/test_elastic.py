@@ -12,14 +12,14 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from raypipe.errors import RunError, SpecError
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.launch import elastic as module
 from raypipe.launch.elastic import Elastic
 from raypipe.launch.plans import with_plan
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import PROFILE, ask_to_stop, asked_to_stop
+from raypipe.observe.run_dir import PROFILE, STOP, ask, asked_to_stop
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.observe.summary import summarise
+from raypipe.observe.run_record import summarise
 from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
 from raypipe.runtime.group import standby
@@ -182,7 +182,7 @@ def test_devices_that_save_too_little_are_left_alone(run: Run, monkeypatch: pyte
 
 
 def test_a_run_that_is_asked_to_stop_is_not_paused(run: Run) -> None:
-    ask_to_stop(run.directory, "enough")
+    ask(run.directory, STOP, "enough")
     run.free = 2
     run.look(10)
     stop = asked_to_stop(run.directory)

@@ -11,13 +11,11 @@ import torch
 from raypipe.checkpoint import commit, step_directory, write_shard
 from raypipe.data import Corpus, declared_fields, known_fields, prepare_data
 from raypipe.errors import SpecError
-from raypipe.export import export
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.launch.run_directory import RECORD
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.trained import load_hugging_face
+from raypipe.trained import export, load_hugging_face
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive
 

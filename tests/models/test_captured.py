@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raypipe.errors import RaypipeError
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import build_model, random_keys
 from raypipe.models.slices.current import SliceRun, slice_run
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from raypipe.observe.core_wait import CoreWait
+from raypipe.observe.progress import CoreWait
 
 
 def test_the_one_that_waited_most_counts(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from raypipe.cli import run as command
-from raypipe.observe.report.page import report_page
+from raypipe.observe.report import report_page
 from raypipe.observe.run_log import RunLog
-from raypipe.observe.run_view.run_record import read_run
+from raypipe.observe.run_record import read_run
 from raypipe.observe.timelines import LiveTimelines, save_timelines
 from raypipe.plan.online.measured_steps import as_run
 from raypipe.plan.online.recorded_steps import RecordedSteps

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from raypipe.files import strict_json
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog
-from raypipe.observe.strict_json import strict_json
 
 BAD = {"loss": float("nan"), "deep": [1.5, {"more": (float("inf"), -float("inf"), 2)}], "text": "NaN"}
 GOOD = {"loss": None, "deep": [1.5, {"more": [None, None, 2]}], "text": "NaN"}

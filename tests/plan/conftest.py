@@ -7,8 +7,7 @@ from typing import Any
 
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.errors import ScheduleError
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule.shape import Grid, ParallelShape
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from raypipe.errors import RequestError, ScheduleError, SpecError
 from raypipe.job import requested_schedule
 from raypipe.job.parallel_spec import ParallelSpec, zero_level
-from raypipe.job.recompute_layers import Cut
-from raypipe.job.requested_schedule import base_schedule
+from raypipe.job.requested_schedule import Cut, base_schedule
 from raypipe.plan import plan as plan_module
 from raypipe.plan.plan import Plan, build_schedule, load_plan, with_recompute
 from raypipe.schedule.forms.text import from_text, to_text

@@ -9,8 +9,7 @@ from raypipe.cost.profile import LayerProfile, Slicing, TaskTimes
 from raypipe.cost.sizes import slice_times
 from raypipe.errors import SpecError
 from raypipe.job.cluster import load_cluster
-from raypipe.job.load import job_from, load_job
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from, load_job
 from raypipe.plan.candidate import Candidate, slice_counts, slices_refused
 from raypipe.plan.choose import choose
 from raypipe.plan.predict.predictor import Predictor

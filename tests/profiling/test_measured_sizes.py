@@ -23,7 +23,7 @@ SIZES = [1, 2, 4, 8]
 class Bench:
     """Instead of a ``LayerBench``; calls a function after a size."""
 
-    measured, long, estimated, interrupted = (0,), False, (), False
+    measured, long, interrupted = (0,), False, False
     model, workers = SimpleNamespace(count=1), SimpleNamespace(actors=[None])
 
     def __init__(self, after: int, then: Callable[[], object]) -> None:
@@ -59,7 +59,6 @@ def test_ctrl_c_after_the_first_size_goes_on_with_what_there_is(effort, monkeypa
         assert measured(bench, effort, said.append) == Noise(stolen=0.0)
         assert bench.passes == {1: 1, 2: 1}
         assert bench.interrupted
-        assert list(bench.estimated) == [4, 8]
         assert said[-1] == "interrupted: going on with micro-batches of 1, 2 as measured"
         with pytest.raises(Interrupted):
             interrupt()  # the next one ends the command

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from raypipe.job import GptSpec
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.models import DTYPES, GptLayers, host_copies
 from raypipe.runtime.clocks import clock
 from raypipe.runtime.executor.executor import Executor

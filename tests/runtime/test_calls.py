@@ -1,17 +1,26 @@
-"""A call of several steps ends where anything is due; nothing is started."""
+"""Calls of several steps: where they end, what comes back with them, what the driver makes of it."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from raypipe.job.train_spec import TrainSpec
-from raypipe.observe.run_dir import ask_to_evaluate, ask_to_save
-from raypipe.runtime.calls import CALL_S, Due, Dues, StepsPerCall
-from raypipe.runtime.executor.step import MOST_STEPS
+from raypipe.observe.run_dir import EVALUATE, SAVE, ask
+from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.plan.online.controller import StepMemory
+from raypipe.plan.online.measured_steps import StepClock
+from raypipe.runtime.calls import CALL_S, Due, Dues, StepsPerCall, Ticket
+from raypipe.runtime.executor.step import MOST_STEPS, StepResult, Written
+from raypipe.runtime.run_results import RunResults
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.lowering.asynchronous import WHOLE
+from tests.runtime.runs.small_runs import small_job
 
 MANY = 1000
 
@@ -40,10 +49,10 @@ def test_a_call_ends_before_what_is_due(train: dict[str, Any], steps: int, due: 
 
 def test_what_users_ask_for_is_due_after_the_next_step(tmp_path: Path) -> None:
     asked = dues(tmp_path, eval_every=0, checkpoint_every=0)
-    ask_to_save(tmp_path)
+    ask(tmp_path, SAVE)
     assert asked.next_call(10, 4, True, True, None).due == Due(False, True, False)
     assert len(asked.next_call(11, 4, True, True, None).parts) == 4  # once
-    ask_to_evaluate(tmp_path)
+    ask(tmp_path, EVALUATE)
     assert asked.next_call(11, 4, True, True, None).due == Due(True, False, False)
     assert len(asked.next_call(12, 4, True, True, None).parts) == 4
     stop: Any = SimpleNamespace(pauses=True, why="asked")
@@ -77,3 +86,50 @@ def test_calls_stay_short(step_s: float, most: int) -> None:
     assert calls.most == 1  # the longest counts
     calls.forget()
     assert calls.most == 1
+
+
+# What comes back with a call of several steps: its steps, and what workers report with the last of them.
+
+CLOCK = StepClock(generate("1f1b", Shape(devices=2, microbatches=2)))
+STEP = StepResult(1.0, 2, 3.0, np.zeros((0, 2)), 0, 0, 0.0, 0, StepMemory(0, {}), False)
+
+
+def test_writes_that_ended_come_with_the_last_step_of_a_call() -> None:
+    ended = Written(0, 7, None, 0.5)
+    results = [[STEP, replace(STEP, written=ended)], None, [STEP, STEP]]
+    ticket = Ticket("step", 4, [], CLOCK, (WHOLE, WHOLE))
+    assert [None if one is None else one.written for one in ticket.reports(results)] == [ended, None, None]
+    assert [(one.step, [r is None for r in one.results]) for one in ticket.steps(results)] == [
+        (3, [False, True, False]), (4, [False, True, False])
+    ]  # fmt: skip
+
+
+def test_other_calls_report_what_they_return() -> None:
+    assert Ticket("copy", 4, [], CLOCK).reports([None, STEP]) == [None, STEP]
+
+
+# What the driver makes of the results of steps.
+
+
+def test_a_step_that_a_recovery_repeats_has_one_row(text_folder: Path, tmp_path: Path) -> None:
+    """All devices may have reported a step whose update none had made final when one of them died."""
+    job = small_job(text_folder, {"stages": 2})
+    heard: list[int] = []
+    metrics: Any = SimpleNamespace(step=lambda row, clock, devices: heard.append(row["step"]))
+    nothing: Any = None
+    log = RunLog(tmp_path)
+    results = RunResults(job, tmp_path / "data", 1.0, log, metrics, nothing)
+
+    def step(number: int) -> None:
+        loss = 1.0 / number
+        of = StepResult(loss, job.train.batch, 4.0, np.zeros((0, 2)), 0, 0, 0.0, 0, StepMemory(0, {}), True)
+        assert results.step(number, WHOLE, nothing, [of], 1, timed=False) is not None
+
+    for number in (1, 2, 2, 3):  # after the second step the run goes on from the first
+        step(number)
+    assert [(row["step"], row["loss"]) for row in read_rows(tmp_path / METRICS)] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert heard == [1, 2, 3]
+    results.forget()  # a rewind removes the rows
+    step(2)
+    assert heard == [1, 2, 3, 2]
+    log.close()

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from raypipe.cost.peak import GIVEN, peak_flops_s
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.launch.plans import make_plan
 from raypipe.runtime import run_metrics
 from raypipe.runtime.process.memory import MeasuredMemory

@@ -1,9 +1,13 @@
-"""A small share of what ``python -m tests.bench.safety.fuzz`` tries."""
+"""A small share of what ``python -m tests.bench.safety.fuzz`` and ``corruptions`` try."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tests.bench.safety import checkpoints
+from tests.bench.safety.corruptions import NEWER, OLDER, corrupted
 from tests.bench.safety.fuzz import fuzz
 from tests.bench.safety.targets import Target, targets
 from tests.bench.safety.trial import DEFECTS, SilentError, attempt, expect
@@ -48,3 +52,13 @@ def test_the_trial_tells_what_it_is_made_to_tell() -> None:
     assert attempt(hangs, 0).verdict == "hang"
     with pytest.raises(SilentError):
         expect(False, "wrong")
+
+
+# A small share of what ``python -m tests.bench.safety.corruptions`` does to checkpoints.
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_found(seed: int, tmp_path: Path) -> None:
+    for step in (OLDER, NEWER):
+        checkpoints.write(tmp_path / "right", step)
+    corrupted(tmp_path / "right", tmp_path / "root", seed)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import permutations, product
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.json_form import from_json, to_json
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
-from raypipe.schedule.live_activations import peak_activations
+from raypipe.schedule.live_activations import peak_activations, weight_versions
 from raypipe.schedule.lowering.programs import check_counted, programs, step_programs
 from raypipe.schedule.lowering.safe_order import gpu_programs
 from raypipe.schedule.passes import (
@@ -30,7 +31,6 @@ from raypipe.schedule.passes import (
     without_frozen,
 )
 from raypipe.schedule.verify import verify
-from raypipe.schedule.versions import weight_versions
 from raypipe.search import search
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
@@ -44,6 +44,17 @@ def made(name: str, frozen: str) -> tuple[Schedule, Schedule]:
     chunks = 2 if "chunks" in SCHEDULES[name].options else 1
     whole = generate(name, Shape(devices=4, microbatches=8, chunks=chunks))
     return whole, without_frozen(whole, FROZEN[frozen](whole.stages))
+
+
+def lowered(schedule: Schedule) -> Any:
+    """The programs of two copies with their sums and updates, counted and put in an order for GPUs."""
+    if schedule.versions == "flush":
+        schedule = add_updates(place_gradient_sync(replicate(schedule, 2), "eager"))
+        verify(schedule)
+    train, evaluate = step_programs(schedule), programs(forwards_alone(schedule))
+    check_counted(train, evaluate, schedule)
+    gpu_programs(train, evaluate, schedule.microbatches, schedule.versions)
+    return train
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -69,13 +80,7 @@ def test_every_family(name: str, frozen: str) -> None:
         if done["BW", s] == 0:
             assert done["B", s] == (count if behind or own else 0)
         assert done["R", s] <= (count if behind or trains[s] else 0)
-    full = less
-    if less.versions == "flush":
-        full = add_updates(place_gradient_sync(replicate(less, 2), "eager"))
-        verify(full)
-    train, evaluate = step_programs(full), programs(forwards_alone(full))
-    check_counted(train, evaluate, full)
-    gpu_programs(train, evaluate, full.microbatches, full.versions)
+    train = lowered(less)
     sent = {(m.src_stage, m.dst_stage) for rows in train.values() for p in rows for a in p.actions for m in a.sends
             if m.direction == "grad"}  # fmt: skip
     assert sent == {(s, s - 1) for s in range(1, less.stages) if any(trains[:s])}
@@ -101,13 +106,7 @@ def test_gaps_are_closed_in_no_more_memory(name: str, frozen: str) -> None:
         assert simulate(closed, costs).makespan <= simulate(less, costs).makespan + 1e-9
     step = simulate(closed, CostTable.even(less.stages, comm=0.1)).makespan
     assert step == pytest.approx(CLOSED.get((name, frozen), step))
-    full = closed
-    if closed.versions == "flush":
-        full = add_updates(place_gradient_sync(replicate(closed, 2), "eager"))
-        verify(full)
-    train, evaluate = step_programs(full), programs(forwards_alone(full))
-    check_counted(train, evaluate, full)
-    gpu_programs(train, evaluate, full.microbatches, full.versions)
+    lowered(closed)
 
 
 def orders_of(tasks: tuple[tuple[Task, ...], ...]) -> Iterator[tuple[tuple[Task, ...], ...]]:

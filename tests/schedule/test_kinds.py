@@ -1,14 +1,18 @@
-"""The table of kinds: what it says about each kind is what the rest does with it."""
+"""The table of kinds against what the rest does with it, and families against what they make."""
 
 from __future__ import annotations
 
 from typing import get_args
 
+import pytest
+
+from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
 from raypipe.schedule.ir import Rules, StageGraph, Task, backwards
 from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, JOINT, KINDS, TRAITS, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.live_activations import deaths
+from raypipe.schedule.shape import Shape
 
 ONE = backwards(StageGraph.chain(1), Rules())
 
@@ -52,3 +56,24 @@ def test_a_backward_waits_for_the_backward_of_the_stage_behind() -> None:
             k for kinds, stage, _ in dependencies(kind, 0, [], [1], False, Rules(), ONE[0]) if stage == 1 for k in kinds
         }
         assert waits == (BACKWARD if kind in BACKWARD else set())
+
+
+# What a family says of itself, against what it makes.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, family in SCHEDULES.items() if family.fills])
+def test_all_forwards_of_a_unit_come_before_its_first_weight_gradient(name: str) -> None:
+    chunked, united = ({"chunks", "unit"} & SCHEDULES[name].options == {*o} for o in (("chunks",), ("chunks", "unit")))
+    for devices in (2, 3, 4, 7):
+        for chunks in (1, 2, 3, 8) if chunked or united else (1,):
+            for count in (1, 2, 3, 5, 8, 15, 31):
+                for unit in (count, 2, 2 * devices - 1) if united else (None,):
+                    if unit is not None and unit > count:
+                        continue
+                    made = generate(name, Shape(devices=devices, microbatches=count, chunks=chunks, unit=unit))
+                    for order in made.orders:
+                        first = next(i for i, task in enumerate(order) if task.kind in ("W", "BW"))
+                        own = {t.stage for t in order}
+                        before = {(t.stage, t.mbs[0]) for t in order[:first] if t.kind == "F"}
+                        assert before >= {(s, m) for s in own for m in range(unit or count)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -19,7 +20,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.kinds import COMPUTE
-from raypipe.schedule.live_activations import peak_activations
+from raypipe.schedule.live_activations import peak_activations, unroll
 from raypipe.schedule.passes import (
     add_recompute,
     add_updates,
@@ -30,7 +31,6 @@ from raypipe.schedule.passes import (
     split_backward,
 )
 from raypipe.schedule.verify import verify
-from raypipe.schedule.versions import unroll
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.lower_bound import lower_bound
 from raypipe.simulate.period import period
@@ -221,13 +221,18 @@ def test_peak_activations_agree_with_times(schedule: Schedule) -> None:
 @settings(max_examples=80, deadline=None)
 @given(schedules())
 def test_bounds_of_any_order(schedule: Schedule) -> None:
-    """Bound <= makespan, busiest device <= period <= makespan, and a critical path from 0 to the end."""
-    table = costs(schedule)
+    """Bound <= makespan, busiest device <= period <= makespan, and a critical path without a gap."""
+    table = replace(costs(schedule), comm=tuple(1.5 * (s % 3) for s in range(schedule.stages)))
     timeline = simulate(schedule, table)
     assert lower_bound(schedule, table) <= timeline.makespan + 1e-9
     assert max(timeline.busy) - 1e-9 <= period(schedule, table) <= timeline.makespan + 1e-9
     path = critical_path(timeline).spans
     assert (path[0].start, path[-1].end) == (0, timeline.makespan)
+    device = {s.task: d for d, row in enumerate(timeline.spans) for s in row}
+    for a, b in itertools.pairwise(path):  # a message takes what the slowest link takes that it crosses
+        low, high = sorted((a.task.stage, b.task.stage))
+        crossed = table.links[low:high] if device[a.task] != device[b.task] else ()
+        assert b.start - a.end == max(crossed, default=0.0)
 
 
 @settings(max_examples=40, deadline=None)

@@ -25,7 +25,7 @@ from raypipe.schedule.passes import (
     shard,
     split_backward,
 )
-from raypipe.schedule.sharding.collectives import collectives
+from raypipe.schedule.sharding import collectives
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period

@@ -7,7 +7,7 @@ import pytest
 from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.reverse_first_k import reverse_first_k
+from raypipe.schedule.families.out_of_order import reverse_first_k
 from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.layer_sync import layer_step_time
 from tests.exhaustive import exhaustive

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import random
 from collections import defaultdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypipe.errors import ScheduleError
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.step_time import StepOverheads, step_time
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.ir import Schedule, StageGraph, Task
 from raypipe.schedule.lowering.asynchronous import parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import Shape
+from raypipe.search import search
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 from raypipe.simulate.series import series
@@ -321,3 +324,27 @@ def test_the_steady_state(schedule: Schedule, sync: Sync, norm: NormPolicy, data
     )
     expected = sum(gaps[-turn:]) / turn if turn else sum(gaps[STEPS // 2 :]) / len(gaps[STEPS // 2 :])
     assert period(whole, costs, norm=norm) == pytest.approx(expected, rel=1e-9 if turn else 0.05)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_skip_connection_is_as_slow_as_the_slowest_link_it_crosses(seed: int) -> None:
+    """Stage 0 is with stage 1, and stage 2 elsewhere: the message that skips stage 1 may be the later one."""
+    rng = random.Random(seed)
+    graph = StageGraph(5, ((0, 1), (1, 2), (0, 2), (2, 3), (1, 4), (3, 4)))
+    links = tuple(float(rng.randint(0, 9)) for _ in range(5))
+    costs = CostTable.even(5, comm=links)
+    found = search(((0, 0, 2, 1, 0),), 3, costs, graph=graph, budget_s=0.05)
+    position = {t: (0, d, i) for d, order in enumerate(found.schedule.orders) for i, t in enumerate(order)}
+    timeline = simulate(found.schedule, costs)
+    times = {position[s.task]: (s.start, s.end) for row in timeline.spans for s in row}
+    assert times == happens(found.schedule, costs)
+    assert found.bound <= found.value == timeline.makespan
+
+
+def test_latencies_are_normalised() -> None:
+    assert CostTable.even(4, comm=(1.0, 2.0, 3.0)).links == (1, 2, 3, 3)
+    assert CostTable.even(4, comm=(2.0, 2.0, 2.0)) == CostTable.even(4, comm=2.0)
+    assert CostTable.even(1, comm=()).comm == 0
+    for wrong in ((1.0,), (1.0,) * 5, (1.0, float("inf"), 0.0)):
+        with pytest.raises(ScheduleError, match="comm"):
+            CostTable.even(4, comm=wrong)

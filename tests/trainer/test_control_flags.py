@@ -9,10 +9,9 @@ import pytest
 
 import raypipe
 from raypipe.errors import SpecError
-from raypipe.observe.run_dir import asked_to_evaluate, asked_to_save
-from raypipe.trainer.given_callbacks import GivenCallbacks
+from raypipe.observe.run_dir import EVALUATE, SAVE, asked
+from raypipe.trainer.callbacks import GivenCallbacks, TrainerCallbacks
 from raypipe.trainer.history import History
-from raypipe.trainer.trainer_callbacks import TrainerCallbacks
 from tests.trainer.test_trainer import SMALL, Sums
 
 transformers = pytest.importorskip("transformers")
@@ -40,14 +39,14 @@ def test_a_log_that_is_asked_for_has_the_losses_since_the_one_before(tmp_path: P
 
 
 def test_a_validation_and_a_checkpoint_are_asked_for(tmp_path: Path) -> None:
-    assert not asked_to_evaluate(tmp_path)
+    assert not asked(tmp_path, EVALUATE)
     entries = followed("should_evaluate", 3, tmp_path)
     assert [entry["step"] for entry in entries] == [4]
-    assert asked_to_evaluate(tmp_path)
-    assert not asked_to_evaluate(tmp_path)
-    assert not asked_to_save(tmp_path)
+    assert asked(tmp_path, EVALUATE)
+    assert not asked(tmp_path, EVALUATE)
+    assert not asked(tmp_path, SAVE)
     followed("should_save", 3, tmp_path)
-    assert asked_to_save(tmp_path)
+    assert asked(tmp_path, SAVE)
 
 
 def test_a_validation_does_not_ask_for_another(tmp_path: Path) -> None:
@@ -60,7 +59,7 @@ def test_a_validation_does_not_ask_for_another(tmp_path: Path) -> None:
     told = TrainerCallbacks(GivenCallbacks([Asks()]), None, transformers.TrainerState(), History(4, 10.0), tmp_path, {})
     told.begin(0)
     told.on_evaluate(1, {"step": 1, "val_loss": 1.0})
-    assert not asked_to_evaluate(tmp_path)
+    assert not asked(tmp_path, EVALUATE)
 
 
 def test_an_epoch_does_not_end_early(tmp_path: Path) -> None:

@@ -13,23 +13,18 @@ from torch import Tensor, nn
 
 import raypipe
 from raypipe.errors import SpecError
+from raypipe.models.keyed_operations import keyed_uniform
+from raypipe.models.keyed_random import RandomKeys, with_keys
 from raypipe.trainer.given_model import model_section
-from tests.trainer.three_steps import arguments, assert_alike, hugging_face, pipelined, plain, rows_of
+from tests.trainer.three_steps import arguments, assert_alike, bert, degrees, hugging_face, pipelined, plain, rows_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 ROWS = rows_of()
+SEED = 3
+"""That of ``one_device``."""
 BATCH = {name: torch.tensor([row[name] for row in ROWS]) for name in ROWS[0]}
-
-
-def bert(drop: float = 0.0) -> Any:
-    transformers.set_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, hidden_dropout_prob=drop, attention_probs_dropout_prob=drop, num_labels=3,
-    )  # fmt: skip
-    return transformers.BertForSequenceClassification(config).double()
 
 
 class Own(nn.Module):
@@ -197,6 +192,33 @@ def test_compute_loss_func_trains(split: bool, tmp_path: Path) -> None:
         theirs.losses = mine.losses  # it logs a share of them
         assert_alike(mine, theirs, 1e-7)
         assert_alike(one, hugging_face(bert(), ROWS, tmp_path / "d", 8, compute_loss_func=smoothed), 1e-7)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_noise_on_embeddings_is_neftunes(stages: int, tmp_path: Path) -> None:
+    """Against a plain loop in which a hook adds the same draws; mini-batch 8, L = 10, d = 16."""
+    noisy = types.SimpleNamespace(step=-1)
+
+    def hook(part: nn.Module, _: Any, output: Tensor) -> Tensor:
+        noisy.step += 1
+        with with_keys(RandomKeys(SEED, noisy.step, range(8), True)):
+            draws = keyed_uniform(output.shape, 0)
+        return output + (2 * draws - 1) * 5.0 / (10 * 16) ** 0.5
+
+    model = bert()
+    mine = pipelined(model, ROWS, tmp_path, 4, 2, stages=stages, fields={"neftune_noise_alpha": 5.0})
+    assert not model.get_input_embeddings()._forward_hooks
+    model.train().get_input_embeddings().register_forward_hook(hook)
+    other = plain(model, lambda m: m(**mine.rows).loss)
+    assert_alike(mine, other, 1e-9)
+
+
+def test_noise_is_refused_for_rows_of_unequal_length_and_named_models(tmp_path: Path) -> None:
+    rows = [{**ROWS[0]}, {name: value[:4] if isinstance(value, list) else value for name, value in ROWS[1].items()}]
+    with pytest.raises(SpecError, match="rows differ in length"):
+        pipelined(bert(), rows, tmp_path / "a", 1, fields={"neftune_noise_alpha": 5.0})
+    with pytest.raises(SpecError, match="give a model of transformers as an instance"):
+        pipelined(own(), ROWS, tmp_path / "b", 4, fields={"neftune_noise_alpha": 5.0})
 
 
 def test_an_instance_that_its_configuration_makes_is_constructed_by_the_workers(tmp_path: Path) -> None:
@@ -383,10 +405,9 @@ def test_a_resumed_run_has_the_instance_that_it_began_with(tmp_path: Path) -> No
     from raypipe.data import declared_fields
     from raypipe.models.given.write import write_given
 
-    raypipe.init(pp=2)
-    made = raypipe.PipelineTrainer(model=own(), args=arguments(tmp_path / "run", 8, 1), train_dataset=ROWS)
-    job = made.prepare().job
-    raypipe.init()
+    with degrees(pp=2):
+        made = raypipe.PipelineTrainer(model=own(), args=arguments(tmp_path / "run", 8, 1), train_dataset=ROWS)
+        job = made.prepare().job
     fields = declared_fields(job.data)
     assert fields is not None
     write_given(own(), job.model, fields, torch.float64, None, resume=True)

@@ -11,10 +11,8 @@ from torch import nn
 
 import raypipe
 from raypipe.observe.run_log import METRICS, read_rows
-from tests.driver_here import without_ray_train
-from tests.trainer import three_steps
-from tests.trainer.test_given import ROWS, Doubled, bert, by_loss, head, of_logits, own, summed
-from tests.trainer.three_steps import Outcome, arguments, assert_alike, plain
+from tests.trainer.test_given import ROWS, Doubled, by_loss, head, of_logits, own, summed
+from tests.trainer.three_steps import Outcome, arguments, assert_alike, bert, degrees, hugging_face, plain, rows_of
 
 SCHEDULES = ["1f1b", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("zb-h1", "chimera"))]
 
@@ -28,29 +26,21 @@ def frozen_head() -> nn.Module:
 
 
 def trained(
-    model: nn.Module, out: Path, schedule: str, kind: Any = raypipe.PipelineTrainer, rows: Any = ROWS, **more: Any
-) -> Any:
-    raypipe.init(pp=2)
-    try:
+    model: nn.Module, out: Path, schedule: str, kind: Any = raypipe.PipelineTrainer, rows: Any = ROWS, fields: Any = (),
+    **more: Any,
+) -> Any:  # fmt: skip
+    with degrees(pp=2):
         made = kind(
-            model=model, args=arguments(out, 4, 2), train_dataset=rows, eval_dataset=rows,
+            model=model, args=arguments(out, 4, 2, **dict(fields)), train_dataset=rows, eval_dataset=rows,
             job={"parallel": {"schedule": schedule}}, **more,
         )  # fmt: skip
         made.train()
-    finally:
-        raypipe.init()
     return made
 
 
 def outcome(out: Path, model: nn.Module) -> Outcome:
     losses = [row["loss"] for row in read_rows(out / METRICS) if "loss" in row]
     return Outcome(losses, dict(model.named_parameters()))
-
-
-@pytest.fixture
-def driver(local_ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_ray_train(monkeypatch.setattr)
-    monkeypatch.setattr("raypipe.trainer.result.result_of", lambda *_: None)  # it is made of Ray Train's
 
 
 @pytest.mark.runs
@@ -104,20 +94,16 @@ def test_packed_rows_under_every_schedule(schedule: str, adapters: bool, driver:
     [("layerwise", 2, "zero3"), ("given", 1, "zero1"), ("layerwise", 1, "none"), ("head", 2, "zero2")],
 )
 def test_a_scripts_optimizer_over_copies_and_their_pieces(
-    case: str, stages: int, shard: str, driver: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, stages: int, shard: str, driver: None, tmp_path: Path
 ) -> None:
     """Against the Hugging Face Trainer; a piece of a divided parameter is updated as the parameter."""
-    from tests.trainer.test_epochs import model
     from tests.trainer.test_optimizers import both
 
-    mine, theirs, more = both(monkeypatch, case)
-    rows, one, two = three_steps.rows_of(), model().double(), model().double()
-    raypipe.init(pp=stages, dp=2)
-    try:
-        args = three_steps.arguments(tmp_path / "mine", 4, 1)
+    mine, theirs, more, fields = both(case)
+    rows, one, two = rows_of(), bert(), bert()
+    with degrees(pp=stages, dp=2):
+        args = arguments(tmp_path / "mine", 4, 1, **fields)
         mine(model=one, args=args, train_dataset=rows, eval_dataset=rows, job={"parallel": {"shard": shard}},
              **more(one)).train()  # fmt: skip
-    finally:
-        raypipe.init()
-    right = three_steps.hugging_face(two, rows, tmp_path / "theirs", 8, trainer=theirs, **more(two))
+    right = hugging_face(two, rows, tmp_path / "theirs", 8, trainer=theirs, fields=fields, **more(two))
     assert_alike(outcome(tmp_path / "mine", one), right, 1e-7)

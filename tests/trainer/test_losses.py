@@ -15,9 +15,10 @@ import raypipe
 from raypipe.data import declared_fields, open_data
 from raypipe.errors import SpecError
 from raypipe.models import build_model
-from tests.driver_here import without_ray_train
-from tests.trainer.test_given_runs import outcome
-from tests.trainer.three_steps import Outcome, arguments, assert_alike, hugging_face, pipelined, plain, rows_of
+from raypipe.trainer.datasets import PadRows
+from tests.trainer.test_given import summed
+from tests.trainer.test_given_runs import outcome, trained
+from tests.trainer.three_steps import arguments, assert_alike, bert, degrees, hugging_face, pipelined, plain, rows_of
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -35,16 +36,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "vectors": {"num_labels": 3, "problem_type": "regression"}, "smooth": {"num_labels": 3},
 }  # fmt: skip
 SMOOTHING = 0.1
-EXHAUSTIVE = pytest.mark.exhaustive
-
-
-def bert(**head: Any) -> Any:
-    transformers.set_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **head,
-    )  # fmt: skip
-    return transformers.BertForSequenceClassification(config).double()
 
 
 def rows(case: str) -> list[dict[str, Any]]:
@@ -69,50 +60,32 @@ def loss_of(case: str, given: list[dict[str, Any]]) -> Callable[[nn.Module], Ten
     return loss
 
 
-def smoothing(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    """Have the arguments of three_steps smooth labels."""
+def fields_of(case: str) -> dict[str, Any]:
+    return {"label_smoothing_factor": SMOOTHING} if case == "smooth" else {}
 
-    def more(*given: Any) -> Any:
-        made = arguments(*given)
-        made.label_smoothing_factor = factor
-        return made
 
-    monkeypatch.setattr("tests.trainer.three_steps.arguments", more)
+SMOOTH = fields_of("smooth")
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["1f1b", "zb-h1"])
 @pytest.mark.parametrize("case", HEADS)
-def test_three_steps_are_the_trainers(case: str, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smoothing(monkeypatch, SMOOTHING if case == "smooth" else 0.0)
-    given = rows(case)
-    mine = pipelined(bert(**HEADS[case]), given, tmp_path / "run", 8, split=split)
+def test_three_steps_are_the_trainers(case: str, split: bool, tmp_path: Path) -> None:
+    given, fields = rows(case), fields_of(case)
+    mine = pipelined(bert(**HEADS[case]), given, tmp_path / "run", 8, split=split, fields=fields)
     assert_alike(mine, plain(bert(**HEADS[case]), loss_of(case, given)), 1e-9)
-    assert_alike(mine, hugging_face(bert(**HEADS[case]), given, tmp_path / "hf", 8), 1e-7)
+    assert_alike(mine, hugging_face(bert(**HEADS[case]), given, tmp_path / "hf", 8, fields=fields), 1e-7)
     assert len(set(mine.losses)) == 3
 
 
 @pytest.mark.runs
-@EXHAUSTIVE
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "chimera"])
 @pytest.mark.parametrize("case", HEADS)
-def test_runs_train_the_same(
-    case: str, schedule: str, local_ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_ray_train(monkeypatch.setattr)
-    monkeypatch.setattr("raypipe.trainer.result.result_of", lambda *_: None)
-    args = arguments(tmp_path / "run", 4, 2)
-    args.label_smoothing_factor = SMOOTHING if case == "smooth" else 0.0
+@pytest.mark.usefixtures("driver")
+def test_runs_train_the_same(case: str, schedule: str, tmp_path: Path) -> None:
     model, given = bert(**HEADS[case]), rows(case)
-    raypipe.init(pp=2)
-    try:
-        made = raypipe.PipelineTrainer(
-            model=model, args=args, train_dataset=given, eval_dataset=given, job={"parallel": {"schedule": schedule}}
-        )
-        made.train()
-    finally:
-        raypipe.init()
-    mine = outcome(tmp_path / "run", model)
-    assert_alike(mine, plain(bert(**HEADS[case]), loss_of(case, given)), 1e-9)
+    made = trained(model, tmp_path / "run", schedule, rows=given, fields=fields_of(case))
+    assert_alike(outcome(tmp_path / "run", model), plain(bert(**HEADS[case]), loss_of(case, given)), 1e-9)
     with torch.no_grad():
         right = loss_of(case, given)(model).item()
     assert made.evaluate()["eval_loss"] == pytest.approx(right, abs=1e-6)
@@ -121,18 +94,13 @@ def test_runs_train_the_same(
 @pytest.mark.parametrize("case", HEADS)
 def test_a_short_mini_batch_counts_its_own_rows(case: str, tmp_path: Path) -> None:
     """Six rows in mini-batches of four: the second has two rows, and two places that no row fills."""
-    args = arguments(tmp_path / "run", 4, 1)
-    args.label_smoothing_factor = SMOOTHING if case == "smooth" else 0.0
-    args.train_sampling_strategy = "sequential"
+    args = arguments(tmp_path / "run", 4, 1, train_sampling_strategy="sequential", **fields_of(case))
     given = rows(case)[:6]
-    raypipe.init(pp=2)
-    try:
+    with degrees(pp=2):
         made = raypipe.PipelineTrainer(
             model=bert(**HEADS[case]), args=args, train_dataset=given, eval_dataset=given[:2],
             job={"train": {"dtype": "float64"}},
         ).prepare()  # fmt: skip
-    finally:
-        raypipe.init()
     task = build_model(made.job, declared_fields(made.job.data)).task
     short = open_data(tmp_path / "run" / "data", task).batch("train", 1, 1, 4)
     logits = torch.randn(4, HEADS[case]["num_labels"], dtype=torch.float64, generator=G, requires_grad=True)
@@ -172,12 +140,11 @@ def smoothed_mean(model: nn.Module) -> Tensor:
     return F.cross_entropy(logits, labels, label_smoothing=SMOOTHING)
 
 
-def test_a_module_of_the_script_is_smoothed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smoothing(monkeypatch, SMOOTHING)
+def test_a_module_of_the_script_is_smoothed_too(tmp_path: Path) -> None:
     given = [{name: row[name] for name in ("input_ids", "labels")} for row in rows("smooth")]
-    mine = pipelined(Own().double(), given, tmp_path / "run", 8)
+    mine = pipelined(Own().double(), given, tmp_path / "run", 8, fields=SMOOTH)
     assert_alike(mine, plain(Own().double(), smoothed_mean), 1e-9)
-    assert_alike(mine, hugging_face(Own().double(), given, tmp_path / "hf", 8), 1e-7)
+    assert_alike(mine, hugging_face(Own().double(), given, tmp_path / "hf", 8, fields=SMOOTH), 1e-7)
 
 
 def half(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
@@ -186,25 +153,18 @@ def half(self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_i
     return 0.5 * self.label_smoother(model(**inputs), labels)
 
 
-def test_compute_loss_may_call_the_label_smoother(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smoothing(monkeypatch, SMOOTHING)
+def test_compute_loss_may_call_the_label_smoother(tmp_path: Path) -> None:
     kind = type("Half", (raypipe.PipelineTrainer,), {"compute_loss": half})
     given = rows("smooth")
-    mine = pipelined(bert(num_labels=3), given, tmp_path / "run", 8, trainer=kind)
+    mine = pipelined(bert(), given, tmp_path / "run", 8, trainer=kind, fields=SMOOTH)
     theirs = type("Theirs", (transformers.Trainer,), {"compute_loss": half})
-    assert_alike(mine, hugging_face(bert(num_labels=3), given, tmp_path / "hf", 8, trainer=theirs), 1e-7)
+    assert_alike(mine, hugging_face(bert(), given, tmp_path / "hf", 8, trainer=theirs, fields=SMOOTH), 1e-7)
 
 
-def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    return F.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
-
-
-def test_compute_loss_func_goes_before_smoothing_as_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smoothing(monkeypatch, SMOOTHING)
-    given = rows("smooth")
-    mine = pipelined(bert(num_labels=3), given, tmp_path / "run", 8, compute_loss_func=summed)
-    theirs = hugging_face(bert(num_labels=3), given, tmp_path / "hf", 8, compute_loss_func=summed)
-    assert_alike(mine, theirs, 1e-7)
+def test_compute_loss_func_goes_before_smoothing_as_there(tmp_path: Path) -> None:
+    given, more = rows("smooth"), {"compute_loss_func": summed, "fields": SMOOTH}
+    mine = pipelined(bert(), given, tmp_path / "run", 8, **more)
+    assert_alike(mine, hugging_face(bert(), given, tmp_path / "hf", 8, **more), 1e-7)
 
 
 def gpt2() -> Any:
@@ -219,11 +179,8 @@ def ragged() -> list[dict[str, Any]]:
     return [{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *ids[1:]]} for ids in found]
 
 
-def test_a_causal_models_labels_are_shifted_and_counted_over_the_mini_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_causal_models_labels_are_shifted_and_counted_over_the_mini_batch(tmp_path: Path) -> None:
     """Rows of unequal length in four micro-batches, against the Trainer's accumulation and a loop over rows."""
-    smoothing(monkeypatch, SMOOTHING)
 
     def by_rows(model: nn.Module) -> Tensor:
         total, count = torch.zeros((), dtype=torch.float64), 0
@@ -234,11 +191,9 @@ def test_a_causal_models_labels_are_shifted_and_counted_over_the_mini_batch(
             count += len(labels)
         return total / count
 
-    mine = pipelined(gpt2(), ragged(), tmp_path / "run", 2, 4, job={"parallel": {"microbatch": 2}})
+    mine = pipelined(gpt2(), ragged(), tmp_path / "run", 2, 4, job={"parallel": {"microbatch": 2}}, fields=SMOOTH)
     assert_alike(mine, plain(gpt2(), by_rows), 1e-9)
-    from raypipe.trainer.datasets import PadRows
-
-    theirs = hugging_face(gpt2(), ragged(), tmp_path / "hf", 2, 4, data_collator=PadRows(0))
+    theirs = hugging_face(gpt2(), ragged(), tmp_path / "hf", 2, 4, data_collator=PadRows(0), fields=SMOOTH)
     assert_alike(mine, theirs, 1e-7)
 
 
@@ -264,7 +219,7 @@ def test_heads_of_images_too(case: str, tmp_path: Path) -> None:
             else F.mse_loss(logits.squeeze(-1), labels)
         )  # fmt: skip
 
-    mine: Outcome = pipelined(vit(**HEADS[case]), given, tmp_path / "run", 8)
+    mine = pipelined(vit(**HEADS[case]), given, tmp_path / "run", 8)
     assert_alike(mine, plain(vit(**HEADS[case]), loss), 1e-9)
     assert_alike(mine, hugging_face(vit(**HEADS[case]), given, tmp_path / "hf", 8), 1e-7)
 
@@ -296,7 +251,6 @@ def test_labels_that_are_not_a_number_are_refused(tmp_path: Path) -> None:
         pipelined(bert(num_labels=1), given, tmp_path / "run", 8)
 
 
-def test_smoothing_is_refused_where_labels_are_no_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smoothing(monkeypatch, SMOOTHING)
+def test_smoothing_is_refused_where_labels_are_no_classes(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"train\.label_smoothing: 0\.1 is a share"):
-        pipelined(bert(num_labels=1), rows("values"), tmp_path / "run", 8)
+        pipelined(bert(num_labels=1), rows("values"), tmp_path / "run", 8, fields=SMOOTH)

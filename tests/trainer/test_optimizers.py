@@ -12,51 +12,40 @@ from torch import nn
 
 import raypipe
 from raypipe.errors import SpecError
-from tests.trainer import three_steps
-from tests.trainer.test_epochs import model
-from tests.trainer.test_rates import prepared
+from tests.trainer.test_rows_and_rates import prepared_sgd
+from tests.trainer.three_steps import (
+    arguments,
+    assert_alike,
+    bert,
+    hugging_face,
+    pipelined,
+    plain,
+    rows_of,
+    whole_batch,
+)
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
-def test_momentum_of_optim_args(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain_arguments = three_steps.arguments
-
-    def with_momentum(*given: Any) -> Any:
-        made = plain_arguments(*given)
-        made.optim_args = "momentum=0.9"
-        return made
-
-    monkeypatch.setattr(three_steps, "arguments", with_momentum)
-    rows, more = three_steps.rows_of(), {"job": {"train": {"dtype": "float64"}}}
-    mine = three_steps.pipelined(model().double(), rows, tmp_path / "mine", 8, **more)
-    theirs = three_steps.hugging_face(model().double(), rows, tmp_path / "theirs", 8)
-    three_steps.assert_alike(mine, theirs, 1e-7)
-
-    trained = model().double().train()
-    velocity, losses = [torch.zeros_like(p) for p in trained.parameters()], []
-    for _ in range(three_steps.STEPS):
-        loss = trained(**{name: torch.tensor([row[name] for row in rows]) for name in rows[0]}).loss
-        losses.append(loss.item())
-        grads = torch.autograd.grad(loss, list(trained.parameters()))
-        with torch.no_grad():
-            for p, v, grad in zip(trained.parameters(), velocity, grads, strict=True):
-                p -= three_steps.LR * v.mul_(0.9).add_(grad)
-    three_steps.assert_alike(mine, three_steps.Outcome(losses, dict(trained.named_parameters())), 1e-9)
+def test_momentum_of_optim_args(tmp_path: Path) -> None:
+    rows, fields = rows_of(), {"optim_args": "momentum=0.9"}
+    mine = pipelined(bert(), rows, tmp_path / "mine", 8, fields=fields, job={"train": {"dtype": "float64"}})
+    assert_alike(mine, hugging_face(bert(), rows, tmp_path / "theirs", 8, fields=fields), 1e-7)
+    assert_alike(mine, plain(bert(), whole_batch(rows), momentum=0.9), 1e-9)
 
 
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"optim": "adafactor"}, "args.optim: adafactor is not available"),
+        ({"optim": "lion_32bit"}, "args.optim: lion_32bit is not available"),
         ({"optim_args": "nesterov=true"}, "args.optim_args: nesterov=true is not available for"),
         ({"optim": "adamw_torch", "optim_args": "momentum=0.9"}, "args.optim_args: momentum=0.9 is not available"),
     ],
 )
 def test_other_optimizers_are_refused(more: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=why):
-        prepared(tmp_path / "run", **more)
+        prepared_sgd(tmp_path / "run", **more)
 
 
 class Scaled(nn.Module):
@@ -142,6 +131,7 @@ CASES: dict[str, tuple[type | None, Callable[[nn.Module], dict[str, Any]], dict[
     "class": (Plain, nothing, {"weight_decay": 0.1}),
     "adagrad": (None, nothing, {"optim": "adagrad", "weight_decay": 0.1, "optim_args": "eps=1e-3"}),
     "adagrad-eps": (None, nothing, {"optim": "adagrad", "adam_epsilon": 0.1}),
+    "adafactor": (None, nothing, {"optim": "adafactor", "learning_rate": 1e-2, "weight_decay": 0.1}),
     "rmsprop": (None, nothing, {"optim": "rmsprop", "learning_rate": 1e-3, "optim_args": "momentum=0.9,alpha=0.8"}),
     "rmsprop-class": (Root, nothing, {"weight_decay": 0.1}),
     "given": (None, scheduled, {"max_grad_norm": 0.5, "adam_beta1": 0.8}),
@@ -149,51 +139,37 @@ CASES: dict[str, tuple[type | None, Callable[[nn.Module], dict[str, Any]], dict[
 }
 
 
-def both(monkeypatch: pytest.MonkeyPatch, case: str, **fields: Any) -> tuple[type, type, Any]:
-    """The same script's trainers, and what their constructors get besides."""
-    mixin, more, own = CASES[case]
-    plain_arguments = three_steps.arguments
-
-    def with_fields(*given: Any) -> Any:
-        made = plain_arguments(*given)
-        for name, value in {**own, **fields}.items():
-            setattr(made, name, value)
-        return made
-
-    monkeypatch.setattr(three_steps, "arguments", with_fields)
+def both(case: str) -> tuple[type, type, Any, dict[str, Any]]:
+    """The same script's trainers, what their constructors get besides, and fields of the arguments."""
+    mixin, more, fields = CASES[case]
     kinds = raypipe.PipelineTrainer, transformers.Trainer
     mine, theirs = (type("Mine", (*([mixin] if mixin else []), kind), {}) for kind in kinds)
-    return mine, theirs, more
+    return mine, theirs, more, fields
 
 
 @pytest.mark.parametrize(("case", "split"), [*((case, False) for case in CASES), ("layerwise", True), ("given", True)])
-def test_three_steps_of_a_scripts_optimizer(
-    case: str, split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine, theirs, more = both(monkeypatch, case)
-    rows, one, two = three_steps.rows_of(), model().double(), model().double()
-    found = three_steps.pipelined(one, rows, tmp_path / "mine", 8, trainer=mine, split=split, **more(one))
-    right = three_steps.hugging_face(two, rows, tmp_path / "theirs", 8, trainer=theirs, **more(two))
-    three_steps.assert_alike(found, right, 1e-7)
-    unchanged = dict(model().double().named_parameters())
+def test_three_steps_of_a_scripts_optimizer(case: str, split: bool, tmp_path: Path) -> None:
+    mine, theirs, more, fields = both(case)
+    rows, one, two = rows_of(), bert(), bert()
+    found = pipelined(one, rows, tmp_path / "mine", 8, trainer=mine, split=split, fields=fields, **more(one))
+    right = hugging_face(two, rows, tmp_path / "theirs", 8, trainer=theirs, fields=fields, **more(two))
+    assert_alike(found, right, 1e-7)
+    unchanged = dict(bert().named_parameters())
     assert any((found.parameters[name] - p).abs().max() > 1e-4 for name, p in unchanged.items())
 
 
 @pytest.mark.parametrize(("size", "name"), [((2,), "scale"), ((2, 2), "pair_bias")])
-def test_what_decays_in_the_trainer_decays(
-    size: tuple[int, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_decays_in_the_trainer_decays(size: tuple[int, ...], name: str, tmp_path: Path) -> None:
     """A vector that is named neither norm nor bias decays there, and a matrix that is named a bias does not."""
-    CASES["named"] = (None, nothing, {"weight_decay": 0.5})
-    both(monkeypatch, "named")
+    fields = {"weight_decay": 0.5}
     rows = [{"x": torch.randn(2).double(), "labels": torch.randn(2, 2).double()} for _ in range(8)]
 
     def scaled() -> nn.Module:
         torch.manual_seed(0)
         return Scaled(size, name).double()
 
-    found = three_steps.pipelined(scaled(), rows, tmp_path / "mine", 8, stages=1)
-    three_steps.assert_alike(found, three_steps.hugging_face(scaled(), rows, tmp_path / "theirs", 8), 1e-7)
+    found = pipelined(scaled(), rows, tmp_path / "mine", 8, stages=1, fields=fields)
+    assert_alike(found, hugging_face(scaled(), rows, tmp_path / "theirs", 8, fields=fields), 1e-7)
 
 
 def amsgrad(trained: nn.Module) -> dict[str, Any]:
@@ -271,7 +247,7 @@ def by_name(trained: nn.Module) -> dict[str, Any]:
     ],
 )
 def test_what_is_not_carried_of_an_optimizer_is_one_error(more: Any, why: str, tmp_path: Path) -> None:
-    trained = model()
-    given = {"model": trained, "args": three_steps.arguments(tmp_path / "run", 8, 1), **more(trained)}
+    trained = bert()
+    given = {"model": trained, "args": arguments(tmp_path / "run", 8, 1), **more(trained)}
     with pytest.raises(SpecError, match=why):
-        raypipe.PipelineTrainer(train_dataset=three_steps.rows_of(), **given).prepare()
+        raypipe.PipelineTrainer(train_dataset=rows_of(), **given).prepare()

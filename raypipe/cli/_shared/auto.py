@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raypipe.cli._shared.values import DAY_S, comma_list
+from raypipe.cli._shared.options import DAY_S, comma_list
 from raypipe.errors import RequestError, nearest
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.shape import Shape

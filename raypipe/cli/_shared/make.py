@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from typing_extensions import get_type_hints
 
-from raypipe.cli._shared.values import comma_list
+from raypipe.cli._shared.options import comma_list
 from raypipe.errors import RequestError, ScheduleError, nearest
 from raypipe.files import short
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from raypipe.search import Found
 
 AUTO = "auto"
-ABOUT = {name: family.about for name, family in SCHEDULES.items()} | {
-    AUTO: "the shortest order that a search finds for a placement, costs and memory, with a proven bound"
-}
-"""Every schedule name and its description."""
 SHAPE_KINDS: dict[str, Callable[[str], Any]] = {
     key: next((kind for kind in get_args(hint) or [hint] if kind in (int, float)), str)
     for key, hint in get_type_hints(Shape).items()
@@ -47,6 +43,12 @@ DEFAULT_COSTS = {
 }
 """Default of each option that is a cost; ``COLUMN`` says where one is in the table if its name is another."""
 COLUMN = {"gather_time": "gather", "reduce_scatter_time": "reduce_scatter"}
+
+
+def described() -> dict[str, str]:
+    """Return every schedule's name and its description."""
+    searched = "the shortest order that a search finds for a placement, costs and memory, with a proven bound"
+    return {name: family.about for name, family in SCHEDULES.items()} | {AUTO: searched}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,8 @@ def make(
         if len(given) > 1 and (not compare or len(given) != len(names)):
             why = f"{len(given)} values for {len(names)} schedule{'s' * (len(names) != 1)}"
             raise RequestError(flag(key), why, "give one" + (" or as many as schedules" if compare else ""))
-    if (unknown := next((name for name in names if name not in ABOUT), None)) is not None:
-        raise ScheduleError("schedule", f'"{unknown}" is unknown', nearest(unknown, ABOUT))
+    if (unknown := next((name for name in names if name not in described()), None)) is not None:
+        raise ScheduleError("schedule", f'"{unknown}" is unknown', nearest(unknown, described()))
     made = []
     for n, name in enumerate(names):
         own = {key: given[n if len(given) > 1 else 0] for key, given in values.items()}
@@ -133,7 +135,7 @@ def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | No
     Raises:
         RequestError: the file is not a schedule, or its schedule cannot run.
     """
-    from raypipe.schedule.forms.schedule_file import load
+    from raypipe.schedule.forms.json_form import load
     from raypipe.schedule.live_activations import check_memory
     from raypipe.schedule.verify import verify
 

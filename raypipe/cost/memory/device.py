@@ -24,12 +24,11 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.stages import Cut, check_cut, gradient_width, reduced_width
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, SHARDED, WEIGHT_GRADIENTS
-from raypipe.schedule.live_activations import recomputed_pairs
+from raypipe.schedule.live_activations import recomputed_pairs, weight_versions
 from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.run_ahead import tasks_ahead
 from raypipe.schedule.passes.sync import held
-from raypipe.schedule.sharding.live import LiveShards
-from raypipe.schedule.versions import weight_versions
+from raypipe.schedule.sharding import LiveShards
 
 
 def device_memory(

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from raypipe.cost.stages import gradient_width
 from raypipe.errors import SpecError, nearest
 
-OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1}
-"""Values of optimizer state per parameter; SGD and RMSprop with momentum have one more."""
+OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adafactor": 0}
+"""Values of optimizer state per parameter; SGD and RMSprop with momentum have one more. Adafactor has a row and a
+column of each matrix."""
 
 MASTER = 4
 """Bytes of a master weight, and at least of a value of optimizer state: float32."""

@@ -16,10 +16,8 @@ from torch import Tensor, from_numpy
 
 from raypipe.atomic_write import write_whole
 from raypipe.data.documents import META
-from raypipe.data.documents.read import Document, documents_of
-from raypipe.data.documents.sources import Block, FilePart, blocks_of, find_source, split_of
-from raypipe.data.documents.tokens import Encoder, Tokens, encoded, encoder_of
-from raypipe.data.documents.windows import BlockOrder, Windows, samples_in
+from raypipe.data.documents.samples import BlockOrder, Encoder, Tokens, Windows, encoded, encoder_of, samples_in
+from raypipe.data.documents.sources import Block, Document, FilePart, blocks_of, documents_of, find_source, split_of
 from raypipe.data.given_files import Format
 from raypipe.data.sample_order import SPLITS, Split, sample_keys
 from raypipe.errors import SpecError

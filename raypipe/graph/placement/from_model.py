@@ -18,6 +18,7 @@ from raypipe.graph.operations import OperationGraph
 from raypipe.graph.placement.problem import PlacementGraph, PlacementOperation
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.graph.subgraphs import Subgraphs
+from raypipe.schedule.kinds import BW
 
 Backward = Literal["joint", "split", "none"]
 BACKWARDS: tuple[Backward, ...] = get_args(Backward)
@@ -80,7 +81,7 @@ def placement_graph(
             memory += samples * sum(works[i].kept_bytes for i in group)
         kinds = [("F", [works[i].forward for i in group])]
         if backward == "joint" and trained[h]:
-            kinds.append(("BW", [e for i in group for e in (works[i].input_grad, works[i].weight_grad)]))
+            kinds.append((BW, [e for i in group for e in (works[i].input_grad, works[i].weight_grad)]))
         elif backward == "split" and trained[h]:
             kinds.append(("B", [works[i].input_grad for i in group]))
             if holds[h]:
@@ -95,7 +96,7 @@ def placement_graph(
                 )
             )
     edges: list[tuple[str, str, float]] = []
-    back = "BW" if backward == "joint" else "B"
+    back = BW if backward == "joint" else "B"
     for source, target, i in _tensors(graph, kept, home):
         result = graph.operations[i].type
         assert result is not None  # only floating-point results are kept

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from raypipe.errors import SpecError, nearest
 from raypipe.job.field_types import Spec
-from raypipe.job.json_file import load_json
+from raypipe.job.reading import load_json
 
 Name = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]

@@ -13,6 +13,9 @@ from raypipe.job.model_spec import GptSpec, ModelSpec
 from raypipe.job.parallel_spec import BUDGET, ParallelSpec
 from raypipe.job.train_spec import TrainSpec
 
+BrokenRule = tuple[str, str, str]
+"""The key of a rule that a job breaks, the reason, and what to do."""
+
 
 class Parts(NamedTuple):
     """The parts of a job that keys are in."""
@@ -40,10 +43,6 @@ def _masks(job: Parts) -> bool:
     if isinstance(job.model, GptSpec) or job.data.type == "arrays":
         return False
     return getattr(job.model, "task", None) in (None, "masked-lm")
-
-
-def _has_loss_function(job: Parts) -> bool:
-    return isinstance(job.model, GptSpec) or getattr(job.model, "loss", "task") not in ("task", "model")
 
 
 def _may_be(job: Parts, key: str, *values: str) -> bool:
@@ -88,7 +87,7 @@ RULES = (
     Rule(("data.mask",), _masks, UNMASKED, OUT),
     Rule(
         ("model.loss_args", "model.loss_per"),
-        _has_loss_function,
+        lambda job: isinstance(job.model, GptSpec) or getattr(job.model, "loss", "task") not in ("task", "model"),
         "is for a loss function, and model.loss names none",
         OUT,
     ),
@@ -100,7 +99,7 @@ RULES = (
     ),
     Rule(
         ("train.eps",),
-        lambda job: job.train.optimizer != "sgd",
+        lambda job: job.train.optimizer not in ("sgd", "adafactor"),
         "has no effect with optimizer: {train.optimizer}",
         f"{OUT}, or use another optimizer",
     ),
@@ -197,7 +196,7 @@ RULES = (
 )
 
 
-def without_effect(job: Parts) -> Iterator[tuple[str, str, str]]:
+def without_effect(job: Parts) -> Iterator[BrokenRule]:
     """Yield the keys that have no effect in a job, why, and what to do."""
     for rule in RULES:
         if rule.used(job):

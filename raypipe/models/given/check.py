@@ -24,7 +24,7 @@ _CARRIED = (
     *(torch.dtype, torch.device, torch.Size),
 )
 """What a function may close over: it is the same at every call."""
-_LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "numpy"}) | sys.stdlib_module_names
+_LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "numpy", "raypipe"}) | sys.stdlib_module_names
 HOOK_FIX = "do in a forward what the hook does, or remove it"
 STATE_FIX = "pass what changes as a column of the data, or keep it in a buffer or a number of the module"
 

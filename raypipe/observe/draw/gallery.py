@@ -12,13 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from raypipe.atomic_write import write_whole
-from raypipe.observe.draw.caption import folded
-from raypipe.observe.draw.figure_file import save
-from raypipe.observe.draw.gantt import gantt
-from raypipe.observe.draw.plots import memory_plot
+from raypipe.observe.draw.figures import gantt, memory_plot, save
+from raypipe.observe.draw.terminal import folded
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.versions import weight_versions
+from raypipe.schedule.live_activations import weight_versions
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 from raypipe.simulate.timeline import Timeline
@@ -279,7 +277,9 @@ def section(drawn: Drawn) -> str:
         f"--{key.replace('_', '-')} {value:g}" if not isinstance(value, str) else f"--{key} {value}"
         for key, value in options.items()
     )
-    lines = [f"## {drawn.title}", "", f"{_sentence(SCHEDULES[entry.schedule].about)} {entry.when}".strip(), ""]
+    about = SCHEDULES[entry.schedule].about
+    about = about[:1].upper() + about[1:].rstrip(".") + "."
+    lines = [f"## {drawn.title}", "", f"{about} {entry.when}".strip(), ""]
     lines += [
         f"![{drawn.title}](schedules/{drawn.file})",
         "",
@@ -318,10 +318,6 @@ def write(folder: Path) -> list[Path]:
         page.append(section(each))
     write_whole(folder / "schedules.md", "\n".join(page))
     return [*written, folder / "schedules.md"]
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
 if __name__ == "__main__":

@@ -7,23 +7,37 @@ grey print and for colour-blind readers. Source: B. Ottosson, "A perceptual colo
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import Kind
+from raypipe.schedule.kinds import BW, Kind
 
-SHADES: dict[Kind, tuple[float, float]] = {
-    "F": (0.88, 0.075),
-    "B": (0.74, 0.125),
-    "BW": (0.68, 0.13),
-    "W": (0.55, 0.13),
-    "R": (0.95, 0.03),
-    "AG": (0.85, 0.0),
-    "RS": (0.70, 0.0),
-    "FREE": (0.98, 0.0),
-    "AR": (0.80, 0.0),
-    "U": (0.45, 0.0),
+
+class Look(NamedTuple):
+    """How a kind of task is drawn."""
+
+    lightness: float
+    chroma: float
+    style: str
+    """In the terminal: named colours, so that kinds stay distinct where there are only 16."""
+    sign: str
+    """In plain text: the character, or which one of a micro-batch."""
+    trace: str | None = None
+    """Chrome's name of a colour; Perfetto ignores it and picks colours by slice name."""
+
+
+LOOKS: dict[Kind, Look] = {
+    "F": Look(0.88, 0.075, "black on bright_blue", "digit", "thread_state_running"),
+    "B": Look(0.74, 0.125, "black on bright_green", "letter", "rail_response"),
+    BW: Look(0.68, 0.13, "black on green", "letter", "rail_response"),
+    "W": Look(0.55, 0.13, "black on yellow", "capital", "rail_animation"),
+    "R": Look(0.95, 0.03, "black on white", "raised digit", "grey"),
+    "AG": Look(0.85, 0.0, "black on bright_magenta", "v"),
+    "RS": Look(0.70, 0.0, "white on blue", "^"),
+    "FREE": Look(0.98, 0.0, "white on black", "_"),
+    "AR": Look(0.80, 0.0, "white on magenta", "~"),
+    "U": Look(0.45, 0.0, "black on cyan", "="),
 }
-"""Lightness and chroma of each kind."""
 
 RGB = tuple[float, float, float]
 
@@ -35,7 +49,7 @@ def colour(task: Task, schedule: Schedule) -> RGB:
 
 def fill(task: Task, microbatches: int, stages: int) -> RGB:
     """Return the fill colour of a task of a step of so many micro-batches and stages; channels are 0..1."""
-    lightness, chroma = SHADES[task.kind]
+    lightness, chroma = LOOKS[task.kind][:2]
     number, count = (task.mbs[0] if task.mbs else 0), microbatches
     if count == 1:
         number, count = task.stage, stages
@@ -46,12 +60,12 @@ def fill(task: Task, microbatches: int, stages: int) -> RGB:
 
 def grey(kind: Kind) -> RGB:
     """Return the kind's lightness as a grey, for legends."""
-    return oklch(SHADES[kind][0], 0.0, 0.0)
+    return oklch(LOOKS[kind].lightness, 0.0, 0.0)
 
 
 def ink(kind: Kind) -> str:
     """Return a text colour that is legible on a kind's fill colour."""
-    return "white" if SHADES[kind][0] < 0.6 else "#202020"
+    return "white" if LOOKS[kind].lightness < 0.6 else "#202020"
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> RGB:

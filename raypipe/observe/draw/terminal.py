@@ -19,37 +19,12 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from raypipe.observe.draw.caption import caption
+from raypipe.observe.draw.palette import LOOKS
 from raypipe.schedule.ir import Task
-from raypipe.schedule.kinds import BACKWARD, NETWORK, Kind
+from raypipe.schedule.kinds import BACKWARD, NETWORK, TRAITS
 from raypipe.simulate.timeline import Span, Timeline
 
 RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹"
-STYLES: dict[Kind, str] = {
-    "F": "black on bright_blue",
-    "B": "black on bright_green",
-    "BW": "black on green",
-    "W": "black on yellow",
-    "R": "black on white",
-    "AG": "black on bright_magenta",
-    "RS": "white on blue",
-    "FREE": "white on black",
-    "AR": "white on magenta",
-    "U": "black on cyan",
-}
-"""Named colours, so that kinds stay distinct on terminals with 16 colours."""
-WORDS: dict[Kind, tuple[str, str]] = {
-    "F": ("digit", "forward of that micro-batch"),
-    "B": ("letter", "input gradient"),
-    "BW": ("letter", "backward"),
-    "W": ("capital", "weight gradient"),
-    "R": ("raised digit", "recompute"),
-    "AG": ("v", "weight gather"),
-    "RS": ("^", "gradient reduce-scatter"),
-    "FREE": ("_", "reshard"),
-    "AR": ("~", "all-reduce"),
-    "U": ("=", "update"),
-}
 
 
 def glyph(task: Task) -> str:
@@ -63,7 +38,7 @@ def glyph(task: Task) -> str:
         return chr(ord("A") + mb % 26)
     if task.kind in BACKWARD:
         return chr(ord("a") + mb % 26)
-    return WORDS[task.kind][0]
+    return LOOKS[task.kind].sign
 
 
 def draw(timeline: Timeline, width: int = 100, column: float | None = None) -> list[str]:
@@ -98,11 +73,11 @@ def legend(timelines: Sequence[Timeline], plain: bool = True) -> Text:
     """Return a legend of the characters or colours for the kinds that occur."""
     kinds = {task.kind for timeline in timelines for task in timeline.schedule.tasks()}
     line = Text()
-    for kind, (sign, word) in WORDS.items():
+    for kind, look in LOOKS.items():
         if kind in kinds:
             line.append((", " if plain else "  ") if line else "")
-            line.append(*((f"{sign}:", "") if plain else (f" {kind} ", STYLES[kind])))
-            line.append(f" {word}")
+            line.append(*((f"{look.sign}:", "") if plain else (f" {kind} ", look.style)))
+            line.append(f" {TRAITS[kind].what}{' of that micro-batch' * (kind == 'F')}")
     return line
 
 
@@ -136,7 +111,7 @@ def _coloured(head: str, row: Sequence[Span | None]) -> Text:
             line.append(" " * room)
             continue
         label = ",".join(map(str, span.task.mbs))
-        style = STYLES[span.task.kind] + (" bold" if span.task.replica else "")
+        style = LOOKS[span.task.kind].style + (" bold" if span.task.replica else "")
         # If possible, the last column of a task stays blank to separate it from the next task of its kind.
         line.append((label if len(label) <= room else glyph(span.task)).ljust(room)[:room], style)
     return line
@@ -180,27 +155,34 @@ def raster(timeline: Timeline, column: float) -> list[list[Span | None]]:
 
 def _common_step(timelines: Sequence[Timeline], end: float, width: int) -> float | None:
     """The greatest common divisor of all times; None if there is none or it needs more than ``width`` columns."""
-    total = _exact(end)
-    if not total:
-        return None
-    step = total
-    for timeline in timelines:
-        for spans in timeline.spans:
-            for span in spans:
-                for time in (span.start, span.end):
-                    found = _exact(time)
-                    if found is None:
-                        return None
-                    step = _gcd(step, found)
-                    if total / step > width:
-                        return None
-    return float(step)
+    total = step = Fraction(end).limit_denominator(1000)
+    for time in {t for timeline in timelines for spans in timeline.spans for _, a, b in spans for t in (a, b)}:
+        found = Fraction(time).limit_denominator(1000)
+        below = found.denominator * step.denominator
+        step = Fraction(math.gcd(step.numerator * found.denominator, found.numerator * step.denominator), below)
+        if not step or total / step > width or abs(float(found) - time) > 1e-9 * max(1.0, abs(time)):
+            return None
+    return float(step) if step else None
 
 
-def _exact(time: float) -> Fraction | None:
-    found = Fraction(time).limit_denominator(1000)
-    return found if abs(float(found) - time) <= 1e-9 * max(1.0, abs(time)) else None
+def caption(timeline: Timeline) -> str:
+    """Return a line with name, makespan, bubble ratio and peak activations per device."""
+    return (
+        f"{timeline.schedule.name}: makespan {timeline.makespan:.6g}, bubble {100 * timeline.bubble_ratio:.1f} %, "
+        f"peak activations {folded(timeline.peak_activations)}"
+    )
 
 
-def _gcd(a: Fraction, b: Fraction) -> Fraction:
-    return Fraction(math.gcd(a.numerator * b.denominator, b.numerator * a.denominator), a.denominator * b.denominator)
+def folded(values: Sequence[float]) -> str:
+    """Join the values; runs of three or more equal values are folded, and the middle of a long list is left out.
+
+    >>> folded([4, 3, 2, 1]), folded([16, 16, 16, 8])
+    ('4 3 2 1', '16 (x3) 8')
+    """
+    words = []
+    for value, same in groupby(values):
+        times = len(list(same))
+        words += [f"{value:g} (x{times})"] if times > 2 else [f"{value:g}"] * times
+    if len(words) > 12:
+        words = [*words[:4], "...", *words[-4:]]
+    return " ".join(words)

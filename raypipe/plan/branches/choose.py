@@ -21,6 +21,7 @@ from raypipe.graph.placement.problem import HardwareGraph, LinkSpec, NodeSpec, P
 from raypipe.plan.branches.arranged import Arranged, Cut, LayerCosts
 from raypipe.plan.cut.layers import cut_layers
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import BW
 from raypipe.schedule.shape import Shape
 from raypipe.search import search
 from raypipe.search.placements import placed
@@ -117,7 +118,7 @@ def _one_microbatch(costs: LayerCosts, devices: int, microbatches: int) -> Itera
     """The placement with which one micro-batch ends soonest."""
     operations, edges = [], []
     for i in range(len(costs.whole)):
-        for kind, seconds in (("F", costs.forward[i]), ("BW", costs.input_grad[i] + costs.weight_grad[i])):
+        for kind, seconds in (("F", costs.forward[i]), (BW, costs.input_grad[i] + costs.weight_grad[i])):
             operations.append(PlacementOperation(name=f"{i} {kind}", seconds=seconds, colocate=str(i)))
         edges.append((f"{i} F", f"{i} BW", 0.0))
     for one, there, back in zip(costs.results, costs.result_bytes, costs.gradient_bytes, strict=True):

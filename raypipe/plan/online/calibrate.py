@@ -15,6 +15,7 @@ from typing import NamedTuple
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import BW
 from raypipe.simulate.timeline import Timeline
 
 HICCUP = 3.0
@@ -43,7 +44,7 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
     def per_stage(kind: str) -> tuple[float, ...]:
         return tuple(typical(times.get((kind, s), [0.0])) for s in range(schedule.stages))
 
-    joint, split, weight = per_stage("BW"), per_stage("B"), per_stage("W")
+    joint, split, weight = per_stage(BW), per_stage("B"), per_stage("W")
     alone = [not backward.input_grad for backward in schedule.backwards]  # a joint backward there is W alone
     weight = tuple(j or w if a else w for j, w, a in zip(joint, weight, alone, strict=True))
     joint = tuple(0.0 if a else j for j, a in zip(joint, alone, strict=True))
@@ -58,7 +59,7 @@ def fit_costs(timelines: Sequence[Timeline]) -> CostTable:
         input_grad=tuple(j or b for j, b in zip(joint, split, strict=True)),
         weight_grad=weight,
         attention=_growing(by_slice, ("F",), schedule),
-        attention_grad=_growing(by_slice, ("B", "BW"), schedule),
+        attention_grad=_growing(by_slice, ("B", BW), schedule),
         comm=_links(timelines),
     )
 

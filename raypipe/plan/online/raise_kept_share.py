@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.recompute_layers import alphas, recomputed_after
+from raypipe.job.requested_schedule import alphas, recomputed_after
 from raypipe.plan.online.better_order import Running, running_of, runs_ahead, step_seconds
 from raypipe.plan.online.controller import Event, MeasuredStep, StepMemory
 from raypipe.plan.plan import Plan, build_schedule

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.reverse_first_k import HeldMemory, most_postponed, postponed_peaks, reverse_first_k
+from raypipe.schedule.families.out_of_order import HeldMemory, most_postponed, postponed_peaks, reverse_first_k
 from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.layer_sync import layer_step_time
 

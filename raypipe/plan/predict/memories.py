@@ -12,7 +12,7 @@ from raypipe.cost.kinds import capacities
 from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
-from raypipe.job.recompute_layers import recomputed_after
+from raypipe.job.requested_schedule import recomputed_after
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.at_scale import Figures, of_candidate

@@ -13,7 +13,7 @@ from raypipe.cost.profile_check import check_profile
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.stages import as_exchanged, costs_of
 from raypipe.errors import ClusterError, SpecError
-from raypipe.job.recompute_layers import layers_to_recompute
+from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
 from raypipe.plan.predict.orders import Order

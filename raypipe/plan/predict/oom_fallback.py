@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from raypipe.cost.kinds import capacities, room_bytes
 from raypipe.cost.memory import DeviceMemory, StageMemory, kept_bytes, parameter_bytes, shares_input, stage_memory
 from raypipe.cost.profile import Profile
-from raypipe.job.recompute_layers import recomputed_after
+from raypipe.job.requested_schedule import recomputed_after
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate, Ways, in_slices
 from raypipe.plan.predict.at_scale import Figures

@@ -17,7 +17,7 @@ from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import JOINT
 from raypipe.schedule.passes import add_recompute, add_updates, keep_activations, place_gradient_sync
-from raypipe.schedule.passes.closed_up import MOST
+from raypipe.schedule.passes.backward import MOST
 from raypipe.schedule.passes.sync import Sync, last_gradients, sync_order
 from raypipe.schedule.shape import pipeline_shape
 from raypipe.schedule.walk import walk

@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 
 from raypipe.plan.predict.orders import Order
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.faults import check_ran
 from raypipe.schedule.lowering.norm_policy import NormPolicy, RequestedNormPolicy, resolve
 from raypipe.schedule.passes.sync import Sync, gradient_sync_end, held
+from raypipe.schedule.verify import check_ran
 from raypipe.schedule.walk import walk
 from raypipe.simulate.period import period
 

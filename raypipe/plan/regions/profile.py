@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from raypipe.cost.profile import Bytes, Seconds, TakenFor
 from raypipe.errors import SpecError
 from raypipe.job.field_types import Count, Positive, Spec
-from raypipe.job.json_file import load_json
+from raypipe.job.reading import load_json
 
 MADE_BY = "raypipe regions JOB.yaml -o REGIONS.json"
 """The command that writes a region profile."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef  # it tells when a tensor's memory is freed
 
 from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
-from raypipe.schedule.families.reverse_first_k import HeldMemory
+from raypipe.schedule.families.out_of_order import HeldMemory
 
 
 class StorageSpan(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from raypipe.capture.opaque import flat_results
-from raypipe.data.corpus import Split
+from raypipe.data.sample_order import Split
 from raypipe.models import Lengths, Task
 from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.executor.executor import Executor

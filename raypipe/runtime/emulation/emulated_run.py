@@ -37,7 +37,7 @@ from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import edges, step_programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
-from raypipe.schedule.sharding.members import shard_members
+from raypipe.schedule.sharding import shard_members
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.layer_sync import LayerSync, layer_step_ends, layer_step_time

@@ -31,8 +31,8 @@ from raypipe.runtime.process.set_up import set_up_process
 from raypipe.runtime.setup.communicators import Communicators, Location, Node, Topology, locate
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec
 from raypipe.runtime.update.norm import Shares
+from raypipe.schedule.costs import Comm, latencies, latency
 from raypipe.schedule.kinds import NETWORK
-from raypipe.schedule.latency import Comm, latencies, latency
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import Action, Message, Program

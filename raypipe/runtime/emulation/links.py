@@ -10,9 +10,8 @@ from raypipe.cost.collectives import Layout
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.stages import Placed
 from raypipe.job.parallel_spec import Innermost
-from raypipe.schedule.costs import CostTable
+from raypipe.schedule.costs import CostTable, each_latency
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.latency import each_latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raypipe.data.corpus import Split
+from raypipe.data.sample_order import Split
 from raypipe.models import Inputs, Lengths, Task
 from raypipe.models.host_copies import runs_behind, to_host
 from raypipe.plan.online.controller import StepMemory

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raypipe.data.corpus import Split
+from raypipe.data.sample_order import Split
 from raypipe.models.keyed_random import Keys, RandomKeys, holding_counters
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.clocks.clock import Mark, Spans

@@ -32,6 +32,7 @@ from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import OwnGraph, StageModule
 from raypipe.runtime.transport.channel import Payload
 from raypipe.runtime.update.gradients import StageKey
+from raypipe.schedule.kinds import BW
 
 Note = Callable[[str, str], None]
 """Told of a task that is not captured: which, and why."""
@@ -150,7 +151,7 @@ class CapturedProgram:
         """Run a backward; see ``StageProgram.run_backward``."""
         slot, queue, whole = lease.slot, self.program.queue, self.program.queue.whole
         slot.take(tangents)
-        kind = "BW" if whole else "B"
+        kind = BW if whole else "B"
         if kind not in self._uncaptured:
             try:
                 back = slot.backward(whole)

@@ -25,8 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.atomic_write import write_whole
 from raypipe.data.documents.prepared import Blocks, PreparedDocuments
-from raypipe.data.documents.tokens import Tokens
-from raypipe.data.documents.windows import BlockOrder, Windows
+from raypipe.data.documents.samples import BlockOrder, Tokens, Windows
 from raypipe.data.sample_order import SPLITS, Split
 from raypipe.errors import SpecError
 from raypipe.files import read_json

@@ -13,7 +13,7 @@ from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.collective import Push
 from raypipe.runtime.update.gradients import StageKey, TiedHolders
 from raypipe.schedule.ir import Sharding
-from raypipe.schedule.sharding.members import ShardMember, shard_members
+from raypipe.schedule.sharding import ShardMember, shard_members
 
 SCATTERS = 1
 """Reduce-scatters of a device that may be under way when gradients get another buffer (``schedule.deps``)."""

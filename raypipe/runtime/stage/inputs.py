@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raypipe.data import Dataset
-from raypipe.data.corpus import Split
+from raypipe.data.sample_order import Split
 from raypipe.models import Inputs, Lengths, Task
 from raypipe.models.host_copies import Uploads
 from raypipe.models.task import ANY_LENGTH

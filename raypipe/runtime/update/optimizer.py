@@ -19,13 +19,32 @@ MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 class OptimizerKind(NamedTuple):
-    """An optimizer of PyTorch's."""
+    """An optimizer of PyTorch's, or of transformers'."""
 
     made_by: Any
+    """Its class, or a function that imports it."""
     options: tuple[str, ...]
     """Keys of ``train`` that it reads, beside rate and weight decay."""
     fused: bool = True
     """Whether it has fused kernels on CPU and CUDA alike."""
+
+
+def adafactor(held: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Make transformers' Adafactor, at the rates that are given; its state is of tensors alone, as checkpoints are.
+
+    Its ``step`` counts in an integer, which a checkpoint would lose.
+    """
+    from transformers.optimization import Adafactor
+
+    def count_in_tensors(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for state in optimizer.state.values():
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32)
+
+    made: torch.optim.Optimizer = Adafactor(
+        held, lr=lr, weight_decay=weight_decay, scale_parameter=False, relative_step=False
+    )
+    made.register_step_post_hook(count_in_tensors)
+    return made
 
 
 OPTIMIZERS = {
@@ -34,6 +53,7 @@ OPTIMIZERS = {
     "sgd": OptimizerKind(torch.optim.SGD, ("momentum",)),
     "adagrad": OptimizerKind(torch.optim.Adagrad, ("eps",), fused=False),
     "rmsprop": OptimizerKind(torch.optim.RMSprop, ("alpha", "eps", "momentum"), fused=False),
+    "adafactor": OptimizerKind(adafactor, (), fused=False),
 }
 """Those that ``train.optimizer`` has."""
 SCALE = "scale"
@@ -95,7 +115,8 @@ def _optimizer(train: TrainSpec, held: list[dict[str, Any]]) -> torch.optim.Opti
     options: dict[str, Any] = {key: getattr(train, key) for key in kind.options}
     if kind.fused:
         options["fused"] = True
-    made: torch.optim.Optimizer = untraced(kind.made_by)(held, lr=train.lr, weight_decay=train.weight_decay, **options)
+    make = untraced(kind.made_by) if isinstance(kind.made_by, type) else kind.made_by
+    made: torch.optim.Optimizer = make(held, lr=train.lr, weight_decay=train.weight_decay, **options)
     return made
 
 

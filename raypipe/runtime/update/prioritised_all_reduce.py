@@ -26,7 +26,7 @@ from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce, Piece
 from raypipe.runtime.update.collective import PendingSum, Push, wait_for
 from raypipe.runtime.update.flat_gradients import FlatGradients
 from raypipe.runtime.update.issue_order import prioritised_order
-from raypipe.schedule.families.reverse_first_k import HeldMemory
+from raypipe.schedule.families.out_of_order import HeldMemory
 
 PIECE_BYTES = 4 << 20
 """Of the order of ByteScheduler's partitions: large enough for a link's bandwidth, small enough to be waited for."""

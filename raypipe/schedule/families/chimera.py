@@ -8,7 +8,8 @@ from fractions import Fraction
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.passes.recompute import add_recompute
+from raypipe.schedule.kinds import BW
+from raypipe.schedule.passes.backward import add_recompute
 from raypipe.schedule.shape import Shape
 
 Slotted = tuple[int, int, Task]
@@ -82,7 +83,7 @@ def basic_unit(depth: int, pipelines: int, groups: list[tuple[int, ...]], first_
                 device = where[replica][s]
                 yield device, first_slot + parts * forward, Task("F", s, group, replica)
                 for part, mb in enumerate(group):
-                    yield device, first_slot + parts * backward + part, Task("BW", s, (mb,), replica)
+                    yield device, first_slot + parts * backward + part, Task(BW, s, (mb,), replica)
         begin += share
 
 
@@ -146,7 +147,7 @@ def tight(shape: Shape, costs: CostTable) -> Schedule:
         for s in range(depth):
             device = where[replica][s]
             slotted.append((device, start + 3 * s, Task("F", s, (m,), replica)))
-            slotted.append((device, start + 3 * (2 * depth - 1 - s) - 2, Task("BW", s, (m,), replica)))
+            slotted.append((device, start + 3 * (2 * depth - 1 - s) - 2, Task(BW, s, (m,), replica)))
     return Schedule.of_chain("chimera-tight", where, merge_by_slot(depth, slotted), count)
 
 
@@ -174,5 +175,5 @@ def gems(shape: Shape, costs: CostTable) -> Schedule:
     orders: list[list[Task]] = [[] for _ in range(depth)]
     for m in range(count):
         for stage, device in enumerate(where[m % 2]):
-            orders[device] += [Task("F", stage, (m,), m % 2), Task("BW", stage, (m,), m % 2)]
+            orders[device] += [Task("F", stage, (m,), m % 2), Task(BW, stage, (m,), m % 2)]
     return Schedule.of_chain("gems", where, orders, count)

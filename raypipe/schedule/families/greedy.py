@@ -7,16 +7,17 @@ linked task graph, so it has no dependency rule of its own.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from raypipe.schedule.costs import CostTable
-from raypipe.schedule.deps import link
+from raypipe.schedule.costs import CostTable, delays
+from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
 from raypipe.schedule.kinds import BACKWARD, Kind
-from raypipe.schedule.latency import delays
 from raypipe.schedule.shape import Shape
+from raypipe.schedule.walk import walk
 
 KINDS: tuple[Kind, Kind, Kind] = ("F", "B", "W")
 
@@ -44,6 +45,13 @@ class GreedyOrder(NamedTuple):
     makespan: float
     span: float
     """The longest time from a device's first start to its last end."""
+
+
+def timed(graph: TaskGraph, costs: CostTable) -> GreedyOrder:
+    """Return the linked schedule as it is, with its length."""
+    done = walk(graph, costs.durations(graph.schedule, graph.tasks), costs.comm)
+    spans = [max(done.end[a:b]) - done.start[a] for a, b in itertools.pairwise(graph.first) if b > a]
+    return GreedyOrder(graph.schedule, max(done.end), max(spans))
 
 
 def ring(shape: Shape) -> tuple[int, ...]:

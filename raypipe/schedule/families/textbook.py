@@ -12,7 +12,8 @@ from dataclasses import replace
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules, Schedule, Task
-from raypipe.schedule.passes.recompute import add_recompute
+from raypipe.schedule.kinds import BW
+from raypipe.schedule.passes.backward import add_recompute
 from raypipe.schedule.shape import Shape
 
 
@@ -42,7 +43,7 @@ def gpipe(shape: Shape, costs: CostTable) -> Schedule:
     """
     depth, slices = shape.devices, shape.slices
     orders = [
-        [Task("F", s, (m,)) for m in forward_ids(shape)] + [Task("BW", s, (m,)) for m in returning_ids(shape)]
+        [Task("F", s, (m,)) for m in forward_ids(shape)] + [Task(BW, s, (m,)) for m in returning_ids(shape)]
         for s in range(depth)
     ]
     return Schedule.of_chain("gpipe", [range(depth)], orders, shape.microbatches * slices, Rules(slices=slices))
@@ -62,7 +63,7 @@ def breadth_first(shape: Shape, costs: CostTable) -> Schedule:
     for d in range(depth):
         stages = range(d, depth * chunks, depth)
         forwards = [Task("F", s, (m,)) for s in stages for m in range(count)]
-        backwards = [Task("BW", s, (m,)) for s in reversed(stages) for m in range(count)]
+        backwards = [Task(BW, s, (m,)) for s in reversed(stages) for m in range(count)]
         orders.append(tuple(forwards + backwards))
     return Schedule.of_chain("bfs", [[s % depth for s in range(depth * chunks)]], orders, count)
 
@@ -93,7 +94,7 @@ def one_f_one_b(shape: Shape, costs: CostTable) -> Schedule:
     orders = []
     for s in range(depth):
         forwards = [Task("F", s, (m,)) for m in forward_ids(shape)]
-        backwards = [Task("BW", s, (m,)) for m in returning_ids(shape)]
+        backwards = [Task(BW, s, (m,)) for m in returning_ids(shape)]
         orders.append(tuple(alternate(forwards, backwards, depth - 1 - s + slices - 1)))
     return Schedule.of_chain("1f1b", [range(depth)], orders, shape.microbatches * slices, Rules(slices=slices))
 
@@ -118,7 +119,7 @@ def interleaved(shape: Shape, costs: CostTable) -> Schedule:
     for d in range(depth):
         up = [c * depth + d for c in range(chunks)]
         forwards = [Task("F", s, (there[m],)) for r in rounds for s in up for m in r]
-        backwards = [Task("BW", s, (back[m],)) for r in rounds for s in reversed(up) for m in r]
+        backwards = [Task(BW, s, (back[m],)) for r in rounds for s in reversed(up) for m in r]
         at = {task[1:]: k for k, task in enumerate(forwards)}
         ahead = max(at[task[1:]] - k for k, task in enumerate(backwards))  # so that each comes after its own forward
         orders.append(tuple(alternate(forwards, backwards, 2 * (depth - 1 - d) + ahead)))
@@ -189,7 +190,7 @@ def shifted_critical_path(shape: Shape, costs: CostTable) -> Schedule:
         orders = list(schedule.orders)
         order = list(orders[depth - 2])
         third = order.index(Task("F", depth - 2, (2,)))
-        order.insert(order.index(Task("BW", depth - 2, (0,))), order.pop(third))
+        order.insert(order.index(Task(BW, depth - 2, (0,))), order.pop(third))
         orders[depth - 2] = tuple(order)
         schedule = schedule.with_orders(orders)
     return add_recompute(schedule, "early", range(depth - 1))

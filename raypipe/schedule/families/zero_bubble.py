@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from raypipe.schedule.families.greedy import (
     order_greedily,
     ordered,
     ring,
+    timed,
     whole_step,
 )
 from raypipe.schedule.families.textbook import one_f_one_b
@@ -97,14 +97,6 @@ def _policies(
     ]
 
 
-def _timed(schedule: Schedule, costs: CostTable) -> GreedyOrder:
-    """An order with its length; W right after B leaves the bubbles of 1F1B, and is shorter where policies find none."""
-    graph = link(schedule)
-    done = walk(graph, costs.durations(schedule, graph.tasks), costs.comm)
-    spans = [max(done.end[a:b]) - done.start[a] for a, b in itertools.pairwise(graph.first)]
-    return GreedyOrder(schedule, max(done.end), max(spans))
-
-
 def _search(
     name: str,
     shape: Shape,
@@ -129,7 +121,8 @@ def _search(
             if done(found):
                 break
     if shape.slices > 1 and shape.memory_limit is None:
-        plain = _timed(replace(split_backward(one_f_one_b(shape, costs)), name=name), costs)
+        # W right after B leaves the bubbles of 1F1B, and is shorter where policies find none.
+        plain = timed(link(replace(split_backward(one_f_one_b(shape, costs)), name=name)), costs)
         best = (plain, policies[0]) if best is None or score(plain) < score(best[0]) else best
     if best is None:  # cannot be: even a limit of one activation always leaves a device something to run
         raise ScheduleError(name, "no order found", "raise the memory limit")
@@ -237,7 +230,7 @@ def zb_v(shape: Shape, costs: CostTable) -> Schedule:
         cap = min(cap, math.floor(shape.memory_limit))
     placement = vee(shape)
     best = _order_of_paper(placement, count)
-    span = _timed(best, costs).span if cap == 2 * depth else math.inf
+    span = timed(link(best), costs).span if cap == 2 * depth else math.inf
     work = max(
         count * sum(c[s] for c in (costs.forward, costs.input_grad, costs.weight_grad) for s in (d, 2 * depth - 1 - d))
         for d in range(depth)

@@ -11,21 +11,21 @@ if the stage graph is not a chain, an id is a part of a micro-batch, or weights 
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NoReturn, TypeVar
 
 from raypipe.errors import ScheduleError, nearest
-from raypipe.files import short
-from raypipe.schedule.costs import LONGEST, CostTable
-from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, infer_placement, parse_task
-from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task
-from raypipe.schedule.kinds import BOOKKEEPING, JOINT, KINDS, TRAITS, Kind
-from raypipe.schedule.latency import Comm
+from raypipe.files import parse_json, read_regular, short
+from raypipe.schedule.costs import LONGEST, Comm, CostTable
+from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, built, from_text, parse_task, unusual
+from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.kinds import BOOKKEEPING, BW, JOINT, KINDS, TRAITS, Kind
 
 RESULTS = (
     "makespan",
@@ -46,27 +46,6 @@ RESULTS = (
     "recompute_stages",
 )
 """Keys that a simulation or a search adds; a reader ignores them."""
-KEYS = (
-    "name",
-    "placement",
-    "orders",
-    "durations",
-    "comm",
-    "microbatches",
-    "recompute",
-    "w_dep",
-    "skip_first_B",
-    "frozen",
-    "slices",
-    "attention",
-    "attention_grad",
-    "edges",
-    "size",
-    "versions",
-    "zero",
-    "copies",
-    "shard_group",
-)
 
 
 def to_json(
@@ -108,32 +87,12 @@ def to_json(
         "comm": _one_if_even(costs.links),
         "microbatches": schedule.microbatches,
     }
-    rules = schedule.rules
-    if rules.recompute != "early":
-        found["recompute"] = rules.recompute
-    if rules.w_dep != "B":
-        found["w_dep"] = rules.w_dep
-    if rules.skip_first_b:
-        found["skip_first_B"] = True
-    if rules.frozen:
-        found["frozen"] = list(rules.frozen)
-    if rules.slices != 1:
-        found["slices"] = rules.slices
-        for name, part in (("attention", costs.attention), ("attention_grad", costs.attention_grad)):
-            if any(part):
-                found[name] = _one_if_even(part)
-    if schedule.graph != StageGraph.chain(schedule.stages):
-        found["edges"] = [list(edge) for edge in schedule.graph.edges]
-    if schedule.size != 1:
-        found["size"] = str(schedule.size)
-    if schedule.versions != "flush":
-        found["versions"] = schedule.versions
-    if (sharding := schedule.sharding) is not None:
-        found["zero"] = list(sharding.levels)
-        if sharding.copies != 1:
-            found["copies"] = sharding.copies
-        if sharding.group is not None:
-            found["shard_group"] = sharding.group
+    for key, value in unusual(schedule).items():
+        listed = [list(each) if key == "edges" else each for each in value] if isinstance(value, tuple) else value
+        found[key] = str(value) if isinstance(value, Fraction) else listed
+    if schedule.rules.slices != 1:
+        parts = (("attention", costs.attention), ("attention_grad", costs.attention_grad))
+        found |= {name: _one_if_even(part) for name, part in parts if any(part)}
     return found
 
 
@@ -157,33 +116,17 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
     top = JsonField(data, source, "")
     top.only((*KEYS, *RESULTS))
     orders = tuple(tuple(_task(t) for t in order.items("tasks")) for order in top.need("orders").items("devices"))
-    given = top.get("placement")
-    if given is None:
-        placement = infer_placement(orders, source)
-    else:
-        placement = tuple(tuple(p.whole() for p in replica.items("devices")) for replica in given.items("replicas"))
-        if len({len(p) for p in placement}) != 1 or not placement[0]:
-            given.fail("replicas of different or no stages", "give every replica one device per stage")
-    needed = 1 + max(d for places in placement for d in places)
-    orders += ((),) * (needed - len(orders))
-    stages = len(placement[0])
-    edges = top.get("edges")
-    size = top.get("size")
-    microbatches = top.get("microbatches")
-    name, versions = top.get("name"), top.get("versions")
-    seen = 1 + max((mb for order in orders for task in order for mb in task.mbs), default=-1)
-    schedule = Schedule(
-        name=PurePath(source).stem if name is None else name.text(),
-        placement=placement,
-        orders=orders,
-        microbatches=seen if microbatches is None else microbatches.whole(),
-        graph=StageGraph.chain(stages) if edges is None else StageGraph(stages, _edges(edges, stages)),
-        rules=_rules(top),
-        size=Fraction(1, _slices(top)) if size is None else size.fraction(),
-        versions="flush" if versions is None else versions.choice(VERSIONS),
-        sharding=_sharding(top),
-    )
-    costs = _costs(top, stages)
+    given = {key: read(field) for key, read in _READERS.items() if (field := top.get(key)) is not None}
+    if "zero" not in given:
+        for other in filter(None, map(top.get, ("copies", "shard_group"))):
+            other.fail("belongs to a sharded schedule", 'state the ZeRO level of each stage: "zero": [3, 3]')
+    schedule = built(given.pop("name", PurePath(source).stem), orders, given, source)
+    if "edges" in given:
+        for item, ends in zip(top.need("edges").items("edges"), given["edges"], strict=True):
+            if len(ends) != 2 or not ends[0] < ends[1] < schedule.stages:
+                why = f"{item.value} is not an edge between {schedule.stages} stages"
+                item.fail(why, "write [earlier stage, later stage]")
+    costs = _costs(top, schedule.stages)
     _check_lengths(top, schedule, costs)
     return schedule, costs
 
@@ -197,54 +140,21 @@ def _task(field: JsonField) -> Task:
     if mb is None:
         mbs: tuple[int, ...] = ()
     else:
-        mbs = tuple(m.whole() for m in mb.items("micro-batches")) if isinstance(mb.value, list) else (mb.whole(),)
+        mbs = mb.wholes("micro-batches") if isinstance(mb.value, list) else (mb.whole(),)
     if (kind in BOOKKEEPING) == bool(mbs):
         field.fail(f"{kind} {'carries no' if mbs else 'needs a'} micro-batch", '"mb" is a number or a list of numbers')
     return Task(kind, field.need("stage").whole(), mbs, 0 if replica is None else replica.whole())
 
 
-def _edges(field: JsonField, stages: int) -> tuple[tuple[int, int], ...]:
-    edges = []
-    for item in field.items("edges"):
-        ends = [end.whole() for end in item.items("stages")]
-        if len(ends) != 2 or not ends[0] < ends[1] < stages:
-            item.fail(f"{item.value} is not an edge between {stages} stages", "write [earlier stage, later stage]")
-        edges.append((ends[0], ends[1]))
-    return tuple(edges)
+def _placement(field: JsonField) -> list[tuple[int, ...]]:
+    rows = [replica.wholes("devices") for replica in field.items("replicas")]
+    if len({len(row) for row in rows}) != 1 or not rows[0]:
+        field.fail("replicas of different or no stages", "give every replica one device per stage")
+    return rows
 
 
-def _rules(top: JsonField) -> Rules:
-    recompute, w_dep, skip = top.get("recompute"), top.get("w_dep"), top.get("skip_first_B")
-    frozen = top.get("frozen")
-    return Rules(
-        recompute="early" if recompute is None else recompute.choice(RECOMPUTE),
-        w_dep="B" if w_dep is None else w_dep.choice(W_DEP),
-        skip_first_b=False if skip is None else skip.flag(),
-        frozen=() if frozen is None else tuple(stage.whole() for stage in frozen.items("stages")),
-        slices=_slices(top),
-    )
-
-
-def _slices(top: JsonField) -> int:
-    """The number of slices, 1 where there are none."""
-    given = top.get("slices")
-    if given is None:
-        return 1
-    return given.whole() or given.fail("0 slices", 'leave it out, or write for example "slices": 4')
-
-
-def _sharding(top: JsonField) -> Sharding | None:
-    levels, copies, group = top.get("zero"), top.get("copies"), top.get("shard_group")
-    if levels is None:
-        for other in (copies, group):
-            if other is not None:
-                other.fail("belongs to a sharded schedule", 'state the ZeRO level of each stage: "zero": [3, 3]')
-        return None
-    return Sharding(
-        levels=tuple(level.whole() for level in levels.items("levels")),
-        copies=1 if copies is None else copies.whole(),
-        group=None if group is None else group.whole(),
-    )
+def _slices(field: JsonField) -> int:
+    return field.whole() or field.fail("0 slices", 'leave it out, or write for example "slices": 4')
 
 
 def _costs(top: JsonField, stages: int) -> CostTable:
@@ -253,7 +163,7 @@ def _costs(top: JsonField, stages: int) -> CostTable:
     if given is not None:
         given.only(KINDS)
         times = {k: given.need(k).per_stage(stages) for k in KINDS if given.get(k) is not None}
-    joint = times.pop("BW", None)
+    joint = times.pop(BW, None)
     if joint is not None and "B" not in times and "W" not in times:  # only the sum is used, so split it evenly
         times["B"] = times["W"] = tuple(bw / 2 for bw in joint)
     for kind, traits in TRAITS.items():
@@ -262,7 +172,7 @@ def _costs(top: JsonField, stages: int) -> CostTable:
     if joint is not None and given is not None:
         for bw, b, w in zip(joint, times["B"], times["W"], strict=True):
             if abs(bw - b - w) > 1e-9 * max(1.0, bw):
-                given.need("BW").fail(f"BW is {bw:g} where B + W is {b + w:g}", "leave BW out, or make it B + W")
+                given.need(BW).fail(f"BW is {bw:g} where B + W is {b + w:g}", "leave BW out, or make it B + W")
     comm = top.get("comm")
     return CostTable(
         forward=times["F"],
@@ -377,6 +287,10 @@ class JsonField:
             self.fail(f"{_short(self.value)} is not a whole number from 0 to 999999", "write for example 3")
         return self.value
 
+    def wholes(self, what: str) -> tuple[int, ...]:
+        """Return a list of whole numbers."""
+        return tuple(item.whole() for item in self.items(what))
+
     def number(self) -> float:
         """Return a finite number >= 0 that is small enough to be summed."""
         value = self.value
@@ -425,6 +339,26 @@ class JsonField:
         return found
 
 
+_READERS: dict[str, Callable[[JsonField], Any]] = {
+    "name": JsonField.text,
+    "placement": _placement,
+    "microbatches": JsonField.whole,
+    "edges": lambda field: tuple(edge.wholes("stages") for edge in field.items("edges")),
+    "size": JsonField.fraction,
+    "versions": lambda field: field.choice(VERSIONS),
+    "recompute": lambda field: field.choice(RECOMPUTE),
+    "w_dep": lambda field: field.choice(W_DEP),
+    "skip_first_B": JsonField.flag,
+    "frozen": lambda field: field.wholes("stages"),
+    "slices": _slices,
+    "zero": lambda field: field.wholes("levels"),
+    "copies": JsonField.whole,
+    "shard_group": JsonField.whole,
+}
+"""What reads a key of the schedule itself."""
+KEYS = (*_READERS, "orders", "durations", "comm", "attention", "attention_grad")
+
+
 def _plain(value: object) -> bool:
     return not isinstance(value, str) or (len(value) <= 40 and "e" not in value.lower())
 
@@ -434,3 +368,28 @@ def _short(value: object) -> str:
         return "a number of more than 40 digits"  # Python refuses to write out very long ones
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def load(path: Path) -> tuple[Schedule, CostTable | None]:
+    """Read a schedule from the file ``path``, and its costs if it is JSON (the text form has none).
+
+    Raises:
+        ScheduleError: the file cannot be read, or is not a schedule.
+    """
+    source = str(path)
+    try:
+        text = read_regular(path).decode("utf-8")
+    except OSError as error:
+        raise ScheduleError(source, error.strerror or str(error), "name a readable schedule file") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(source, f"not text at byte {error.start}", "give JSON or the text form") from error
+    if not text.lstrip().startswith(("{", "[")):
+        return from_text(text, source), None
+    try:
+        data = parse_json(text)
+    except ValueError as error:
+        place = f"{source}:{error.lineno}:{error.colno}" if isinstance(error, json.JSONDecodeError) else source
+        why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ScheduleError(place, f"not JSON: {why}", "correct the file at that place") from error
+    schedule, costs = from_json(data, source)
+    return schedule, costs

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import Literal, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.files import short
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task, Versions
-from raypipe.schedule.kinds import BOOKKEEPING, KINDS, Kind
+from raypipe.schedule.kinds import BOOKKEEPING, KINDS, TRAITS, Kind
 
 VERSIONS: tuple[Versions, ...] = get_args(Versions)
 RECOMPUTE: tuple[Literal["early", "late"], ...] = ("early", "late")
@@ -50,34 +49,35 @@ def to_text(schedule: Schedule) -> str:
     placement 0
     device 0: 0F0 0BW0
     """
-    name, rules = schedule.name, schedule.rules
+    name = schedule.name
     lines = [f"schedule {name if _PLAIN_NAME.fullmatch(name) else json.dumps(name)}"]
     lines.append(f"microbatches {schedule.microbatches}")
     lines += [_words("placement", places) for places in schedule.placement]
-    if schedule.graph != StageGraph.chain(schedule.stages):
-        lines.append(_words("edges", (f"{src}>{dst}" for src, dst in schedule.graph.edges)))
-    if schedule.size != 1:
-        lines.append(f"size {schedule.size}")
-    if schedule.versions != "flush":
-        lines.append(f"versions {schedule.versions}")
-    if rules.recompute != "early":
-        lines.append(f"recompute {rules.recompute}")
-    if rules.w_dep != "B":
-        lines.append(f"w_dep {rules.w_dep}")
-    if rules.skip_first_b:
-        lines.append("skip_first_B")
-    if rules.frozen:
-        lines.append(_words("frozen", rules.frozen))
-    if rules.slices != 1:
-        lines.append(f"slices {rules.slices}")
-    if schedule.sharding is not None:
-        lines.append(_words("zero", schedule.sharding.levels))
-        if schedule.sharding.copies != 1:
-            lines.append(f"copies {schedule.sharding.copies}")
-        if schedule.sharding.group is not None:
-            lines.append(f"shard_group {schedule.sharding.group}")
+    for key, value in unusual(schedule).items():
+        words = [f"{src}>{dst}" for src, dst in value] if key == "edges" else value
+        words = () if words is True else words if isinstance(words, tuple | list) else (words,)
+        lines.append(_words(key, words))
     lines += [_words(f"device {d}:", order) for d, order in enumerate(schedule.orders)]
     return "\n".join(lines) + "\n"
+
+
+def unusual(schedule: Schedule) -> dict[str, Any]:
+    """Return what of a schedule differs from the default, by its name in files, in the order of their lines."""
+    rules, sharding = schedule.rules, schedule.sharding
+    found: dict[str, tuple[Any, Any]] = {
+        "edges": (schedule.graph.edges, StageGraph.chain(schedule.stages).edges),
+        "size": (schedule.size, 1),
+        "versions": (schedule.versions, "flush"),
+        "recompute": (rules.recompute, "early"),
+        "w_dep": (rules.w_dep, "B"),
+        "skip_first_B": (rules.skip_first_b, False),
+        "frozen": (rules.frozen, ()),
+        "slices": (rules.slices, 1),
+    }
+    if sharding is not None:
+        found["zero"], found["copies"] = (sharding.levels, None), (sharding.copies, 1)
+        found["shard_group"] = sharding.group, None
+    return {key: value for key, (value, usual) in found.items() if value != usual}
 
 
 def parse_task(text: str, where: str = "task") -> Task:
@@ -130,6 +130,39 @@ def from_text(text: str, source: str = "schedule") -> Schedule:
     return _TextReader(source).read(text)
 
 
+def built(name: str, orders: Sequence[tuple[Task, ...]], given: Mapping[str, Any], source: str) -> Schedule:
+    """Return the schedule of a file; what it leaves out follows from its tasks, or is the default.
+
+    Args:
+        name: of the schedule.
+        orders: per device; those of further devices of the placement are empty.
+        given: what else the file states, by its name there (``unusual``, ``placement``, ``microbatches``).
+        source: the file's name, for errors.
+
+    Raises:
+        ScheduleError: as ``infer_placement``.
+    """
+    placement = tuple(given.get("placement", ())) or infer_placement(orders, source)
+    stages, devices = len(placement[0]), 1 + max(d for places in placement for d in places)
+    skip, options = given.get("skip_first_B", False), ("recompute", "w_dep", "frozen", "slices")
+    rules = Rules(skip_first_b=skip, **{key: given[key] for key in options if key in given})
+    sharding = None
+    if "zero" in given:
+        sharding = Sharding(levels=given["zero"], copies=given.get("copies", 1), group=given.get("shard_group"))
+    seen = 1 + max((mb for order in orders for task in order for mb in task.mbs), default=-1)
+    return Schedule(
+        name=name,
+        placement=placement,
+        orders=(*orders, *[()] * (devices - len(orders))),
+        microbatches=given.get("microbatches", seen),
+        graph=StageGraph(stages, given.get("edges", StageGraph.chain(stages).edges)),
+        rules=rules,
+        size=given.get("size", Fraction(1, rules.slices)),
+        versions=given.get("versions", "flush"),
+        sharding=sharding,
+    )
+
+
 def infer_placement(orders: Sequence[Sequence[Task]], source: str) -> tuple[tuple[int, ...], ...]:
     """Return the placement that follows from the orders of a hand-written schedule: per replica, each stage's device.
 
@@ -161,37 +194,10 @@ def _words(head: str, items: Iterable[object]) -> str:
 class _TextReader:
     """Parses a text line by line and keeps the line number for messages."""
 
-    KEYS = (
-        "schedule",
-        "microbatches",
-        "placement",
-        "edges",
-        "size",
-        "versions",
-        "recompute",
-        "w_dep",
-        "skip_first_B",
-        "frozen",
-        "slices",
-        "zero",
-        "copies",
-        "shard_group",
-    )
-
     def __init__(self, source: str) -> None:
         self.source, self.line = source, 0
-        self.name = re.split(r"[/\\]", source)[-1].split(".")[0] or "schedule"
-        self.microbatches: int | None = None
-        self.placement: list[tuple[int, ...]] = []
-        self.edges: tuple[tuple[int, int], ...] | None = None
-        self.size = Fraction(1)
-        self.versions: Versions = "flush"
-        self.rules = Rules()
-        self.levels: tuple[int, ...] | None = None
-        self.copies = 1
-        self.shard_group: int | None = None
         self.orders: dict[int, tuple[Task, ...]] = {}
-        self.seen: set[str] = set()
+        self.given: dict[str, Any] = {}
 
     def fail(self, why: str, fix: str) -> NoReturn:
         raise ScheduleError(f"{self.source}:{self.line}", why, fix)
@@ -203,29 +209,11 @@ class _TextReader:
                 self.one(line)
         if not self.orders:
             self.fail("no device has tasks", "add lines such as: device 0: 0F0 0BW0")
-        if self.levels is None and {"copies", "shard_group"} & self.seen:
+        if "zero" not in self.given and {"copies", "shard_group"} & self.given.keys():
             self.fail("copies and shard_group belong to a sharded schedule", "state the level of each stage: zero 3 3")
+        name = self.given.pop("schedule", re.split(r"[/\\]", self.source)[-1].split(".")[0] or "schedule")
         orders = [self.orders.get(d, ()) for d in range(1 + max(self.orders))]
-        placement = tuple(self.placement) or infer_placement(orders, self.source)
-        needed = 1 + max((d for places in placement for d in places), default=0)
-        orders += [()] * (needed - len(orders))
-        stages = len(placement[0])
-        edges = StageGraph.chain(stages).edges if self.edges is None else self.edges
-        sharding = None
-        if self.levels is not None:
-            sharding = Sharding(levels=self.levels, copies=self.copies, group=self.shard_group)
-        seen = 1 + max((mb for order in orders for t in order for mb in t.mbs), default=-1)
-        return Schedule(
-            name=self.name,
-            placement=placement,
-            orders=tuple(orders),
-            microbatches=seen if self.microbatches is None else self.microbatches,
-            graph=StageGraph(stages, edges),
-            rules=self.rules,
-            versions=self.versions,
-            size=self.size if "size" in self.seen else Fraction(1, self.rules.slices),
-            sharding=sharding,
-        )
+        return built(name, orders, self.given, self.source)
 
     def one(self, line: str) -> None:
         key, _, rest = line.strip().partition(" ")
@@ -233,47 +221,32 @@ class _TextReader:
         if key == "device":
             self.device(line)
             return
-        if key not in self.KEYS:
-            self.fail(f'unknown key "{short(key)}"', nearest(key, (*self.KEYS, "device")))
-        if key in self.seen and key != "placement":
+        if key not in _LINES:
+            self.fail(f'unknown key "{short(key)}"', nearest(key, (*_LINES, "device")))
+        if key in self.given and key != "placement":
             self.fail(f'"{key}" is given twice', "keep one of the two lines")
-        self.seen.add(key)
-        if key == "schedule":
-            self.name = self.quoted(rest) if rest.startswith('"') else rest
-        elif key == "microbatches":
-            self.microbatches = self.whole(rest, key)
-        elif key == "placement":
-            self.placement.append(tuple(self.whole(word, "a device") for word in rest.split()))
-            if len(self.placement[-1]) != len(self.placement[0]) or not rest:
-                self.fail(f"{len(self.placement[-1])} stages here", "give every replica the same stages, at least one")
-        elif key == "edges":
-            self.edges = tuple(self.edge(word) for word in rest.split())
-        elif key == "size":
-            self.size = read_share(rest) or Fraction(0)
-            if not 0 < self.size <= 1:
-                self.fail(
-                    f'"{short(rest)}" is not a share', "write the share of a micro-batch that one id is: size 1/2"
-                )
-        elif key == "versions":
-            self.versions = self.choice(rest, VERSIONS)
-        elif key == "recompute":
-            self.rules = replace(self.rules, recompute=self.choice(rest, RECOMPUTE))
-        elif key == "w_dep":
-            self.rules = replace(self.rules, w_dep=self.choice(rest, W_DEP))
-        elif key == "frozen":
-            self.rules = replace(self.rules, frozen=tuple(self.whole(word, "a stage") for word in rest.split()))
-        elif key == "slices":
-            self.rules = replace(self.rules, slices=self.whole(rest, "a number of slices"))
-            if self.rules.slices < 1:
-                self.fail("0 slices", "leave the line out, or write for example: slices 4")
-        elif key == "zero":
-            self.levels = tuple(self.whole(word, "a ZeRO level") for word in rest.split())
-        elif key == "copies":
-            self.copies = self.whole(rest, "a number of copies")
-        elif key == "shard_group":
-            self.shard_group = self.whole(rest, "a number of copies")
-        else:
-            self.rules = replace(self.rules, skip_first_b=True)
+        self.given[key] = _LINES[key](self, rest)
+
+    def placement(self, rest: str) -> list[tuple[int, ...]]:
+        """Return the placement so far, with a replica more."""
+        rows = [*self.given.get("placement", ()), self.wholes(rest, "a device")]
+        if len(rows[-1]) != len(rows[0]) or not rest:
+            self.fail(f"{len(rows[-1])} stages here", "give every replica the same stages, at least one")
+        return rows
+
+    def share(self, rest: str) -> Fraction:
+        found = read_share(rest)
+        if found is None or not 0 < found <= 1:
+            self.fail(f'"{short(rest)}" is not a share', "write the share of a micro-batch that one id is: size 1/2")
+        return found
+
+    def slices(self, rest: str) -> int:
+        return self.whole(rest, "a number of slices") or self.fail(
+            "0 slices", "leave the line out, or write for example: slices 4"
+        )
+
+    def wholes(self, rest: str, what: str) -> tuple[int, ...]:
+        return tuple(self.whole(word, what) for word in rest.split())
 
     def device(self, line: str) -> None:
         head, colon, _ = line.partition(":")
@@ -291,7 +264,9 @@ class _TextReader:
                 raise ScheduleError(at, error.why, error.fix) from None
         self.orders[int(number)] = tuple(tasks)
 
-    def quoted(self, text: str) -> str:
+    def name(self, text: str) -> str:
+        if not text.startswith('"'):
+            return text
         try:
             return str(json.loads(text))
         except ValueError:
@@ -313,3 +288,85 @@ class _TextReader:
             if each == word:
                 return each
         return self.fail(f'unknown value "{short(word)}"', nearest(word, known))
+
+
+_LINES: dict[str, Callable[[_TextReader, str], Any]] = {
+    "schedule": _TextReader.name,
+    "microbatches": lambda reader, rest: reader.whole(rest, "microbatches"),
+    "placement": _TextReader.placement,
+    "edges": lambda reader, rest: tuple(map(reader.edge, rest.split())),
+    "size": _TextReader.share,
+    "versions": lambda reader, rest: reader.choice(rest, VERSIONS),
+    "recompute": lambda reader, rest: reader.choice(rest, RECOMPUTE),
+    "w_dep": lambda reader, rest: reader.choice(rest, W_DEP),
+    "skip_first_B": lambda reader, rest: True,
+    "frozen": lambda reader, rest: reader.wholes(rest, "a stage"),
+    "slices": _TextReader.slices,
+    "zero": lambda reader, rest: reader.wholes(rest, "a ZeRO level"),
+    "copies": lambda reader, rest: reader.whole(rest, "a number of copies"),
+    "shard_group": lambda reader, rest: reader.whole(rest, "a number of copies"),
+}
+"""What reads the rest of a line, by its first word."""
+
+
+# Export to the compute-only CSV that ``torch.distributed.pipelining`` loads (``_PipelineScheduleRuntime._load_csv``).
+#
+# The CSV has one row per device and one action per cell: ``2F0``, ``2I0`` (our B), ``2W0``, ``2B0`` (our BW). PyTorch
+# adds messages, gathers and gradient reductions itself. It supports chains of stages on one device each, and plain
+# micro-batches; everything else is refused rather than silently changed.
+#
+# Source: ``torch/distributed/pipelining/schedules.py``, ``_Action.from_str`` and ``_validate_schedule`` (2.13).
+
+
+def to_torch_csv(schedule: Schedule) -> str:
+    """Return the CSV text, without trailing all-reduces and updates, which PyTorch and the caller's optimizer do.
+
+    Raises:
+        ScheduleError: PyTorch's loader cannot express the schedule; it names the task or rule.
+    """
+    if schedule.replicas > 1:
+        first, second = schedule.placement[0][0], schedule.placement[1][0]
+        _refuse(
+            schedule, f"{schedule.replicas} replicas put stage 0 on devices {first} and {second}; torch supports one"
+        )
+    if schedule.graph != StageGraph.chain(schedule.stages):
+        _refuse(schedule, "its stage graph is not a chain")
+    if schedule.versions != "flush":
+        _refuse(schedule, f'it keeps weight versions ("{schedule.versions}"), torch updates once, after the step')
+    if schedule.rules.slices > 1:
+        _refuse(schedule, f"its micro-batches are cut into {schedule.rules.slices} slices, which torch would mix up")
+    lines = []
+    for device, order in enumerate(schedule.orders):
+        end = len(order)
+        while end and order[end - 1].kind in BOOKKEEPING:
+            end -= 1
+        had_b: set[tuple[int, int]] = set()
+        cells = [_cell(schedule, device, task, had_b) for task in order[:end]]
+        if not cells:
+            _refuse(schedule, f"device {device} has no task")
+        lines.append(",".join(cells))
+    return "\n".join(lines) + "\n"
+
+
+def _cell(schedule: Schedule, device: int, task: Task, had_b: set[tuple[int, int]]) -> str:
+    if task.kind in BOOKKEEPING:
+        _refuse(schedule, f"{task} on device {device} comes before the end of the step")
+    traits = TRAITS[task.kind]
+    if traits.torch_letter is None:
+        _refuse(schedule, f"{task} on device {device} is a {traits.what} task; torch has none")
+    if len(task.mbs) > 1:
+        _refuse(schedule, f"{task} on device {device} carries {len(task.mbs)} micro-batches")
+    key = (task.stage, task.mbs[0])
+    if task.kind == "B":
+        had_b.add(key)
+    elif task.kind == "W" and key not in had_b:
+        _refuse(schedule, f"{task} on device {device} runs with no B of its own before it; torch's W needs one")
+    return f"{task.stage}{traits.torch_letter}{task.mbs[0]}"
+
+
+def _refuse(schedule: Schedule, why: str) -> NoReturn:
+    raise ScheduleError(
+        f'schedule "{schedule.name}" as torch CSV',
+        why,
+        "choose another schedule for --csv, or use --json, which supports all",
+    )

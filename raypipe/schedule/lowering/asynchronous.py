@@ -11,8 +11,8 @@ from __future__ import annotations
 from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import transfers
 from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.live_activations import unroll
 from raypipe.schedule.passes.sync import held
-from raypipe.schedule.versions import unroll
 
 Part = tuple[bool, bool]
 """(fills an empty pipeline, drains it at the end)."""

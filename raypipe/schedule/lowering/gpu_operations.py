@@ -35,7 +35,7 @@ from raypipe.schedule.ir import Task
 from raypipe.schedule.kinds import SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Action, Message, Program
 from raypipe.schedule.lowering.stream_order import HOST, GpuOperation
-from raypipe.schedule.sharding.members import ShardMember, StageKey
+from raypipe.schedule.sharding import ShardMember, StageKey
 
 COMPUTE = "compute"
 

@@ -32,7 +32,7 @@ from raypipe.schedule.lowering.gpu_operations import gpu_operations
 from raypipe.schedule.lowering.messages_in_flight import unreceived_messages
 from raypipe.schedule.lowering.programs import Inserted, Message, Program
 from raypipe.schedule.lowering.stream_order import check_streams
-from raypipe.schedule.sharding.members import ShardMember, StageKey
+from raypipe.schedule.sharding import ShardMember, StageKey
 
 _Place = tuple[int, int, int]
 """(step, action, position among the action's steps)."""

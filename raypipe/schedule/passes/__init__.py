@@ -1,12 +1,16 @@
 """Passes are functions ``Schedule -> Schedule`` that keep a valid schedule valid."""
 
-from raypipe.schedule.passes.backward import fuse_backward, split_backward, without_frozen
-from raypipe.schedule.passes.closed_up import closed_up
-from raypipe.schedule.passes.recompute import add_recompute, keep_activations
-from raypipe.schedule.passes.replicate import replicate
+from raypipe.schedule.passes.backward import (
+    add_recompute,
+    closed_up,
+    fuse_backward,
+    insert_weights,
+    keep_activations,
+    split_backward,
+    without_frozen,
+)
 from raypipe.schedule.passes.shard import forwards_alone, shard
-from raypipe.schedule.passes.sync import add_updates, place_gradient_sync
-from raypipe.schedule.passes.weights import insert_weights
+from raypipe.schedule.passes.sync import add_updates, place_gradient_sync, replicate
 
 __all__ = [
     "add_recompute",

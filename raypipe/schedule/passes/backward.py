@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import heapq
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from math import floor
+from typing import Literal
 
 from raypipe.errors import ScheduleError
+from raypipe.schedule.costs import CostTable, delays
+from raypipe.schedule.deps import link
+from raypipe.schedule.families.greedy import Policy, order_greedily, timed
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Backward, Schedule, Task, backwards
-from raypipe.schedule.kinds import BACKWARD, JOINT, SHARDED, WEIGHT_GRADIENTS
+from raypipe.schedule.kinds import BACKWARD, BW, GRADIENTS, JOINT, SHARDED, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.live_activations import births, deaths, live_counts, peak_activations, recomputed_pairs
+from raypipe.schedule.verify import check_links
 
 
 @no_collection()
@@ -53,7 +61,7 @@ def fuse_backward(schedule: Schedule, everywhere: bool = False) -> Schedule:
             w = weights.get(task[1:]) if task.kind == "B" else None
             if w is not None and (w == k + 1 or (everywhere and w > k)):
                 joined.add(w)
-                task = task._replace(kind="BW")
+                task = task._replace(kind=BW)
             new.append(task)
         orders.append(new)
     return schedule.with_orders(orders)
@@ -104,3 +112,214 @@ def _left(task: Task, backward: Backward) -> Task | None:
     else:
         needed = backward.weight_grad or kind not in WEIGHT_GRADIENTS | SHARDED
     return task if needed else None
+
+
+def insert_weights(
+    schedule: Schedule, costs: CostTable, patience: float = 0.5, memory_limit: Sequence[float] | None = None
+) -> Schedule:
+    """Move every W to where its device would otherwise be idle, the oldest W first.
+
+    ZeroPP postpones all W, simulates the schedule and moves W into the bubbles, repeatedly. Here the bubbles are filled
+    during a single simulation. If a forward would exceed a device's memory, a W runs first.
+
+    Args:
+        schedule: a schedule without all-reduces and updates; without W it is returned unchanged.
+        costs: time of each task.
+        patience: leave a device idle rather than start a W that would delay the next task by more than
+            ``1 - patience`` of the W's time.
+        memory_limit: limit on live activations per device, in units of one stage and full micro-batch; by default
+            today's peaks.
+
+    Raises:
+        ScheduleError: the schedule cannot run.
+
+    Source: ZeroPP, section 4.
+    """
+    graph = link(schedule)
+    check_links(graph)
+    durations = costs.durations(schedule, graph.tasks)
+    waits = delays(schedule.placement, schedule.graph, costs.comm)
+    recomputed, backwards = recomputed_pairs(schedule), schedule.backwards
+    limits = peak_activations(schedule) if memory_limit is None else memory_limit
+    size = float(schedule.size)
+    fixed = [
+        [i for i in range(graph.first[d], graph.first[d + 1]) if graph.tasks[i].kind != "W"]
+        for d in range(schedule.devices)
+    ]
+    needed_by: dict[int, list[int]] = {}
+    for i, task in enumerate(graph.tasks):
+        if task.kind == "W":
+            for p in graph.preds[i]:
+                needed_by.setdefault(p, []).append(i)
+
+    end: dict[int, float] = {}
+    rows: list[list[Task]] = [[] for _ in range(schedule.devices)]
+    alive, position, free = [0] * schedule.devices, [0] * schedule.devices, [0.0] * schedule.devices
+    coming: list[list[tuple[float, int]]] = [[] for _ in range(schedule.devices)]  # W tasks by earliest start
+    ready: list[list[int]] = [[] for _ in range(schedule.devices)]  # W tasks that can start now, by number
+    asleep: dict[int, list[int]] = {}  # task -> devices that wait for it to start
+    events = [(0.0, d) for d in range(schedule.devices)]
+
+    def known(i: int) -> float | None:
+        """Earliest start of the task, ignoring its device; None if a predecessor has not started yet."""
+        at = 0.0
+        _, stage, _, replica = graph.tasks[i]
+        for p in graph.preds[i]:
+            if p not in end:
+                return None
+            at = max(at, end[p] + (waits[replica][stage][graph.tasks[p].stage] if waits is not None else 0.0))
+        return at
+
+    def run(i: int, d: int, now: float) -> None:
+        alive[d] += births(graph.tasks[i], recomputed) - deaths(graph.tasks[i], backwards)
+        end[i] = free[d] = now + durations[i]
+        rows[d].append(graph.tasks[i])
+        heapq.heappush(events, (end[i], d))
+        for w in needed_by.get(i, ()):
+            if (at := known(w)) is not None:
+                heapq.heappush(coming[graph.device[w]], (at, w))
+                heapq.heappush(events, (at, graph.device[w]))
+        for other in asleep.pop(i, ()):
+            heapq.heappush(events, (now, other))
+
+    while events:
+        now, d = heapq.heappop(events)
+        if now < free[d]:
+            continue  # the device is busy; the end of its task is another event
+        while coming[d] and coming[d][0][0] <= now:
+            heapq.heappush(ready[d], heapq.heappop(coming[d])[1])
+        following = fixed[d][position[d]] if position[d] < len(fixed[d]) else None
+        at = known(following) if following is not None else float("inf")
+        full = following is not None and (alive[d] + births(graph.tasks[following], recomputed)) * size > limits[d]
+        if ready[d] and (full or at is None or at - now >= patience * durations[ready[d][0]]):
+            run(heapq.heappop(ready[d]), d, now)
+        elif following is None or full:
+            continue  # the arrival of the next W is another event
+        elif at is None:
+            asleep.setdefault(next(p for p in graph.preds[following] if p not in end), []).append(d)
+        elif at > now:
+            heapq.heappush(events, (at, d))
+        else:
+            position[d] += 1
+            run(following, d, now)
+    return schedule.with_orders(rows)
+
+
+# Recomputation: drop activations after the forward and recompute them before the backward.
+
+
+def add_recompute(
+    schedule: Schedule, when: Literal["early", "late"] = "late", stages: Collection[int] | None = None
+) -> Schedule:
+    """Insert an R right before the first backward task of every micro-batch on the given stages that have any.
+
+    Args:
+        schedule: any valid schedule; its R tasks on other stages are kept, those on the given stages are replaced.
+        when: with ``late``, R also waits for the incoming gradient; with ``early``, only for its own forward, so that
+            it can run while the device waits for that gradient (Merak section 3.3). The rule applies to the whole
+            schedule.
+        stages: the stages that recompute; by default all. An empty collection removes every R.
+
+    Raises:
+        ScheduleError: a stage does not exist, or ``when`` is unknown.
+    """
+    if when not in ("early", "late"):
+        raise ScheduleError("recompute", f'"{when}" is unknown', "use early or late")
+    chosen = set(range(schedule.stages)) if stages is None else set(stages)
+    if not chosen <= set(range(schedule.stages)):
+        raise ScheduleError("recompute", f"stage {max(chosen)} of {schedule.stages}", f"use 0 to {schedule.stages - 1}")
+    orders: list[list[Task]] = []
+    for order in schedule.orders:
+        new: list[Task] = []
+        recomputed: set[tuple[int, int]] = set()
+        for task in order:
+            if task.kind == "R" and (task.stage in chosen or not chosen):
+                continue
+            if task.kind in GRADIENTS and task.stage in chosen:
+                fresh = [mb for mb in task.mbs if (task.stage, mb) not in recomputed]
+                recomputed.update((task.stage, mb) for mb in fresh)
+                new += [Task("R", task.stage, (mb,), task.replica) for mb in fresh]
+            new.append(task)
+        orders.append(new)
+    return schedule.with_orders(orders, rules=replace(schedule.rules, recompute=when))
+
+
+def keep_activations(schedule: Schedule, shares: Sequence[float]) -> Schedule:
+    """Remove R from an evenly spread share of each stage's micro-batches, which then keep their activations.
+
+    This uses memory that full recomputation leaves free. Merak keeps the activations of a share of a stage's modules; a
+    share of its micro-batches saves the same time and takes the same memory on average, without dividing a stage.
+
+    Args:
+        schedule: a schedule with recomputation; stages without it do not change.
+        shares: per stage, from 0 (recompute every micro-batch) to 1 (keep all).
+
+    Raises:
+        ScheduleError: there is not one share per stage, or a share is not from 0 to 1.
+
+    Source: Lai et al. 2022 (Merak), section 3.4; by micro-batch: Korthikanti et al. 2022, arXiv:2205.05198,
+    appendix C.
+    """
+    if len(shares) != schedule.stages:
+        raise ScheduleError("keep", f"{len(shares)} shares for {schedule.stages} stages", "give one per stage")
+    for stage, share in enumerate(shares):
+        if not 0 <= share <= 1:
+            raise ScheduleError("keep", f"the share for stage {stage} is {share}", "use 0 to 1")
+    seen: dict[tuple[int, int], int] = {}
+    kept: set[tuple[int, int, int]] = set()
+    for task in schedule.tasks():
+        if task.kind != "R":
+            continue
+        n = seen[task.stage, task.replica] = seen.get((task.stage, task.replica), 0) + 1
+        share = shares[task.stage] + 1e-9
+        if floor(n * share) > floor((n - 1) * share):
+            kept.update((task.stage, task.replica, mb) for mb in task.mbs)
+    return schedule.with_orders(
+        [t for t in order if t.kind != "R" or (t.stage, t.replica, t.mbs[0]) not in kept] for order in schedule.orders
+    )
+
+
+# Close the gaps that tasks leave which frozen stages need not run.
+
+
+ORDERS: tuple[tuple[Kind, ...], ...] = ((BW, "B", "F", "W"), ("F", BW, "B", "W"))
+"""Kinds by priority: gradients are sent on first, or forwards run ahead as far as memory allows."""
+WAYS = ((1.0, 0.0), (1.0, 0.1), (0.2, 0.1))
+"""Times of a W (short for adapters) and of a message, in those of an F or a B, for which no order is to be longer."""
+MOST = 2048
+"""Stages times micro-batches of a step beyond which it stays as it is: a planner asks for many of them."""
+
+
+def closed_up(schedule: Schedule) -> Schedule:
+    """Return a shorter order of the same tasks in the same memory, or the schedule itself.
+
+    A free device starts what it may of the next tasks in the present order, by kind, while it holds no more activations
+    than it does at most in that order. What is found is taken if it is no longer for any of a few costs, and shorter
+    for one of them.
+
+    Args:
+        schedule: of one copy: forwards and backwards of single micro-batches. Others are returned as they are.
+    """
+    tasks = [task for order in schedule.orders for task in order]
+    plain = all(task.kind in ORDERS[0] and len(task.mbs) == 1 for task in tasks)
+    if not plain or schedule.versions != "flush" or schedule.stages * schedule.microbatches * schedule.size > MOST:
+        return schedule
+    limits = [max(row, default=0) for row in live_counts(schedule)]
+    place = {task: n for order in schedule.orders for n, task in enumerate(order)}
+    tables = [CostTable.even(schedule.stages, weight_grad=w, comm=comm) for w, comm in WAYS]
+    best, known = schedule, _lengths(schedule, tables)
+    for kinds in ORDERS:
+        found = order_greedily(schedule, tables[1], Policy(kinds=kinds, key=lambda t: (place[t],), limit=limits))
+        if found is None or found.schedule.orders == best.orders:
+            continue
+        lengths = _lengths(found.schedule, tables)
+        no_longer = all(new <= old + 1e-9 for new, old in zip(lengths, known, strict=True))
+        if no_longer and sum(lengths) < sum(known) - 1e-9:
+            best, known = found.schedule, lengths
+    return best
+
+
+def _lengths(schedule: Schedule, tables: Iterable[CostTable]) -> list[float]:
+    """Return how long a step takes and how long its busiest device: steps that follow one another may take no more."""
+    graph = link(schedule)
+    return [length for table in tables for length in timed(graph, table)[1:]]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, cast, get_args
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
-from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import NETWORK
+from raypipe.schedule.verify import check_links, check_ran
 from raypipe.schedule.walk import NetworkLanes, walk
 
 Sync = Literal["lazy", "eager", "eager-opt"]
@@ -217,3 +218,26 @@ def add_updates(schedule: Schedule) -> Schedule:
         [*(t for t in order if t.kind != "U"), *(Task("U", stage, (), replica) for stage, replica in pairs)]
         for order, pairs in zip(schedule.orders, held(schedule), strict=True)
     )
+
+
+def replicate(schedule: Schedule, copies: int) -> Schedule:
+    """Return W copies of a schedule, each with its own devices, replicas and micro-batches.
+
+    With D devices, R replicas and N micro-batch ids, copy w has devices w*D + d, replicas w*R + r and ids w*N + n.
+
+    Raises:
+        ScheduleError: ``copies`` is below 1.
+    """
+    if copies < 1:
+        raise ScheduleError("replicas", f"{copies} copies", "use a whole number >= 1")
+    if copies == 1:
+        return schedule
+    devices, replicas, count = schedule.devices, schedule.replicas, schedule.microbatches
+    placement = [tuple(w * devices + d for d in row) for w in range(copies) for row in schedule.placement]
+    orders = [
+        [t._replace(mbs=tuple(w * count + m for m in t.mbs), replica=w * replicas + t.replica) for t in order]
+        for w in range(copies)
+        for order in schedule.orders
+    ]
+    sharding = schedule.sharding and replace(schedule.sharding, copies=copies * schedule.sharding.copies)
+    return schedule.with_orders(orders, placement=tuple(placement), microbatches=copies * count, sharding=sharding)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
-from raypipe.schedule.faults import check_links, check_ran
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule, Sharding
 from raypipe.schedule.passes.shard import Windows, place, policy_windows
-from raypipe.schedule.sharding.live import shard_peaks
+from raypipe.schedule.sharding import shard_peaks
+from raypipe.schedule.verify import check_links, check_ran
 from raypipe.schedule.walk import walk
 from raypipe.search.budget import Budget
 from raypipe.search.gathers.windows import fewest_gathers, gathered_early, gradients_used, once_within

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import READS_WEIGHTS
 from raypipe.schedule.passes.shard import Window, Windows, policy_windows
-from raypipe.schedule.sharding.live import LiveShards
+from raypipe.schedule.sharding import LiveShards
 
 _Key = tuple[int, int]
 """(stage, replica)"""

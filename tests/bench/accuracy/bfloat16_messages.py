@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.models import GptLayers, cross_entropy, random_keys
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer, set_rate
 

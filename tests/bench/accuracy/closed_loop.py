@@ -27,8 +27,7 @@ from rich.table import Table
 
 from raypipe.checkpoint import step_directory
 from raypipe.data import declared_fields, prepare_data
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.online.better_order import OBJECTIVES, SYNCS, runs_ahead, step_seconds

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.worker.worker import StageWorker

@@ -29,8 +29,7 @@ from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_reh
 from raypipe.runtime.emulation.links import Links
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
-from raypipe.schedule.costs import CostTable
-from raypipe.schedule.latency import each_latency
+from raypipe.schedule.costs import CostTable, each_latency
 from raypipe.search import search
 
 MEDIAN, WORST = 0.03, 0.06

@@ -31,9 +31,8 @@ from rich.table import Table
 from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.data import declared_fields, prepare_data
-from raypipe.job.load import job_from
-from raypipe.job.recompute_layers import layers_to_recompute
-from raypipe.job.spec import JobSpec
+from raypipe.job.requested_schedule import layers_to_recompute
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import runs_ahead

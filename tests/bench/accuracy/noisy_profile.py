@@ -24,8 +24,7 @@ from rich.table import Table
 
 from raypipe.cost.profile import Profile
 from raypipe.data import prepare
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.profiling.profile_job import measure_profile
 from raypipe.runtime.cluster.connect import connect
 

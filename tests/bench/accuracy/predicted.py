@@ -32,9 +32,8 @@ from rich.table import Table
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import costs_of
 from raypipe.data import declared_fields, prepare
-from raypipe.job.load import job_from
 from raypipe.job.parallel_spec import BUDGET
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.online.better_order import step_seconds

@@ -27,7 +27,7 @@ from raypipe.cost.stages import costs_of
 from raypipe.job import GptSpec
 from raypipe.job.cluster import load_cluster
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.recompute_layers import alphas, layers_to_recompute
+from raypipe.job.requested_schedule import alphas, layers_to_recompute
 from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal

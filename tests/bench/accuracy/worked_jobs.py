@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from raypipe.errors import SpecError
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.plan.best_first import NEAR
 from raypipe.plan.choose import Decision, choose
 from raypipe.plan.online.measured_steps import as_run

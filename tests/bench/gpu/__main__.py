@@ -6,7 +6,6 @@ command says so and exits with 2. ``--device cpu`` rehearses the sections that h
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -15,15 +14,12 @@ from pathlib import Path
 
 import torch
 
+from tests.bench.command import options
 from tests.bench.gpu.sections import SECTIONS, SkippedError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu", description=__doc__)
-    parser.add_argument("--report", type=Path, default=Path("gpu-report.json"), metavar="FILE")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    args = parser.parse_args()
+    args = options(__doc__, report=Path("gpu-report.json"), device="cuda", only=SECTIONS)
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
             f"no GPU: torch {torch.__version__} finds no CUDA device. On a machine with one, use a torch built for "

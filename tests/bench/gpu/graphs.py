@@ -21,6 +21,7 @@ from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.device_graphs import CudaGraphs, DeviceGraphs
 from raypipe.runtime.graphs.step_executor import UNCAPTURED, StepExecutor
 from raypipe.runtime.graphs.tasks import TaskGraphs
+from raypipe.schedule.lowering.programs import Program
 from tests.runtime.compiled.pieces import compiled_device, interpreted
 from tests.runtime.graphs.recorded import RecordedGraphs
 from tests.runtime.host_waits import Noise
@@ -45,6 +46,18 @@ def cuda_graphs(device: torch.device) -> dict[str, Any]:
     return {name: _of_shape(spec, device) for name, spec in shapes.items()}
 
 
+def losses_of_steps(executor: Executor, program: Program, steps: range, lr: float) -> list[float]:
+    """Run the steps, each read when the next is queued."""
+    losses, before = [], None
+    for step in steps:
+        started = executor.start(program, step, lr)
+        if before is not None:
+            losses.append(before.result().loss_sum)
+        before = started
+    assert before is not None
+    return [*losses, before.result().loss_sum]
+
+
 def _graphs(device: torch.device) -> DeviceGraphs:
     return CudaGraphs(device) if device.type == "cuda" else RecordedGraphs()
 
@@ -55,19 +68,13 @@ def _of_shape(spec: GptSpec, device: torch.device) -> dict[str, Any]:
     tasks = TaskGraphs(_graphs(device))
     for way in WAYS:
         ways[way] = _device(way, spec, device, tasks)
-    steps, times = dict.fromkeys(WAYS, 0), {way: list[float]() for way in WAYS}
+    times = {way: list[float]() for way in WAYS}
     losses: dict[str, list[float]] = {way: [] for way in WAYS}
 
     def run(way: str, count: int) -> float:
-        made, before, began = ways[way], None, time.perf_counter()
-        for _ in range(count):
-            started = made.executor.start(made.program, steps[way], 1e-4)
-            steps[way] += 1
-            if before is not None:
-                losses[way].append(before.result().loss_sum)
-            before = started
-        assert before is not None
-        losses[way].append(before.result().loss_sum)
+        made, began = ways[way], time.perf_counter()
+        first = len(losses[way])
+        losses[way] += losses_of_steps(made.executor, made.program, range(first, first + count), 1e-4)
         return (time.perf_counter() - began) / count
 
     rounds = ROUNDS if device.type == "cuda" else 1

@@ -12,19 +12,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.models import GptLayers, cross_entropy, random_keys
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.passes import add_updates
-from tests.bench.gpu.graphs import cuda_graphs
+from tests.bench.gpu.graphs import cuda_graphs, losses_of_steps
 from tests.cost.test_memory_of_a_step import MACHINE
 from tests.runtime.host_waits import MICROBATCH, Noise, executor
 from tests.runtime.runs.one_device import order
@@ -72,6 +73,15 @@ def _command(*words: str) -> str:
         how = f"took more than {LIMIT_S} s" if late else f"ended with {process.returncode}"
         raise RuntimeError(f"{' '.join(words)} {how}:\n{said[-3000:]}")
     return said
+
+
+def _quickstart(*settings: str) -> tuple[str, list[Any]]:
+    """What the command says as it trains the quickstart job with these settings, and the rows of its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [word for setting in settings for word in ("--set", setting)]
+        output = _command("-m", "raypipe", "train", QUICKSTART, "--run-dir", folder, *words)
+        (metrics,) = Path(folder).rglob(METRICS)
+        return output, [row for row in read_rows(metrics) if "loss" in row]
 
 
 def tests(device: torch.device) -> Found:
@@ -175,14 +185,8 @@ def step_time(device: torch.device) -> Found:
     runner, program, train = executor(device, large)
     for step in range(3):
         runner.run(program, step, 1e-3)
-    begin, before = time.monotonic(), None
-    for step in range(3, 3 + count):
-        started = runner.start(program, step, 1e-3)
-        if before is not None:
-            before.result()
-        before = started
-    assert before is not None
-    before.result()
+    begin = time.monotonic()
+    losses_of_steps(runner, program, range(3, 3 + count), 1e-3)
     found = {"raypipe_s": (time.monotonic() - begin) / count}
     for name in ("plain", "compiled"):
         try:
@@ -229,15 +233,10 @@ def _plain_loop(device: torch.device, train: Any, count: int, compiled: bool) ->
 
 def train(device: torch.device) -> Found:
     """Profile, plan, train: the quickstart job as a user runs it, for some steps, with its memory forecast."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = ["-m", "raypipe", "train", QUICKSTART, "--run-dir", folder]
-        for setting in ("train.steps=20", "train.eval_every=0", "train.eval_batches=1", "train.checkpoint_every=0"):
-            words += ["--set", setting]
-        for setting in BRIEF if device.type == "cpu" else ():
-            words += ["--set", setting]
-        output = _command(*words)
-        (metrics,) = Path(folder).rglob(METRICS)
-        rows = [row for row in read_rows(metrics) if "loss" in row]
+    brief = BRIEF if device.type == "cpu" else ()
+    output, rows = _quickstart(
+        "train.steps=20", "train.eval_every=0", "train.eval_batches=1", "train.checkpoint_every=0", *brief
+    )
     if len(rows) != 20 or not rows[-1]["loss"] < rows[0]["loss"]:
         raise AssertionError(f"{len(rows)} steps, the last loss is {rows[-1]['loss'] if rows else None}")
     plan = [line.strip() for line in output.splitlines() if "plan" in line.lower() or "memory" in line.lower()]
@@ -259,20 +258,11 @@ def inside_one_gpu(device: torch.device) -> Found:
 
 
 def _pipeline(transport: str, environment: dict[str, str]) -> Found:
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            words = ["-m", "raypipe", "train", QUICKSTART, "--run-dir", folder]
-            for setting in ("train.steps=10", "train.eval_batches=1", "parallel={stages: 2, microbatch: 8}",
-                            f"parallel.transport={transport}"):  # fmt: skip
-                words += ["--set", setting]
-            _command(*words)
-            (metrics,) = Path(folder).rglob(METRICS)
-            rows = [row for row in read_rows(metrics) if "loss" in row]
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with patch.dict(os.environ, environment):
+        _, rows = _quickstart(
+            "train.steps=10", "train.eval_batches=1", "parallel={stages: 2, microbatch: 8}",
+            f"parallel.transport={transport}",
+        )  # fmt: skip
     return {"last_loss": rows[-1]["loss"], "step_s": rows[-1]["step_s"]}
 
 

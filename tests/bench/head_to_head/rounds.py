@@ -13,10 +13,9 @@ from raypipe.errors import RaypipeError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
 from raypipe.train import make_plan
-from tests.bench.head_to_head.blocks import Block, Order
 from tests.bench.head_to_head.cases import DEVICES, UNCUT, Case
 from tests.bench.head_to_head.raypipe_side import DriverCost, RaypipeSide
-from tests.bench.head_to_head.rivals import Rival
+from tests.bench.head_to_head.rivals import Block, Order, Rival
 
 IDEAL = "one process, 1 thread, micro-batches"
 Say = Callable[[str], None]

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.head_to_head.blocks import Block, largest_difference
 from tests.bench.head_to_head.cases import DEVICES
+from tests.bench.head_to_head.rivals import Block, largest_difference
 from tests.bench.head_to_head.rounds import IDEAL, CaseResult
 
 TOLERANCE = 1e-4

@@ -13,14 +13,14 @@ from multiprocessing.connection import Client
 import torch
 import torch.distributed as dist
 
-from tests.bench.head_to_head.blocks import Order, RankReport
-from tests.bench.head_to_head.plain import accumulate_steps, data_parallel_steps, sharded_steps
+from tests.bench.head_to_head.rivals import Order, RankReport
+from tests.bench.head_to_head.torch_side import accumulate_steps, data_parallel_steps, sharded_steps
 
 
 def run(order: Order) -> RankReport:
     gc.collect()  # what the block before left is not collected in this one's time
     if order.kind == "pipeline":
-        from tests.bench.head_to_head.torch_pipeline import pipeline_steps
+        from tests.bench.head_to_head.torch_side import pipeline_steps
 
         return pipeline_steps(order)
     if order.kind == "ddp":

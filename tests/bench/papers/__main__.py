@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tests.bench.papers import chimera, merak, out_of_order, speedups, zeropp
+from tests.bench.papers import chimera, merak, out_of_order, zeropp
 
 PAGE = Path(__file__).parents[3] / "docs" / "evidence" / "papers.md"
 BEGIN, END = "<!-- tests.bench.papers: begin -->", "<!-- tests.bench.papers: end -->"
 
 SOURCES = {
-    "Chimera on Piz Daint (`cluster/devices/piz-daint.yaml`)": (chimera, speedups),
+    "Chimera on Piz Daint (`cluster/devices/piz-daint.yaml`)": (chimera,),
     "ZeroPP on A800 (`cluster/devices/a800.yaml`)": (zeropp,),
     "Merak on RTX 3090 (`cluster/devices/rtx3090.yaml`)": (merak,),
     "Out-of-order backprop on V100 (`cluster/devices/v100.yaml`)": (out_of_order,),

@@ -11,7 +11,7 @@ from raypipe.cost.memory import device_memory
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import costs_of
 from raypipe.job import GptSpec, load_cluster
-from raypipe.job.recompute_layers import alphas, recomputed_after
+from raypipe.job.requested_schedule import alphas, recomputed_after
 from tests.bench.papers.steps import Config, error, even_cut, pipeline, step_seconds, table
 
 MACHINE = "cluster/devices/rtx3090.yaml"

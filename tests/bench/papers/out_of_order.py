@@ -14,7 +14,7 @@ from raypipe.cost.stages import Cut, costs_of
 from raypipe.job import GptSpec, load_cluster
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.reverse_first_k import reverse_first_k
+from raypipe.schedule.families.out_of_order import reverse_first_k
 from raypipe.schedule.passes import add_updates
 from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.engine import simulate

@@ -16,8 +16,7 @@ from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.passes import add_updates
 from raypipe.schedule.walk import walk
-from tests.bench.papers.models import zeropp
-from tests.bench.papers.steps import Config, costs, error, pipeline, step_seconds, table
+from tests.bench.papers.steps import Config, costs, error, pipeline, step_seconds, table, zeropp
 
 MACHINE = "cluster/devices/a800.yaml"
 WIDTH, DEPTH = 4, 4

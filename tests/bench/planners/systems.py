@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from raypipe.errors import ScheduleError, SpecError
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.plan.choose import choose
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.forms.text import to_text

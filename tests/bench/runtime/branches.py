@@ -3,31 +3,27 @@
 For CLIP's two towers, T5 and Inception-V3 (small images), each from its configuration: bytes that a micro-batch sends
 between devices, the predicted step, and the step emulated by real actors, programs and messages with timed waits, of
 the best chain and of branches. Both have the same pieces, costs (of a described machine, all scaled alike so that tasks
-take milliseconds) and search of orders. ``--real`` instead trains Inception-V3 on two CPU actors and on one, in turns.
+take milliseconds) and search of orders.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from raypipe.job import JobSpec
 from raypipe.job.cluster import load_cluster
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.launch.branch_plan import layer_costs
 from raypipe.models import build_model
 from raypipe.models.task import Field
@@ -37,6 +33,7 @@ from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal
 from raypipe.runtime.emulation.links import Links
 from raypipe.runtime.group.worker_group import WorkerGroup
 from tests.bench.accuracy.emulated import first, worker_group_of
+from tests.bench.command import options
 
 STEPS = 8
 STEP_S = 0.6
@@ -137,42 +134,11 @@ def both(name: str, workers: WorkerGroup) -> list[dict[str, Any]]:
     return rows
 
 
-def real(steps: int, batch: int, rounds: int) -> list[dict[str, Any]]:
-    """Train Inception-V3 on images of 75 x 75 by two CPU actors, as branches, and by one; seconds of a step."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "images.npz"
-        draw = np.random.default_rng(0)
-        np.savez(file, image=draw.normal(size=(256, 3, 75, 75)).astype(np.float32), labels=draw.integers(0, 10, 256))
-        for turn in range(rounds):
-            for devices in (1, 2):
-                parallel: dict[str, Any] = {"schedule": "auto", "placement": "branches", "stages": devices}
-                job = {
-                    "name": f"inception-{devices}", "model": INCEPTION, "data": {"type": "arrays", "path": str(file)},
-                    "train": {"steps": steps, "batch": batch, "eval_every": 0, "checkpoint_every": 0},
-                    "parallel": {**parallel, "microbatch": batch},
-                }  # fmt: skip
-                path = Path(folder) / f"{turn}-{devices}.yaml"
-                path.write_text(json.dumps(job))
-                command = [sys.executable, "-m", "raypipe", "train", str(path), "--json", "--run-dir", str(path)[:-5]]
-                said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-                done = json.loads(said.splitlines()[-1])
-                rows.append({"case": "inception, real", "turn": turn, "devices": devices,
-                             "step_s": done["step_s_median"], "loss": done["loss"]})  # fmt: skip
-    return rows
-
-
 def main() -> None:
     """Run the cases that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[[], *CASES])
-    parser.add_argument("--real", action="store_true")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=2)
-    asked = parser.parse_args()
+    asked = options(__doc__, CASES)
     os.environ.setdefault("RAY_ADDRESS", "local")
-    rows = real(asked.steps, asked.batch, asked.rounds) if asked.real else compare(asked.names or list(CASES))
+    rows = compare(asked.names or list(CASES))
     table = Table()
     for key in rows[0]:
         table.add_column(key)

@@ -10,7 +10,6 @@ less the median step; so it holds all that a save costs, not only what the worke
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from dataclasses import dataclass
@@ -21,15 +20,12 @@ from typing import Any
 import ray
 
 from raypipe.checkpoint import ShardInfo, Snapshot, write_snapshot
-from raypipe.data import declared_fields, prepare_data
-from raypipe.job.load import job_from
-from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.worker.worker import StageWorker
-from raypipe.train import make_plan
+from tests.bench.command import options
+from tests.runtime.runs.small_runs import job_for, new_driver
 
 MODEL = {"type": "gpt", "layers": 8, "hidden": 384, "heads": 6, "sequence": 128, "vocabulary": 256, "dropout": 0.0}
 WARM = 3
@@ -91,18 +87,14 @@ class Measured:
 
 def run(folder: Path, steps: int, every: int, asynchronous: bool, bytes_s: float | None) -> Measured:
     """Train ``steps`` steps with a checkpoint every so many."""
-    job = job_from(
-        {
-            "name": "stall", "model": MODEL, "data": {"type": "bytes", "path": "stdlib"},
-            "train": {"steps": steps, "batch": 8, "lr": 0.001, "eval_batches": 1, "checkpoint_every": every,
-                      "async_save": asynchronous, "recovery": "restart"},
-            "parallel": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
-        }
-    )  # fmt: skip
-    folder.mkdir(parents=True)
-    prepare_data(job, build_model(job, declared_fields(job.data)).task, folder / "data")
-    log = TimedLog(folder)
-    driver = Driver(job, make_plan(job), folder, log, lambda *_: None)
+    train = {
+        "steps": steps, "lr": 0.001, "checkpoint_every": every, "async_save": asynchronous, "recovery": "restart",
+        "dtype": "float32",
+    }  # fmt: skip
+    job = job_for(MODEL, {"type": "bytes", "path": "stdlib"}, {"schedule": "1f1b", "stages": 2}, **train)
+    driver = new_driver(job, folder, log=TimedLog)
+    log = driver.log
+    assert isinstance(log, TimedLog)
     workers = start_worker_group(driver.schedule, 1, connect(2), SlowStorage)
     try:
         if bytes_s is not None:
@@ -136,10 +128,7 @@ def run(folder: Path, steps: int, every: int, asynchronous: bool, bytes_s: float
 
 def main() -> None:
     """Print one line per way."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for word, default in (("saves", 5), ("steps-to-write", 10), ("rounds", 2)):
-        parser.add_argument(f"--{word}", type=int, default=default)
-    asked = parser.parse_args()
+    asked = options(__doc__, saves=5, steps_to_write=10, rounds=2)
     every = asked.steps_to_write + 4
     with tempfile.TemporaryDirectory() as folder:
         first = run(Path(folder) / "first", 12, 0, True, None)

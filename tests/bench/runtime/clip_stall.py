@@ -9,7 +9,6 @@ those steps only. Then what running ahead adds to an update: the copy of paramet
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import median
 
@@ -24,6 +23,7 @@ from raypipe.runtime.update.updates import OptimizerSnapshot
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NormPolicy
+from tests.bench.command import options
 
 TASK_S = 0.010
 WAYS: dict[str, NormPolicy] = {"no clip": "none", "wait": "wait", "optimistic": "optimistic", "undone": "optimistic"}
@@ -67,10 +67,7 @@ def update_ms(million: int, undo: bool, steps: int = 8) -> float:
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for word, default in (("devices", 4), ("microbatches", 8), ("steps", 30), ("rounds", 3), ("undo", 5)):
-        parser.add_argument(f"--{word}", type=int, default=default)
-    asked = parser.parse_args()
+    asked = options(__doc__, devices=4, microbatches=8, steps=30, rounds=3, undo=5)
     rows = [
         stall(name, asked.devices, asked.microbatches, asked.steps, asked.rounds, asked.undo)
         for name in ("zb-h2", "zb-v", "zeropp", "1f1b")

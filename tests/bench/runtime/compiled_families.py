@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from raypipe.data import declared_fields, open_data, prepare_data
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
 from raypipe.runtime.compiled.compiler import TracedStage
 from raypipe.runtime.compiled.tracing.cut import Cut, GraphPiece

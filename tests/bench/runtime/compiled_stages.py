@@ -29,9 +29,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
-from raypipe.observe.run_dir import ask_to_stop
+from raypipe.observe.run_dir import STOP, ask
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.runtime.compiled.compiler import TracedStage
 from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
@@ -222,7 +222,7 @@ def start_of(folder: Path, run: str, cache: Path, **train: Any) -> Start:
             swapped_s = time.monotonic() - began
             (swapped,) = [row["step"] for row in read_rows(events) if row["event"] == "swapped"]
         if swapped is not None and len(read_rows(metrics)) > swapped + 20:
-            ask_to_stop(folder / run, "it has seen enough")
+            ask(folder / run, STOP, "it has seen enough")
         time.sleep(0.02)
     assert process.returncode == 0
     assert first is not None

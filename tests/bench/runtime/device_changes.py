@@ -11,7 +11,6 @@ process. Exit status 1 where training stood still for longer than the limit, or 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -20,9 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.runtime.setup.communicators import own_address
-from tests.bench.runtime.kill_driver import text_in
+from tests.bench.command import options, write_rows
+from tests.job_files import write_text
 from tests.ray_head import free_ports, ray_head
 from tests.runtime.runs.elastic_run import WAIT_S, ElasticRun, TwoNodes
 from tests.runtime.runs.killing import events
@@ -71,7 +71,7 @@ def with_nodes(folder: Path, rounds: int) -> tuple[ElasticRun, Seconds]:
     nodes = TwoNodes(forks=False)
     bring = {KILL: nodes.kill, START: nodes.add, DRAIN: nodes.drain}
     try:
-        run = ElasticRun(folder, text_in(folder), nodes.settings)
+        run = ElasticRun(folder, write_text(folder / "text"), nodes.settings)
         seconds: Seconds = []
         try:
             for number, what in enumerate([KILL, START] * rounds + [DRAIN], 1):
@@ -100,7 +100,7 @@ def with_autoscaler(folder: Path) -> tuple[ElasticRun, Seconds]:
     options = [f"--autoscaling-config={config}"]
     with ray_head(2, options, port, AUTOSCALER_UPDATE_INTERVAL_S="1", RAY_FAKE_CLUSTER="1") as head:
         settings = head.token | {"RAY_ADDRESS": head.address}
-        run = ElasticRun(folder, text_in(folder), settings, max_devices=4)
+        run = ElasticRun(folder, write_text(folder / "text"), settings, max_devices=4)
         try:
             run.wait(lambda: run.steps() > 0)
             begun = time.monotonic()  # the run has asked for the node before
@@ -114,14 +114,7 @@ def with_autoscaler(folder: Path) -> tuple[ElasticRun, Seconds]:
 
 def main() -> int:
     """Print the seconds of each change and the losses' difference; exit status 1 beyond a limit."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.runtime.device_changes", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--autoscaler", action="store_true", help="begin on one node, and let an autoscaler add one")
-    parser.add_argument("--rounds", type=int, default=1, help="of killing and starting a node")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds as JSON")
-    args = parser.parse_args()
+    args = options(__doc__, autoscaler=False, rounds=1, json=Path)
     with tempfile.TemporaryDirectory(prefix="raypipe-elastic-") as name:
         run, seconds = with_autoscaler(Path(name)) if args.autoscaler else with_nodes(Path(name), args.rounds)
         if not run.result:
@@ -137,9 +130,7 @@ def main() -> int:
             f"{what}: {change['was']} -> {change['devices']} devices, {plan}: next step after {took:.1f} s, "
             f"{still:.1f} s of it without training"
         )
-    if args.json is not None:
-        rows = [{"what": what, "seconds": took, "without_training": still} for what, took, still in seconds]
-        args.json.write_text(json.dumps(rows) + "\n")
+    write_rows(args.json, [{"what": what, "seconds": took, "without_training": s} for what, took, s in seconds])
     limit_s = AUTOSCALER_S if args.autoscaler else LIMIT_S
     print(
         f"limit {limit_s:g} s without training; {len(losses)} losses, at most {difference:.1e} from a plain loop "

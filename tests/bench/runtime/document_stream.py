@@ -13,7 +13,6 @@ Three parts, over a generated Parquet set of ``--gb``:
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import tempfile
@@ -30,16 +29,15 @@ import torch
 
 from raypipe.data import prepare_data
 from raypipe.data.documents.prepared import PreparedDocuments
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.models.task import NextToken
-from raypipe.observe.run_log import METRICS, RunLog, read_rows
+from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.samples.sample_stream import SampleStream
-from raypipe.train import make_plan
+from tests.bench.command import options
+from tests.runtime.runs.small_runs import new_driver
 
 SEQUENCE, BATCH, WORKERS = 256, 32, 2
 AT_ONCE = 16
@@ -148,14 +146,13 @@ def through_torch(folder: Path, buffer: int) -> None:
 
 def trained(job: JobSpec, run: Path) -> None:
     """Part 3."""
-    log = RunLog(run)
-    driver = Driver(job, make_plan(job), run, log, lambda *_: None)
+    driver = new_driver(job, run)
     workers = start_worker_group(driver.schedule, 1, connect(2))
     try:
         driver.run(workers, None, 0)
     finally:
         workers.stop()
-        log.close()
+        driver.log.close()
     rows = [row for row in read_rows(run / METRICS) if "loss" in row][WARM:]
     waits = [row["data_wait_share"] for row in rows]
     share = sum(wait * row["step_s"] for wait, row in zip(waits, rows, strict=True)) / sum(
@@ -170,11 +167,7 @@ def trained(job: JobSpec, run: Path) -> None:
 
 def main() -> None:
     """Run all parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=0.2)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--keep", type=Path, help="folder of the generated set; made if it is not there")
-    given = parser.parse_args()
+    given = options(__doc__, gb=0.2, steps=60, keep=Path)
     with tempfile.TemporaryDirectory() as place:
         folder = given.keep or Path(place, "parquet")
         if not folder.is_dir():

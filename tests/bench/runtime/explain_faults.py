@@ -10,18 +10,18 @@ draining the pipeline does: else that is the largest cause, and rightly so.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from statistics import median
 
 from raypipe.explain.causes import Explanation, explain
 from raypipe.explain.measured import Measured, TaskTimes, task_times
-from raypipe.explain.mending import Cause
-from raypipe.explain.replay import Replay
+from raypipe.explain.replay import Cause, Replay
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal
@@ -33,6 +33,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.passes import add_recompute, shard
 from tests.bench.accuracy.emulated import first
+from tests.bench.command import options, write_rows
 
 F_S = 0.012
 """Seconds of a forward; its backward takes twice as long."""
@@ -139,56 +140,40 @@ def heavy_head() -> Iterator[Case]:
     return _uneven("heavy head", [{3: 1.6}, {3: 1.8}, {3: 2.0}, {0: 1.2, 3: 2.2}, {0: 0.7, 3: 1.7}])
 
 
-def _with(
-    kind: str, cause: Cause, faults: Sequence[tuple[str, object, Mapping[int, DeviceFaults]]], planned: bool = False
-) -> Iterator[Case]:
-    for name, where, one in faults:
-        good = made(name)
-        times = task_times(good.schedule, good.costs) if planned else {}
+def _on_devices(kind: str) -> Iterator[Case]:
+    cause, names, device, fault, profiled = ON_DEVICES[kind]
+    for k, name in enumerate(names):
+        where, good = device(k), made(name)
         yield Case(
-            kind=kind, cause=cause, where=where, bad=good, good=good, faults=one, planned=times, sizes=f"{name} {where}"
+            kind=kind.replace("_", " "), cause=cause, where=where, bad=good, good=good, sizes=f"{name} {where}",
+            faults={d: fault(k) for d in (range(DEVICES) if where is None else [where])},
+            planned=task_times(good.schedule, good.costs) if profiled else {},
         )  # fmt: skip
 
 
-def slow_device() -> Iterator[Case]:
-    """A device that is slow from the start, next to its profile."""
-    names = ("1f1b", "zb-h1", "gpipe", "1f1b", "zb-h1")
-    found = [(n, d % 4, {d % 4: DeviceFaults(slow=((0, STEPS, 1.4 + 0.15 * d),))}) for d, n in enumerate(names)]
-    return _with("slow device", "straggler", found, planned=True)
-
-
-def noisy_neighbour() -> Iterator[Case]:
-    """A device that is slow in two or three steps, with no profile to tell."""
-    names = ("1f1b", "zb-h1", "gpipe", "1f1b", "zb-h1")
-    found = [
-        (n, d % 4, {d % 4: DeviceFaults(slow=((3 + d % 3, 6 + d % 3, 2.6 + 0.2 * d),))}) for d, n in enumerate(names)
-    ]
-    return _with("noisy neighbour", "straggler", found)
-
-
-def late_data() -> Iterator[Case]:
-    found = [(n, 0, {0: DeviceFaults(data_s=(12 + 3 * k) * F_S)}) for k, n in
-             enumerate(("1f1b", "zb-h1", "gpipe", "1f1b", "zb-h1"))]  # fmt: skip
-    return _with("late data", "data", found)
-
-
-def host_delay() -> Iterator[Case]:
-    """A host that starts each task of one device late."""
-    found = [(n, d % 4, {d % 4: DeviceFaults(host_s=(0.55 + 0.1 * d) * F_S)}) for d, n in
-             enumerate(("1f1b", "gpipe", "1f1b", "zb-h1", "1f1b"))]  # fmt: skip
-    return _with("host delay", "host", found)
-
-
-def late_driver() -> Iterator[Case]:
-    found = [(n, None, {d: DeviceFaults(between_steps_s=(14 + 3 * k) * F_S) for d in range(DEVICES)}) for k, n in
-             enumerate(("1f1b", "gpipe", "zb-h1", "1f1b", "zb-h1"))]  # fmt: skip
-    return _with("late driver", "host", found)
-
-
-def norm() -> Iterator[Case]:
-    found = [(n, None, {d: DeviceFaults(norm_s=(14 + 3 * k) * F_S) for d in range(DEVICES)}) for k, n in
-             enumerate(("1f1b", "gpipe", "zb-h1", "1f1b", "zb-h1"))]  # fmt: skip
-    return _with("norm", "norm", found)
+Device = Callable[[int], int | None]
+"""Which device has the fault in case k; None for all of them."""
+ALL: Device = lambda k: None  # noqa: E731
+FIRST: Device = lambda k: 0  # noqa: E731
+IN_TURN: Device = lambda k: k % 4  # noqa: E731
+MIXED, GPIPE_LATE = ("1f1b", "gpipe", "zb-h1", "1f1b", "zb-h1"), ("1f1b", "zb-h1", "gpipe", "1f1b", "zb-h1")
+ON_DEVICES: dict[str, tuple[Cause, tuple[str, ...], Device, Callable[[int], DeviceFaults], bool]] = {
+    # slow from the start, next to its profile
+    "slow_device": ("straggler", GPIPE_LATE, IN_TURN, lambda k: DeviceFaults(slow=((0, STEPS, 1.4 + 0.15 * k),)), True),
+    # slow in two or three steps, with no profile to tell
+    "noisy_neighbour": (
+        "straggler", GPIPE_LATE, IN_TURN,
+        lambda k: DeviceFaults(slow=((3 + k % 3, 6 + k % 3, 2.6 + 0.2 * k),)), False,
+    ),
+    "late_data": ("data", GPIPE_LATE, FIRST, lambda k: DeviceFaults(data_s=(12 + 3 * k) * F_S), False),
+    # a host that starts each task of one device late
+    "host_delay": (
+        "host", ("1f1b", "gpipe", "1f1b", "zb-h1", "1f1b"), IN_TURN,
+        lambda k: DeviceFaults(host_s=(0.55 + 0.1 * k) * F_S), False,
+    ),
+    "late_driver": ("host", MIXED, ALL, lambda k: DeviceFaults(between_steps_s=(14 + 3 * k) * F_S), False),
+    "norm": ("norm", MIXED, ALL, lambda k: DeviceFaults(norm_s=(14 + 3 * k) * F_S), False),
+}  # fmt: skip
 
 
 def slow_link() -> Iterator[Case]:
@@ -248,11 +233,9 @@ def recompute() -> Iterator[Case]:
         )  # fmt: skip
 
 
+OTHERS = (uneven_cut, heavy_head, slow_link, narrow_link, exposed_sync, gathers, recompute)
 KINDS: dict[str, Callable[[], Iterator[Case]]] = {
-    f.__name__: f for f in (
-        uneven_cut, heavy_head, slow_device, noisy_neighbour, slow_link, narrow_link, exposed_sync, gathers, recompute,
-        late_data, host_delay, late_driver, norm,
-    )
+    **{f.__name__: f for f in OTHERS}, **{kind: partial(_on_devices, kind) for kind in ON_DEVICES},
 }  # fmt: skip
 
 
@@ -284,12 +267,7 @@ def start() -> WorkerGroup:
 
 def main() -> None:
     """Judge all cases and print a line for each, then the totals."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--cases", type=int, default=5, help="of each kind")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each; more where the machine is busy")
-    parser.add_argument("--json", help="file for the rows")
-    asked = parser.parse_args()
+    asked = options(__doc__, kinds=KINDS, cases=5, rounds=2, json=Path)
     workers, rows = start(), []
     try:
         for kind in asked.kinds:
@@ -304,9 +282,7 @@ def main() -> None:
     print(f"right cause first: {right} of {len(rows)} ({right / len(rows):.1%})")
     print(f"predicted gain off by at most {WITHIN:.0%} of the step: {sum(o <= WITHIN for o in off)} of {len(off)}; "
           f"median {median(off):.2%}, most {max(off):.2%}")  # fmt: skip
-    if asked.json:
-        with open(asked.json, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=1)
+    write_rows(asked.json, rows)
     sys.exit(right < 0.95 * len(rows))
 
 

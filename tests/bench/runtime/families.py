@@ -1,23 +1,11 @@
-"""Every family of models, as a new user would train it: ``raypipe train`` with a job of a few lines, two stages.
-
-    python -m tests.bench.runtime.families [NAME ...] [--steps 3]
-
-Prints a row per family: losses, and the seconds from the command to its end. What fails shows its last words.
-"""
+"""A job of a few lines for every family of models, on two stages."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from tests.capture.models import FAMILIES, GROUPED
 
@@ -60,35 +48,3 @@ def jobs(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
         name: {"name": name, "model": model, "data": data, "train": train, "parallel": parallel}
         for name, (model, data) in models.items()
     }
-
-
-def main() -> int:
-    """Train each; the exit status is the number of families that failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--steps", type=int, default=3)
-    asked = parser.parse_args()
-    failed = 0
-    with tempfile.TemporaryDirectory(prefix="raypipe-families-") as name:
-        folder = Path(name)
-        for family, job in jobs(folder, asked.steps).items():
-            if asked.names and family not in asked.names:
-                continue
-            file = folder / f"{family}.yaml"
-            file.write_text(yaml.safe_dump(job))
-            begun = time.monotonic()
-            command = [sys.executable, "-m", "raypipe", "train", str(file), "--run-dir", str(folder / family), "--json"]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            took = time.monotonic() - begun
-            if done.returncode:
-                failed += 1
-                print(f"{family:8}  failed\n{done.stderr.strip()[-800:]}", flush=True)
-                continue
-            result = json.loads(done.stdout.splitlines()[-1])
-            losses = " ".join(f"{loss:.3f}" for loss in result["losses"])
-            print(f"{family:8}  {losses}  val {result['val_loss']:.3f}  {took:.0f} s", flush=True)
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,31 +9,25 @@ the undisturbed run's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
+from tests.bench.command import options, write_rows
+from tests.job_files import write_text
 from tests.ray_environment import start_ray
-from tests.runtime.runs.killing import CONTROLLER, DRIVER, JOB, run_killing
+from tests.runtime.runs.killing import CONTROLLER, DRIVER, job_to_kill, run_killing
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.kill_driver", description=__doc__)
-    parser.add_argument("--trials", type=int, default=10, help="kills of each of the two processes")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds as JSON")
-    args = parser.parse_args()
+    args = options(__doc__, trials=10, steps=200, json=Path)
     os.environ["RAY_ADDRESS"] = start_ray(2, forks=False)
     seconds: dict[str, list[float]] = {DRIVER: [], CONTROLLER: []}
     failed = 0
     with tempfile.TemporaryDirectory(prefix="raypipe-kill-") as folder:
-        job = Path(folder) / "job.yaml"
-        job.write_text(JOB.format(path=text_in(Path(folder)), steps=args.steps))
+        job = job_to_kill(Path(folder) / "job.yaml", write_text(Path(folder) / "text"), args.steps)
         undisturbed = run_killing((), job, Path(folder) / "undisturbed", root=os.getpid())
         if undisturbed.status != 0:
             print(undisturbed.said, file=sys.stderr)
@@ -52,19 +46,9 @@ def main() -> int:
                     print(done.said, file=sys.stderr)
     for title, found in seconds.items():
         print(f"{title}: {len(found)} kills, next step after {statistics.median(found):.1f} s, most {max(found):.1f} s")
-    if args.json is not None:
-        args.json.write_text(json.dumps(seconds) + "\n")
+    write_rows(args.json, seconds)
     print(f"{failed} of {sum(map(len, seconds.values()))} runs failed or lost something")
     return 1 if failed else 0
-
-
-def text_in(folder: Path) -> Path:
-    """A little text to train on: some of this Python's own modules."""
-    text = folder / "text"
-    text.mkdir()
-    for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:24]:
-        (text / source.name).write_bytes(source.read_bytes())
-    return text
 
 
 if __name__ == "__main__":

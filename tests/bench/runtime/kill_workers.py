@@ -12,7 +12,6 @@ either. Exit status 1 if anything was left, or a run failed or lost something.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,20 +26,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.bench.runtime.kill_driver import text_in
+from tests.bench.command import options, write_rows
 from tests.hosts import Host, environment, hosts, ray_cluster
+from tests.job_files import write_job, write_text
 from tests.runtime.runs.killing import events
 
 PER_HOST = 2
-JOB = """
-name: killed
-model: {{type: gpt, layers: 6, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
-train:
-  {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: 1.0, checkpoint_every: 10, max_failures: 9,
-    recovery: {recovery}}}
-parallel: {{schedule: 1f1b, stages: {stages}, microbatch: 1}}
-"""
 STEPS = 120
 EARLY_S, LATE_S = 4.0, 2.0
 """One half of the kills comes up to so long after the worker's process has begun, the other after its set-up."""
@@ -202,11 +193,7 @@ def attempt(members: list[Host], process: subprocess.Popen[str], old: Collection
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.kill_workers", description=__doc__)
-    parser.add_argument("--hosts", type=int, default=3)
-    parser.add_argument("--times", type=int, default=30, help="kills in all, host after host")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
+    args = options(__doc__, hosts=3, times=30, json=Path)
     found: list[Run] = []
     with (
         tempfile.TemporaryDirectory(prefix="raypipe-kill-") as name,
@@ -214,12 +201,13 @@ def main() -> int:
         ray_cluster(members, cpus=PER_HOST) as settings,
     ):
         folder = Path(name)
-        jobs, text = {}, text_in(folder)
+        jobs, text = {}, write_text(folder / "text")
         for recovery in ("in-place", "restart"):
-            jobs[recovery] = folder / f"{recovery}.yaml"
-            jobs[recovery].write_text(
-                JOB.format(path=text, steps=STEPS, stages=PER_HOST * args.hosts, recovery=recovery)
-            )
+            shape = {"schedule": "1f1b", "stages": PER_HOST * args.hosts, "microbatch": 1}
+            jobs[recovery] = write_job(
+                folder / f"{recovery}.yaml", text, shape, layers=6, steps=STEPS, clip=1.0, checkpoint_every=10,
+                max_failures=9, recovery=recovery,
+            )  # fmt: skip
         status, undisturbed, said = ended(run_job(members, settings, jobs["restart"], folder / "undisturbed"))
         if status or (what := left(members)):
             print(said if status else f"an undisturbed run leaves {what}", file=sys.stderr)
@@ -240,8 +228,7 @@ def main() -> int:
             )
     kills = [kill for run in found for kill in run.kills]
     bad = sum(not run.sound for run in found)
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(run) for run in found], indent=1) + "\n")
+    write_rows(args.json, [asdict(run) for run in found])
     early = sum(kill.opening for kill in kills)
     print(f"{len(kills)} kills, {early} of them before the first step; {bad} of {len(found)} runs unsound")
     return 1 if bad else 0

@@ -8,14 +8,12 @@ state, and at most one step is repeated (zb: or two); else the run has ``train.c
 copies. A run is sound if its losses are those of the undisturbed one, bit for bit, and all processes but the killed
 ones lived on.
 With ``--standby`` a kill waits until the processes that stand by are ready, which have low priority on busy cores.
-Prints the seconds from each kill to the next step done, and the steps repeated; ``--restart`` measures the same with
-``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
+Prints the seconds from each kill to the next step done, and the steps repeated; ``--restart KILLS`` measures the same
+with ``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -27,27 +25,28 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
+import psutil
 import ray
 from ray.util import list_named_actors
 
-from tests.bench.runtime.kill_driver import text_in
+from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_workers import ended
+from tests.job_files import write_job, write_text
 from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import events, rows
 
 SHAPES = (
     "1f1b:2x2", "zb-v:2x2", "chimera:4x1", "chimera:2x2", "1f1b:2x1", "zb-v:2x1", "1f1b:4x1", "1f1b:2x2:zero3",
 )  # fmt: skip
-JOB = """
-name: recovered
-model: {{type: gpt, layers: 4, hidden: 16, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
-train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: {clip}, eval_every: 40, eval_batches: 1,
-        checkpoint_every: 60, message_timeout_s: 60.0, max_failures: 20}}
-parallel: {{schedule: {schedule}, stages: {stages}, replicas: {replicas}, microbatch: 1, shard: {shard}}}
-"""
 RUN_S = 1200.0
+
+
+def recovered_job(path: Path, text: Path, shape: dict[str, Any], **train: Any) -> Path:
+    """Write the job of a shape."""
+    often = {"eval_every": 40, "eval_batches": 1, "checkpoint_every": 60, "message_timeout_s": 60.0, "max_failures": 20}
+    return write_job(path, text, {"microbatch": 1, **shape}, layers=4, hidden=16, **often, **train)
 
 
 @dataclass(slots=True)
@@ -105,10 +104,9 @@ def attempts(directory: Path) -> int:
 
 
 def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def wait_for_standby() -> None:
@@ -178,19 +176,10 @@ def said_of(what: str, seconds: list[float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.recoveries", description=__doc__)
-    parser.add_argument("--kills", type=int, default=8, help="in each run")
-    parser.add_argument("--runs", type=int, default=1, help="of each shape")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--standby", type=int, default=0)
-    parser.add_argument("--shape", nargs="*", default=list(SHAPES))
-    parser.add_argument("--clip", default="1.0", help="train.clip; null for none")
-    parser.add_argument("--restart", type=int, default=0, metavar="KILLS", help="also with full restarts")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compiled", action="store_true", help="stages compiled before the first step")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--keep", type=Path, metavar="DIRECTORY", help="a new directory, for the runs' own")
-    args = parser.parse_args()
+    args = options(
+        __doc__, kills=8, runs=1, steps=1500, standby=0, shape=SHAPES, clip="1.0", restart=0, seed=0, compiled=False,
+        json=Path, keep=Path,
+    )  # fmt: skip
     random.seed(args.seed)
     os.environ["RAY_ADDRESS"] = start_ray(8, forks=False)
     found: list[Run] = []
@@ -198,18 +187,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="raypipe-recover-") as name:
         folder = args.keep or Path(name)
         folder.mkdir(exist_ok=True)
-        text = text_in(folder)
+        text = write_text(folder / "text")
         for shape in args.shape:
             schedule, size, shard = [*shape.split(":"), "none"][:3]
             stages, replicas = size.split("x")
             begin = folder / f"{schedule}-{size}-{shard}"
-            job = begin.with_suffix(".yaml")
-            job.write_text(
-                JOB.format(
-                    path=text, steps=args.steps, schedule=schedule, stages=stages, replicas=replicas, shard=shard,
-                    clip=args.clip,
-                )
-            )  # fmt: skip
+            shaped = {"schedule": schedule, "stages": int(stages), "replicas": int(replicas), "shard": shard}
+            clip = None if args.clip == "null" else float(args.clip)
+            job = recovered_job(begin.with_suffix(".yaml"), text, shaped, steps=args.steps, clip=clip)
             compiled = ("--set", "train.compile=inductor", "--set", "train.compile_first=true") if args.compiled else ()
             status, undisturbed, said = ended(train(job, begin, *compiled), RUN_S)
             if status:
@@ -244,8 +229,7 @@ def main() -> int:
     if args.restart:
         print(said_of("restarted", restarted))
     print(f"{bad} of {len(found)} runs unsound")
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(run) for run in found], indent=1) + "\n")
+    write_rows(args.json, [asdict(run) for run in found])
     return 1 if bad else 0
 
 

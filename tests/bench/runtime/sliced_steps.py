@@ -10,7 +10,6 @@ the number of cases beyond the limit.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from dataclasses import replace
@@ -20,6 +19,7 @@ from raypipe.runtime.emulation.emulated_run import emulate
 from raypipe.runtime.emulation.links import Links
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
+from tests.bench.command import options
 
 MS = 1e-3
 CASES = [(name, slices) for name in ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b") for slices in (1, 2, 4)]
@@ -41,11 +41,7 @@ def step(name: str, slices: int, steps: int) -> tuple[float, float]:
 
 def main() -> int:
     """Run every case; the exit status is the number of those beyond the limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=0.03)
-    asked = parser.parse_args()
+    asked = options(__doc__, steps=4, rounds=2, limit=0.03)
     taken: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for _ in range(asked.rounds):
         for case in CASES:

@@ -12,8 +12,6 @@ more than 5 %, open files, processes or shared memory at all, something is left 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -26,12 +24,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from raypipe.observe.run_dir import ask_to_stop
-from tests.bench.runtime.kill_driver import text_in
+import psutil
+
+from raypipe.observe.run_dir import STOP, ask
+from tests.bench.command import options, write_rows
 from tests.bench.runtime.kill_workers import ended
-from tests.bench.runtime.recoveries import JOB, RUN_S, alive, newest, pids_of, train
+from tests.bench.runtime.recoveries import RUN_S, alive, newest, pids_of, recovered_job, train
+from tests.job_files import write_text
+from tests.processes import descendants
 from tests.ray_environment import start_ray
-from tests.runtime.runs.killing import DRIVER, descendants, events
+from tests.runtime.runs.killing import DRIVER, events
 
 SAMPLE_S, SETTLED_S = 3.0, 30.0
 GROWTH = 1.05
@@ -53,16 +55,15 @@ class Sample:
 
 def own_mib(pid: int) -> float | None:
     """Return the memory that a process shares with no other one, in MiB."""
-    with suppress(OSError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) * 1024 / MIB
+    with suppress(psutil.Error):
+        return float(psutil.Process(pid).memory_full_info().uss) / MIB
     return None
 
 
 def open_files(pid: int) -> int | None:
     """Return how many descriptors a process has open."""
-    with suppress(OSError):
-        return len(os.listdir(f"/proc/{pid}/fd"))
+    with suppress(psutil.Error):
+        return int(psutil.Process(pid).num_fds())
     return None
 
 
@@ -120,24 +121,13 @@ def thirds(samples: list[Sample], value: Callable[[Sample], float | None]) -> tu
 
 def main() -> int:
     """Print how each quantity changed; exit status 1 where one grew."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.runtime.soak", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--warm-up", type=float, default=5.0, help="minutes that do not count")
-    parser.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
-    parser.add_argument("--checkpoint-every", type=int, default=300, help="steps; 300 are some 20 s on two cores")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples")
-    args = parser.parse_args()
+    args = options(__doc__, minutes=30.0, warm_up=5.0, every=60.0, checkpoint_every=300, json=Path)
     os.environ["RAY_ADDRESS"] = start_ray(8, forks=False)
     with tempfile.TemporaryDirectory(prefix="raypipe-soak-") as name:
         folder = Path(name)
-        job, directory = folder / "job.yaml", folder / "run"
-        text = text_in(folder)
-        job.write_text(
-            JOB.format(path=text, steps=10**6, schedule="1f1b", stages=2, replicas=2, shard="none", clip="1.0")
-        )
+        directory, text = folder / "run", write_text(folder / "text")
+        shape = {"schedule": "1f1b", "stages": 2, "replicas": 2}
+        job = recovered_job(folder / "job.yaml", text, shape, steps=10**6, clip=1.0)
         watch = Watch(directory)
         process = train(job, directory, "--set", f"train.checkpoint_every={args.checkpoint_every}")
         kills, due, looked = 0, time.monotonic() + args.every, 0.0
@@ -158,7 +148,7 @@ def main() -> int:
                     kills += 1
                 due = now + args.every
         if process.poll() is None:
-            ask_to_stop(directory, "enough")
+            ask(directory, STOP, "enough")
         status, result, said = ended(process, RUN_S)
         steps = len(result.get("losses", []))
         recovered, saved = len(events(directory, "recovered")), len(events(directory, "checkpoint"))
@@ -167,8 +157,7 @@ def main() -> int:
     if status:
         print(said[-3000:], file=sys.stderr)
     counted = [sample for sample in watch.samples if sample.second > 60 * args.warm_up]
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(sample) for sample in watch.samples]) + "\n")
+    write_rows(args.json, [asdict(sample) for sample in watch.samples])
     print(f"{steps} steps, {kills} kills, {recovered} replaced in place, {saved} checkpoints, status {status}")
     bad = bool(status or left or recovered != kills)
     quantities: tuple[tuple[str, Callable[[Sample], float | None], float], ...] = (

@@ -13,7 +13,6 @@ between two tasks, which the set times leave out. Exit status 1 if something doe
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -24,14 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from raypipe.data import declared_fields, known_fields, prepare_data
-from raypipe.job.load import job_from
+from raypipe.data import known_fields
 from raypipe.job.spec import JobSpec
-from raypipe.models import build_model
-from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.plan.online.better_order import step_seconds
 from raypipe.plan.plan import build_schedule
-from raypipe.runtime.driver import Driver
 from raypipe.runtime.emulation.emulated_worker import wait_until
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.worker.worker import StageWorker
@@ -39,9 +35,11 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.lowering.programs import Action
 from raypipe.train import make_plan
-from tests.bench.runtime.kill_driver import text_in
+from tests.bench.command import options, write_rows
 from tests.hosts import hosts, ray_cluster
+from tests.job_files import write_text
 from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.small_runs import job_for, new_driver
 
 HOSTS, PER_HOST = 3, 2
 RATE, BYTES_PER_S, DELAY_S = "1gbit", 125e6, 0.002
@@ -145,13 +143,8 @@ class PacedWorker(StageWorker):
 
 def job_of(name: str, text: Path, steps: int) -> JobSpec:
     """The job of one plan; updates are not clipped, so nobody waits for a norm."""
-    return job_from(
-        {
-            "name": name, "model": {**MODEL, "tie_embeddings": False}, "data": {"type": "bytes", "path": str(text)},
-            "train": {"steps": steps, "batch": BATCH, "lr": 0.01, "seed": 3, "dtype": "float64", "eval_batches": 1},
-            "parallel": {"microbatch": MICROBATCH, **CASES[name]},
-        }
-    )  # fmt: skip
+    parallel = {"microbatch": MICROBATCH, **CASES[name]}
+    return job_for({**MODEL, "tie_embeddings": False}, text, parallel, steps=steps, batch=BATCH)
 
 
 def costs_for(schedule: Schedule, tensor: int) -> CostTable:
@@ -179,14 +172,11 @@ def inside(name: str, folder: Path, steps: int) -> Found:
 
     job = job_of(name, folder / "text", steps)
     directory = folder / name
-    directory.mkdir()
-    prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
     plan, tensor = make_plan(job), job.parallel.tensor
     schedule = build_schedule(plan, BATCH)
     costs = costs_for(schedule, tensor)
     request = connect(HOSTS * PER_HOST)
-    log = RunLog(directory)
-    driver = Driver(job, plan, directory, log, lambda *_: None)
+    driver = new_driver(job, directory, plan=plan)
     workers = start_worker_group(
         driver.schedule, plan.parallel.replicas, request, PacedWorker, tensor=plan.parallel.tensor
     )
@@ -200,7 +190,7 @@ def inside(name: str, folder: Path, steps: int) -> Found:
         setup_s = time.monotonic() - begun
     finally:
         workers.stop()
-        log.close()
+        driver.log.close()
     rows = [row for row in read_rows(directory / METRICS) if "loss" in row]
     events = read_rows(directory / EVENTS)
     (started,) = (event for event in events if event["event"] == "started")
@@ -226,12 +216,7 @@ def show(name: str, one: Found) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.runtime.three_hosts", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="NAME", default=list(CASES))
-    parser.add_argument("--steps", type=int, default=20, help=f"of each plan; more than {FIRST}")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--inside", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options(__doc__, only=CASES, steps=20, json=Path, inside=Path)
     if args.inside is not None:
         one = inside(args.only[0], args.inside, args.steps)
         shown = {name: getattr(one, name) for name in Found.__slots__}
@@ -248,7 +233,7 @@ def main() -> int:
         ray_cluster(members, cpus=PER_HOST) as settings,
     ):
         folder = Path(name)
-        text_in(folder)
+        write_text(folder / "text")
         for case in args.only:
             words = [sys.executable, "-m", "tests.bench.runtime.three_hosts", "--inside", name, "--only", case]
             done = members[0].run(*words, "--steps", str(args.steps), **settings)
@@ -257,9 +242,7 @@ def main() -> int:
                 return 1
             found[case] = Found(**json.loads((folder / f"{case}.json").read_text()))
             show(case, found[case])
-    if args.json is not None:
-        rows = {name: {key: getattr(one, key) for key in Found.__slots__} for name, one in found.items()}
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(args.json, {name: {key: getattr(one, key) for key in Found.__slots__} for name, one in found.items()})
     return 0 if all(one.holds for one in found.values()) else 1
 
 

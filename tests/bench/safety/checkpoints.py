@@ -73,16 +73,8 @@ def right_manifest(folder: Path) -> dict[str, Any]:
 
 def manifests(folder: Path) -> st.SearchStrategy[Any]:
     """Manifests with something changed."""
-    places = [
-        ("step",),
-        ("files",),
-        ("keys",),
-        ("meta",),
-        ("version",),
-        ("format",),
-        ("files", 0, "bytes"),
-        ("meta", LOSS),
-    ]
+    one = ("step", "files", "keys", "meta", "version", "format")
+    places = [*((key,) for key in one), ("files", 0, "bytes"), ("meta", LOSS)]
     return changed(right_manifest(folder), places)
 
 

@@ -8,7 +8,6 @@ checkpoint is opened, or an exception is raised that is none of raypipe's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -21,6 +20,7 @@ from pathlib import Path
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.checkpoint.write import NAME
 from raypipe.errors import CheckpointError
+from tests.bench.command import options
 from tests.bench.safety import checkpoints
 from tests.bench.safety.trial import SilentError, attempt, expect
 
@@ -153,9 +153,7 @@ def corrupted(right: Path, root: Path, seed: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.safety.corruptions", description=__doc__)
-    parser.add_argument("--times", type=int, default=1000)
-    args = parser.parse_args()
+    args = options(__doc__, times=1000)
     with tempfile.TemporaryDirectory(prefix="raypipe-corruptions-") as name:
         right = Path(name) / "right"
         for step in (OLDER, NEWER):

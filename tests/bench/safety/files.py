@@ -68,13 +68,10 @@ def changed(draw: Any, right: Any, more: Sequence[tuple[Any, ...]] = (), most: i
         place = draw(st.sampled_from(places))
         owner: Any = data
         for key in place[:-1]:
-            owner = (
-                owner[key]
-                if isinstance(owner, list)
-                else owner.setdefault(key, {})
-                if isinstance(owner, dict)
-                else None
-            )
+            if isinstance(owner, dict):
+                owner = owner.setdefault(key, {})
+            else:
+                owner = owner[key] if isinstance(owner, list) else None
         if isinstance(owner, dict):
             if draw(st.integers(0, 9)) == 0:
                 owner.pop(place[-1], None)
@@ -99,9 +96,7 @@ def torn(draw: Any, text: str) -> str:
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(text) - 1)))
         length = draw(st.integers(0, 12))
-        other = draw(
-            st.sampled_from(["", "\0", "&a *a", "{", "]", ": ", "\n", "-", "\u00b2", "9" * 30, "1e999", '"', "!!x "])
-        )
+        other = draw(st.sampled_from(PIECES))
         kind = draw(st.integers(0, 3))
         middle = text[at : at + length]
         middle = {0: "", 1: middle * 2, 2: other, 3: middle[::-1]}[kind]

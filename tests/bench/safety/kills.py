@@ -20,19 +20,11 @@ from pathlib import Path
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.checkpoint.write import NAME
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-from tests.listening import session_of
+from tests.job_files import write_job
+from tests.processes import session_of
 from tests.ray_environment import without_ray
 
-JOB = """
-name: kills
-model: {{type: gpt, layers: 2, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
-train: {{steps: 100000, batch: 8, optimizer: adamw, lr: 0.01, seed: 0, eval_every: {evals}, eval_batches: {batches}, \
-checkpoint_every: {saves}}}
-parallel: {parallel}
-"""
-GIVEN = "{schedule: 1f1b, stages: 2, replicas: 1, microbatch: 2}"
-PLAIN = {"evals": 100, "batches": 2, "saves": 50, "parallel": GIVEN}
+PLAIN = {"steps": 100000, "eval_every": 100, "eval_batches": 2, "checkpoint_every": 50}
 EVERY, ERR = 20, "err"
 START_S, END_S, GONE_S = 300.0, 60.0, 20.0
 
@@ -67,8 +59,8 @@ MOMENTS: dict[str, tuple[Callable[[Path], bool], tuple[float, ...], dict[str, ob
     "profiling": (_profiling, (0.0, 0.5), {"parallel": "auto"}),
     "step 1": (lambda run: _begun(run, "started"), (0.0, 0.1), {}),
     "mid-run": (lambda run: _steps(run) >= 60, (0.0, 0.3), {}),
-    "save": (_saving, (0.0, 0.3), {"saves": 5}),
-    "evaluation": (_evaluating, (0.0, 0.2), {"evals": EVERY, "batches": 400}),
+    "save": (_saving, (0.0, 0.3), {"checkpoint_every": 5}),
+    "evaluation": (_evaluating, (0.0, 0.2), {"eval_every": EVERY, "eval_batches": 400}),
 }
 """When it is sent, how long after that in seconds, at least, and what the job then has: it is sent when that is so."""
 
@@ -99,8 +91,7 @@ def _used() -> str:
 def trial(moment: str, delay: float, number: signal.Signals, folder: Path) -> str:
     """Run one case; return what happened, or raise AssertionError."""
     due, _, keys = MOMENTS[moment]
-    job, run = folder / "job.yaml", folder / "run"
-    job.write_text(JOB.format(path=Path(__file__).parents[2], **{**PLAIN, **keys}))
+    job, run = write_job(folder / "job.yaml", Path(__file__).parents[2], **{**PLAIN, **keys}), folder / "run"
     words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(run)]
     before, environment = _shared_memory(), without_ray(RAY_ADDRESS="local", RAYPIPE_CACHE_DIR=str(folder / "cache"))
     with (folder / ERR).open("w") as err:

@@ -19,7 +19,7 @@ from statistics import median
 from raypipe.atomic_write import write_whole
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.errors import ScheduleError
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.instance import Resource
 from raypipe.plan.certificate.of_plan import Certifiers

@@ -21,8 +21,7 @@ from typing import Literal, NamedTuple
 
 from raypipe.cost.profile import Profile
 from raypipe.job.cluster import load_cluster
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifier

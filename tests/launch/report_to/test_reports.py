@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from raypipe.errors import SpecError
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.launch.report_to import loggers
 from raypipe.launch.report_to.loggers import check_loggers, mlflow_name
 from raypipe.launch.report_to.reports import Reports

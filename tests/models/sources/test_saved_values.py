@@ -34,7 +34,7 @@ SIZES = {
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.slow
 def test_a_saved_model_starts_as_from_pretrained_gives_it(kind: str, tmp_path: Path) -> None:
-    from tests.bench.families import compare, small_model
+    from tests.models.sources.saved_families import compare, small_model
 
     assert not compare(small_model(kind), tmp_path)
 

@@ -3,10 +3,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from raypipe.errors import RequestError
-from raypipe.observe.draw.figure_file import save
-from raypipe.observe.draw.gantt import gantt
+from raypipe.observe.draw.figures import gantt, memory_plot, save
 from raypipe.observe.draw.palette import colour, oklch
-from raypipe.observe.draw.plots import memory_plot
 from raypipe.schedule.forms.text import parse_task
 from raypipe.schedule.ir import Schedule, StageGraph
 from raypipe.simulate.timeline import critical_path

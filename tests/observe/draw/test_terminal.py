@@ -2,8 +2,8 @@ import io
 
 from rich.console import Console
 
-from raypipe.observe.draw.caption import caption, folded
-from raypipe.observe.draw.terminal import STYLES, draw, draw_coloured, legend, show
+from raypipe.observe.draw.palette import LOOKS
+from raypipe.observe.draw.terminal import caption, draw, draw_coloured, folded, legend, show
 
 
 def test_the_readme_picture(timeline):
@@ -41,7 +41,7 @@ def test_colours_show_numbers_and_bounds(timeline):
     rows = draw_coloured(timeline("1f1b", microbatches=12), width=200)
     assert all(row.cell_len <= 200 for row in rows)
     assert " 11" in f" {rows[0].plain.split()[-1]}"
-    assert len(set(STYLES.values())) == len(STYLES)
+    assert len({look.style for look in LOOKS.values()}) == len(LOOKS)
 
 
 def test_plain_text_into_a_file_and_colour_on_a_terminal(timeline):

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.recompute_layers import alphas, recomputed_after
+from raypipe.job.requested_schedule import alphas, recomputed_after
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.plan.online.controller import MeasuredStep, StepMemory
 from raypipe.plan.online.measured_steps import StepClock

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.recompute_layers import layers_to_recompute
+from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.plan.online import sequence
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import Event, MeasuredStep, StepMemory

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import SpecError
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.plan.regions.as_plan import held_until, order_of, plan_of
 from raypipe.plan.regions.joint import Joint, assign, joint_schedule

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raypipe.runtime.backward.deferred import Closure, WeightQueue, deferred_linear
 from raypipe.runtime.backward.waiting import LayerPeaks, WaitingOperands
 from raypipe.runtime.process.memory import PeakMeter, heap_bytes
-from raypipe.schedule.families.reverse_first_k import postponed_peaks
+from raypipe.schedule.families.out_of_order import postponed_peaks
 
 LAYERS, WIDTH, ROWS = 4, 64, 16384
 UNIT = ROWS * WIDTH * 4

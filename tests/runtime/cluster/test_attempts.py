@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypipe.errors import CheckpointError, DeviceError, DevicesError, TransportError
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.cluster import attempts
 from raypipe.runtime.hosts.devices import DeviceRequest

@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from raypipe.errors import RunError
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster import attempts
 from raypipe.runtime.cluster import ray_train as train_run

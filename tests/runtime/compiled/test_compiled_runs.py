@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import SpecError
-from raypipe.observe.run_dir import ask_to_stop
+from raypipe.observe.run_dir import STOP, ask
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
 from raypipe.train import prepare_run
@@ -53,7 +53,7 @@ def test_stages_are_swapped_in_beside_training(stage_pool, text_folder, tmp_path
         while not ended.wait(0.1):
             if log.exists() and any(row["event"] == "swapped" for row in read_rows(log)):
                 ended.wait(0.5)
-                ask_to_stop(tmp_path, "it has seen enough")
+                ask(tmp_path, STOP, "it has seen enough")
                 return
 
     ended = threading.Event()

@@ -42,7 +42,7 @@ from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.reverse_first_k import reverse_first_k
+from raypipe.schedule.families.out_of_order import reverse_first_k
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.asynchronous import WHOLE

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from raypipe.job import GptSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import GptLayers, LayeredModel, build_model
 from raypipe.runtime.backward.deferred import WeightQueue
 from raypipe.runtime.executor.weight_casts import Casts

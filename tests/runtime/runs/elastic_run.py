@@ -14,20 +14,13 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
-from raypipe.observe.run_dir import ask_to_stop
+from raypipe.observe.run_dir import STOP, ask
+from tests.job_files import write_job
 from tests.ray_environment import node_settings, without_ray
 from tests.runtime.runs.killing import events
 
 WAIT_S = 1.0
 PATIENCE_S = 300.0
-JOB = """
-name: elastic
-model: {{type: gpt, layers: 6, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
-train: {{steps: 20000, batch: 8, lr: 0.001, seed: 0, dtype: float64, clip: 1.0, eval_batches: 1, checkpoint_every: 50,
-  keep_checkpoints: 2, elastic: {elastic}}}
-parallel: {{auto: true, replicas: 1, microbatch: 1}}
-"""
 
 
 class TwoNodes:
@@ -74,7 +67,11 @@ class ElasticRun:
         ``train.elastic``.
         """
         self.job, self.directory = folder / "job.yaml", folder / "run"
-        self.job.write_text(JOB.format(path=text, elastic=json.dumps({"wait_s": WAIT_S, **elastic})))
+        write_job(
+            self.job, text, {"auto": True, "replicas": 1, "microbatch": 1}, layers=6, steps=20000, lr=0.001,
+            dtype="float64", clip=1.0, eval_batches=1, checkpoint_every=50, keep_checkpoints=2,
+            elastic={"wait_s": WAIT_S, **elastic},
+        )  # fmt: skip
         words = ["-m", "raypipe", "train", str(self.job), "--run-dir", str(self.directory), "--json", *extra]
         self.result: dict[str, Any] = {}
         """Empty if it failed."""
@@ -112,7 +109,7 @@ class ElasticRun:
     def finish(self) -> None:
         """End the run, and keep its result and what it said."""
         if self.process.poll() is None and self.directory.is_dir():
-            ask_to_stop(self.directory, "enough")
+            ask(self.directory, STOP, "enough")
         try:
             out, said = self.process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:

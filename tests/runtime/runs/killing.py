@@ -17,16 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.job_files import write_job
+from tests.processes import descendants
 from tests.ray_environment import start_ray, without_ray
 
 DRIVER, CONTROLLER = "ray::RayTrainWorker", "ray::TrainController"
-JOB = """
-name: killed
-model: {{type: gpt, layers: 2, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
-train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: 1.0, eval_batches: 2, checkpoint_every: 50}}
-parallel: {{schedule: 1f1b, stages: 2, microbatch: 2}}
-"""
+
+
+def job_to_kill(path: Path, text: Path, steps: int) -> Path:
+    """Write a job whose runs save every 50 steps."""
+    return write_job(path, text, steps=steps, clip=1.0, eval_batches=2, checkpoint_every=50)
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,6 @@ class Outcome:
     """Standard error."""
     seconds: float
     """From the last kill to the first step done after it; NaN where nothing was killed or no step followed."""
-
-
-def descendants(root: int) -> dict[int, str]:
-    """Process ids below ``root`` and their titles."""
-    parents, titles = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text(errors="replace")
-                titles[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
-            except OSError:  # it has ended meanwhile
-                continue
-            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
-    found: dict[int, str] = {}
-    wanted = {root}
-    while wanted:
-        wanted = {pid for pid, parent in parents.items() if parent in wanted}
-        found |= {pid: titles[pid] for pid in wanted if pid in titles}
-    return found
 
 
 def rows(path: Path) -> list[dict[str, Any]]:

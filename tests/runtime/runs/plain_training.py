@@ -6,6 +6,7 @@ forward, loss scaling, accumulation, clipping, optimizer and tying are written h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def plain_val_loss(job: JobSpec, data: Path, steps: int) -> float:
 
 
 def _trained(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None) -> tuple[list[float], torch.nn.Module]:
-    model, _ = _model(job)
+    model = whole_gpt(job)
     kinds: dict[str, Any] = {
         "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD,
         "adagrad": partial(torch.optim.Adagrad, eps=job.train.eps),
@@ -53,7 +54,7 @@ def _trained(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None)
     corpus = Corpus.open(data) if corpus is None else corpus
     losses = []
     for step in range(steps):
-        loss = _mean_loss(job, model, corpus, step, range(job.train.batch))
+        loss = mean_loss(job, model, corpus, step, range(job.train.batch))
         optimizer.zero_grad()
         loss.backward()
         if job.train.clip is not None:
@@ -67,14 +68,14 @@ def _trained(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None)
 
 def two_buffered_losses(job: JobSpec, data: Path, steps: int) -> list[float]:
     """PipeDream-2BW's rule in one process: step t's gradient is taken at w(t-1) and updates w(t)."""
-    model, _ = _model(job)
-    older, _ = _model(job)  # w(t-1); w(0) for the first two steps
+    model = whole_gpt(job)
+    older = whole_gpt(job)  # w(t-1); w(0) for the first two steps
     optimizer = torch.optim.SGD(model.parameters(), lr=job.train.lr, momentum=job.train.momentum)
     corpus = Corpus.open(data)
     losses = []
     for step in range(steps):
         before = [p.detach().clone() for p in model.parameters()]
-        loss = _mean_loss(job, older, corpus, step, range(job.train.batch))
+        loss = mean_loss(job, older, corpus, step, range(job.train.batch))
         older.zero_grad()
         loss.backward()
         if job.train.clip is not None:
@@ -96,7 +97,7 @@ def stashed_losses(job: JobSpec, data: Path, steps: int, cut: list[range]) -> li
     own update by m - (D - s). The backward uses the weights that the forward saw; the update goes on the newest.
     """
     depth = len(cut)
-    _, layers = _model(job)
+    layers = list(whole_gpt(job))
     history = [[_weights(layers, part)] for part in cut]
     corpus = Corpus.open(data)
     size = job.parallel.microbatch
@@ -128,15 +129,58 @@ def stashed_losses(job: JobSpec, data: Path, steps: int, cut: list[range]) -> li
     return losses
 
 
-def _model(job: JobSpec) -> tuple[torch.nn.Sequential, list[torch.nn.Module]]:
-    plan = GptLayers(job.model, DTYPES[job.train.dtype])
+def whole_gpt(job: JobSpec, dtype: torch.dtype | None = None) -> torch.nn.Sequential:
+    """The layers of the built-in GPT with their start values, tied as the job says."""
+    plan = GptLayers(job.model, dtype or DTYPES[job.train.dtype])
     layers = [plan.build(i, job.train.seed) for i in range(plan.count)]
     if job.model.tie_embeddings:
         layers[-1].project.weight = layers[0].token.weight
-    return torch.nn.Sequential(*layers), layers
+    return torch.nn.Sequential(*layers)
 
 
-def _mean_loss(job: JobSpec, model: torch.nn.Module, corpus: Corpus, step: int, rows: range) -> torch.Tensor:
+def microbatch_losses(
+    job: JobSpec, data: Path, model: torch.nn.Module, update: Callable[[], None], autocast: bool = False
+) -> tuple[list[float], float]:
+    """Losses, then that of the first validation batch; a backward for each micro-batch, ``update`` for each step."""
+    corpus, size = Corpus.open(data), job.parallel.microbatch
+
+    def summed(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+    losses = []
+    for step in range(job.train.steps):
+        tokens, targets = corpus.batch("train", job.train.seed, step, job.train.batch)
+        total = 0.0
+        for first in range(0, job.train.batch, size):
+            rows = slice(first, first + size)
+            keys = random_keys(job.train.seed, step, range(first, first + size), training=True)
+            with keys, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = summed(tokens[rows], targets[rows])
+            (loss / targets.numel()).backward()
+            total += loss.item() / targets.numel()
+        update()
+        losses.append(total)
+    tokens, targets = corpus.batch("val", job.train.seed, 0, job.train.batch)
+    model.eval()
+    with torch.no_grad():
+        return losses, summed(tokens, targets).item() / targets.numel()
+
+
+def adamw_update(job: JobSpec, model: torch.nn.Module) -> Callable[[], None]:
+    """Clip, step and forget the gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def mean_loss(job: JobSpec, model: torch.nn.Module, corpus: Corpus, step: int, rows: range) -> torch.Tensor:
     tokens, targets = corpus.samples("train", job.train.seed, step, rows.start, len(rows), job.train.batch)
     with random_keys(job.train.seed, step, rows, training=True):
         return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.data import declared_fields, prepare_data
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
@@ -21,20 +20,28 @@ from raypipe.train import make_plan
 Pool = Callable[[int], WorkerGroup]
 
 
-def small_job(text: Path, parallel: dict[str, Any], model: dict[str, Any] | None = None, **train: Any) -> JobSpec:
-    """Four layers, tied and with dropout, float64; everything else is up to the test."""
+def job_for(
+    model: dict[str, Any], data: Path | str | dict[str, Any], parallel: dict[str, Any], **train: Any
+) -> JobSpec:
+    """A few steps in float64; ``data``: a file of arrays, a folder of text, or the whole section."""
+    if not isinstance(data, dict):
+        data = {"type": "bytes" if Path(data).is_dir() else "arrays", "path": str(data)}
     return job_from(
         {
-            "name": "small",
-            "model": {
-                "type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256,
-                "dropout": 0.1, "tie_embeddings": True, **(model or {}),
-            },
-            "data": {"type": "bytes", "path": str(text)},
+            "name": "small", "model": model, "data": data,
             "train": {"steps": 4, "batch": 8, "lr": 0.01, "seed": 3, "dtype": "float64", "eval_batches": 1, **train},
             "parallel": {"microbatch": 2, **parallel},
         }
     )  # fmt: skip
+
+
+def small_job(text: Path, parallel: dict[str, Any], model: dict[str, Any] | None = None, **train: Any) -> JobSpec:
+    """Four layers, tied and with dropout; everything else is up to the test."""
+    gpt = {
+        "type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256, "dropout": 0.1,
+        "tie_embeddings": True, **(model or {}),
+    }  # fmt: skip
+    return job_for(gpt, {"type": "bytes", "path": str(text)}, parallel, **train)
 
 
 @dataclass(frozen=True)
@@ -51,13 +58,14 @@ class Done:
 
 
 def new_driver(
-    job: JobSpec, directory: Path, saved: Callable[..., None] = lambda *_: None, plan: Plan | None = None
+    job: JobSpec, directory: Path, saved: Callable[..., None] = lambda *_: None, plan: Plan | None = None,
+    log: type[RunLog] = RunLog,
 ) -> Driver:  # fmt: skip
     """A driver with its data prepared, whose log is in ``directory``; ``plan``: another than the job's own."""
     directory.mkdir(parents=True, exist_ok=True)
     prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
     validation = validation_metrics(job.train)
-    return Driver(job, plan or make_plan(job), directory, RunLog(directory), saved, validation=validation)
+    return Driver(job, plan or make_plan(job), directory, log(directory), saved, validation=validation)
 
 
 def drive(

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from raypipe.errors import RunError, SpecError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
+from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
 from raypipe.models.task import IGNORED, Field, NextToken
 from tests.capture.models import FAMILIES, Residual
 from tests.exhaustive import ONLY
-from tests.runtime.runs.eager_reference import keyed, with_values
-from tests.runtime.runs.one_device import Outcome, even_cut, run_step
+from tests.runtime.runs.eager_reference import assert_step_of, keyed
+from tests.runtime.runs.one_device import even_cut, run_step
+from tests.runtime.runs.small_runs import job_for
 
 transformers = pytest.importorskip("transformers")
 
@@ -111,12 +112,7 @@ DROPS = {"gpt2", "opt", "bert", "roberta", "t5", "vit", "cnn", "frozen batch nor
 
 
 def job_of(model: dict[str, Any]) -> JobSpec:
-    return job_from(
-        {
-            "name": "any", "model": model, "data": {"type": "arrays", "path": "unused.npz"},
-            "train": {"steps": 1, "batch": BATCH, "dtype": "float64"},
-        }
-    )  # fmt: skip
+    return job_for(model, "unused.npz", {}, steps=1, batch=BATCH)
 
 
 def fields_of(rows: dict[str, Tensor]) -> dict[str, Field]:
@@ -133,25 +129,18 @@ def model_of(case: str) -> LayeredModel:
     return _models[case]
 
 
-def eager(model: LayeredModel, outcome: Outcome, rows: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    """Loss, as the model or PyTorch means it, and gradients of the whole eager model with the stages' values."""
-    values = {n: v.detach() + outcome.gradients[n] for stage in outcome.stages for n, v in stage.named.items()}
-    module = with_values(model.values.build(), values)
+def whole_loss(model: LayeredModel, module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    """The loss of the whole eager model, as the model or PyTorch means it."""
     assert module.training
     rows = {name: t.double() if t.is_floating_point() else t for name, t in rows.items()}
     with keyed(SEED, STEP, BATCH):
         if isinstance(model.task, NextToken):  # the library would take this loss in float32
             logits = module(**{name: t for name, t in rows.items() if name != "labels"}).logits
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows["labels"][:, 1:].flatten())
-        elif isinstance(module, transformers.PreTrainedModel):
-            loss = module(**rows).loss
-        else:
-            output = module(rows["image" if "image" in rows else "features"])
-            labels = rows["labels"]
-            floating = labels.is_floating_point()
-            loss = F.mse_loss(output.squeeze(-1), labels) if floating else F.cross_entropy(output, labels)
-    loss.backward()
-    return loss.item(), {n: p.grad for n, p in module.named_parameters(remove_duplicate=False) if p.grad is not None}
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), rows["labels"][:, 1:].flatten())
+        if isinstance(module, transformers.PreTrainedModel):
+            return module(**rows).loss
+        output, labels = module(rows["image" if "image" in rows else "features"]), rows["labels"]
+        return F.mse_loss(output.squeeze(-1), labels) if labels.is_floating_point() else F.cross_entropy(output, labels)
 
 
 ALIKE = {"qwen3", "mistral", "gemma", "opt", "roberta"}
@@ -173,15 +162,9 @@ def test_loss_and_gradients_are_the_whole_models(case: str, split: bool) -> None
     own = {name: np.array(LENGTHS) for name in rows} if split and "attention_mask" in rows else None
     cut = even_cut(model, min(stages, model.count))
     outcome = run_step(model, cut, rows, torch.float64, MICROBATCH, split=split, seed=SEED, step=STEP, lengths=own)
-    loss, gradients = eager(model, outcome, CASES[case][1])
-    assert outcome.loss == pytest.approx(loss, abs=1e-9, rel=0)
-    for name, mine in outcome.gradients.items():
-        if name not in gradients:
-            assert not mine.any(), f"{name} is frozen"
-            continue
-        torch.testing.assert_close(mine, gradients[name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+    module = assert_step_of(outcome, model, lambda whole: whole_loss(model, whole, CASES[case][1]))
     assert bool(model.sites) == (case in DROPS)
-    assert len(gradients) >= len(outcome.gradients) / 2
+    assert sum(p.grad is not None for p in module.parameters()) >= len(outcome.gradients) / 2
 
 
 @pytest.mark.slow

@@ -12,19 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypipe.checkpoint import Checkpoint, open_checkpoint
-from raypipe.data import known_fields, open_data
 from raypipe.errors import CaptureError, RaypipeError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
 from raypipe.models import build_model
-from raypipe.models.task import Field
 from raypipe.profiling import profile_and_plan
 from raypipe.train import prepare_run
 from tests.capture.models import Residual
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.eager_reference import with_values
+from tests.runtime.runs.eager_reference import as_started, assert_step_of, eager_training
 from tests.runtime.runs.one_device import even_cut, run_step
-from tests.runtime.runs.small_runs import Done, drive
+from tests.runtime.runs.small_runs import Done, drive, job_for
+from tests.runtime.runs.test_any_model import fields_of
 
 HERE = "tests.runtime.runs.test_batch_norm"
 BATCH, STEPS = 8, 4
@@ -80,44 +78,27 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_job(rows: Path, parallel: dict[str, Any], **train: Any) -> JobSpec:
-    return job_from(
-        {
-            "name": "norms", "model": {"import": f"{HERE}:Net"}, "data": {"type": "arrays", "path": str(rows)},
-            "train": {"steps": STEPS, "batch": BATCH, "lr": 0.05, "optimizer": "sgd", "clip": None, "seed": 3,
-                      "dtype": "float64", "eval_batches": 1, "checkpoint_every": 2, **train},
-            "parallel": {"microbatch": 2, **parallel},
-        }
-    )  # fmt: skip
+    sgd = {"optimizer": "sgd", "lr": 0.05}
+    return job_for(
+        {"import": f"{HERE}:Net"}, rows, parallel, steps=STEPS, batch=BATCH, checkpoint_every=2, **sgd, **train
+    )
 
 
 class Plain:
     """Gradient accumulation as PyTorch's users write it."""
 
     def __init__(self, job: JobSpec, data: Path, microbatch: int = 2) -> None:
-        model = build_model(job, known_fields(data))
-        start = model.build_stage(range(model.count), job.train.seed).named()
-        self.module = with_values(Net().double(), {name: p.detach() for name, p in start.items()}).train()
-        dataset = open_data(data, model.task)
-        optimizer = torch.optim.SGD(self.module.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
-        self.losses = []
-        for step in range(STEPS):
-            read = dataset.batch("train", job.train.seed, step, BATCH)
-            optimizer.zero_grad()
-            total = 0.0
-            pairs = zip(read["image"].double().split(microbatch), read["labels"].split(microbatch), strict=True)
-            for image, labels in pairs:
-                loss = F.cross_entropy(self.module(image), labels) * len(labels) / BATCH
-                loss.backward()
-                total += loss.item()
-            optimizer.step()
-            self.losses.append(total)
-        read = dataset.batch("val", job.train.seed, 0, BATCH)
+        def loss(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+            return F.cross_entropy(module(rows["image"]), rows["labels"])
+
+        self.losses, self.module = eager_training(job, data, loss, microbatch)
+        rows = as_started(job, data)[1]("val", 0)
         self.module.eval()
         with torch.no_grad():
             # The norm without statistics sees whatever it is given at once, in evaluation too.
-            parts = [F.cross_entropy(self.module(x), y, reduction="sum") for x, y in zip(
-                read["image"].double().split(microbatch), read["labels"].split(microbatch), strict=True)]  # fmt: skip
-        self.val_loss = float(sum(parts)) / int((read["labels"] != -100).sum())  # there are fewer held-out rows
+            pairs = zip(rows["image"].split(microbatch), rows["labels"].split(microbatch), strict=True)
+            parts = [F.cross_entropy(self.module(x), y, reduction="sum") for x, y in pairs]
+        self.val_loss = float(sum(parts)) / int((rows["labels"] != -100).sum())  # there are fewer held-out rows
 
 
 def check(done: Done, plain: Plain) -> Checkpoint:
@@ -165,10 +146,6 @@ def test_losses_statistics_and_evaluation_are_those_of_gradient_accumulation(pla
     assert rest.val_losses[-1] == pytest.approx(plain.val_loss, abs=1e-9, rel=0)
 
 
-def fields(rows: dict[str, Tensor]) -> dict[str, Field]:
-    return {name: Field(tuple(values.shape[1:]), values.dtype) for name, values in rows.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
@@ -179,21 +156,13 @@ def test_running_a_forward_again_moves_nothing_twice(way: dict[str, Any], rows: 
     job = make_job(rows, {"schedule": "1f1b", "stages": 2})
     draw = torch.Generator().manual_seed(1)
     data = {"image": torch.randn(6, 3, 8, 8, generator=draw, dtype=torch.float64), "labels": torch.arange(6) % 3}
-    model = build_model(job, fields(data))
+    model = build_model(job, fields_of(data))
     assert model.batch_statistics
     if "recomputed" in way:
         way = {"recompute": True, "finest": True, **way}
     outcome = run_step(model, even_cut(model, 2), data, torch.float64, 2, **way)
-    whole = model.build_stage(range(model.count), 3).named()
-    module = with_values(Net().double(), {name: p.detach() for name, p in whole.items()})
-    total = 0.0
-    for image, labels in zip(data["image"].split(2), data["labels"].split(2), strict=True):
-        loss = F.cross_entropy(module(image), labels) / 3
-        loss.backward()
-        total += loss.item()
-    assert outcome.loss == pytest.approx(total, abs=1e-9, rel=0)
-    for name, p in module.named_parameters():
-        torch.testing.assert_close(outcome.gradients[name], p.grad, rtol=0, atol=1e-9, msg=name)
+    parts = list(zip(data["image"].split(2), data["labels"].split(2), strict=True))
+    module = assert_step_of(outcome, model, lambda net: sum(F.cross_entropy(net(x), y) / 3 for x, y in parts))
     held = {n: b for s in outcome.stages for one in s.statistics for n, b in one.buffers_by_name.items()}
     assert held.keys() == dict(module.named_buffers()).keys()
     for name, buffer in module.named_buffers():
@@ -230,19 +199,16 @@ def test_who_leaves_the_size_of_micro_batches_to_the_planner_is_told(rows: Path,
 )
 def test_other_buffers_that_learn_are_refused_with_what_to_do(kind: str, why: str) -> None:
     data = {"x": torch.zeros(4, 6), "labels": torch.zeros(4, dtype=torch.int64)}
-    job = job_from(
-        {"name": "other", "model": {"import": f"{HERE}:Other", "args": {"kind": kind}},
-         "data": {"type": "arrays", "path": "unused.npz"}, "train": {"steps": 1, "batch": 4}}
-    )  # fmt: skip
+    job = job_for({"import": f"{HERE}:Other", "args": {"kind": kind}}, "unused.npz", {}, batch=4, dtype="float32")
     with pytest.raises(CaptureError, match=why) as caught:
-        build_model(job, fields(data))
+        build_model(job, fields_of(data))
     assert "batch_norm: frozen" in caught.value.fix or "GroupNorm" in caught.value.fix
 
 
 def test_a_single_value_per_channel_has_no_variance(rows: Path) -> None:
     job = make_job(rows, {"schedule": "1f1b", "stages": 2, "microbatch": 1})
     data = {"image": torch.randn(2, 3, 8, 8, dtype=torch.float64), "labels": torch.tensor([0, 1])}
-    model = build_model(job, fields(data))
+    model = build_model(job, fields_of(data))
     with pytest.raises(RaypipeError, match="one value per channel") as caught:
         run_step(model, even_cut(model, 2), data, torch.float64, 1)
     assert "microbatch" in str(caught.value)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from jobs.two_towers import pairs
 from raypipe.graph.stages.links import stage_graph, stages_of
-from raypipe.job.load import job_from
 from raypipe.models import LayeredModel, build_model
+from raypipe.plan.plan import build_schedule
+from raypipe.schedule.ir import StageGraph
 from tests.capture.models import FAMILIES
-from tests.runtime.runs.eager_reference import keyed, with_values
+from tests.runtime.runs.eager_reference import assert_step_of, eager_training, keyed
 from tests.runtime.runs.one_device import run_step
+from tests.runtime.runs.small_runs import drive, job_for
 from tests.runtime.runs.test_any_model import BATCH, MICROBATCH, SEED, STEP, fields_of, tokens
+from tests.runtime.runs.test_any_model_runs import WIDE, eager_losses, make_job
 
 HERE = "tests.runtime.runs.test_branches"
+BRANCHES = {"schedule": "auto", "placement": "branches", "stages": 2}
 DRAW = torch.Generator().manual_seed(0)
 
 
@@ -78,24 +84,15 @@ _models: dict[str, LayeredModel] = {}
 def model_of(case: str) -> LayeredModel:
     if case not in _models:
         spec, rows = CASES[case]
-        job = job_from(
-            {
-                "name": "any", "model": spec, "data": {"type": "arrays", "path": "unused.npz"},
-                "train": {"steps": 1, "batch": BATCH, "dtype": "float64"},
-                "parallel": {"schedule": "auto", "placement": "branches", "stages": 2},
-            }
-        )  # fmt: skip
+        job = job_for(spec, "unused.npz", BRANCHES, steps=1, batch=BATCH)
         _models[case] = build_model(job, fields_of(rows))
     return _models[case]
 
 
-def whole(model: LayeredModel, values: dict[str, Tensor], rows: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-    module = with_values(model.values.build(), values)
+def loss_of(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
     with keyed(SEED, STEP, BATCH):
         own = "features" not in rows
-        loss = module(**rows).loss if own else F.cross_entropy(module(rows["features"]), rows["labels"])
-    loss.backward()
-    return loss.item(), {n: p.grad for n, p in module.named_parameters(remove_duplicate=False) if p.grad is not None}
+        return module(**rows).loss if own else F.cross_entropy(module(rows["features"]), rows["labels"])
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "batch norm"])  # a micro-batch has its own
@@ -115,11 +112,7 @@ def test_loss_and_gradients_are_the_whole_models(case: str, how: str) -> None:
         outcome = run_step(
             model, cut, complete, torch.float64, MICROBATCH, seed=SEED, step=STEP, graph=graph, **variant
         )
-        values = {n: v.detach() + outcome.gradients[n] for stage in outcome.stages for n, v in stage.named.items()}
-        loss, gradients = whole(model, values, rows)
-        assert outcome.loss == pytest.approx(loss, abs=1e-9, rel=0)
-        for name, mine in outcome.gradients.items():
-            torch.testing.assert_close(mine, gradients[name], rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        assert_step_of(outcome, model, lambda module: loss_of(module, rows))
 
 
 def test_branches_are_pieces_of_their_own() -> None:
@@ -128,3 +121,38 @@ def test_branches_are_pieces_of_their_own() -> None:
     joins = [one for one in model.results if len(one.read_by) > 1]
     assert [len(one.read_by) for one in joins] == [3, 2]
     assert {one.made_by for one in model.results} == set(range(model.count - 1))
+
+
+# Jobs cut as graphs of branches, through real stage actors: loss curves of an eager loop.
+
+pytest.importorskip("transformers")
+TOWERS = {
+    "text": {"width": 16, "layers": 3, "heads": 2, "vocabulary": 257, "length": 16},
+    "image": {"width": 16, "layers": 2, "heads": 2, "side": 32, "patch": 8}, "shared": 8,
+}  # fmt: skip
+
+
+@pytest.mark.runs
+def test_two_towers_begin_together(stage_pool, tmp_path) -> None:
+    """CLIP-shaped: neither tower waits for the other, and the loss compares the pairs of a micro-batch."""
+    file = tmp_path / "pairs.npz"
+    np.savez(file, **pairs(40))
+    model = {"import": "jobs.two_towers:build", "loss": "model", "args": TOWERS}
+    job = make_job(model, {"type": "arrays", "path": str(file)}, {**BRANCHES, "microbatch": 4}, lr=0.001)
+    done = drive(job, stage_pool, tmp_path / "run")
+    schedule = build_schedule(done.driver.running.plan, job.train.batch)
+    starts = [s for s, inputs in enumerate(schedule.graph.inputs()) if not inputs]
+    assert {schedule.placement[0][s] for s in starts} == {0, 1}, "each device has something to begin with"
+    assert schedule.graph != StageGraph.chain(schedule.stages)
+    expected, _ = eager_training(job, tmp_path / "run" / "data", lambda module, rows: module(**rows)["loss"], 4)
+    assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
+def test_encoder_and_decoder_on_two_copies_of_two_devices(stage_pool, text_folder, tmp_path) -> None:
+    """With dropout, whose draws have the numbers that the model's own order gives them, and tied embeddings."""
+    model = {"hf": "t5", "config": {**FAMILIES["t5"], **WIDE}, "sequence": 12}
+    parallel = {**BRANCHES, "replicas": 2}
+    job = make_job(model, {"type": "bytes", "path": str(text_folder)}, parallel, lr=0.001)
+    done = drive(job, stage_pool, tmp_path)
+    assert done.losses == pytest.approx(eager_losses(job, tmp_path / "data")[0], abs=1e-9, rel=0)

@@ -1,4 +1,4 @@
-"""Messages in fewer bytes: a plain PyTorch loop that rounds at the cuts between devices has the same losses."""
+"""Messages and gradient sums in fewer bytes: plain PyTorch loops that round in the same places."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.data import Corpus
+from raypipe.data import Corpus, prepare
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.models import GptLayers, random_keys
+from raypipe.plan.less_memory import less_memory
 from raypipe.plan.plan import build_schedule
 from raypipe.runtime.executor.cast_messages import MessageCast, message_cast_of
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
+from tests.runtime.runs.plain_training import adamw_update, mean_loss, microbatch_losses, whole_gpt
 from tests.runtime.runs.small_runs import drive, small_job
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
@@ -49,35 +49,12 @@ class Cut(nn.Module):
 
 def plain(job: JobSpec, data: Path, dtype: torch.dtype, scale: float) -> tuple[list[float], float]:
     """Losses and the last validation loss of one process that rounds what would travel between two devices."""
-    plan = GptLayers(job.model, torch.float64)
-    layers = [plan.build(i, job.train.seed) for i in range(plan.count)]
-    layers[-1].project.weight = layers[0].token.weight
     made = make_plan(job)
     placement = build_schedule(made, job.train.batch).placement
     ends = [part[-1] for s, part in enumerate(made.cut[:-1]) if any(row[s] != row[s + 1] for row in placement)]
-    model = nn.Sequential(
-        *(nn.Sequential(layer, Cut(dtype, scale)) if i in ends else layer for i, layer in enumerate(layers))
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
-    corpus = Corpus.open(data)
-    losses = []
-    for step in range(job.train.steps):
-        tokens, targets = corpus.batch("train", job.train.seed, step, job.train.batch)
-        total = 0.0
-        for first in range(0, job.train.batch, job.parallel.microbatch):
-            rows = slice(first, first + job.parallel.microbatch)
-            with random_keys(job.train.seed, step, range(rows.start, rows.stop), training=True):
-                loss = F.cross_entropy(model(tokens[rows]).flatten(0, 1), targets[rows].flatten(), reduction="sum")
-            loss.backward(torch.tensor(1.0 / targets.numel(), dtype=torch.float64))
-            total += loss.item() / targets.numel()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    tokens, targets = corpus.batch("val", job.train.seed, 0, job.train.batch)
-    with torch.no_grad():
-        model.eval()
-        return losses, F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+    layers = enumerate(whole_gpt(job))
+    model = nn.Sequential(*(nn.Sequential(layer, Cut(dtype, scale)) if i in ends else layer for i, layer in layers))
+    return microbatch_losses(job, data, model, adamw_update(job, model))
 
 
 PLANS = [
@@ -158,3 +135,85 @@ def test_gradients_of_a_mean_do_not_vanish_in_float16(text_folder) -> None:
 def test_a_wire_dtype_that_narrows_nothing_is_refused(dtype, wire, words, text_folder) -> None:
     with pytest.raises(SpecError, match=words):
         small_job(text_folder, {"schedule": "1f1b", "stages": 2, "wire_dtype": wire}, dtype=dtype)
+
+
+# Gradients summed in another dtype: a plain PyTorch loop that rounds as two members do, float64, 1e-9.
+
+STEPS = 4
+SUM_PLANS = [
+    {"stages": 2},
+    {"sync": "reverse-first-k", "first_k": 2},
+    {"shard": "zero2"},
+    {"stages": 2, "shard": "zero3"},
+    *exhaustive({}, {"sync": "prioritised"}, {"shard": "zero1"}, {"shard": "zero3"}),
+]
+
+
+def two_copies(text: Path, parallel: dict[str, Any], **train: Any) -> JobSpec:
+    """Untied: a matrix of two stages would be summed over four devices."""
+    return small_job(text, {"replicas": 2, **parallel}, model={"tie_embeddings": False}, steps=STEPS, **train)
+
+
+def summed_in(job: JobSpec, data: Path, dtype: torch.dtype | None) -> list[float]:
+    """Two halves of each mini-batch; their gradients are rounded, added in ``dtype``, and brought back."""
+    model = whole_gpt(job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
+    corpus = Corpus.open(data)
+    losses = []
+    half = job.train.batch // 2
+    for step in range(STEPS):
+        total, found = 0.0, []
+        for rows in (range(half), range(half, 2 * half)):
+            loss = mean_loss(job, model, corpus, step, rows) / 2
+            found.append(torch.autograd.grad(loss, list(model.parameters())))
+            total += loss.item()
+        for p, one, two in zip(model.parameters(), *found, strict=True):
+            p.grad = one + two if dtype is None else (one.to(dtype) + two.to(dtype)).to(p.dtype)
+        optimizer.step()
+        losses.append(total)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def data(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = two_copies(text_folder, {})
+    folder = tmp_path_factory.mktemp("plain")
+    prepare(job.data, job.model.sequence, folder)
+    return folder
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("parallel", SUM_PLANS, ids=lambda p: "-".join(str(v) for v in p.values()) or "lazy")
+def test_losses_of_a_loop_that_rounds(parallel, data, stage_pool, text_folder, tmp_path) -> None:
+    job = two_copies(text_folder, {**parallel, "reduce_dtype": "bfloat16"})
+    expected = summed_in(job, data, torch.bfloat16)
+    assert drive(job, stage_pool, tmp_path).losses == pytest.approx(expected, abs=1e-9, rel=0)
+    assert expected[-1] != pytest.approx(summed_in(job, data, None)[-1], abs=1e-9, rel=0)
+
+
+@pytest.mark.runs
+def test_groups_of_copies_sum_in_it_too(stage_pool, text_folder, tmp_path) -> None:
+    """Four copies in pairs: rounded more often, by about as much."""
+    wide = {"replicas": 4, "microbatch": 1}
+    own = drive(two_copies(text_folder, wide), stage_pool, tmp_path / "own")
+    shards = {"shard": "zero2", "shard_replicas": 2}
+    cast = drive(two_copies(text_folder, {**wide, **shards, "reduce_dtype": "bfloat16"}), stage_pool, tmp_path / "cast")
+    assert cast.losses == pytest.approx(own.losses, rel=5e-3)
+    assert cast.losses[1:] != own.losses[1:]
+
+
+@pytest.mark.runs
+def test_wider_sums_of_narrow_gradients(stage_pool, text_folder, tmp_path) -> None:
+    """A sum of two bfloat16 numbers, made in float32 and rounded once, is their bfloat16 sum: the losses are equal."""
+    losses = [
+        drive(two_copies(text_folder, keys, dtype="bfloat16-true"), stage_pool, tmp_path / str(n)).losses
+        for n, keys in enumerate(({}, {"reduce_dtype": "float32"}))
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_it_stays_when_a_plan_changes(text_folder) -> None:
+    job = two_copies(text_folder, {"reduce_dtype": "bfloat16"})
+    found = less_memory(job, make_plan(job))
+    assert found is not None
+    assert found[0].parallel.reduce_dtype == "bfloat16"

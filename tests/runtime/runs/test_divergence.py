@@ -15,11 +15,10 @@ from torch import Tensor
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.errors import DivergenceError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
 from raypipe.observe.run_log import METRICS
 from raypipe.runtime.state.state import TensorPiece, not_finite
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.small_runs import drive
+from tests.runtime.runs.small_runs import drive, job_for
 
 MODELS = "tests.runtime.runs.diverging_models"
 SGD = {"optimizer": "sgd", "lr": 0.2, "weight_decay": 0.0, "lr_schedule": "constant"}
@@ -30,15 +29,9 @@ def make_job(folder: Path, build: str, parallel: dict[str, Any], scale: float = 
     folder.mkdir(parents=True, exist_ok=True)
     labels = draw.integers(1, 3, 40)
     np.savez(folder / "rows.npz", features=scale * (draw.normal(size=(40, 5)) + labels[:, None]), labels=labels)
-    return job_from(
-        {
-            "name": "diverging", "model": {"import": f"{MODELS}:{build}"},
-            "data": {"type": "arrays", "path": str(folder / "rows.npz")},
-            "train": {"steps": 40, "batch": 8, "seed": 3, "dtype": "float32", "eval_batches": 1,
-                      "checkpoint_every": 1, **SGD, **train},
-            "parallel": {"microbatch": 2, "schedule": "1f1b", "stages": 2, **parallel},
-        }
-    )  # fmt: skip
+    train = {"steps": 40, "dtype": "float32", "checkpoint_every": 1, **SGD, **train}
+    parallel = {"schedule": "1f1b", "stages": 2, **parallel}
+    return job_for({"import": f"{MODELS}:{build}"}, folder / "rows.npz", parallel, **train)
 
 
 def strict_rows(path: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from raypipe.errors import SpecError
 from raypipe.job.train_spec import EarlyStopSpec, TrainSpec
 from raypipe.launch.resume import check_resume
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
-from raypipe.observe.summary import summarise, summary_lines
+from raypipe.observe.run_record import summarise, summary_lines
 from raypipe.runtime.early_stop import Patience, patience_of
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job

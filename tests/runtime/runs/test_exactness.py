@@ -1,4 +1,4 @@
-"""Every plan gives the loss curve of a plain PyTorch loop: float64, dropout, clipping, tied embeddings, AdamW."""
+"""Every plan gives the loss curve of plain PyTorch, or of its update rule: float64, dropout, clipping, AdamW."""
 
 from __future__ import annotations
 
@@ -7,48 +7,29 @@ from pathlib import Path
 import pytest
 
 from raypipe.data import prepare
-from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
-from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.plan.plan import Plan
-from raypipe.runtime.driver import Driver
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.plain_training import plain_losses, stashed_losses, two_buffered_losses
+from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 5
 
 
 def make_job(path: Path, parallel: dict[str, object], tied: bool = True, **train: object) -> JobSpec:
-    return job_from(
-        {
-            "name": "exactness",
-            "model": {
-                "type": "gpt", "layers": 4, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 256,
-                "dropout": 0.1, "tie_embeddings": tied,
-            },
-            "data": {"type": "bytes", "path": str(path)},
-            # The clip is below the gradient norms of the first steps, so it takes part.
-            "train": {
-                "steps": STEPS, "batch": 16, "optimizer": "adamw", "lr": 0.01, "seed": 3, "dtype": "float64",
-                "clip": 0.5, **train,
-            },
-            "parallel": {"microbatch": 2, **parallel},
-        }
-    )  # fmt: skip
+    model = {"hidden": 32, "heads": 4, "tie_embeddings": tied}
+    # The clip is below the gradient norms of the first steps, so it takes part.
+    return small_job(path, parallel, model, **{"steps": STEPS, "batch": 16, "clip": 0.5, **train})
 
 
-def pipeline_losses(job: JobSpec, pool, directory: Path) -> list[float]:
+def pipeline_losses(job: JobSpec, pool, directory: Path, plan: Plan | None = None) -> list[float]:
     """The loss curve through the real driver, actors and channels."""
-    prepare(job.data, job.model.sequence, directory / "data")
-    log = RunLog(directory)
-    driver = Driver(job, make_plan(job), directory, log, lambda *_: None)
-    driver.run(pool(driver.schedule.devices * job.parallel.tensor), None, 0)
-    log.close()
-    return [row["loss"] for row in read_rows(directory / METRICS) if "loss" in row]
+    return drive(job, pool, directory, plan=plan).losses
 
 
 PLANS = [
@@ -142,16 +123,11 @@ def test_a_run_takes_nothing_from_the_jobs_own_parallel_keys(reference, stage_po
     """A job of one whole device, run by a plan of stages whose layers are divided too."""
     plan = make_plan(make_job(text_folder, {"schedule": "zb-h1", "stages": 2, "tensor": 2, "recompute": "full"}))
     job = make_job(text_folder, {})
-    prepare(job.data, job.model.sequence, tmp_path / "data")
-    log = RunLog(tmp_path)
-    driver = Driver(job, plan, tmp_path, log, lambda *_: None)
-    driver.run(stage_pool(4), None, 0)
-    log.close()
+    losses = pipeline_losses(job, lambda _: stage_pool(4), tmp_path, plan)
     model = build_model(job, None)
     whole = sum(map(model.parameters, range(model.count)))
     (started,) = (row for row in read_rows(tmp_path / EVENTS) if row["event"] == "started")
     assert sum(device["parameters"] for device in started["devices"]) < 1.5 * whole
-    losses = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row]
     assert losses == pytest.approx(reference, abs=1e-9, rel=0)
 
 
@@ -165,10 +141,51 @@ def test_a_free_placement_trains(replicas, reference, stage_pool, text_folder, t
     job = make_job(text_folder, parallel)
     found = search(((0, 1, 0, 1, 0),), 4, CostTable.even(5), budget_s=0.1)
     plan = Plan.of(job.parallel, ((0,), (1, 2), (3,), (4,), (5,)), job.train.batch, found.schedule)
-    prepare(job.data, job.model.sequence, tmp_path / "data")
-    log = RunLog(tmp_path)
-    driver = Driver(job, plan, tmp_path, log, lambda *_: None)
-    driver.run(stage_pool(driver.schedule.devices), None, 0)
-    log.close()
-    losses = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row]
+    losses = pipeline_losses(job, stage_pool, tmp_path, plan)
     assert losses == pytest.approx(reference, abs=1e-9, rel=0)
+
+
+# PipeDream and PipeDream-2BW against their update rules, written in one process without any pipeline.
+
+# SGD with a large rate: a version more or less shows at once.
+SGD = {"optimizer": "sgd", "lr": 0.5, "weight_decay": 0.0}
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "parallel",
+    [{"stages": 4}, {"stages": 2, "replicas": 2}, *exhaustive({"stages": 2}, {"stages": 1, "recompute": "full"})],
+    ids=lambda p: "-".join(map(str, p.values())),
+)
+def test_two_buffered_weights(parallel, stage_pool, text_folder: Path, tmp_path: Path) -> None:
+    job = make_job(text_folder, {"schedule": "pipedream-2bw", **parallel}, momentum=0.9, **SGD)
+    prepare(job.data, job.model.sequence, tmp_path / "data")
+    expected = two_buffered_losses(job, tmp_path / "data", STEPS)
+    assert pipeline_losses(job, stage_pool, tmp_path) == pytest.approx(expected, abs=1e-9, rel=0)
+    synchronous = plain_losses(job, tmp_path / "data", STEPS)
+    assert expected != pytest.approx(synchronous, abs=1e-3)  # or the test could not tell them apart
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("stages", [*exhaustive(2), 4])
+def test_weight_stashing(stages: int, stage_pool, text_folder: Path, tmp_path: Path) -> None:
+    parallel = {"schedule": "pipedream", "stages": stages, "microbatch": 1}
+    job = make_job(text_folder, parallel, tied=False, clip=None, optimizer="sgd", lr=0.05, weight_decay=0.0)
+    prepare(job.data, job.model.sequence, tmp_path / "data")
+    cut = [range(layers[0], layers[-1] + 1) for layers in make_plan(job).cut]
+    expected = stashed_losses(job, tmp_path / "data", STEPS, cut)
+    assert pipeline_losses(job, stage_pool, tmp_path) == pytest.approx(expected, abs=1e-9, rel=0)
+    unstashed = stashed_losses(job, tmp_path / "data", STEPS, [range(0, cut[-1].stop)])
+    assert expected != pytest.approx(unstashed, abs=1e-6)  # staleness shows
+
+
+@pytest.mark.runs
+def test_a_stop_drains_the_pipeline_and_changes_nothing_for_two_buffers(stage_pool, text_folder, tmp_path) -> None:
+    """2BW's rule does not depend on when the pipeline drains, so validation must not change the curve."""
+    losses = []
+    for every in (0, 2):
+        directory = tmp_path / str(every)
+        directory.mkdir()
+        job = make_job(text_folder, {"schedule": "pipedream-2bw", "stages": 2}, eval_every=every, eval_batches=1, **SGD)
+        losses.append(pipeline_losses(job, stage_pool, directory))
+    assert losses[0] == losses[1]

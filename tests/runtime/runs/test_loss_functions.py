@@ -12,15 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.data import known_fields, open_data
 from raypipe.errors import CaptureError, SpecError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
 from raypipe.models import build_model
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.eager_reference import with_values
+from tests.runtime.runs.eager_reference import assert_step_of, eager_training
 from tests.runtime.runs.one_device import even_cut, run_step
-from tests.runtime.runs.small_runs import drive
+from tests.runtime.runs.small_runs import drive, job_for
 from tests.runtime.runs.test_any_model import fields_of
 
 HERE = "tests.runtime.runs.test_loss_functions"
@@ -280,13 +278,7 @@ def normalised_sum(model: Any, batch: Batch) -> Tensor:
 
 
 def job_of(model: dict[str, Any], file: str = "unused.npz", **parallel: Any) -> JobSpec:
-    return job_from(
-        {
-            "name": "given", "model": model, "data": {"type": "arrays", "path": file},
-            "train": {"steps": 3, "batch": BATCH, "lr": 0.001, "seed": 3, "dtype": "float64", "eval_batches": 1},
-            "parallel": {"microbatch": 2, **parallel},
-        }
-    )  # fmt: skip
+    return job_for(model, file, parallel, steps=3, batch=BATCH, lr=0.001)
 
 
 @pytest.mark.slow
@@ -300,18 +292,9 @@ def test_loss_and_gradients_are_those_of_the_whole_mini_batch(case: str) -> None
     assert model.count >= 3
     for stages, split in ((2, False), (3, True)):
         outcome = run_step(model, even_cut(model, stages), rows, torch.float64, 2, split=split)
-        values = {n: v.detach() + outcome.gradients[n] for stage in outcome.stages for n, v in stage.named.items()}
-        module = with_values(model.values.build(), values)
-        loss = plain(module, rows)
-        loss.backward()
-        assert outcome.loss == pytest.approx(loss.item(), abs=1e-9, rel=0)
-        trained = {name: p for name, p in module.named_parameters() if p.grad is not None}
-        assert trained.keys() <= outcome.gradients.keys()
+        module = assert_step_of(outcome, model, lambda whole: plain(whole, rows))
+        trained = [name for name, p in module.named_parameters() if p.grad is not None]
         assert not any(name.startswith(("teacher", "reference")) for name in trained)
-        for name, p in trained.items():
-            torch.testing.assert_close(outcome.gradients[name], p.grad, rtol=0, atol=1e-9, msg=name)
-        for name, gradient in outcome.gradients.items():
-            assert name in trained or not gradient.any(), name
         if "teacher" in spec.get("args", {}):  # it has the values that its constructor loads, whatever the cut
             loaded = dict(Net(teacher=True).named_parameters())
             for name, p in module.named_parameters():
@@ -358,23 +341,15 @@ def test_a_function_object_is_named_or_refused() -> None:
         job_of({"import": f"{HERE}:Net", "loss_args": {"beta": 1}})
 
 
-def plain_losses(job: JobSpec, data: Path, plain: Plain) -> list[float]:
-    """AdamW on the whole eager model, the whole mini-batch at a time."""
-    model = build_model(job, known_fields(data))
-    body = model.build_stage(range(model.count), job.train.seed)
-    module = with_values(model.values.build(), {n: p.detach() for n, p in body.named().items()})
-    wanted = [p for p in module.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(wanted, lr=job.train.lr, weight_decay=job.train.weight_decay)
-    dataset = open_data(data, model.task)
-    losses = []
-    for step in range(job.train.steps):
-        rows = dataset.batch("train", job.train.seed, step, job.train.batch)
-        loss = plain(module, {name: t.double() if t.is_floating_point() else t for name, t in rows.items()})
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def check_run(pool: Any, folder: Path, spec: dict[str, Any], rows: Batch, plain: Plain, **parallel: Any) -> None:
+    """A run of stage actors has the losses of a plain loop."""
+    file = folder / "rows.npz"
+    np.savez(file, **{name: torch.cat([t] * 4).numpy() for name, t in rows.items()})
+    job = job_of(spec, str(file), **parallel)
+    done = drive(job, pool, folder / "run")
+    losses, _ = eager_training(job, folder / "run" / "data", plain)
+    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
+    assert losses[0] != pytest.approx(losses[-1], abs=1e-9)
 
 
 @pytest.mark.runs
@@ -386,11 +361,4 @@ def plain_losses(job: JobSpec, data: Path, plain: Plain) -> list[float]:
     ],
 )
 def test_runs_have_the_losses_of_a_plain_loop(case: str, parallel: dict[str, Any], stage_pool, tmp_path) -> None:
-    spec, rows, plain = CASES[case]
-    file = tmp_path / "rows.npz"
-    np.savez(file, **{name: torch.cat([t] * 4).numpy() for name, t in rows.items()})
-    job = job_of(spec, str(file), **parallel)
-    done = drive(job, stage_pool, tmp_path / "run")
-    losses = plain_losses(job, tmp_path / "run" / "data", plain)
-    assert done.losses == pytest.approx(losses, abs=1e-9, rel=0)
-    assert losses[0] != pytest.approx(losses[-1], abs=1e-9)
+    check_run(stage_pool, tmp_path, *CASES[case], **parallel)

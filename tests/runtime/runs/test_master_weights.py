@@ -6,22 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from raypipe.checkpoint import open_checkpoint
-from raypipe.data import Corpus
 from raypipe.errors import SpecError
-from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
-from raypipe.models import GptLayers, random_keys
 from raypipe.runtime.update.master_weights import updated_tensor
 from raypipe.runtime.update.optimizer import make_optimizer
 from raypipe.runtime.update.updates import OptimizerSnapshot
 from tests.capture.models import FAMILIES
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.small_runs import drive, small_job
+from tests.runtime.runs.plain_training import microbatch_losses, whole_gpt
+from tests.runtime.runs.small_runs import drive, job_for, small_job
 
 torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
 
@@ -31,26 +28,12 @@ TWO = {"schedule": "1f1b", "stages": 2}
 
 def plain(job: JobSpec, data: Path) -> tuple[list[float], float]:
     """Losses and the last validation loss: a bfloat16 model, and AdamW over float32 copies of its parameters."""
-    plan = GptLayers(job.model, torch.bfloat16)
-    layers = [plan.build(i, job.train.seed) for i in range(plan.count)]
-    if job.model.tie_embeddings:
-        layers[-1].project.weight = layers[0].token.weight
-    model = nn.Sequential(*layers)
+    model = whole_gpt(job, torch.bfloat16)
     parameters = list(model.parameters())
     masters = [p.detach().float() for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=job.train.lr, weight_decay=job.train.weight_decay, fused=True)
-    corpus = Corpus.open(data)
-    losses = []
-    for step in range(job.train.steps):
-        tokens, targets = corpus.batch("train", job.train.seed, step, job.train.batch)
-        total = 0.0
-        for first in range(0, job.train.batch, job.parallel.microbatch):
-            rows = slice(first, first + job.parallel.microbatch)
-            with random_keys(job.train.seed, step, range(rows.start, rows.stop), training=True):
-                logits = model(tokens[rows]).float()
-                loss = F.cross_entropy(logits.flatten(0, 1), targets[rows].flatten(), reduction="sum")
-            (loss / targets.numel()).backward()
-            total += loss.item() / targets.numel()
+
+    def update() -> None:
         if job.train.clip is not None:
             norm = torch.stack([p.grad.float().norm() for p in parameters]).double().square().sum().sqrt().item()
             for p in parameters:
@@ -62,11 +45,8 @@ def plain(job: JobSpec, data: Path) -> tuple[list[float], float]:
         with torch.no_grad():
             for p, master in zip(parameters, masters, strict=True):
                 p.copy_(master)
-        losses.append(total)
-    tokens, targets = corpus.batch("val", job.train.seed, 0, job.train.batch)
-    model.eval()
-    with torch.no_grad():
-        return losses, F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten()).item()
+
+    return microbatch_losses(job, data, model, update)
 
 
 def job_of(text_folder: Path, parallel: dict, model: dict | None = None, **train) -> JobSpec:
@@ -147,12 +127,9 @@ def test_a_checkpoint_has_the_master_weights_and_goes_on_from_them(parallel, sta
 def test_captured_models_train_in_bfloat16(family, stage_pool, text_folder, tmp_path) -> None:
     pytest.importorskip("transformers")
     model = {"hf": family, "config": {**FAMILIES[family], "vocab_size": 257}, "sequence": 16}
-    text = {"type": "bytes", "path": str(text_folder)}
     curves = []
     for dtype in ("bfloat16-true", "float32"):
-        train = {"steps": 4, "batch": 8, "lr": 0.01, "clip": 0.5, "seed": 3, "eval_batches": 1, "dtype": dtype}
-        parallel = {"schedule": "zb-h1", "stages": 2, "microbatch": 2}
-        job = job_from({"name": "any", "model": model, "data": text, "train": train, "parallel": parallel})
+        job = job_for(model, text_folder, {"schedule": "zb-h1", "stages": 2}, clip=0.5, dtype=dtype)
         done = drive(job, stage_pool, tmp_path / dtype)
         curves.append(done.losses)
         sent = done.driver.counts["p2p_bytes"] // done.driver.counts["p2p"]

@@ -16,12 +16,11 @@ from raypipe.checkpoint import open_checkpoint
 from raypipe.data import declared_fields, known_fields, open_data, prepare_data
 from raypipe.errors import DivergenceError
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, read_rows
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.eager_reference import with_values
-from tests.runtime.runs.small_runs import drive
+from tests.runtime.runs.small_runs import drive, job_for
 
 pytestmark = pytest.mark.runs
 STEPS, BATCH = 6, 8
@@ -34,15 +33,9 @@ def mlp() -> nn.Module:
 
 
 def make_job(folder: Path, parallel: dict[str, Any], **train: Any) -> JobSpec:
-    return job_from(
-        {
-            "name": "nonfinite", "model": {"import": f"{HERE}:mlp"},
-            "data": {"type": "arrays", "path": str(folder / "rows.npz"), "held_out": str(folder / "held_out.npz")},
-            "train": {"steps": STEPS, "batch": BATCH, "lr": 0.05, "clip": None, "seed": 3, "dtype": "float64",
-                      "eval_batches": 1, **train},
-            "parallel": {"microbatch": 2, "schedule": "1f1b", "stages": 2, **parallel},
-        }
-    )  # fmt: skip
+    data = {"type": "arrays", "path": str(folder / "rows.npz"), "held_out": str(folder / "held_out.npz")}
+    parallel = {"schedule": "1f1b", "stages": 2, **parallel}
+    return job_for({"import": f"{HERE}:mlp"}, data, parallel, **{"steps": STEPS, "batch": BATCH, "lr": 0.05, **train})
 
 
 def write(folder: Path, features: np.ndarray, labels: np.ndarray) -> None:

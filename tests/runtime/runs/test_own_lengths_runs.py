@@ -5,6 +5,7 @@ The loop pads, averages and updates with PyTorch alone; of raypipe it has the or
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypipe.data import Arrays, Ragged, flat, known_fields
+from raypipe.data import Arrays, Ragged, flat
 from raypipe.job import JobSpec
-from raypipe.job.load import job_from
-from raypipe.models import GptLayers, build_model, random_keys
+from raypipe.models import random_keys
 from tests.capture.models import FAMILIES
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.eager_reference import with_values
-from tests.runtime.runs.small_runs import drive
+from tests.runtime.runs.eager_reference import as_started
+from tests.runtime.runs.plain_training import whole_gpt
+from tests.runtime.runs.small_runs import drive, job_for
 
 pytestmark = pytest.mark.runs
 STEPS, BATCH = 3, 8
@@ -38,13 +39,7 @@ x = 1
 )
 
 
-def make_job(model: dict[str, Any], data: dict[str, Any], parallel: dict[str, Any]) -> JobSpec:
-    train = {
-        "steps": STEPS, "batch": BATCH, "lr": 0.01, "clip": 0.5, "seed": 3, "dtype": "float64", "eval_batches": 1,
-    }  # fmt: skip
-    return job_from(
-        {"name": "own", "model": model, "data": data, "train": train, "parallel": {"microbatch": 2, **parallel}}
-    )
+make_job = partial(job_for, steps=STEPS, batch=BATCH, clip=0.5)
 
 
 def filled(rows: list[list[int]], fill: int) -> Tensor:
@@ -69,10 +64,7 @@ def trained(module: torch.nn.Module, loss_of: Any, job: JobSpec) -> list[float]:
 
 def lines_losses(job: JobSpec, data: Path) -> list[float]:
     """Each line predicts its next byte, and a NUL behind the last one."""
-    layers = GptLayers(job.model, torch.float64)
-    built = [layers.build(i, job.train.seed) for i in range(layers.count)]
-    built[-1].project.weight = built[0].token.weight
-    module = torch.nn.Sequential(*built)
+    module = whole_gpt(job)
     lines = [line.encode() for line in TEXT if line]
     prepared = Arrays.open(data, "lines.json")
     assert sum(prepared.rows(split) for split in ("train", "val")) == len(lines)
@@ -128,9 +120,7 @@ def rows_of(case: str) -> dict[str, list[list[int]]]:
 
 def model_losses(job: JobSpec, data: Path, case: str) -> list[float]:
     """The library's own model on the whole mini-batch; its own mean loss, but for GPT-2, where that is in float32."""
-    model = build_model(job, known_fields(data))
-    body = model.build_stage(range(model.count), job.train.seed)
-    module = with_values(model.values.build(), {n: p.detach() for n, p in body.named().items()})
+    module, _ = as_started(job, data)
     prepared = Arrays.open(data)
 
     def loss_of(split: str, step: int) -> Tensor:

@@ -3,51 +3,20 @@
 from __future__ import annotations
 
 from math import cos, pi
-from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from raypipe.checkpoint import open_checkpoint
-from raypipe.data import Corpus
-from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
-from raypipe.models import GptLayers, random_keys
+from raypipe.models import GptLayers
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.plain_training import adamw_update, microbatch_losses, plain_losses, whole_gpt
 from tests.runtime.runs.small_runs import drive, small_job
 from tests.runtime.transport.kinds import BETWEEN_CPUS
 
 TWO = {"schedule": "1f1b", "stages": 2}
-
-
-def plain_bfloat16(job: JobSpec, data: Path) -> list[float]:
-    """One process, the whole model, autocast, the same micro-batches in order."""
-    plan = GptLayers(job.model)
-    layers = [plan.build(i, job.train.seed) for i in range(plan.count)]
-    layers[-1].project.weight = layers[0].token.weight
-    model = torch.nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
-    corpus = Corpus.open(data)
-    losses = []
-    for step in range(job.train.steps):
-        tokens, targets = corpus.batch("train", job.train.seed, step, job.train.batch)
-        total = 0.0
-        for first in range(0, job.train.batch, job.parallel.microbatch):
-            rows = slice(first, first + job.parallel.microbatch)
-            keys = random_keys(job.train.seed, step, range(rows.start, rows.stop), training=True)
-            with keys, torch.autocast("cpu", torch.bfloat16):
-                logits = model(tokens[rows])
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), targets[rows].flatten(), reduction="sum")
-            (loss / targets.numel()).backward()
-            total += loss.item() / targets.numel()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
 
 
 @pytest.mark.runs
@@ -55,7 +24,8 @@ def test_bfloat16_autocast_is_that_of_one_process(stage_pool, text_folder, tmp_p
     settings = {"steps": 5, "clip": 0.5}
     job = small_job(text_folder, TWO | {"wire_dtype": "float32"}, dtype="bfloat16", **settings)
     done = drive(job, stage_pool, tmp_path / "bfloat16")
-    plain = plain_bfloat16(job, tmp_path / "bfloat16" / "data")
+    model = whole_gpt(job, torch.float32)
+    plain, _ = microbatch_losses(job, tmp_path / "bfloat16" / "data", model, adamw_update(job, model), autocast=True)
     # The products are those of the same bfloat16 numbers, so the first losses are equal; after an update the order of
     # sums may turn a rounding to 8 bits the other way (2e-5 a step was seen; such a bit is 0.4 % of a value).
     assert done.losses[0] == pytest.approx(plain[0], abs=1e-6, rel=0)

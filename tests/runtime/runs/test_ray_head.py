@@ -18,17 +18,11 @@ import pytest
 from raypipe.observe.metrics import DATA_WAIT, MEMORY_PLANNED, METRICS
 from raypipe.observe.run_log import METRICS as ROWS
 from raypipe.observe.run_log import read_rows
+from tests.job_files import write_job
 from tests.ray_environment import without_ray
 from tests.ray_head import Head, ray_head
 
 ROOT = Path(__file__).parents[3]
-JOB = """
-name: small
-model: {{type: gpt, layers: 2, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
-train: {{steps: {steps}, batch: 8, lr: 0.01, seed: 0, clip: 1.0, eval_every: 50, eval_batches: 2}}
-parallel: {{schedule: 1f1b, stages: 2, microbatch: 2}}
-"""
 PEAK_TFLOPS = 0.05
 WAIT_S = 120.0
 
@@ -48,7 +42,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.mark.runs
 def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB.format(path=text_folder, steps=150))
+    write_job(tmp_path / "job.yaml", text_folder, steps=150, clip=1.0, eval_every=50, eval_batches=2)
     run = tmp_path / "run"
     words = ["submit", "job.yaml", "--address", head.dashboard, "--run-dir", str(run)]
     process = subprocess.Popen(
@@ -141,7 +135,7 @@ def test_the_documented_command_submits_the_clone_and_a_stopped_job_works_no_mor
 @pytest.mark.exhaustive
 @pytest.mark.runs
 def test_a_job_that_is_not_waited_for_says_its_id(head: Head, text_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB.format(path=text_folder, steps=3))
+    write_job(tmp_path / "job.yaml", text_folder, steps=3)
     run = tmp_path / "run"
     words = [sys.executable, "-m", "raypipe", "submit", "job.yaml", "--no-wait", "--run-dir", str(run)]
     settings = environment(**head.token, RAY_API_SERVER_ADDRESS=head.dashboard)

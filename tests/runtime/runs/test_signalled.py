@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-from tests.listening import session_of
+from tests.processes import named, session_of
 from tests.ray_environment import without_ray
-from tests.runtime.runs.test_train_command import JOB
+from tests.runtime.runs.test_train_command import small_job
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
 SCRIPT = """
@@ -58,16 +58,6 @@ def signalled(words: list[str], number: int, there: Callable[[set[int]], bool]) 
         time.sleep(0.1)
 
 
-def named(pids: set[int], name: str) -> bool:
-    found = []
-    for pid in pids:
-        try:
-            found.append(Path(f"/proc/{pid}/comm").read_text(errors="replace").strip())
-        except OSError:  # it has ended meanwhile
-            continue
-    return name in found
-
-
 @pytest.mark.parametrize(
     ("number", "script", "status", "said"),
     [
@@ -77,8 +67,7 @@ def named(pids: set[int], name: str) -> bool:
     ],
 )
 def test_while_ray_starts(number: int, script: bool, status: int, said: str, text_folder: Path, tmp_path: Path) -> None:
-    job, directory = tmp_path / "job.yaml", tmp_path / "run"
-    job.write_text(JOB.format(path=text_folder, steps=100000))
+    job, directory = small_job(tmp_path / "job.yaml", text_folder, 100000), tmp_path / "run"
     words = (
         ["-c", script_for(directory, "")]
         if script

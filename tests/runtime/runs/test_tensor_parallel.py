@@ -10,8 +10,7 @@ import pytest
 from raypipe.checkpoint import open_checkpoint
 from raypipe.errors import SpecError
 from raypipe.job.cluster import cluster_from
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.partition.job_costs import job_profile, shared_profiles
 from raypipe.plan.choose import choose

@@ -18,18 +18,15 @@ from pathlib import Path
 import pytest
 
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-from tests.listening import beyond_loopback, listening, session_of
+from tests.job_files import write_job
+from tests.processes import beyond_loopback, listening, session_of
 from tests.ray_environment import without_ray
 
 pytestmark = pytest.mark.own_ray
-JOB = """
-name: small
-model: {{type: gpt, layers: 2, hidden: 32, heads: 2, sequence: 16, vocabulary: 256, dropout: 0.1, tie_embeddings: true}}
-data: {{type: bytes, path: "{path}"}}
-train: {{steps: {steps}, batch: 8, optimizer: adamw, lr: 0.01, seed: 0, dtype: float32, clip: 1.0, eval_every: 10, \
-eval_batches: 2, checkpoint_every: 10}}
-parallel: {{schedule: 1f1b, stages: 2, replicas: 1, microbatch: 2}}
-"""
+
+
+def small_job(path: Path, text: Path, steps: int) -> Path:
+    return write_job(path, text, steps=steps, clip=1.0, eval_every=10, eval_batches=2, checkpoint_every=10)
 
 
 def train(capsys: pytest.CaptureFixture[str], job: Path, directory: Path, *extra: str) -> dict:
@@ -41,9 +38,7 @@ def train(capsys: pytest.CaptureFixture[str], job: Path, directory: Path, *extra
 
 @pytest.fixture(scope="module")
 def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("job") / "small.yaml"
-    path.write_text(JOB.format(path=text_folder, steps=40))
-    return path
+    return small_job(tmp_path_factory.mktemp("job") / "small.yaml", text_folder, 40)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
-"""Runs of the command where a machine is short of something, in a mount namespace where that is allowed."""
+"""Runs of the command on machines that are short of something, full, or measured for the plan."""
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import subprocess
 import sys
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+from raypipe.train import saved_job
 from tests.ray_environment import without_ray
-from tests.runtime.runs.test_train_command import JOB
+from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.test_train_command import small_job
 
-pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
 CLOSED = "http://127.0.0.1:9"
 """A proxy that answers nobody."""
 
@@ -38,11 +41,11 @@ def run(mounts: str, *words: str, **environment: str) -> subprocess.CompletedPro
 
 @pytest.fixture
 def job(text_folder: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "größe – 1.yaml"
-    path.write_text(JOB.format(path=text_folder, steps=40), encoding="utf-8")
-    return path
+    return small_job(tmp_path / "größe – 1.yaml", text_folder, 40)
 
 
+@pytest.mark.runs
+@pytest.mark.own_ray
 @pytest.mark.parametrize("everything", [False, True])
 def test_little_shared_memory_proxies_and_a_name_with_umlauts(job: Path, tmp_path: Path, everything: bool) -> None:
     """And with ``everything``, a locale of ASCII alone and a home directory in which not even root can write."""
@@ -59,6 +62,8 @@ def test_little_shared_memory_proxies_and_a_name_with_umlauts(job: Path, tmp_pat
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.runs
+@pytest.mark.own_ray
 def test_a_disk_that_fills_is_one_error_and_the_run_goes_on_from_the_checkpoint_before(
     job: Path, tmp_path: Path
 ) -> None:
@@ -83,3 +88,86 @@ def test_a_disk_that_fills_is_one_error_and_the_run_goes_on_from_the_checkpoint_
     again = run("", "train", str(job), "--run-dir", str(disk), "--resume")
     assert again.returncode == 0, again.stderr
     assert max(row["step"] for row in read_rows(disk / METRICS)) == 40
+
+
+# A job on a cluster that others have filled waits in the open, and costs no restart.
+
+CODE = """
+import os, sys, threading
+os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+from raypipe.cli import run
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.reserve import reserve
+from tests.driver_here import without_ray_train
+from tests.ray_environment import start_ray
+without_ray_train()
+start_ray(2)
+other = reserve(2, DeviceRequest(1.0, 0.0), 60.0)
+assert run([*sys.argv[1:], "--run-dir", sys.argv[2] + ".given-up", "--set", "train.wait_for_devices_s=2"]) == 1
+threading.Timer(3.0, other.give_back).start()
+sys.exit(run([*sys.argv[1:], "--run-dir", sys.argv[2] + ".waited", "--set", "train.max_failures=0"]))
+"""
+
+
+@pytest.mark.runs
+def test_it_waits_says_so_and_runs(text_folder: Path, tmp_path: Path) -> None:
+    job = small_job(tmp_path / "job.yaml", text_folder, 4)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, "train", str(job)], capture_output=True, text=True, timeout=240, env=without_ray()
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith(("needs", "devices: "))]
+    assert re.fullmatch(r"needs 2 CPUs, 0 free, waiting 0:0[1-9]", lines[0]), done.stderr
+    given_up = lines.index("devices: 2 x 1 CPU were not free within 2 s")
+    assert lines[given_up + 1].startswith("needs 2 CPUs, 0 free, waiting 0:0")
+    assert "failed: " not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# Workers that measured their devices for ``parallel: auto`` train the job on them, and hold them no longer.
+
+SCRIPT = """
+import json, sys, time
+from pathlib import Path
+import ray
+import raypipe.train
+from raypipe.runtime.hosts.reserve import _idle
+from raypipe.train import execute, prepare_run
+from tests.runtime.runs.test_exactness import make_job
+
+text, directory = map(Path, sys.argv[1:])
+job = make_job(text, {"auto": True, "stages": 2})
+prepared = prepare_run(job, directory / "run", resume=False)
+pids = [ray.get(actor.locate.remote()).pid for idle in _idle for actor in idle.actors.values()]
+execute(prepared, None, lambda: None)
+
+def fails(*_):
+    raise RuntimeError("after planning")
+raypipe.train.units_of = fails
+try:
+    prepare_run(job, directory / "other", resume=False)
+except RuntimeError as error:
+    assert str(error) == "after planning", error
+deadline = time.monotonic() + 30
+while (free := ray.available_resources().get("CPU", 0.0)) < ray.cluster_resources()["CPU"]:
+    assert time.monotonic() < deadline, free
+    time.sleep(0.1)
+print(json.dumps(pids))
+"""
+
+
+@pytest.mark.runs
+@pytest.mark.own_ray
+def test_they_train_the_job_exactly_and_are_released_where_it_cannot_begin(text_folder: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(text_folder), str(tmp_path)], capture_output=True, text=True,
+        env=without_ray(RAY_ADDRESS="local", RAYPIPE_CACHE_DIR=str(tmp_path / "cache")), timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    started = next(e for e in read_rows(tmp_path / "run" / EVENTS) if e["event"] == "started")
+    assert len(measured) == 2
+    assert {device["pid"] for device in started["devices"]} == set(measured)
+    losses = [row["loss"] for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row]
+    job = saved_job(tmp_path / "run")
+    assert losses == pytest.approx(plain_losses(job, tmp_path / "run" / "data", job.train.steps), abs=1e-9, rel=0)

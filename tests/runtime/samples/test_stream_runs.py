@@ -9,8 +9,7 @@ import ray
 
 from raypipe.data import open_data, prepare_data
 from raypipe.errors import SpecError
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job.spec import JobSpec, job_from
 from raypipe.models.task import NextToken
 from tests.data.documents_on_disk import some_documents, write_jsonl, write_parquet
 from tests.runtime.runs.plain_training import plain_losses

@@ -20,7 +20,7 @@ from raypipe.runtime.saving.saves import Save, Saves
 from raypipe.runtime.state.shard_writer import SaveBegun
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from tests.runtime.runs.small_runs import small_job
-from tests.runtime.test_tickets import CLOCK, STEP
+from tests.runtime.test_calls import CLOCK, STEP
 
 RANKS = 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -101,10 +102,12 @@ def test_a_checkpoint_of_another_model_is_one_error_and_the_actors_live_on(
 TRAIN = TrainSpec(steps=1, batch=1)
 
 
-def stage(layers: range, hidden: int = 16, depth: int = 2) -> tuple[StageModule, torch.optim.Optimizer]:
+def stage(
+    layers: range, hidden: int = 16, depth: int = 2, train: TrainSpec = TRAIN
+) -> tuple[StageModule, torch.optim.Optimizer]:
     model = GptSpec(layers=depth, hidden=hidden, heads=2, sequence=8)
     module = StageModule(GptLayers(model), layers, 0, torch.device("cpu"), split=False)
-    return module, make_optimizer(TRAIN, module.named)
+    return module, make_optimizer(train, module.named)
 
 
 TIED = (TiedHolders("0.token.weight", ("0.token.weight", "3.project.weight"), (0, 1), 0),)
@@ -150,6 +153,29 @@ def test_a_tied_parameter_is_saved_by_its_first_member_and_read_by_all(tmp_path)
     assert torch.equal(head.named["3.project.weight"], saved["param/0.token.weight"])
     state = optimizer.state[head.named["3.project.weight"]]
     assert torch.equal(state["exp_avg"], saved["optim/0.token.weight/exp_avg"])
+
+
+@pytest.mark.parametrize("optimizer", get_args(TrainSpec.model_fields["optimizer"].annotation))
+def test_every_optimizer_goes_on_from_what_it_saved(optimizer: str, tmp_path: Path) -> None:
+    train = TrainSpec(steps=4, batch=1, optimizer=optimizer, lr=0.01, weight_decay=0.1)
+
+    def update(module: StageModule, made: torch.optim.Optimizer, step: int) -> None:
+        for k, parameter in enumerate(module.named.values()):
+            generator = torch.Generator().manual_seed(100 * step + k)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        made.step()
+
+    module, made = stage(range(4), train=train)
+    for step in range(2):
+        update(module, made, step)
+    tensors = joined(state_pieces(module, made, ()), SoloGroup())
+    path = commit(tmp_path / "step-2", 2, [write_shard(tmp_path / "step-2", "rank-00000", tensors)], {})
+    again, other = stage(range(4), train=train)
+    read_state(open_checkpoint(path), again, other, ())
+    for step in range(2, 4):
+        update(module, made, step)
+        update(again, other, step)
+    assert all(torch.equal(p, again.named[name]) for name, p in module.named.items())
 
 
 def test_each_stage_is_saved_once_by_its_first_holder() -> None:

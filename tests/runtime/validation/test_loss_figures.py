@@ -22,10 +22,10 @@ from raypipe.trained import fill
 from tests.runtime.runs.eager_reference import with_values
 from tests.runtime.runs.small_runs import drive
 from tests.runtime.runs.test_any_model import fields_of
-from tests.runtime.runs.test_loss_as_it_is import HERE as DETECTION
-from tests.runtime.runs.test_loss_as_it_is import matched, pictures
 from tests.runtime.runs.test_loss_functions import BATCH, Batch, Writer, job_of, pairs, texts, vectors
 from tests.runtime.runs.test_loss_functions import HERE as LOSSES
+from tests.runtime.runs.test_own_losses import HERE as DETECTION
+from tests.runtime.runs.test_own_losses import matched, pictures
 
 HERE = "tests.runtime.validation.test_loss_figures"
 Returned = tuple[Tensor, Mapping[str, Any]]

@@ -102,11 +102,6 @@ def test_an_option_that_a_family_reads_changes_its_schedule(name: str, option: s
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_family_exists_for_a_plain_shape(name: str) -> None:
-    verify(generate(name, Shape(devices=4, microbatches=8)))
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
 def test_costs_of_the_wrong_length_are_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match="give 1 or"):
         generate(name, Shape(devices=4, microbatches=4), CostTable.even(5))

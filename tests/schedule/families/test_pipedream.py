@@ -5,8 +5,8 @@ import pytest
 from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.live_activations import unroll, weight_versions
 from raypipe.schedule.verify import verify
-from raypipe.schedule.versions import unroll, weight_versions
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 

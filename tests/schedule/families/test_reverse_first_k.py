@@ -5,7 +5,7 @@ import random
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule.families.reverse_first_k import HeldMemory, most_postponed, reverse_first_k
+from raypipe.schedule.families.out_of_order import HeldMemory, most_postponed, reverse_first_k
 from raypipe.schedule.verify import verify
 
 

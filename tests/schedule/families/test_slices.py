@@ -12,8 +12,7 @@ from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.forms.json_form import from_json, to_json
-from raypipe.schedule.forms.text import from_text, to_text
-from raypipe.schedule.forms.torch_csv import to_torch_csv
+from raypipe.schedule.forms.text import from_text, to_text, to_torch_csv
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.passes import replicate, split_backward, without_frozen
 from raypipe.schedule.verify import verify

@@ -19,7 +19,7 @@ from raypipe.schedule.lowering.stream_order import HOST, find_circle, streams
 from raypipe.schedule.passes import add_updates, forwards_alone, place_gradient_sync, replicate, shard
 from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import Sync
-from raypipe.schedule.sharding.members import shard_members
+from raypipe.schedule.sharding import shard_members
 from raypipe.schedule.verify import verify
 from tests.exhaustive import exhaustive
 from tests.schedule.lowering.test_stream_order import finishes

@@ -16,7 +16,7 @@ from raypipe.schedule.kinds import READS_WEIGHTS
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.passes import shard
 from raypipe.schedule.passes.shard import place, policy_windows
-from raypipe.schedule.sharding.live import shard_peaks
+from raypipe.schedule.sharding import shard_peaks
 from raypipe.schedule.verify import verify
 from raypipe.search.gathers.positions import search_gathers
 from raypipe.search.gathers.windows import fewest_gathers, gathered_early, gradients_used, once_within

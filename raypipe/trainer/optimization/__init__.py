@@ -1,1 +1,0 @@
-"""Optimizer and learning rates of a trainer, as keys of ``train``."""
