@@ -14,17 +14,19 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import RunError, SpecError
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import PROFILE, ask_to_pause, asked_to_stop, go_on
+from raypipe.observe.run_dir import PROFILE, ask_to_pause, ask_to_save, asked_to_stop, go_on
 from raypipe.observe.run_log import EVENTS, Follower, RunLog
 from raypipe.plan.plan import Plan, build_schedule
 
 if TYPE_CHECKING:
     from raypipe.runtime.group.standby import Warm
     from raypipe.runtime.hosts.reserve import Reservation
+
 
 SETTLE_S = 2.0
 """A number of free devices counts once it has stayed for so long: nodes come one by one, and other jobs come and go."""
@@ -247,3 +249,31 @@ class Elastic:
 
 def _devices(prepared: Prepared) -> int:
     return prepared.schedule.devices * prepared.plan.parallel.tensor
+
+
+class DrainedNodes:
+    """Asks a run for a checkpoint when nodes that it uses are drained, so that little is lost when they go."""
+
+    def __init__(self, directory: Path, reservation: Reservation) -> None:
+        self._directory, self._reservation = directory, reservation
+        self._known: set[str] = set()
+
+    def look(self) -> None:
+        """See whether there are more of them; call it now and then."""
+        from ray.exceptions import RayError
+
+        from raypipe.runtime.hosts.autoscaler import drained_nodes
+
+        try:
+            found = drained_nodes() - self._known
+            new = found & self._reservation.nodes() if found else found
+        except RayError:  # it does not answer now: the run need not end for that
+            return
+        if not new:
+            return
+        self._known |= new
+        ask_to_save(self._directory)
+        log = RunLog(self._directory)
+        names = ", ".join(sorted(new))
+        log.event("notice", message=f"{len(new)} of its nodes will go, so a checkpoint is saved now: {names}")
+        log.close()

@@ -10,9 +10,8 @@ from raypipe.errors import RequestError, ScheduleError, SpecError
 from raypipe.graph.stages.links import check_order, stage_ends
 from raypipe.job.parallel_spec import JOBS_OWN
 from raypipe.job.spec import JobSpec
-from raypipe.launch.job_model import JobModel
 from raypipe.launch.plans import with_plan
-from raypipe.launch.prepared import Planned
+from raypipe.launch.prepared import JobModel, Planned
 from raypipe.observe.run_dir import set_aside
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.schedule.ir import Schedule

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import RunError, SpecError
-from raypipe.launch.drained import DrainedNodes
-from raypipe.launch.elastic import Elastic
+from raypipe.launch.elastic import DrainedNodes, Elastic
+from raypipe.launch.loggers import Reports
 from raypipe.launch.prepared import Prepared
-from raypipe.launch.report_to.reports import Reports
 from raypipe.observe.run_dir import CHECKPOINTS, ask_to_end_soon, go_on, hold
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
@@ -105,7 +104,7 @@ def _on_devices(
     from raypipe.runtime.cluster.attempts import RunRequest
     from raypipe.runtime.hosts.rank_order import kinds_of
     from raypipe.runtime.hosts.reserve import reserve, take_idle
-    from raypipe.runtime.saving.copy_index import copies_kept
+    from raypipe.runtime.saving.neighbour_copies import copies_kept
 
     def hold_for(prepared: Prepared, run_id: str | None = None) -> Reservation:
         log, tensor = RunLog(prepared.directory), prepared.plan.parallel.tensor

@@ -30,11 +30,11 @@ from raypipe.machine_code import wait_for_ahead
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.progress import Notes
 from raypipe.partition.pieces import slicing_of
-from raypipe.profiling.disturbances import to_repeat
 from raypipe.profiling.effort import QUICK, STEPS, THOROUGH, Effort
 from raypipe.profiling.kept_profiles import keep, profile_path, read_kept
 from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.link_times import LinkBench
+from raypipe.profiling.profiled_steps import to_repeat
 from raypipe.profiling.profiling_worker import DeviceFacts, StageProfiler
 from raypipe.runtime.cluster.connect import connect, connect_all
 from raypipe.runtime.group.host_check import check_hosts

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RaySystemError
 
-from raypipe.launch.drained import DrainedNodes
+from raypipe.launch.elastic import DrainedNodes
 from raypipe.observe.run_dir import asked_to_save
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.hosts import autoscaler

@@ -43,8 +43,7 @@ from raypipe.runtime.recovery.failure import (
     ran_out,
     root_cause,
 )
-from raypipe.runtime.saving.copy_index import index_of
-from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
+from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, index_of
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.validation.metrics import ValidationMetrics, validation_metrics
 

@@ -26,7 +26,7 @@ from raypipe.runtime.group.host_check import check_hosts
 from raypipe.runtime.group.worker_group import WorkerGroup, device_title
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
-from raypipe.runtime.transport.same_host.shared_memory import SMALLEST_RING
+from raypipe.runtime.transport.same_host.shm import SMALLEST_RING
 from raypipe.runtime.update.gradients import shared_groups, stage_group
 from raypipe.runtime.update.issue_order import prioritised_order
 from raypipe.schedule.costs import CostTable

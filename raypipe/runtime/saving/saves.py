@@ -44,7 +44,7 @@ class Save:
     val_loss: float | None = None
     """Validation loss of the saved parameters, if known."""
     score: float | None = None
-    """Score of that validation (``validation.score``)."""
+    """Score of that validation (``early_stop.score``)."""
     best: bool = False
     """Whether this checkpoint is the best so far."""
     metrics: dict[str, Any] = field(default_factory=dict)

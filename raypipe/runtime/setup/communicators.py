@@ -18,9 +18,8 @@ from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER
 from raypipe.runtime.transport.inbox import absent
 from raypipe.runtime.transport.interfaces import use_interface
-from raypipe.runtime.transport.process_groups import connected_on_use
+from raypipe.runtime.transport.process_groups import connected_on_use, create_groups
 from raypipe.runtime.transport.registry import TRANSPORTS, open_channels, served_by
-from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.transport.transport import Ends
 from raypipe.runtime.update.norm import ONE_HOP
 

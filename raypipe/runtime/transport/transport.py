@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from raypipe.runtime.transport.channel import Peer, Receiver, Sender
+from raypipe.runtime.transport.channel import Peer, Progress, Receiver, Sender
 from raypipe.runtime.transport.inbox import Allocate, empty, empty_pinned
-from raypipe.runtime.transport.waiting import Progress
 
 Edge = tuple[int, int]
 """A directed pair of ranks: messages go from the first to the second."""

@@ -6,7 +6,6 @@ Ray carries the calls and a few numbers; tensors go from worker to worker throug
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.host_report import HostQuestion, HostReport, report_host
 from raypipe.runtime.late.side_stream import prefer_main_stream
-from raypipe.runtime.process.memory import MemoryReports
+from raypipe.runtime.process.memory import MemoryReports, resident_bytes
 from raypipe.runtime.process.set_up import choose_precision, first_backward, heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.replacement import (
@@ -43,9 +42,8 @@ from raypipe.runtime.recovery.replacement import (
     settle,
 )
 from raypipe.runtime.samples.device_feed import device_feed
-from raypipe.runtime.setup.build import build_stage, io_specs_of
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
-from raypipe.runtime.setup.setup import Setup
+from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
 from raypipe.runtime.setup.tensor_ranks import TENSOR_GROUP, own_channels, own_groups
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import read_shards
@@ -53,7 +51,7 @@ from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.state.keeper import send_snapshot
 from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Write
 from raypipe.runtime.state.state import read_previous, read_state, state_to_save
-from raypipe.runtime.transport.replica_groups import create_groups
+from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update.collective import wait_for
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
@@ -519,8 +517,7 @@ class StageWorker:
 
     def memory_bytes(self) -> int:
         """Return the resident memory of this process in bytes."""
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident_bytes()
 
     def heap_bytes(self) -> int:
         """Return the bytes that this process has allocated and not freed."""

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
+from raypipe.runtime.transport.channel import Expected, Label, Peer, Progress, TensorSpec
 from raypipe.runtime.transport.gpu.nccl import NcclReceiver, NcclSender
 from raypipe.runtime.transport.gpu.pinned import PinnedReceiver, PinnedSender
 from raypipe.runtime.transport.gpu.side_stream import CopyStream, Mark, snapshot
 from raypipe.runtime.transport.inbox import empty, empty_pinned
 from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
-from raypipe.runtime.transport.waiting import Progress
 
 A, B = Peer(0, "n", "cuda:a", "stage 0"), Peer(1, "n", "cuda:a", "stage 1")
 

@@ -14,12 +14,17 @@ import pytest
 import torch
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
+from raypipe.runtime.transport.channel import Expected, Label, Peer, Progress, TensorSpec
 from raypipe.runtime.transport.same_host import hand_over, shm
 from raypipe.runtime.transport.same_host.ring import directory, ring_file
-from raypipe.runtime.transport.same_host.shared_memory import INLINE_LIMIT, LARGEST_RING, SMALLEST_RING, edge_name
-from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
-from raypipe.runtime.transport.waiting import Progress
+from raypipe.runtime.transport.same_host.shm import (
+    INLINE_LIMIT,
+    LARGEST_RING,
+    SMALLEST_RING,
+    ShmReceiver,
+    ShmSender,
+    edge_name,
+)
 
 A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
 

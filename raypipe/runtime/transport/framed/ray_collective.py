@@ -26,15 +26,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.channel import Peer
-from raypipe.runtime.transport.framed import frames
-from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
+from raypipe.runtime.transport.channel import PUSH_EVERY_S, Peer, Progress
+from raypipe.runtime.transport.framed.frame_channel import FRAME_BYTES, FrameReceiver, FrameSender
 from raypipe.runtime.transport.gpu.nccl import put_on_top
 from raypipe.runtime.transport.gpu.side_stream import CopyStream, current_gpu
 from raypipe.runtime.transport.inbox import Allocate, empty
 from raypipe.runtime.transport.process_groups import in_rounds
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
-from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
 
 
 class RayCollective(Transport):
@@ -92,7 +90,7 @@ def _join(world_size: int, rank: int, backend: str, name: str) -> str:
     return name
 
 
-def ray_sender(peer: Peer, group: str, frame_bytes: int = frames.FRAME_BYTES) -> FrameSender[Tensor]:
+def ray_sender(peer: Peer, group: str, frame_bytes: int = FRAME_BYTES) -> FrameSender[Tensor]:
     """Make the sending end for CPU tensors."""
     from ray.util import collective
 
@@ -108,7 +106,7 @@ class RayReceiver(FrameReceiver):
         group: str,
         progress: Progress | None = None,
         allocate: Allocate = empty,
-        frame_bytes: int = frames.FRAME_BYTES,
+        frame_bytes: int = FRAME_BYTES,
     ) -> None:
         super().__init__(peer, progress, allocate, frame_bytes)
         self._group = group
