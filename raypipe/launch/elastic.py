@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypipe.compat.ray_private import draining_nodes
 from raypipe.errors import RunError, SpecError
 from raypipe.launch.prepared import Prepared
 from raypipe.observe.run_dir import PROFILE, ask_to_pause, ask_to_save, asked_to_stop, go_on
@@ -101,7 +102,7 @@ class Elastic:
         """Plan for the devices that there are, reserve them and let the driver go on."""
         was, plan, directory = _devices(self.prepared), self._next, self.prepared.directory
         self._take_more()
-        self._give_up(self._going())
+        self._give_up(draining_nodes())
         lost = ended["event"] == "devices_lost"
         if lost and self._come_back(was):
             plan = self.prepared.plan  # plan.json has it, or a better order that the run has found since
@@ -130,11 +131,6 @@ class Elastic:
         """Count the devices that are held for more workers as the run's."""
         if self._more is not None:
             self._reservation, self._more = self._more.reservation, None
-
-    def _going(self) -> set[str]:
-        from raypipe.runtime.hosts.autoscaler import drained_nodes
-
-        return drained_nodes()
 
     def _give_up(self, going: set[str]) -> None:
         """Give back what is lost or on nodes that go; whole reservations take a moment to be free again."""
@@ -183,7 +179,7 @@ class Elastic:
 
     def _see_drained(self) -> None:
         """Ask the run to pause if nodes that it uses will go soon, so that no step is lost."""
-        going = self._going() & self._reservation.nodes()
+        going = draining_nodes() & self._reservation.nodes()
         if going:
             ask_to_pause(self.prepared.directory, f"{len(going)} of its nodes will go: {', '.join(sorted(going))}")
 
@@ -262,10 +258,8 @@ class DrainedNodes:
         """See whether there are more of them; call it now and then."""
         from ray.exceptions import RayError
 
-        from raypipe.runtime.hosts.autoscaler import drained_nodes
-
         try:
-            found = drained_nodes() - self._known
+            found = draining_nodes() - self._known
             new = found & self._reservation.nodes() if found else found
         except RayError:  # it does not answer now: the run need not end for that
             return

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from raypipe.compat.ray_private import JOB_CONFIG
 from raypipe.errors import CheckpointError, RaypipeError, SpecError
 from raypipe.files import parse_json, read_regular
 from raypipe.job.spec import JobSpec
@@ -24,7 +25,7 @@ def run_directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
         if resume:
             raise SpecError("--resume", "needs the directory of the run to resume", "add --run-dir DIR")
         # The working directory of a Ray job is deleted with the job.
-        base = Path.home() / "raypipe" / "runs" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else Path("runs")
+        base = Path.home() / "raypipe" / "runs" if JOB_CONFIG in os.environ else Path("runs")
         directory = base / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return claim(directory, resume)
 

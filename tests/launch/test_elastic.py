@@ -14,16 +14,15 @@ from ray.exceptions import RaySystemError
 from raypipe.errors import RunError, SpecError
 from raypipe.job.load import job_from
 from raypipe.launch import elastic as module
-from raypipe.launch.elastic import Elastic
+from raypipe.launch.elastic import DrainedNodes, Elastic
 from raypipe.launch.plans import with_plan
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import PROFILE, ask_to_stop, asked_to_stop
+from raypipe.observe.run_dir import PROFILE, ask_to_stop, asked_to_save, asked_to_stop
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
 from raypipe.runtime.group import standby
-from raypipe.runtime.hosts import autoscaler
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.train import prepare_run
 from tests.plan.conftest import make_job, make_profile
@@ -98,7 +97,7 @@ class Run:
         self.log.event("run", devices=2)
         self.elastic = Elastic(prepared, Devices(self, {"node 0": 2}), self._reserve)  # type: ignore[arg-type]
         self.going: set[str] = set()
-        monkeypatch.setattr(autoscaler, "drained_nodes", lambda: self.going)
+        monkeypatch.setattr(module, "draining_nodes", lambda: self.going)
         monkeypatch.setattr(standby, "Warm", Started)
         monkeypatch.setattr(Started, "warm", True)
         monkeypatch.setattr(Elastic, "_free", lambda _: self.free)
@@ -386,3 +385,26 @@ def test_limits_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(SpecError, match="max_devices is 2, less than min_devices, 4"):
         make_job(elastic={"min_devices": 4, "max_devices": 2})
     assert job_from(make_job(elastic={}).model_dump()).train.elastic is not None
+
+
+def unanswered() -> set[str]:
+    raise RaySystemError("GCS is not available")
+
+
+def test_a_node_that_will_go_asks_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    going: set[str] = set()
+    monkeypatch.setattr(module, "draining_nodes", lambda: going)
+    drained = DrainedNodes(tmp_path, SimpleNamespace(nodes=lambda: {"a", "b"}))  # type: ignore[arg-type]
+    drained.look()
+    going.add("c")
+    drained.look()
+    assert not asked_to_save(tmp_path)
+    for node in ("a", "b"):
+        going.add(node)
+        drained.look()
+        assert asked_to_save(tmp_path)
+        drained.look()
+        assert not asked_to_save(tmp_path)
+    monkeypatch.setattr(module, "draining_nodes", unanswered)
+    drained.look()
+    assert [row["message"][-1] for row in read_rows(tmp_path / EVENTS)] == ["a", "b"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
+from raypipe.compat.ray_private import validate_snapshot
 from raypipe.errors import RunError
 from raypipe.files import read_json
 from raypipe.observe.run_dir import set_aside
@@ -106,7 +107,7 @@ def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> To
 # Ray Train needs the list only to delete old checkpoints; a run resumes from raypipe's own manifests. A damaged one is
 # therefore renamed, so that Ray Train does not fail on it.
 
-NAME = "checkpoint_manager_snapshot.json"
+SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
 def check_snapshot(directory: Path, say: Callable[[str], None]) -> None:
@@ -115,7 +116,7 @@ def check_snapshot(directory: Path, say: Callable[[str], None]) -> None:
     Raises:
         OSError: it cannot be renamed.
     """
-    path = directory / NAME
+    path = directory / SNAPSHOT
     if path.exists() and (wrong := _wrong(path)) is not None:
         say(f"note: {path}: {wrong}; it is now {set_aside(path).name}, and the run resumes from its own checkpoints")
 
@@ -124,7 +125,7 @@ def _wrong(path: Path) -> str | None:
     """Say why Ray Train would reject the snapshot; None if it would accept it."""
     try:
         snapshot = read_json(path)
-        _validate_with_ray(snapshot)
+        validate_snapshot(snapshot)
         listed = [one["checkpoint_dir_name"] for one in snapshot["checkpoint_results"]]
         latest = snapshot.get("latest_checkpoint_result")
         pending = snapshot["pending_training_results"]
@@ -137,12 +138,3 @@ def _wrong(path: Path) -> str | None:
         return "contradicts itself"
     lost = next((name for name in listed if not (path.parent / name).is_dir()), None)
     return None if lost is None else f"names {lost}, which is gone"
-
-
-def _validate_with_ray(snapshot: Any) -> None:
-    """Validate the snapshot as Ray Train does, if this version of Ray still has that class."""
-    try:
-        from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import _CheckpointManagerState
-    except ImportError:
-        return
-    _CheckpointManagerState.model_validate(snapshot)

@@ -290,7 +290,7 @@ def reserved_by(
 
 def _by_node(bundles: int, bundle: dict[str, float], run_id: str) -> tuple[Part, ...] | None:
     """Reserve free devices, with a placement group per node; None if there are too few, or another job takes them."""
-    free, takes, left = free_bundles(bundle), {}, bundles
+    free, takes, left = free_bundles(bundle) or {}, {}, bundles
     while left and free:
         # The smallest node that has room for all that is left, else the largest: as few nodes as possible.
         node = min(free, key=lambda n: (free[n] < left, free[n] if free[n] >= left else -free[n], n))

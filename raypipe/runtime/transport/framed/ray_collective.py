@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raypipe.compat.ray_private import streams_of
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import PUSH_EVERY_S, Peer, Progress
 from raypipe.runtime.transport.framed.frame_channel import FRAME_BYTES, FrameReceiver, FrameSender
@@ -168,13 +169,12 @@ class RayLink:
         self._stream: Any = None
 
     def adopt(self, stream: torch.cuda.Stream) -> None:
-        """Run on this stream from now on. Ray has no public way to do so; if its internals change, an error says so."""
+        """Run on this stream from now on. Raises TransportError where this Ray keeps its streams elsewhere."""
         import cupy
         from ray.util import collective
 
-        group = collective.get_group_handle(self._group)
-        streams = getattr(group, "_dev_streams_map", None)
-        if not isinstance(streams, dict) or len(streams) != 1:
+        streams = streams_of(collective.get_group_handle(self._group))
+        if streams is None:
             raise TransportError("transport: ray-collective", "this Ray keeps its streams elsewhere", "transport: nccl")
         self._stream = cupy.cuda.ExternalStream(stream.cuda_stream)
         for key in streams:
