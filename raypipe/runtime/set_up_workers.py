@@ -146,7 +146,7 @@ def setups_of(
         own = {part: rows[device] for part, rows in train.items()}
         mine = replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
         if (files := sent.get(workers.locations[rank].peer.node)) is not None:
-            mine = replace(mine, data=files.data, checkpoint=files.checkpoint, shards=files.shards)
+            mine = replace(mine, data=files.data, checkpoint=files.checkpoint, sends_shards=True)
         found.append(mine)
     return found
 

@@ -34,8 +34,6 @@ class NodeFiles(NamedTuple):
     """Folder of the prepared data."""
     checkpoint: Path | None
     """The checkpoint to resume from."""
-    shards: Path
-    """Folder in which shards are written before they are sent."""
 
 
 def run_key(directory: Path) -> str:
@@ -118,10 +116,7 @@ def files_of_nodes(
     resumed: Sequence[Path | None] = [None] * len(ranks)
     if checkpoint is not None:
         resumed = send_folder(workers, ranks, checkpoint, run, "checkpoint")
-    shards = ray.get([workers.actors[rank].on_node.remote("node_folder", run) for rank in ranks])
-    return {
-        node: NodeFiles(*places) for node, places in zip(leaders, zip(data, resumed, shards, strict=True), strict=True)
-    }
+    return {node: NodeFiles(*places) for node, places in zip(leaders, zip(data, resumed, strict=True), strict=True)}
 
 
 def clear(workers: WorkerGroup, apart: Mapping[str, str], directory: Path) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from raypipe.checkpoint import ShardInfo
 from raypipe.errors import ClusterError
 from raypipe.files import sha256
@@ -93,14 +91,6 @@ def end_folder(run: str, name: str, listing: Listing) -> None:
 def clear_files(run: str) -> None:
     """Delete what this node took for a run."""
     shutil.rmtree(node_folder(run), ignore_errors=True)
-
-
-def sent_shard(info: ShardInfo, folder: Path) -> SentShard:
-    """Move a shard that was written in ``folder`` into the object store."""
-    path = folder / info.file
-    chunks = tuple(ray.put(data) for _, data in chunks_of(path))
-    path.unlink()
-    return SentShard(info, chunks)
 
 
 def listed(folder: Path) -> dict[str, tuple[int, str]]:

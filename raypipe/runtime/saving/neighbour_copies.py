@@ -32,8 +32,7 @@ from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.node_files import SentShard
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.state.keeper import Keeper
-from raypipe.runtime.state.shard_writer import SaveBegun
+from raypipe.runtime.state.shard_writer import Keeper, SaveBegun, writes_of
 
 NUMBERS = 1 << 32
 """Copies that each driver may number."""
@@ -223,12 +222,9 @@ class NeighbourCopies:
 
     def heard(self, results: Iterable[StepResult | SaveBegun | Written | None]) -> None:
         """Take in what workers report to have sent."""
-        for result in results:
-            written = result if isinstance(result, Written) else getattr(result, "written", None)
-            for one in written if isinstance(written, tuple) else (written,):
-                copy = self._under_way.get(one.number) if one is not None else None
-                if one is not None and copy is not None:
-                    self._arrived(copy, one)
+        for one in writes_of(results):
+            if (copy := self._under_way.get(one.number)) is not None:
+                self._arrived(copy, one)
 
     def _arrived(self, copy: Copy, one: Written) -> None:
         if one.lost:

@@ -54,9 +54,8 @@ class Setup:
     """Per prepared array, the shape of one sample and its dtype; None for text."""
     checkpoint: Path | None
     """Where to read parameters and optimizer state from; None to start afresh."""
-    shards: Path | None = None
-    """Folder of this node in which shards of checkpoints are written before they are sent to the driver; None where the
-    node shares the run's directory."""
+    sends_shards: bool = False
+    """Whether the node does not share the run's directory, so that shards of checkpoints are sent to the driver."""
     slices: int = 1
     """Slices of a micro-batch along the sequence, each an id of its own."""
     recomputed: frozenset[int] | None = None

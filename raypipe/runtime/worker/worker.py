@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.errors import TransportError
@@ -48,8 +48,7 @@ from raypipe.runtime.setup.tensor_ranks import TENSOR_GROUP, own_channels, own_g
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import read_shards
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.state.keeper import send_snapshot
-from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Write
+from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Store, Write, put_snapshot, send_snapshot
 from raypipe.runtime.state.state import read_previous, read_state, state_to_save
 from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update.collective import wait_for
@@ -84,7 +83,7 @@ class StageWorker:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         set_up_process(self.device)
         self.memory_reports = MemoryReports(self.device)
-        self.shard_writer = ShardWriter(type(self).write_shard)
+        self.shard_writer = ShardWriter()
         self.apart = False
         """Whether this device has left the groups that it shared with others."""
         self.compilation: Compilation | None = None
@@ -469,19 +468,17 @@ class StageWorker:
         Raises:
             CheckpointError: what was written before, or this, cannot be written.
         """
-        own = self.setup_data.shards
-        write = partial(self.shard_writer.begin, folder=own or directory, sends=own is not None)
-        return self._begin_save(number, write, self.setup_data.job.train.async_save)
+        store = put_snapshot if self.setup_data.sends_shards else partial(type(self).write_shard, directory)
+        return self._begin_save(number, store, self.setup_data.job.train.async_save)
 
     @raises_device_errors
     @parts_when_lost
     def copy(self, number: int, keepers: Sequence[Any]) -> SaveBegun:
         """Begin to send what ``save`` would write to keepers (``neighbour_copies``); a thread does so."""
-        write = partial(self.shard_writer.send, send=partial(send_snapshot, keepers, number))
-        return self._begin_save(number, write, beside=True)
+        return self._begin_save(number, partial(send_snapshot, keepers, number), beside=True)
 
-    def _begin_save(self, number: int, write: Callable[[int, int, dict[str, Tensor]], None], beside: bool) -> SaveBegun:
-        """Copy this worker's share of the state, and ``write`` it: beside training, or before it goes on."""
+    def _begin_save(self, number: int, store: Store, beside: bool) -> SaveBegun:
+        """Copy this worker's share of the state, and ``store`` it: beside training, or before it goes on."""
         began = time.monotonic()
         written = [self.shard_writer.wait()]
         waited_s = time.monotonic() - began
@@ -490,7 +487,7 @@ class StageWorker:
             self.setup_data, self.modules, self.optimizers, self.executor.versions, self.shards, self.group
         )
         if broken is None:
-            write(self.rank, number, tensors)
+            self.shard_writer.begin(self.rank, number, tensors, store)
             if not beside:
                 written.append(self.shard_writer.wait())
         ended = tuple(one for one in written if one is not None)
