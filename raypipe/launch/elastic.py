@@ -21,7 +21,7 @@ from raypipe.compat.ray_private import draining_nodes
 from raypipe.errors import RunError, SpecError
 from raypipe.launch.prepared import Prepared
 from raypipe.observe.run_dir import PROFILE, ask_to_pause, ask_to_save, asked_to_stop, go_on
-from raypipe.observe.run_log import EVENTS, Follower, RunLog
+from raypipe.observe.run_log import EVENTS, Follower, log_event
 from raypipe.plan.plan import Plan, build_schedule
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ class Elastic:
         self._next, self._judged, self._broken_since = None, _devices(self.prepared), None
         go_on(directory)
         keys = ("schedule", "stages", "replicas", "microbatch")
-        log = RunLog(directory)
-        log.event(
+        log_event(
+            directory,
             "resized",
             devices=_devices(self.prepared),
             was=was,
@@ -125,7 +125,6 @@ class Elastic:
             plan={key: getattr(plan.parallel, key) for key in keys},
             message=ended["message"],
         )
-        log.close()
 
     def _take_more(self) -> None:
         """Count the devices that are held for more workers as the run's."""
@@ -267,7 +266,6 @@ class DrainedNodes:
             return
         self._known |= new
         ask_to_save(self._directory)
-        log = RunLog(self._directory)
         names = ", ".join(sorted(new))
-        log.event("notice", message=f"{len(new)} of its nodes will go, so a checkpoint is saved now: {names}")
-        log.close()
+        message = f"{len(new)} of its nodes will go, so a checkpoint is saved now: {names}"
+        log_event(self._directory, "notice", message=message)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError, install
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_log import METRICS, Follower, RunLog
+from raypipe.observe.run_log import METRICS, Follower, log_event
 
 
 class Logger(Protocol):
@@ -234,6 +234,5 @@ class Reports:
         except Exception as error:  # a library that reports to others must not end training
             del self._left[name]
             why = (str(error).splitlines() or [""])[0]
-            log = RunLog(self._directory)
-            log.event("notice", message=f"{name} gets no more figures of this run: {type(error).__name__}: {why}")
-            log.close()
+            message = f"{name} gets no more figures of this run: {type(error).__name__}: {why}"
+            log_event(self._directory, "notice", message=message)

@@ -15,7 +15,7 @@ from raypipe.job.recompute_layers import Cut, named_layers
 from raypipe.job.requested_schedule import base_schedule, is_file
 from raypipe.job.spec import JobSpec
 from raypipe.launch.prepared import JobModel, Planned
-from raypipe.observe.run_log import RunLog
+from raypipe.observe.run_log import log_event
 from raypipe.partition.this_machine import this_machine
 from raypipe.plan.branches.arranged import LayerCosts
 from raypipe.plan.branches.choose import Branches, choose_branches
@@ -136,9 +136,7 @@ def planned_by_measuring(
         )
     decision = profile_and_plan(job, directory, directory / "data", dashboard_port, say)
     fields = as_json(decision)
-    log = RunLog(directory)
-    log.event("planned", **{key: fields[key] for key in ("candidates", "searched", "timed", "seconds")})
-    log.close()
+    log_event(directory, "planned", **{key: fields[key] for key in ("candidates", "searched", "timed", "seconds")})
     plan = decision.plan
     return Planned(with_plan(job, plan), model, plan, build_schedule(plan, job.train.batch))
 

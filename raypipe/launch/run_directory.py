@@ -12,7 +12,7 @@ from raypipe.errors import CheckpointError, RaypipeError, SpecError
 from raypipe.files import parse_json, read_regular
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import CHECKPOINTS, RECORD, check_own, hold, mend_logs, place, stillborn
-from raypipe.observe.run_log import METRICS, RunLog
+from raypipe.observe.run_log import METRICS, log_event
 
 
 def run_directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
@@ -141,9 +141,5 @@ def mend(directory: Path, say: Callable[[str], None]) -> None:
 
 def note(directory: Path, notices: list[str]) -> None:
     """Put notices that have been shown into the run's events."""
-    if not notices:
-        return
-    log = RunLog(directory)
     for notice in notices:
-        log.event("notice", message=notice)
-    log.close()
+        log_event(directory, "notice", message=notice)

@@ -24,7 +24,7 @@ from raypipe.cost.profile import load_profile
 from raypipe.errors import DevicesError, RunError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import NO_LOCKS, PROFILE
-from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
+from raypipe.observe.run_log import EVENTS, RunLog, events_since_start, read_rows, rewind
 from raypipe.observe.timelines import save_timelines
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.plan.predict.on_hosts import on_hosts
@@ -279,7 +279,7 @@ def _replaces(request: RunRequest, reservation: Reservation, cause: BaseExceptio
     It is where a connection or a process was lost, after a set-up that went well, and all nodes live. A device without
     memory needs another plan, and a node that is gone, Ray's scheduling.
     """
-    marks = [e["event"] for e in _of_this_run(request.directory) if e["event"] in ("run", "restarted", "started")]
+    marks = [e["event"] for e in events_since_start(request.directory) if e["event"] in ("run", "restarted", "started")]
     return (
         marks[-1:] == ["started"]
         and not is_final(cause)
@@ -301,24 +301,18 @@ def _breaks(reservation: Reservation) -> bool:
 
 def devices_changed(directory: Path) -> list[dict[str, Any]]:
     """Return the changes of devices since the run was last started, oldest first."""
-    return [e for e in _of_this_run(directory) if e["event"] == "resized"]
+    return [e for e in events_since_start(directory) if e["event"] == "resized"]
 
 
 def failures(directory: Path) -> int:
     """Count the failures since the run was last started."""
-    return [e["event"] for e in _of_this_run(directory)].count("failed")
+    return [e["event"] for e in events_since_start(directory)].count("failed")
 
 
 def _awaits_devices(directory: Path) -> bool:
     """Return whether an attempt gave up its devices, and there are no others yet."""
-    marks = [e["event"] for e in _of_this_run(directory) if e["event"] in ("devices_lost", "paused", "resized")]
+    marks = [e["event"] for e in events_since_start(directory) if e["event"] in ("devices_lost", "paused", "resized")]
     return bool(marks) and marks[-1] != "resized"
-
-
-def _of_this_run(directory: Path) -> list[dict[str, Any]]:
-    events = read_rows(directory / EVENTS)
-    begun = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
-    return events[begun:]
 
 
 def _next_change(directory: Path, known: list[dict[str, Any]]) -> list[dict[str, Any]]:

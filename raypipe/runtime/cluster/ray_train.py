@@ -18,7 +18,7 @@ from raypipe.compat.ray_private import validate_snapshot
 from raypipe.errors import RunError
 from raypipe.files import read_json
 from raypipe.observe.run_dir import set_aside
-from raypipe.observe.run_log import RunLog
+from raypipe.observe.run_log import log_event
 from raypipe.runtime.cluster.attempts import ATTEMPTED, RunRequest, driver_loop, failures
 from raypipe.runtime.setup.communicators import own_address
 
@@ -59,9 +59,7 @@ def start_run(request: RunRequest, callbacks: Sequence[Any] = ()) -> Result:
             return _trainer(request, restarts, callbacks).fit()
         except RayActorError as error:
             message = "Ray Train's controller died"
-            log = RunLog(request.directory)
-            log.event("failed", message=message)
-            log.close()
+            log_event(request.directory, "failed", message=message)
             restarts = allowed - failures(request.directory)
             if restarts < 0:
                 raise RunError("run", message, "continue from its newest checkpoint with --resume") from error
