@@ -1,9 +1,11 @@
 """Run Ray Train's worker, the driver, through the attempts at a run.
 
-Where a worker dies and its node lives, the driver goes on by itself, from the newest checkpoint: the other workers
-leave the plan and are set up again beside a new one. Ray Train restarts the driver after any other failure. An elastic
-run (``train.elastic``) changes its devices in the same way: the process that started the run makes another plan and
-reserves other devices, and workers whose devices stay keep their processes.
+A run that loses something goes on by the first of two ways that serves. A worker whose stages have a living copy is
+replaced while the others wait (``runtime/in_place.py``). Else the attempt ends, and the driver makes another one from
+the newest checkpoint, or from copies in nodes' memory that are newer: on the same devices, where workers that live
+serve on beside new ones; with a plan that needs less memory, where that ran out; and in an elastic run, whose devices
+the process that started it changes, with another plan for those that are left. Ray Train restarts the driver itself,
+where its process died.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ class _Reporter:
 
 
 def driver_loop(config: dict[str, Any]) -> None:
-    """Run the attempts of one driver; Ray Train calls this in its worker, at first and after every failure."""
+    """Run the attempts of one driver; Ray Train calls this in its worker, at first and where the driver has died."""
     request: RunRequest = config["request"]
     job, directory = request.job, request.directory
     with _only_attempt(directory) as restarted:
@@ -139,26 +141,19 @@ def driver_loop(config: dict[str, Any]) -> None:
                 _attempts(request, restarted, log, reporter, copies)
         except Exception as error:
             cause = own_error(error)
-            path = keep_traceback(directory, cause)
-            if is_final(cause):  # return instead of raising: a restart would fail again
-                log.event("error", message=failure_message(cause, path), exit_status=getattr(cause, "exit_status", 1))
-            else:
-                message = failure_message(cause, path)
+            message = failure_message(cause, keep_traceback(directory, cause))
+            if not is_final(cause):  # between two attempts: Ray Train starts another driver
                 log.event("failed", message=message)
-                if failures(directory) > job.train.max_failures >= _drivers(directory):
-                    # Ray Train would restart it, because it counts only its own restarts.
-                    log.event("error", message=f"{message}; --resume continues from the last checkpoint", exit_status=1)
-                    return
-                if ran_out(cause):
-                    plan_with_less(job, directory, log, cause)
                 raise
+            # Return instead of raising: a restart would fail again.
+            log.event("error", message=message, exit_status=getattr(cause, "exit_status", 1))
         finally:
             log.close()
 
 
 def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Reporter, copies: NeighbourCopies) -> None:
-    """Run to the end, an elastic run on one set of devices after the other."""
-    directory, elastic = request.directory, request.job.train.elastic is not None
+    """Run to the end, one attempt after another."""
+    directory, train = request.directory, request.job.train
     resumes, reservation = request.resume or restarted, request.reservation
     # A driver that is started again has none: those of an attempt end with it.
     changes, survivors = devices_changed(directory), Survivors({} if restarted else dict(request.waiting))
@@ -170,35 +165,29 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
         if _awaits_devices(directory):
             changes = _next_change(directory, changes)
     while True:
-        # A restart continues from the newest checkpoint; a first attempt does so only when asked to resume.
-        checkpoint, notices = latest(directory / "checkpoints") if resumes else (None, [])
-        done = open_checkpoint(checkpoint, verify=False).step if checkpoint is not None else 0
         checkpoints = RunCheckpoints(request.job, directory, log, reporter.saved)
-        from_copies = restarted and copies.restore(checkpoints, done)
-        if from_copies:
-            done, checkpoint = checkpoints.newest
-        lost = rewind(directory, done)
-        known = {event.get("message") for event in read_rows(directory / EVENTS)}  # resuming has shown and noted some
-        for notice in notices:
-            if notice not in known:
-                log.event("notice", message=notice)
-        if restarted:
-            where = str(checkpoint) if checkpoint else None
-            source = "neighbour" if from_copies else "checkpoint"
-            log.event("restarted", checkpoint=where, step=done, steps_repeated=lost, source=source)
+        checkpoint, done = _begin(request, resumes, restarted, log, checkpoints, copies)
         try:
             reservation = _newest(request, changes)
             driver = _attempt(request, reservation, checkpoint, done, log, reporter, survivors, copies)
         except Exception as error:
-            changes_devices = elastic and (isinstance(error, DevicesError) or _breaks(reservation))
-            if not changes_devices and not (survivors.actors and _replaces(request, reservation, own_error(error))):
+            cause = own_error(error)
+            lost = train.elastic is not None and (isinstance(error, DevicesError) or _breaks(reservation))
+            if is_final(cause) and not lost:
                 survivors.end()
                 raise
-            cause = own_error(error)
             message = failure_message(cause, keep_traceback(directory, cause))
             log.event("failed", message=message)
             restarted = resumes = True
-            if not changes_devices:
+            if not lost:
+                if not serves_on(directory, cause, reservation):
+                    survivors.end()
+                if failures(directory) > train.max_failures:
+                    survivors.end()
+                    log.event("error", message=f"{message}; --resume continues from the last checkpoint", exit_status=1)
+                    return
+                if ran_out(cause):
+                    plan_with_less(request.job, directory, log, cause)
                 continue
             log.event("devices_lost", message=message.partition("\n")[0])
         else:
@@ -206,8 +195,7 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
                 log.event("interrupted", **driver.interrupted)
                 return
             if driver.paused is None:
-                prediction = driver.clock.prediction
-                clock = driver.clock
+                clock, prediction = driver.clock, driver.clock.prediction
                 predicted = prediction.timeline if prediction else None
                 save_timelines(directory, predicted, clock.measured(), clock.recorded, driver.norm)
                 log.event("finished", counts=driver.counts, memory_bytes=driver.memory_bytes)
@@ -216,6 +204,36 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
             restarted = False
         survivors.end_standby()  # the next devices may be others
         changes, resumes = _next_change(directory, changes), True
+
+
+def _begin(
+    request: RunRequest,
+    resumes: bool,
+    restarted: bool,
+    log: RunLog,
+    checkpoints: RunCheckpoints,
+    copies: NeighbourCopies,
+) -> tuple[Path | None, int]:
+    """Return the newest checkpoint, for an attempt to begin with, and its number of steps; the logs go back to it.
+
+    An attempt after another one may write it of copies that are newer; a first one begins afresh unless it resumes.
+    """
+    directory = request.directory
+    checkpoint, notices = latest(directory / "checkpoints") if resumes else (None, [])
+    done = open_checkpoint(checkpoint, verify=False).step if checkpoint is not None else 0
+    from_copies = restarted and copies.restore(checkpoints, done)
+    if from_copies:
+        done, checkpoint = checkpoints.newest
+    lost = rewind(directory, done)
+    known = {event.get("message") for event in read_rows(directory / EVENTS)}  # resuming has shown and noted some
+    for notice in notices:
+        if notice not in known:
+            log.event("notice", message=notice)
+    if restarted:
+        where = str(checkpoint) if checkpoint else None
+        source = "neighbour" if from_copies else "checkpoint"
+        log.event("restarted", checkpoint=where, step=done, steps_repeated=lost, source=source)
+    return checkpoint, done
 
 
 def _attempt(
@@ -273,20 +291,13 @@ def _attempt(
     return driver
 
 
-def _replaces(request: RunRequest, reservation: Reservation, cause: BaseException) -> bool:
-    """Return whether a failed attempt is followed by one with the workers that are left, beside new ones.
+def serves_on(directory: Path, cause: BaseException, reservation: Reservation) -> bool:
+    """Return whether the workers that a failed attempt has left serve in the next one, beside new ones.
 
-    It is where a connection or a process was lost, after a set-up that went well, and all nodes live. A device without
-    memory needs another plan, and a node that is gone, Ray's scheduling.
+    It is so after a set-up that went well, and where all nodes live. A device without memory begins anew.
     """
-    marks = [e["event"] for e in events_since_start(request.directory) if e["event"] in ("run", "restarted", "started")]
-    return (
-        marks[-1:] == ["started"]
-        and not is_final(cause)
-        and not ran_out(cause)
-        and failures(request.directory) < request.job.train.max_failures
-        and not reservation.is_broken()
-    )
+    marks = [e["event"] for e in events_since_start(directory) if e["event"] in ("run", "restarted", "started")]
+    return marks[-1:] == ["started"] and not ran_out(cause) and not reservation.is_broken()
 
 
 def _breaks(reservation: Reservation) -> bool:
@@ -378,11 +389,6 @@ def _only_attempt(directory: Path) -> Iterator[bool]:
         marker.write("attempted\n")
         marker.flush()
         yield restarted
-
-
-def _drivers(directory: Path) -> int:
-    """Count the drivers that the run has had since it was last started."""
-    return (directory / ATTEMPTED).read_text(encoding="utf-8").count("\n")
 
 
 def _locked(file: TextIO) -> bool:
