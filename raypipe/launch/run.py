@@ -121,7 +121,6 @@ def _on_devices(
         prepared.job,
         prepared.directory,
         prepared.resume,
-        devices,
         reservation,
         prepared.validation,
         {} if idle is None else idle.actors,

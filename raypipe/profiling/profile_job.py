@@ -106,7 +106,7 @@ def measure_profile(
             why = "some nodes name no accelerator type" if "" in kinds else "only some devices are used"
             say(f"note: devices are measured as if all were of one kind: {why}")
         with measuring.reserved(count, request) as place:
-            return measuring.of_one_kind(count, request, place, cached, leave)
+            return measuring.of_one_kind(count, place, cached, leave)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +129,11 @@ class _Measuring:
         for kind, count in kinds.items():
             self.say(f"devices of accelerator type {kind}")
             with self.reserved(count, request, (kind,) * count) as place:
-                found = self.of_one_kind(count, request, place)
+                found = self.of_one_kind(count, place)
             profiles.append(found.model_copy(update={"accelerator_type": kind}))
         self.say("messages between devices of different types")
         with self.reserved(len(kinds), request, tuple(kinds)) as place:
-            between = self._link_between(len(kinds), request, place)
+            between = self._link_between(len(kinds), place)
         return of_kinds(
             [
                 p.model_copy(update={"between": between}) if len(p.placed.of_first(p.devices)) == 1 else p
@@ -151,10 +151,10 @@ class _Measuring:
             if not is_idle(place):
                 place.give_back()
 
-    def _link_between(self, count: int, request: DeviceRequest, place: Reservation) -> LinkFit:
+    def _link_between(self, count: int, place: Reservation) -> LinkFit:
         """Measure messages between hosts, each with one device."""
         titles = [f"links · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, request, StageProfiler, self.job.train.wait_for_devices_s, place, self.say)
+        workers = start_actors(titles, place.for_attempt(), StageProfiler)
         try:
             check_hosts(workers)
             links = LinkBench(workers)
@@ -163,14 +163,12 @@ class _Measuring:
         finally:
             workers.stop()
 
-    def of_one_kind(
-        self, count: int, request: DeviceRequest, place: Reservation, cached: bool = False, leave: bool = False
-    ) -> Profile:
+    def of_one_kind(self, count: int, place: Reservation, cached: bool = False, leave: bool = False) -> Profile:
         """Measure the ``count`` devices of ``place`` at the same time; see ``measure_profile``."""
         job, model, sizes, effort, say = self.job, self.model, self.sizes, self.effort, self.say
         say(f"starting {count} device actor{'s' * (count > 1)}")
         titles = [f"profile · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, request, StageProfiler, job.train.wait_for_devices_s, place, say)
+        workers = start_actors(titles, place.for_attempt(), StageProfiler)
         measured = False
         try:
             check_hosts(workers)

@@ -33,7 +33,6 @@ from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.standby import warm_ones
 from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group
-from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.rank_order import by_number, kinds_of, kinds_on_hosts
 from raypipe.runtime.hosts.reserve import Kept, Reservation, reserved_by
 from raypipe.runtime.recovery.failure import (
@@ -67,8 +66,6 @@ class RunRequest:
     job: JobSpec
     directory: Path
     resume: bool
-    devices: DeviceRequest
-    """The resources that each worker reserves."""
     reservation: Reservation
     """The devices, reserved for all attempts."""
     validation: ValidationMetrics | None = None
@@ -259,10 +256,8 @@ def _attempt(
     workers = start_worker_group(
         build_schedule(plan, job.train.batch),
         parallel.replicas,
-        request.devices,
-        tensor=parallel.tensor,
+        reservation.for_attempt(),
         timeout_s=job.train.wait_for_devices_s if elastic is None else elastic.wait_s,
-        reservation=reservation,
         notify=lambda text: log.event("waiting", message=text),
         kept=survivors.actors,
         numbering=plan.numbering(),
@@ -342,7 +337,7 @@ def _newest(request: RunRequest, changes: list[dict[str, Any]]) -> Reservation:
         request.reservation.run_id,
         newest["reservation"],
         newest["devices"],
-        request.devices,
+        request.reservation.request,
         plan.parallel.tensor,
         kinds_of(plan),
     )

@@ -1,4 +1,4 @@
-"""Start and stop a worker group: one actor per rank on reserved devices, named by what it runs."""
+"""A worker group: one actor per rank on reserved devices, named by what it runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import ray
 
 from raypipe.cost.hosts import Numbering
 from raypipe.errors import TransportError
-from raypipe.runtime.hosts.devices import DeviceRequest
-from raypipe.runtime.hosts.reserve import Kept, Notify, Place, Reservation, reserve, silent
+from raypipe.runtime.hosts.reserve import Kept, Notify, Place, Reservation, silent
 from raypipe.runtime.setup.communicators import Location
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.ir import Schedule
@@ -104,7 +103,7 @@ class WorkerGroup:
     locations: list[Location]
     run_id: str
     reservation: Reservation | None = None
-    """The devices that are released when the workers stop; None if they stay reserved."""
+    """The devices, which are released when the workers stop unless they are ``held``; None if nobody knows."""
     places: Places | None = None
     """Where a worker that dies can be started again; None if nobody knows."""
     process_groups: int = 0
@@ -175,7 +174,7 @@ class WorkerGroup:
             ray.kill(actor)
         if self.standby is not None:
             self.standby.stop()
-        if self.reservation is not None:
+        if self.reservation is not None and not self.reservation.held:
             self.reservation.give_back()
 
     def by_place(self) -> Kept:
@@ -230,80 +229,59 @@ def device_title(schedule: Schedule, device: int, copies: int) -> str:
 def start_worker_group(
     schedule: Schedule,
     copies: int,
-    request: DeviceRequest,
+    place: Reservation,
     actor_class: type = StageWorker,
     timeout_s: float | None = 120.0,
-    tensor: int = 1,
-    reservation: Reservation | None = None,
     notify: Notify = silent,
     kept: Kept | None = None,
     numbering: Numbering | None = None,
 ) -> WorkerGroup:
-    """Reserve the devices of a schedule and start ``tensor`` workers for each: ``actor_class(rank, title)``.
+    """Start a worker on each device of a schedule, or one for each of its tensor ranks; see ``start_actors``.
 
-    The other arguments are those of ``start_actors``; ``copies`` is the number of data-parallel copies.
+    ``copies`` is the number of data-parallel copies. The other arguments are those of ``start_actors``.
 
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
     """
+    tensor = place.together
     titles = [
         device_title(schedule, d, copies) + (f" · tensor {m}" if tensor > 1 else "")
         for d in range(schedule.devices)
         for m in range(tensor)
     ]
-    return start_actors(titles, request, actor_class, timeout_s, reservation, notify, tensor, kept, numbering)
+    return start_actors(titles, place, actor_class, timeout_s, notify, kept, numbering)
 
 
 def start_actors(
     titles: list[str],
-    request: DeviceRequest,
+    place: Reservation,
     actor_class: type,
     timeout_s: float | None = 120.0,
-    reservation: Reservation | None = None,
     notify: Notify = silent,
-    together: int = 1,
     kept: Kept | None = None,
     numbering: Numbering | None = None,
 ) -> WorkerGroup:
-    """Reserve a device for each title and start ``actor_class(rank, title)`` on it, in the order of ``rank_order``.
+    """Start ``actor_class(rank, title)`` on reserved devices, in the order of ``rank_order``.
 
     Args:
         titles: one name per actor.
-        request: the resources that each actor reserves.
+        place: the devices.
         actor_class: the class of all actors.
-        timeout_s: seconds to wait for free devices; None to wait without a limit.
-        reservation: devices that the run has reserved already; they stay reserved when the workers stop.
+        timeout_s: seconds to wait for devices that Ray has to find anew, as one of their nodes was lost; None for ever.
         notify: called with a sentence now and then while the devices are not free.
-        together: number of consecutive ranks that must be on one node.
         kept: actors that serve on where they are; those on no device of the new group are ended.
         numbering: which of the devices, host by host, each rank gets; by default in their order.
 
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
     """
-    if reservation is None:
-        place = reserve(len(titles), request, timeout_s, notify, together)
-    else:
-        place = reservation.for_attempt()
-        place.wait(timeout_s, notify)  # Ray reschedules the group when one of its nodes is lost
-    try:
-        places = Places(place, place.in_rank_order(numbering), actor_class)
-    except BaseException:
-        if reservation is None:
-            place.give_back()
-        raise
+    place.wait(timeout_s, notify)
+    places = Places(place, place.in_rank_order(numbering), actor_class)
     actors = _serving_on(places, kept or {}, titles)
     for rank, title in enumerate(titles):
         if rank not in actors:
             actors[rank] = places.start(rank, title)
-    workers = WorkerGroup(
-        [actors[rank] for rank in range(len(titles))],
-        titles,
-        [],
-        place.run_id,
-        place if reservation is None else None,
-        places,
-    )
+    workers = WorkerGroup([actors[rank] for rank in range(len(titles))], titles, [], place.run_id, place, places)
     try:
         workers.locate()
     except BaseException:

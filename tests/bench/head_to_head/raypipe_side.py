@@ -17,6 +17,7 @@ from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import WorkerGroup, start_worker_group
+from raypipe.runtime.hosts.reserve import reserve
 from tests.bench.head_to_head.blocks import Block
 from tests.bench.head_to_head.cases import DEVICES
 from tests.bench.head_to_head.dispatch import RecordingClock, driver_share
@@ -46,7 +47,9 @@ class RaypipeSide:
         if self.workers is not None:
             self.workers.stop()
         schedule = build_schedule(plan, job.train.batch)
-        self.workers = start_worker_group(schedule, plan.parallel.replicas, self._request)
+        self.workers = start_worker_group(
+            schedule, plan.parallel.replicas, reserve(schedule.devices, self._request, 120.0)
+        )
 
     def block(self, job: JobSpec, plan: Plan, data: Path, warm_up: int) -> tuple[Block, DriverCost]:
         """Train ``job`` to its end; what the driver does after the last step (validation, checkpoint) is not timed."""

@@ -28,6 +28,7 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import start_worker_group
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.train import make_plan
 
@@ -103,7 +104,7 @@ def run(folder: Path, steps: int, every: int, asynchronous: bool, bytes_s: float
     prepare_data(job, build_model(job, declared_fields(job.data)).task, folder / "data")
     log = TimedLog(folder)
     driver = Driver(job, make_plan(job), folder, log, lambda *_: None)
-    workers = start_worker_group(driver.schedule, 1, connect(2), SlowStorage)
+    workers = start_worker_group(driver.schedule, 1, reserve(2, connect(2), 120.0), SlowStorage)
     try:
         if bytes_s is not None:
             ray.get(workers.call("set_rate", bytes_s))

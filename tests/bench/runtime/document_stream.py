@@ -38,6 +38,7 @@ from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import start_worker_group
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.samples.sample_stream import SampleStream
 from raypipe.train import make_plan
 
@@ -150,7 +151,7 @@ def trained(job: JobSpec, run: Path) -> None:
     """Part 3."""
     log = RunLog(run)
     driver = Driver(job, make_plan(job), run, log, lambda *_: None)
-    workers = start_worker_group(driver.schedule, 1, connect(2))
+    workers = start_worker_group(driver.schedule, 1, reserve(2, connect(2), 120.0))
     try:
         driver.run(workers, None, 0)
     finally:

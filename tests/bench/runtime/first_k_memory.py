@@ -31,6 +31,7 @@ from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import start_worker_group
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.train import make_plan
 from tests.bench.accuracy.memory import Peak, PeakStage, own_ray
@@ -100,7 +101,7 @@ def run(cap_mb: float, folder: Path) -> Run:
         prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
         log = RunLog(directory)
         driver = Driver(job, make_plan(job), directory, log, lambda *_: None)
-        workers = start_worker_group(driver.schedule, 2, connect(2), SettledStage)
+        workers = start_worker_group(driver.schedule, 2, reserve(2, connect(2), 120.0), SettledStage)
         try:
             driver.run(workers, None, 0)
             peaks, bases = zip(*ray.get(workers.call("figures")), strict=True)

@@ -130,6 +130,7 @@ def inside(folder: Path, rounds: int, first_k: int | None, layer_s: float) -> di
 
     from raypipe.runtime.cluster.connect import connect
     from raypipe.runtime.group.worker_group import start_worker_group
+    from raypipe.runtime.hosts.reserve import reserve
 
     found: dict[str, Any] = {row: {"steps_s": [], "losses": [], "k": []} for row in ROWS}
     workers = None
@@ -143,7 +144,7 @@ def inside(folder: Path, rounds: int, first_k: int | None, layer_s: float) -> di
                 log = RunLog(directory)
                 driver = Driver(job, make_plan(job), directory, log, lambda *_: None)
                 if workers is None:
-                    workers = start_worker_group(driver.schedule, 2, connect(2), BenchWorker)
+                    workers = start_worker_group(driver.schedule, 2, reserve(2, connect(2), 120.0), BenchWorker)
                 locations = ray.get(workers.call("locate"))  # a fresh port for every set-up
                 workers = replace(workers, locations=locations, run_id=uuid.uuid4().hex[:8])
                 ray.get(workers.call("hold_back", row == AFTER) + workers.call("pace", layer_s))

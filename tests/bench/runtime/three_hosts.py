@@ -176,6 +176,7 @@ def inside(name: str, folder: Path, steps: int) -> Found:
 
     from raypipe.runtime.cluster.connect import connect
     from raypipe.runtime.group.worker_group import start_worker_group
+    from raypipe.runtime.hosts.reserve import reserve
 
     job = job_of(name, folder / "text", steps)
     directory = folder / name
@@ -187,9 +188,8 @@ def inside(name: str, folder: Path, steps: int) -> Found:
     request = connect(HOSTS * PER_HOST)
     log = RunLog(directory)
     driver = Driver(job, plan, directory, log, lambda *_: None)
-    workers = start_worker_group(
-        driver.schedule, plan.parallel.replicas, request, PacedWorker, tensor=plan.parallel.tensor
-    )
+    place = reserve(HOSTS * PER_HOST, request, 120.0, together=plan.parallel.tensor)
+    workers = start_worker_group(driver.schedule, plan.parallel.replicas, place, PacedWorker)
     try:
         by_kind = {"F": costs.forward, "B": costs.input_grad, "W": costs.weight_grad}
         pace = {kind: times[0] for kind, times in by_kind.items()}

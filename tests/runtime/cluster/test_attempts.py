@@ -12,7 +12,6 @@ from raypipe.errors import CheckpointError, DeviceError, DevicesError, SpecError
 from raypipe.job.load import job_from
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster import attempts
-from raypipe.runtime.hosts.devices import DeviceRequest
 
 
 class FullStorage:
@@ -137,7 +136,7 @@ def test_a_driver_makes_attempt_after_attempt(
         }
     )  # fmt: skip
     devices: Any = SimpleNamespace(is_broken=lambda: False, run_id="0123abcd")
-    attempts.driver_loop({"request": attempts.RunRequest(job, tmp_path, False, DeviceRequest(1, 0), devices)})
+    attempts.driver_loop({"request": attempts.RunRequest(job, tmp_path, False, devices)})
     rows = read_rows(tmp_path / EVENTS)[1:]
     assert [row["event"] for row in rows] == logged
     assert rows[-1].get("exit_status") == status
