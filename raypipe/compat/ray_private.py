@@ -13,17 +13,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from raypipe.compat import PrivateName
+
 CHECKED = "2.60"
 """The newest version of Ray whose private names were checked."""
-
-
-class PrivateName(NamedTuple):
-    """A name that Ray does not promise to keep."""
-
-    module: str
-    name: str
-    use: str
-    without: str
 
 
 _STATE = "ray._private.state"
@@ -183,7 +176,7 @@ def streams_of(group: Any) -> dict[Any, list[Any]] | None:
 
 
 class Death(NamedTuple):
-    """What Ray's text about an actor's death says, as far as it does; its error has no fields for these."""
+    """Facts in Ray's text about an actor's death, whose error has no fields for them."""
 
     name: str | None
     pid: str | None

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from raypipe.compat import PrivateName
 from raypipe.errors import SpecError
 
 CHECKED = "5.24"
 """The newest version of transformers whose private names were checked."""
-
-
-class PrivateName(NamedTuple):
-    """A name that transformers does not promise to keep, of one of its public classes."""
-
-    owner: str
-    name: str
-    use: str
-    without: str
 
 
 NAMES = (

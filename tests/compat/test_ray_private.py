@@ -13,7 +13,7 @@ import pytest
 import ray
 import yaml
 
-from raypipe.compat import ray_private
+from raypipe.compat import PrivateName, ray_private
 from raypipe.compat.ray_private import CHECKED, JOB_CONFIG, NAMES, find
 from raypipe.runtime.cluster.ray_train import check_snapshot
 from raypipe.runtime.hosts import autoscaler, reserve
@@ -25,7 +25,7 @@ PRIVATE = re.compile(r"ray\._|ray\.experimental|ray\.autoscaler\.v2|ray\.\S*\._i
 GONE = """
 import sys
 from pathlib import Path
-from raypipe.compat import ray_private
+from raypipe.compat import PrivateName, ray_private
 from raypipe.cli import main
 
 ray_private.find = lambda module, name: None
@@ -35,8 +35,8 @@ main()
 
 
 @pytest.mark.parametrize("one", NAMES, ids=lambda one: one.name)
-def test_the_installed_ray_has_it(one: ray_private.PrivateName) -> None:
-    assert find(one.module, one.name) is not None, f"Ray {ray.__version__}, checked with {CHECKED}: {one.without}"
+def test_the_installed_ray_has_it(one: PrivateName) -> None:
+    assert find(one.where, one.name) is not None, f"Ray {ray.__version__}, checked with {CHECKED}: {one.without}"
 
 
 def test_what_has_no_name_in_a_module_is_as_it_was() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from raypipe.compat.transformers_private import CHECKED, NAMES, PrivateName, attention_of, check_sampler, construct
+from raypipe.compat import PrivateName
+from raypipe.compat.transformers_private import CHECKED, NAMES, attention_of, check_sampler, construct
 from raypipe.errors import SpecError
 
 
 @pytest.mark.parametrize("one", NAMES, ids=lambda one: one.name)
 def test_the_installed_transformers_has_it(one: PrivateName) -> None:
     transformers = pytest.importorskip("transformers")
-    assert hasattr(getattr(transformers, one.owner), one.name), f"{transformers.__version__}, not {CHECKED}"
+    assert hasattr(getattr(transformers, one.where), one.name), f"{transformers.__version__}, not {CHECKED}"
 
 
 def test_without_them() -> None:
