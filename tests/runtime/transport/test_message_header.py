@@ -1,4 +1,4 @@
-"""Headers, and messages cut into"""
+"""Headers, and messages cut into frames."""
 
 from __future__ import annotations
 
