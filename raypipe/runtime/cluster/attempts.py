@@ -11,10 +11,9 @@ where its process died.
 from __future__ import annotations
 
 import fcntl
-import queue
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,43 +82,35 @@ class _Reporter:
 
     def __init__(self, storage: Storage | None, keep: int | None) -> None:
         self._storage, self._keep = storage, keep
-        self._queue: queue.SimpleQueue[tuple[Path, dict[str, Any]] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="raypipe-report", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "raypipe-report")
+        self._reports: list[Future[None]] = []
+        """Those that are under way, or have failed."""
 
     def saved(self, step: int, path: Path, metrics: dict[str, Any]) -> None:
         """Queue one checkpoint; raise the error of an earlier one that could not be copied or reported."""
-        if self._error is not None:
-            raise self._error
-        self._queue.put((path, metrics))
+        while self._reports and self._reports[0].done():
+            self._reports[0].result()
+            del self._reports[0]
+        self._reports.append(self._thread.submit(self._report, path, metrics))
 
-    def _work(self) -> None:
+    def _report(self, path: Path, metrics: dict[str, Any]) -> None:
         import ray.train
         from ray.train import Checkpoint, CheckpointUploadMode
 
-        try:
-            while (item := self._queue.get()) is not None:
-                path, metrics = item
-                if self._storage is not None:
-                    self._storage.put(path, self._keep)
-                ray.train.report(
-                    metrics,
-                    checkpoint=Checkpoint.from_directory(str(path)),
-                    checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-                )
-        except BaseException as error:
-            self._error = error
+        if self._storage is not None:
+            self._storage.put(path, self._keep)
+        checkpoint = Checkpoint.from_directory(str(path))
+        ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
     def __enter__(self) -> _Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until everything is copied and reported; raise the error of what failed, unless there is another one."""
-        self._queue.put(None)
-        self._thread.join()
-        if self._error is not None and kind is None:
-            raise self._error
+        self._thread.shutdown(wait=True)
+        if kind is None:
+            for one in self._reports:
+                one.result()
 
 
 def driver_loop(config: dict[str, Any]) -> None:

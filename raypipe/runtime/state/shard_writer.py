@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +65,9 @@ class ShardWriter:
 
     def __init__(self) -> None:
         self._snapshot = Snapshot()
-        self._thread: threading.Thread | None = None
-        self._written: Written | None = None
-        self._error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "raypipe-save", _be_nice)
+        self._written: Future[Written] | None = None
+        """The write that is under way, or has not been reported."""
 
     def begin(self, rank: int, number: int, tensors: Mapping[str, Tensor], store: Store) -> None:
         """Copy the tensors of a save, and begin to store them. No other write may be under way.
@@ -77,23 +78,18 @@ class ShardWriter:
             tensors: what to write; nothing is written if there are none.
             store: how.
         """
-        assert self._thread is None
-        if not tensors:
-            self._written = Written(rank, number, None, 0.0)
-            return
-        self._snapshot.take(tensors)
-        self._thread = threading.Thread(target=self._work, args=(rank, number, store), name="raypipe-save", daemon=True)
-        self._thread.start()
+        assert self._written is None
+        if tensors:
+            self._snapshot.take(tensors)
+            self._written = self._thread.submit(self._work, rank, number, store)
+        else:
+            self._written = Future()
+            self._written.set_result(Written(rank, number, None, 0.0))
 
-    def _work(self, rank: int, number: int, store: Store) -> None:
-        with suppress(OSError):  # of Linux: elsewhere it is the process's, if it is anything
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    def _work(self, rank: int, number: int, store: Store) -> Written:
         began = time.monotonic()
-        try:
-            shard = store(f"rank-{rank:05d}", self._snapshot)
-            self._written = Written(rank, number, shard, time.monotonic() - began, lost=shard is None)
-        except Exception as error:
-            self._error = error
+        shard = store(f"rank-{rank:05d}", self._snapshot)
+        return Written(rank, number, shard, time.monotonic() - began, lost=shard is None)
 
     def ended(self) -> Written | None:
         """Return the write that has ended, once; None if none has.
@@ -101,26 +97,23 @@ class ShardWriter:
         Raises:
             CheckpointError: it failed.
         """
-        if self._thread is not None and self._thread.is_alive():
-            return None
-        return self.wait()
+        return self.wait() if self._written is not None and self._written.done() else None
 
     def wait(self) -> Written | None:
         """As ``ended``, after waiting for the write that is under way."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
         written, self._written = self._written, None
-        return written
+        return None if written is None else written.result()
 
     def drop(self) -> None:
         """Wait for the write that is under way, forget it, and free the copy."""
         with suppress(Exception):
             self.wait()
         self._snapshot = Snapshot()
+
+
+def _be_nice() -> None:
+    with suppress(OSError):  # of Linux: elsewhere it is the process's, if it is anything
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def put_snapshot(name: str, snapshot: Snapshot) -> SentShard:
