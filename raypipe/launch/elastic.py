@@ -25,7 +25,7 @@ from raypipe.observe.run_log import EVENTS, Follower, log_event
 from raypipe.plan.plan import Plan, build_schedule
 
 if TYPE_CHECKING:
-    from raypipe.runtime.group.standby import Warm
+    from raypipe.runtime.group.worker_group import Warm
     from raypipe.runtime.hosts.reserve import Reservation
 
 
@@ -206,7 +206,7 @@ class Elastic:
 
     def _warm_up(self, plan: Plan) -> Warm | None:
         """Start the processes that a plan needs beside those there are; None where they start when the run pauses."""
-        from raypipe.runtime.group.standby import Warm
+        from raypipe.runtime.group.worker_group import Warm
 
         reservation = self._reservation
         if reservation.together != plan.parallel.tensor or reservation.kinds:

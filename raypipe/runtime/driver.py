@@ -29,8 +29,7 @@ from raypipe.runtime.compiled_swap import CompiledSwap
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.sent_files import clear
-from raypipe.runtime.group.standby import StandbyPool
-from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
 from raypipe.runtime.in_place import RECOVERABLE, InPlace, Recovered, can_recover
 from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before

@@ -22,7 +22,7 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.summary import summarise
 from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
-from raypipe.runtime.group import standby
+from raypipe.runtime.group import worker_group
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.train import prepare_run
 from tests.plan.conftest import make_job, make_profile
@@ -98,7 +98,7 @@ class Run:
         self.elastic = Elastic(prepared, Devices(self, {"node 0": 2}), self._reserve)  # type: ignore[arg-type]
         self.going: set[str] = set()
         monkeypatch.setattr(module, "draining_nodes", lambda: self.going)
-        monkeypatch.setattr(standby, "Warm", Started)
+        monkeypatch.setattr(worker_group, "Warm", Started)
         monkeypatch.setattr(Started, "warm", True)
         monkeypatch.setattr(Elastic, "_free", lambda _: self.free)
         monkeypatch.setattr(module, "RELEASED_S", 0.0)

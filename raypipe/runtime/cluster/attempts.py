@@ -30,8 +30,7 @@ from raypipe.observe.timelines import save_timelines
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.group.standby import warm_ones
-from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group
+from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group, warm_ones
 from raypipe.runtime.hosts.rank_order import by_number, kinds_of, kinds_on_hosts
 from raypipe.runtime.hosts.reserve import Kept, Reservation, reserved_by
 from raypipe.runtime.recovery.failure import (

@@ -1,19 +1,28 @@
-"""A worker group: one actor per rank on reserved devices, named by what it runs."""
+"""A worker group: one actor per rank on reserved devices, named by what it runs; and processes that wait to be workers.
+
+Those take the place of one that dies, or run on more devices. They have imported torch.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import cycle, islice
+from typing import Any
 
 import ray
+import torch
+from ray.util import list_named_actors
 
 from raypipe.cost.hosts import Numbering
 from raypipe.errors import TransportError
 from raypipe.runtime.hosts.reserve import Kept, Notify, Place, Reservation, silent
+from raypipe.runtime.process.set_up import first_backward
 from raypipe.runtime.setup.communicators import Location
+from raypipe.runtime.update.optimizer import untraced
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.ir import Schedule
 
@@ -28,22 +37,12 @@ CALLS = 64
 more than are ever queued, and few enough that a long run does not keep all results alive."""
 
 
-class Standby(Protocol):
-    """Processes that wait to be workers (``group.standby``)."""
-
-    def take(self, node: str) -> Any | None:
-        """Return one that waits on a node; None if none does."""
-
-    def stop(self) -> None:
-        """End all that wait."""
-
-
 @dataclass(slots=True)
 class Survivors:
     """The processes of an attempt that the next one can use."""
 
     actors: Kept = field(default_factory=dict)
-    standby: Standby | None = None
+    standby: StandbyPool | None = None
 
     def end(self) -> None:
         """End them."""
@@ -88,6 +87,11 @@ class Places:
             "max_restarts": 0,
         }
 
+    def warm(self, rank: int, name: str, **resources: float) -> tuple[Any, Any]:
+        """Start a process that waits to be a worker beside that of a rank, and the reference that is ready with it."""
+        actor = ray.remote(StageStandby).options(**{**self.options(rank, name), **resources}).remote()
+        return actor, actor.warm.remote()
+
     def of_ranks(self) -> list[tuple[Place, int]]:
         """Return each rank's bundle, and its number among the bundle's ranks."""
         places, together = self.place.places(), self.place.together
@@ -112,7 +116,7 @@ class WorkerGroup:
     """By node, why it cannot use the run's directory (``host_check``)."""
     samples: Any = None
     """The actor that streams samples to the workers; None where they read files."""
-    standby: Standby | None = None
+    standby: StandbyPool | None = None
     """Processes that wait to take the place of one that dies."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls."""
@@ -301,3 +305,101 @@ def _serving_on(places: Places, kept: Kept, titles: Sequence[str]) -> dict[int, 
         ray.kill(actor)
     kept.clear()
     return found
+
+
+class StageStandby(StageWorker):
+    """A worker without a rank; its process title begins as those of others do (``ray::Stage``).
+
+    It keeps the low priority with which Ray starts processes until it ``become``s one.
+    """
+
+    def __init__(self) -> None:
+        self.title = "standby"
+        self.apart, self.parted = False, None
+
+    def warm(self) -> str:
+        """Do what is slow for the first time; return the node."""
+        first_backward()
+        layer = torch.nn.Linear(4, 4)
+        layer(torch.ones(2, 4)).sum().backward()
+        untraced(torch.optim.AdamW)(layer.parameters(), fused=True).step()
+        return str(ray.get_runtime_context().get_node_id())
+
+    def become(self, rank: int, title: str) -> None:
+        """Be the worker of a rank from now on."""
+        StageWorker.__init__(self, rank, title)
+
+
+class Warm:
+    """Processes that wait for another plan of an elastic run, on devices that are reserved for it already."""
+
+    def __init__(self, reservation: Reservation, among: Reservation) -> None:
+        """Start one on each device of ``reservation`` that ``among`` does not have."""
+        self.reservation = reservation
+        known = {*among.places()}
+        bundles = [number for number, place in enumerate(reservation.places()) if place not in known]
+        ranks = [bundle for bundle in bundles for _ in range(reservation.together)]
+        places = Places(reservation, ranks, StageStandby)
+        started = [places.warm(rank, _name(*at, reservation.run_id)) for rank, at in enumerate(places.of_ranks())]
+        self._actors, self._warm = [actor for actor, _ in started], [warm for _, warm in started]
+
+    def ready(self) -> bool:
+        """Return whether all are warm, or cannot become so."""
+        return not ray.wait(self._warm, num_returns=len(self._warm), timeout=0)[1]
+
+
+def warm_ones(reservation: Reservation) -> Kept:
+    """Return the processes that ``Warm`` has started on devices of a reservation, and that nobody has taken yet."""
+    names = {*list_named_actors()}
+    found: Kept = {}
+    for place in reservation.places():
+        for number in range(reservation.together):
+            name = _name(place, number, reservation.run_id)
+            if name in names:
+                with suppress(ValueError):  # it has ended meanwhile
+                    found[place, number] = ray.get_actor(name)
+    return found
+
+
+def _name(place: Place, number: int, run_id: str) -> str:
+    return f"waits for a plan {run_id} · {place.part} · bundle {place.number}.{number}"
+
+
+class StandbyPool:
+    """Keeps ``count`` processes waiting on the nodes of a run's devices, which they reserve nothing of."""
+
+    def __init__(self, workers: WorkerGroup, count: int) -> None:
+        self._places, self._started = workers.places, 0
+        self._waiting: list[tuple[str, Any, Any]] = []
+        """Node, actor, and the reference that is ready when it is warm."""
+        self._ranks = workers.first_ranks()
+        for node in islice(cycle(self._ranks), count if workers.places is not None else 0):
+            self._start(node)
+
+    def _start(self, node: str) -> None:
+        assert self._places is not None
+        name = f"standby {self._started} · {self._places.place.run_id}"
+        self._started += 1
+        self._waiting.append((node, *self._places.warm(self._ranks[node], name, num_cpus=0, num_gpus=0)))
+
+    def take(self, node: str) -> Any | None:
+        """Return a process that waits on a node, or is on its way, and start another one; None if none is there."""
+        here = [one for one in self._waiting if one[0] == node]
+        ready = {warm for _, _, warm in here if ray.wait([warm], timeout=0)[0]}
+        for one in sorted(here, key=lambda one: one[2] not in ready):
+            _, actor, warm = one
+            self._waiting.remove(one)
+            self._start(node)
+            try:
+                if warm in ready:
+                    ray.get(warm)
+            except ray.exceptions.RayError:
+                continue  # it has died meanwhile
+            return actor
+        return None
+
+    def stop(self) -> None:
+        """End all that still wait."""
+        for _, actor, _ in self._waiting:
+            ray.kill(actor)
+        self._waiting.clear()
