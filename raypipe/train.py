@@ -18,8 +18,7 @@ from raypipe.errors import SpecError, nearest
 from raypipe.job.rules.no_effect import OUT, UNMASKED
 from raypipe.job.spec import JobSpec
 from raypipe.launch.loggers import check_loggers
-from raypipe.launch.plan_file import given_plan, kept_plan
-from raypipe.launch.plans import make_plan, planned_as_asked, planned_by_measuring, with_plan
+from raypipe.launch.plans import given_plan, kept_plan, make_plan, planned_as_asked, planned_by_measuring, with_plan
 from raypipe.launch.prepared import JobModel, Planned, Prepared, check_groups, units_of
 from raypipe.launch.run import execute, run
 from raypipe.launch.run_directory import check_resume, claim, mend, note, run_directory, saved_job, unusable

@@ -60,6 +60,8 @@ class Elastic:
         """Why it will be asked to."""
         self._more: Warm | None = None
         """The processes that are started for it."""
+        self._taken: list[Warm] = []
+        """Those of before: the driver knows them by name, and Ray ends an actor when its creator forgets it."""
         self._released = False
         """Whether devices on living nodes were given back just now."""
         self._could, self._since = 0, time.monotonic()
@@ -129,6 +131,7 @@ class Elastic:
     def _take_more(self) -> None:
         """Count the devices that are held for more workers as the run's."""
         if self._more is not None:
+            self._taken.append(self._more)
             self._reservation, self._more = self._more.reservation, None
 
     def _give_up(self, going: set[str]) -> None:
