@@ -26,7 +26,6 @@ from raypipe.runtime.group.host_check import check_hosts
 from raypipe.runtime.group.worker_group import WorkerGroup, device_title
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
-from raypipe.runtime.transport.same_host.shm import SMALLEST_RING
 from raypipe.runtime.update.gradients import shared_groups, stage_group
 from raypipe.runtime.update.issue_order import prioritised_order
 from raypipe.schedule.costs import CostTable
@@ -304,7 +303,6 @@ def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFau
         groups=shared_groups(schedule.placement, ()) | shard_groups(schedule.sharding, schedule.placement),
         transport="auto",
         run_id=workers.run_id,
-        ring_bytes=SMALLEST_RING,  # a message is one number, which travels in the pipe
     )
     ways = parts(schedule)
     lowered = step_programs(schedule, ahead=what.norm == "optimistic")

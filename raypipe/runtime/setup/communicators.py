@@ -62,8 +62,6 @@ class Topology:
     run_id: str
     timeout_s: float = 300.0
     """How long a worker waits for the others, in set-up and in every all-reduce: ``train.message_timeout_s``."""
-    ring_bytes: int = 1 << 20
-    """First capacity of each shared-memory ring."""
 
     def process_groups(self) -> int:
         """Count the process groups that the set-up makes, with the world's."""
@@ -123,7 +121,6 @@ class Communicators:
                 topology.transport,
                 topology.run_id,
                 timeout_s=topology.timeout_s,
-                ring_bytes=topology.ring_bytes,
             )
         except RuntimeError as error:  # torch's, of Gloo, NCCL or the store
             self.close()

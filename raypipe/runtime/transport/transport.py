@@ -39,8 +39,6 @@ class Opening:
     """Names the run's files on this host and its groups."""
     timeout_s: float = 300.0
     """How long to wait for another device: ``train.message_timeout_s``."""
-    ring_bytes: int = 1 << 20
-    """First capacity of each shared-memory ring."""
     progress: Progress = field(default_factory=Progress)
     """What receivers push while they wait."""
 

@@ -27,10 +27,8 @@ from tests.runtime.transport.kinds import PEERS
 class Ends:
     """A fresh pair of channels, one each way, as seen from one rank."""
 
-    def __init__(self, kind: str, rank: int, run_id: str, ring_bytes: int = 1 << 20) -> None:
-        senders, receivers = open_channels(
-            PEERS[rank], PEERS, [(0, 1), (1, 0)], kind, run_id, timeout_s=20, ring_bytes=ring_bytes
-        )
+    def __init__(self, kind: str, rank: int, run_id: str) -> None:
+        senders, receivers = open_channels(PEERS[rank], PEERS, [(0, 1), (1, 0)], kind, run_id, timeout_s=20)
         self.rank = rank
         self.out: Sender = senders[1 - rank]
         self.into: Receiver = receivers[1 - rank]
@@ -247,8 +245,7 @@ def run_all(kind: str, rank: int, run_id: str) -> dict[str, str]:
     torch.set_num_threads(1)
     outcomes = {}
     for number, scenario in enumerate(ALL):
-        # Small rings, so that most scenarios also make them grow.
-        ends = Ends(kind, rank, f"{run_id}.{number}", ring_bytes=1 << 16)
+        ends = Ends(kind, rank, f"{run_id}.{number}")
         try:
             scenario(ends)
             outcomes[scenario.__name__] = "ok"
