@@ -17,8 +17,8 @@ from raypipe.plan.plan import Plan
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.runtime.graphs.device_graphs import check_graphs
 from raypipe.runtime.group.host_check import check_hosts
-from raypipe.runtime.group.sent_files import files_of_nodes
 from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.hosts.node_files import files_of_nodes
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.setup.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
@@ -81,7 +81,7 @@ def setups_of(
     left_out: int,
 ) -> list[Setup]:
     """Return what every worker is sent, by rank; see ``set_up``."""
-    sent = files_of_nodes(workers, workers.apart, directory, checkpoint)
+    sent = files_of_nodes(workers.leaders_apart(), directory, checkpoint)
     plan, schedule, _ = running
     tensor = plan.parallel.tensor
     fields = known_fields(directory / "data")

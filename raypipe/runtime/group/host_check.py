@@ -22,7 +22,7 @@ from raypipe.runtime.setup.communicators import Location
 def check_hosts(workers: WorkerGroup, directory: Path | None = None, timeout_s: float = 300.0) -> dict[str, str]:
     """Have one process of each node report (its ``report`` method), and compare the reports.
 
-    Returns, by Ray's id of the node, why nodes cannot use the run's directory; ``sent_files`` serves them.
+    Returns, by Ray's id of the node, why nodes cannot use the run's directory; ``node_files`` serves them.
 
     Args:
         workers: the running worker group.

@@ -172,6 +172,11 @@ class WorkerGroup:
         """Return the first rank on each node, by Ray's id of the node."""
         return {at.peer.node: rank for rank, at in reversed(list(enumerate(self.locations)))}
 
+    def leaders_apart(self) -> dict[str, Any]:
+        """Return the first actor on each node that cannot use the run's directory, by Ray's id of the node."""
+        first = self.first_ranks()
+        return {node: self.actors[first[node]] for node in self.apart}
+
     def stop(self) -> None:
         """Kill all actors, and release their devices unless the run holds them for its next attempt."""
         for actor in self.processes():

@@ -27,9 +27,8 @@ from raypipe.checkpoint import ShardInfo
 from raypipe.errors import CheckpointError
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
-from raypipe.runtime.group.sent_files import received
 from raypipe.runtime.group.worker_group import WorkerGroup
-from raypipe.runtime.hosts.node_files import SentShard
+from raypipe.runtime.hosts.node_files import SentShard, received
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.state.shard_writer import Keeper, SaveBegun, writes_of

@@ -21,9 +21,8 @@ from ray.exceptions import RayError
 from raypipe.checkpoint import ShardInfo
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
-from raypipe.runtime.group.sent_files import received
 from raypipe.runtime.group.worker_group import WorkerGroup
-from raypipe.runtime.hosts.node_files import SentShard
+from raypipe.runtime.hosts.node_files import SentShard, received
 from raypipe.runtime.recovery.lost_results import outcomes
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
