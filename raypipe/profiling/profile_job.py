@@ -37,9 +37,9 @@ from raypipe.profiling.link_times import LinkBench
 from raypipe.profiling.profiled_steps import to_repeat
 from raypipe.profiling.profiling_worker import DeviceFacts, StageProfiler
 from raypipe.runtime.cluster.connect import connect, connect_all
-from raypipe.runtime.group.host_check import check_hosts
 from raypipe.runtime.group.worker_group import start_actors
 from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.rank_order import devices_of_kinds
 from raypipe.runtime.hosts.reserve import Reservation, is_idle, leave_idle, reserve
 from raypipe.runtime.recovery.failure import outside_a_run
@@ -156,7 +156,7 @@ class _Measuring:
         titles = [f"links · device {rank}" for rank in range(count)]
         workers = start_actors(titles, place.for_attempt(), StageProfiler)
         try:
-            check_hosts(workers)
+            check_hosts(workers.actors, workers.locations)
             links = LinkBench(workers)
             links.connect()
             return _link(links.messages(links.between, self.effort.message_bytes, self.effort.repeats))
@@ -171,7 +171,7 @@ class _Measuring:
         workers = start_actors(titles, place.for_attempt(), StageProfiler)
         measured = False
         try:
-            check_hosts(workers)
+            check_hosts(workers.actors, workers.locations)
             wait_for_ahead(say)  # it would take a core from what is measured
             on_cpu = all(at.peer.device == "cpu" for at in workers.locations)
             bench = LayerBench(job, model, workers, self.folder, bounded=on_cpu and math.isfinite(effort.whole_s))

@@ -22,8 +22,8 @@ from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, LayerSums
 from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
 from raypipe.runtime.emulation.links import Links, with_links
-from raypipe.runtime.group.host_check import check_hosts
 from raypipe.runtime.group.worker_group import WorkerGroup, device_title
+from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
 from raypipe.runtime.update.gradients import shared_groups, stage_group
@@ -273,7 +273,7 @@ def run_rehearsal(
     """Emulate on running workers, one per device; ``faults`` is as for ``emulate``."""
     schedule = what.schedule
     clock = StepClock(schedule)
-    check_hosts(workers)
+    check_hosts(workers.actors, workers.locations)
     _setup(workers, what, faults)
     waits = StepWaits(data_s=tuple(faults.get(d, NO_FAULTS).data_s for d in range(schedule.devices)))
     measured = _steps(workers, clock, schedule, steps, waits)

@@ -21,7 +21,7 @@ from raypipe.cost.hosts import Numbering
 from raypipe.errors import TransportError
 from raypipe.runtime.hosts.reserve import Kept, Notify, Place, Reservation, silent
 from raypipe.runtime.process.set_up import first_backward
-from raypipe.runtime.setup.communicators import Location
+from raypipe.runtime.setup.communicators import Location, first_ranks
 from raypipe.runtime.update.optimizer import untraced
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.ir import Schedule
@@ -168,13 +168,9 @@ class WorkerGroup:
     def _first_of(self, asked: Sequence[Any], late: Sequence[Any]) -> str:
         return next(title for title, ref in zip(self.titles, asked, strict=True) if ref in late)
 
-    def first_ranks(self) -> dict[str, int]:
-        """Return the first rank on each node, by Ray's id of the node."""
-        return {at.peer.node: rank for rank, at in reversed(list(enumerate(self.locations)))}
-
     def leaders_apart(self) -> dict[str, Any]:
         """Return the first actor on each node that cannot use the run's directory, by Ray's id of the node."""
-        first = self.first_ranks()
+        first = first_ranks(self.locations)
         return {node: self.actors[first[node]] for node in self.apart}
 
     def stop(self) -> None:
@@ -377,7 +373,7 @@ class StandbyPool:
         self._places, self._started = workers.places, 0
         self._waiting: list[tuple[str, Any, Any]] = []
         """Node, actor, and the reference that is ready when it is warm."""
-        self._ranks = workers.first_ranks()
+        self._ranks = first_ranks(workers.locations)
         for node in islice(cycle(self._ranks), count if workers.places is not None else 0):
             self._start(node)
 

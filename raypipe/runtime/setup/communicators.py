@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -212,6 +212,11 @@ def own_address() -> str:
     import ray.util
 
     return str(ray.util.get_node_ip_address()).strip("[]")
+
+
+def first_ranks(locations: Sequence[Location]) -> dict[str, int]:
+    """Return the first rank on each node, by Ray's id of the node."""
+    return {at.peer.node: rank for rank, at in reversed(list(enumerate(locations)))}
 
 
 def rendezvous_of(locations: list[Location]) -> str:

@@ -27,7 +27,7 @@ from raypipe.runtime.executor.ledger import Facts, Ledger, Standing
 from raypipe.runtime.executor.step import StartedStep, StepResult, Written
 from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
-from raypipe.runtime.hosts.host_report import HostQuestion, HostReport, report_host
+from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.late.side_stream import prefer_main_stream
 from raypipe.runtime.process.memory import MemoryReports, resident_bytes
 from raypipe.runtime.process.set_up import choose_precision, first_backward, heap_bytes, set_up_cuda, set_up_process
