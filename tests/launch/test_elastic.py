@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,6 +201,11 @@ def test_the_run_goes_on_until_the_processes_for_more_devices_have_started(run: 
     stop = asked_to_stop(run.directory)
     assert stop is not None
     assert stop.pauses
+    run.log.event("paused", step=7, message=stop.why)
+    started = weakref.ref(run.elastic._more)  # type: ignore[arg-type]
+    run.look(0.5)
+    assert run.resized()[0]["devices"] == 4
+    assert started() is not None, "Ray ends an actor that its creator has forgotten"
 
 
 def test_nodes_that_will_go_are_left_also_while_processes_start(run: Run) -> None:
