@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypipe.compat.transformers_private import attention_of
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Where a module keeps hooks that run with its forward or its backward."""
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules", "training"})
@@ -148,9 +150,7 @@ def _same(a: Any, b: Any, depth: int = 0) -> bool:
     if isinstance(a, functools.partial):
         return _same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords], depth + 1)
     if hasattr(a, "to_dict") and hasattr(a, "attribute_map"):  # a configuration of transformers
-        return _same(_keys(a), _keys(b), depth + 1) and getattr(a, "_attn_implementation", None) == getattr(
-            b, "_attn_implementation", None
-        )
+        return _same(_keys(a), _keys(b), depth + 1) and attention_of(a) == attention_of(b)
     if isinstance(a, nn.Module):  # one that is held without being registered
         return _of_module(a, b, a.training) is None
     if hasattr(a, "__dict__"):
