@@ -17,15 +17,11 @@ from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError, nearest
 from raypipe.job.rules.no_effect import OUT, UNMASKED
 from raypipe.job.spec import JobSpec
-from raypipe.launch.job_model import JobModel
-from raypipe.launch.parameter_groups import check_groups
-from raypipe.launch.plan_file import given_plan, kept_plan
-from raypipe.launch.plans import make_plan, planned_as_asked, planned_by_measuring, with_plan
-from raypipe.launch.prepared import Planned, Prepared, units_of
-from raypipe.launch.report_to.loggers import check_loggers
-from raypipe.launch.resume import check_resume, mend, note
+from raypipe.launch.loggers import check_loggers
+from raypipe.launch.plans import given_plan, kept_plan, make_plan, planned_as_asked, planned_by_measuring, with_plan
+from raypipe.launch.prepared import JobModel, Planned, Prepared, check_groups, units_of
 from raypipe.launch.run import execute, run
-from raypipe.launch.run_directory import claim, run_directory, saved_job, unusable
+from raypipe.launch.run_directory import check_resume, claim, mend, note, run_directory, saved_job, unusable
 from raypipe.machine_code import compile_ahead
 from raypipe.observe.run_dir import RECORD, place, put_aside, stillborn
 from raypipe.plan.joint.better_plans import load_kernels

@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == [file]
 
 
-IN_PLACE = {"atomic_write.py": 1, "runtime/group/host_check.py": 1}
+IN_PLACE = {"atomic_write.py": 1, "runtime/hosts/host_check.py": 1}
 """Calls that write in place: to a pipe or a terminal, and a token that exists to be looked for."""
 
 

@@ -81,7 +81,7 @@ def autoconfigure(
     from raypipe.plan.decision_json import as_json
     from raypipe.plan.hybrid import load_epochs
     from raypipe.plan.time_to_target import rank_batches
-    from raypipe.profiling.memory_budgets import as_profiled, choose_budget, with_budget
+    from raypipe.profiling.profile_and_plan import as_profiled, choose_budget, with_budget
 
     for word in allow or ():
         if word not in ALLOWED:

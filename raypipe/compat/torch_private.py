@@ -7,7 +7,9 @@ workers do without.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from raypipe.compat import PrivateName
 
 if TYPE_CHECKING:
     from torch._ops import HigherOrderOperator as HigherOrderOperator
@@ -24,63 +26,64 @@ if TYPE_CHECKING:
 CHECKED = "2.13"
 """The newest version of torch whose private names were checked."""
 
-
-class PrivateName(NamedTuple):
-    """A name that torch does not promise to keep."""
-
-    module: str
-    use: str
-    without: str
-
-
 _CAPTURE = "no model can be captured; jobs with ``model: {type: gpt}`` run"
 _BUILD = "no model but ``type: gpt`` can be constructed"
-NAMES: dict[str, PrivateName] = {
-    "DisableTorchFunction": PrivateName("torch._C", "trial runs of opaque modules beside an export", _CAPTURE),
-    "FakeTensor": PrivateName("torch._subclasses.fake_tensor", "finds buffers without a value", _CAPTURE),
-    "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor", "an export without memory for parameters", _CAPTURE),
-    "GuardOnDataDependentSymNode": PrivateName(
+NAMES = (
+    PrivateName("torch._C", "DisableTorchFunction", "trial runs of opaque modules beside an export", _CAPTURE),
+    PrivateName("torch._subclasses.fake_tensor", "FakeTensor", "finds buffers without a value", _CAPTURE),
+    PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "an export without memory for parameters", _CAPTURE),
+    PrivateName(
         "torch.fx.experimental.symbolic_shapes",
+        "GuardOnDataDependentSymNode",
         "what a branch on values raises, said in plain words",
         _CAPTURE,
     ),
-    "HigherOrderOperator": PrivateName("torch._ops", "regions of an exported graph, such as no_grad", _CAPTURE),
-    "OpOverload": PrivateName("torch._ops", "tells operators from Python functions in an exported graph", _CAPTURE),
-    "ShapeEnv": PrivateName(
+    PrivateName("torch._ops", "HigherOrderOperator", "regions of an exported graph, such as no_grad", _CAPTURE),
+    PrivateName("torch._ops", "OpOverload", "tells operators from Python functions in an exported graph", _CAPTURE),
+    PrivateName(
         "torch.fx.experimental.symbolic_shapes",
+        "ShapeEnv",
         "stops an export that fixes the number of samples (``_set_replacement``)",
         _CAPTURE,
     ),
-    "TorchDispatchMode": PrivateName(
-        "torch.utils._python_dispatch", "parameters on the meta device, start values and draws by key", _BUILD
+    PrivateName(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        "parameters on the meta device, start values and draws by key",
+        _BUILD,
     ),
-    "_BatchNorm": PrivateName("torch.nn.modules.batchnorm", "every kind of batch norm, user-defined ones too", _BUILD),
-    "_detect_is_causal_mask": PrivateName(
-        "torch.nn.modules.transformer", "nn.TransformerEncoder is captured without looking at its mask", _CAPTURE
+    PrivateName("torch.nn.modules.batchnorm", "_BatchNorm", "every kind of batch norm, user-defined ones too", _BUILD),
+    PrivateName(
+        "torch.nn.modules.transformer",
+        "_detect_is_causal_mask",
+        "nn.TransformerEncoder is captured without looking at its mask",
+        _CAPTURE,
     ),
-    "_disable_current_modes": PrivateName(
-        "torch.utils._python_dispatch", "trial runs of opaque modules beside an export", _CAPTURE
+    PrivateName(
+        "torch.utils._python_dispatch",
+        "_disable_current_modes",
+        "trial runs of opaque modules beside an export",
+        _CAPTURE,
     ),
-    "_no_grad_trunc_normal_": PrivateName(
-        "torch.nn.init", "start values that do not depend on the cut into stages", _BUILD
+    PrivateName(
+        "torch.nn.init", "_no_grad_trunc_normal_", "start values that do not depend on the cut into stages", _BUILD
     ),
-    "_parse_to": PrivateName("torch._C._nn", "modules that are cast in a forward (Switch Transformers)", _CAPTURE),
-    "_pytree": PrivateName("torch.utils", "takes apart what models are given and return", _BUILD),
-}
-"""Per name, the module that has it."""
+    PrivateName("torch._C._nn", "_parse_to", "modules that are cast in a forward (Switch Transformers)", _CAPTURE),
+    PrivateName("torch.utils", "_pytree", "takes apart what models are given and return", _BUILD),
+)
+_BY_NAME = {one.name: one for one in NAMES}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in NAMES:
+    if name not in _BY_NAME:
         raise AttributeError(f"{__name__} has no {name}")
-    module, use, without = NAMES[name]
+    module, _, use, without = _BY_NAME[name]
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         import torch
 
-        raise ImportError(
-            f"torch {torch.__version__} has no {module}.{name} ({use}): {without}; raypipe was checked with {CHECKED}"
-        ) from None
+        why = f"torch {torch.__version__} has no {module}.{name} ({use}): {without}"
+        raise ImportError(f"{why}; raypipe was checked with {CHECKED}") from None
     globals()[name] = found
     return found

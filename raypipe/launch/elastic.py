@@ -14,17 +14,20 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypipe.compat.ray_private import draining_nodes
 from raypipe.errors import RunError, SpecError
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import PAUSE, PROFILE, ask, asked_to_stop, go_on
-from raypipe.observe.run_log import EVENTS, Follower, RunLog
+from raypipe.observe.run_dir import PAUSE, PROFILE, SAVE, ask, asked_to_stop, go_on
+from raypipe.observe.run_log import EVENTS, Follower, log_event
 from raypipe.plan.plan import Plan, build_schedule
 
 if TYPE_CHECKING:
-    from raypipe.runtime.group.standby import Warm
+    from raypipe.runtime.group.worker_group import Warm
     from raypipe.runtime.hosts.reserve import Reservation
+
 
 SETTLE_S = 2.0
 """A number of free devices counts once it has stayed for so long: nodes come one by one, and other jobs come and go."""
@@ -57,6 +60,8 @@ class Elastic:
         """Why it will be asked to."""
         self._more: Warm | None = None
         """The processes that are started for it."""
+        self._taken: list[Warm] = []
+        """Those of before: the driver knows them by name, and Ray ends an actor when its creator forgets it."""
         self._released = False
         """Whether devices on living nodes were given back just now."""
         self._could, self._since = 0, time.monotonic()
@@ -99,7 +104,7 @@ class Elastic:
         """Plan for the devices that there are, reserve them and let the driver go on."""
         was, plan, directory = _devices(self.prepared), self._next, self.prepared.directory
         self._take_more()
-        self._give_up(self._going())
+        self._give_up(draining_nodes())
         lost = ended["event"] == "devices_lost"
         if lost and self._come_back(was):
             plan = self.prepared.plan  # plan.json has it, or a better order that the run has found since
@@ -113,8 +118,8 @@ class Elastic:
         self._next, self._judged, self._broken_since = None, _devices(self.prepared), None
         go_on(directory)
         keys = ("schedule", "stages", "replicas", "microbatch")
-        log = RunLog(directory)
-        log.event(
+        log_event(
+            directory,
             "resized",
             devices=_devices(self.prepared),
             was=was,
@@ -122,17 +127,12 @@ class Elastic:
             plan={key: getattr(plan.parallel, key) for key in keys},
             message=ended["message"],
         )
-        log.close()
 
     def _take_more(self) -> None:
         """Count the devices that are held for more workers as the run's."""
         if self._more is not None:
+            self._taken.append(self._more)
             self._reservation, self._more = self._more.reservation, None
-
-    def _going(self) -> set[str]:
-        from raypipe.runtime.hosts.autoscaler import drained_nodes
-
-        return drained_nodes()
 
     def _give_up(self, going: set[str]) -> None:
         """Give back what is lost or on nodes that go; whole reservations take a moment to be free again."""
@@ -181,7 +181,7 @@ class Elastic:
 
     def _see_drained(self) -> None:
         """Ask the run to pause if nodes that it uses will go soon, so that no step is lost."""
-        going = self._going() & self._reservation.nodes()
+        going = draining_nodes() & self._reservation.nodes()
         if going:
             ask(self.prepared.directory, PAUSE, f"{len(going)} of its nodes will go: {', '.join(sorted(going))}")
 
@@ -209,7 +209,7 @@ class Elastic:
 
     def _warm_up(self, plan: Plan) -> Warm | None:
         """Start the processes that a plan needs beside those there are; None where they start when the run pauses."""
-        from raypipe.runtime.group.standby import Warm
+        from raypipe.runtime.group.worker_group import Warm
 
         reservation = self._reservation
         if reservation.together != plan.parallel.tensor or reservation.kinds:
@@ -247,3 +247,28 @@ class Elastic:
 
 def _devices(prepared: Prepared) -> int:
     return prepared.schedule.devices * prepared.plan.parallel.tensor
+
+
+class DrainedNodes:
+    """Asks a run for a checkpoint when nodes that it uses are drained, so that little is lost when they go."""
+
+    def __init__(self, directory: Path, reservation: Reservation) -> None:
+        self._directory, self._reservation = directory, reservation
+        self._known: set[str] = set()
+
+    def look(self) -> None:
+        """See whether there are more of them; call it now and then."""
+        from ray.exceptions import RayError
+
+        try:
+            found = draining_nodes() - self._known
+            new = found & self._reservation.nodes() if found else found
+        except RayError:  # it does not answer now: the run need not end for that
+            return
+        if not new:
+            return
+        self._known |= new
+        ask(self._directory, SAVE)
+        names = ", ".join(sorted(new))
+        message = f"{len(new)} of its nodes will go, so a checkpoint is saved now: {names}"
+        log_event(self._directory, "notice", message=message)

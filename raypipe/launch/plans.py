@@ -1,20 +1,30 @@
-"""Make the plan of a job: from its ``parallel`` keys, by searching an order, or by profiling and planning."""
+"""The plan of a job: from its ``parallel`` keys, by searching an order, or by profiling and planning.
+
+Or one that exists: from a file that the user gives, or from the directory of the run to resume.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from raypipe.errors import SpecError
+from raypipe.errors import RequestError, ScheduleError, SpecError
+from raypipe.graph.dims import count
+from raypipe.graph.stages.links import check_order, stage_ends
+from raypipe.graph.subgraph_work import captured_work
+from raypipe.job.field_types import arithmetic
+from raypipe.job.parallel_spec import JOBS_OWN
 from raypipe.job.requested_schedule import Cut, base_schedule, is_file, named_layers
 from raypipe.job.spec import JobSpec
-from raypipe.launch.branch_plan import branch_plan
-from raypipe.launch.job_model import JobModel
-from raypipe.launch.prepared import Planned
-from raypipe.observe.run_log import RunLog
-from raypipe.plan.plan import Plan, build_schedule
+from raypipe.launch.prepared import JobModel, Planned
+from raypipe.observe.run_dir import set_aside
+from raypipe.observe.run_log import log_event
+from raypipe.partition.this_machine import this_machine
+from raypipe.plan.branches.arranged import LayerCosts
+from raypipe.plan.branches.choose import Branches, choose_branches
+from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.search import Found, search
@@ -22,6 +32,7 @@ from raypipe.search.placements import placed
 from raypipe.simulate.engine import simulate
 
 if TYPE_CHECKING:
+    from raypipe.job.cluster import ClusterSpec
     from raypipe.models import LayeredModel
 
 
@@ -130,8 +141,209 @@ def planned_by_measuring(
         )
     decision = profile_and_plan(job, directory, directory / "data", dashboard_port, say)
     fields = as_json(decision)
-    log = RunLog(directory)
-    log.event("planned", **{key: fields[key] for key in ("candidates", "searched", "timed", "seconds")})
-    log.close()
+    log_event(directory, "planned", **{key: fields[key] for key in ("candidates", "searched", "timed", "seconds")})
     plan = decision.plan
     return Planned(with_plan(job, plan), model, plan, build_schedule(plan, job.train.batch))
+
+
+def branch_plan(job: JobSpec, model: LayeredModel) -> Plan:
+    """Cut a model's graph of layers for the devices of one data-parallel copy, and search its order.
+
+    Costs are estimates for cores of this machine.
+
+    Raises:
+        SpecError: the model is no captured one, or has fewer pieces than devices.
+    """
+    parallel = job.parallel
+    costs = layer_costs(job, model, this_machine(job.train.dtype, 1))
+    found = choose_branches(costs, parallel.stages, parallel.shape(job.train.batch).microbatches)
+    return plan_of(job, found, model.frozen_stages(found.arranged.cut))
+
+
+def plan_of(job: JobSpec, found: Branches, frozen: Collection[int] = ()) -> Plan:
+    """Return stages on devices with their order as the plan of a job."""
+    return Plan.of(job.parallel, found.arranged.cut, job.train.batch, replace(found.schedule, name="auto"), frozen)
+
+
+def layer_costs(job: JobSpec, model: LayeredModel, machine: ClusterSpec) -> LayerCosts:
+    """Estimate what a micro-batch of a job's model costs on a machine's devices, from its operations.
+
+    Messages go over the links inside a host, or where a host has a single device, between hosts.
+
+    Raises:
+        SpecError: the model has no graph of operations.
+    """
+    from raypipe.models.captured import CapturedModel
+
+    if not isinstance(model, CapturedModel):
+        raise SpecError("parallel.placement", "the model is a chain without branches", "use line")
+    device, kind = machine.device, arithmetic(job.train.dtype)
+    link = machine.inside if machine.devices_per_host > 1 or machine.hosts == 1 else machine.between
+    shares = {str(name): share for name, share in device.efficiency_by_dtype.items()}
+    peaks = {str(name): peak for name, peak in device.peak_tflops.items()}
+    rates = (
+        peaks[kind] * 1e12 * shares.get(kind, device.efficiency),
+        device.memory_gb_s * 1e9,
+        device.layer_overhead_us * 1e-6,
+    )
+    samples = job.parallel.microbatch
+    works = [each.work for each in captured_work(model.graph, model.sharding, model.sizes(1))]
+    tensors = model.tensors(range(len(model.results)), samples)
+    sizes = [float(count(t.shape, {}) * t.dtype.itemsize) for t in tensors]
+    return LayerCosts(
+        results=model.results,
+        result_bytes=tuple(sizes),
+        gradient_bytes=tuple(size * t.differentiable for size, t in zip(sizes, tensors, strict=True)),
+        forward=tuple(w.forward.seconds(samples, *rates) for w in works),
+        input_grad=tuple(w.input_grad.seconds(samples, *rates) for w in works),
+        weight_grad=tuple(w.weight_grad.seconds(samples, *rates) for w in works),
+        latency_s=link.latency_us * 1e-6,
+        bytes_per_s=link.bandwidth_gb_s * 1e9,
+    )
+
+
+def given_plan(job: JobSpec, plan_file: Path, beside: Mapping[str, Any], say: Callable[[str], None]) -> Planned:
+    """Read the plan for a job from a file.
+
+    Args:
+        job: the job.
+        plan_file: the plan file.
+        beside: ``parallel`` keys given together with the plan; they must agree with it.
+        say: called with notes for the user.
+
+    Raises:
+        SpecError: the file is not a plan, or the plan is for another model or contradicts ``beside`` or the job's
+            rules.
+        ScheduleError: the plan's schedule cannot run, or does not fit ``train.batch``.
+    """
+    plan = _beside(load_plan(plan_file), beside, plan_file)
+    try:
+        job = with_plan(job, plan)
+    except SpecError as error:
+        if not error.where.startswith("parallel"):
+            raise  # the error is in the job, not in the plan
+        raise SpecError(f"{plan_file}: {error.where}", error.why, error.fix) from None
+    except ScheduleError as error:
+        raise _in_file(error, plan_file) from None
+    model = JobModel(job)
+    schedule = _checked_schedule(plan, job, model.declared, plan_file)
+    return Planned(job, model, _checked_prediction(plan, job, plan_file, say), schedule)
+
+
+def kept_plan(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda _: None) -> Planned | None:
+    """Read the plan of the run to resume if it was chosen or searched, because planning again could give another plan.
+
+    Args:
+        job: the job.
+        directory: the run directory.
+        say: called with notes for the user.
+
+    Returns:
+        The plan, or None if there is none to keep: the job's keys or batch now need another one, or the file is
+        damaged. ``say`` reports a plan that does not fit or is damaged.
+
+    Raises:
+        SpecError: the plan was made for another model.
+    """
+    parallel = job.parallel
+    if not (parallel.auto or parallel.schedule == "auto" or parallel.replans):
+        return None
+    path = directory / "plan.json"
+    if not path.exists():
+        return None
+    try:
+        plan = load_plan(path)
+    except SpecError as error:  # checkpoints do not depend on the plan, so the run can still resume
+        say(f"note: {error.where} {error.why}; renamed it {set_aside(path).name}; planning the run again")
+        return None
+    # Replanning may have changed ``sync`` together with the order (plan.online.better_order).
+    asked = plan.parallel.model_copy(update={"sync": job.parallel.sync})
+    if not (job.parallel.allows(plan.parallel) if job.parallel.auto else asked == job.parallel):
+        return None
+    try:
+        job = with_plan(job, plan)
+        schedule = build_schedule(plan, job.train.batch)
+    except RequestError as error:
+        say(f"note: {path} does not fit this job, so a new plan is made: {error.where} {error.why}")
+        return None
+    return Planned(job, JobModel(job), _checked_prediction(plan, job, path, say), schedule)
+
+
+def _beside(plan: Plan, given: Mapping[str, Any], plan_file: Path) -> Plan:
+    """Apply the ``parallel`` keys that the job decides even if a plan is given, and check all others.
+
+    Raises:
+        SpecError: a given key differs from the plan's decision.
+    """
+    own = {key: value for key, value in given.items() if key in JOBS_OWN}
+    for key, value in given.items():
+        decided = getattr(plan.parallel, key, None)
+        if key not in own and decided != value:
+            raise SpecError(
+                f"--set parallel.{key}",
+                f"{value} contradicts {plan_file}, which decides {decided}",
+                "leave out one of them; to plan with it: raypipe autoconfigure JOB.yaml --set ... -o PLAN.json",
+            )
+    return plan.model_copy(update={"parallel": plan.parallel.model_copy(update=own)})
+
+
+def _checked_prediction(plan: Plan, job: JobSpec, plan_file: Path, say: Callable[[str], None]) -> Plan:
+    """Drop the plan's prediction if it is of another job or of the plan before it was edited.
+
+    Raises:
+        SpecError: the plan was made for another model.
+    """
+    found = plan.differences(job)
+    if not found:
+        return plan
+    key, why = min(found, key=lambda difference: not _other_model(difference[0]))
+    if _other_model(key):
+        raise SpecError(
+            str(plan_file),
+            f"was made for another model: {key} {why}",
+            "plan this one: raypipe autoconfigure JOB.yaml -o PLAN.json",
+        )
+    say(f"note: since {plan_file} was planned, {key} {why}; its predicted time and memory no longer apply")
+    return plan.model_copy(update={"predicted_step_s": None, "bound_s": None, "made_for": None})
+
+
+def _other_model(key: str) -> bool:
+    return key.startswith("model.") and key != "model.dropout"
+
+
+def _checked_schedule(plan: Plan, job: JobSpec, model: LayeredModel, plan_file: Path) -> Schedule:
+    """Build the plan's schedule after checking its cut against the model's layers, and its edges against both.
+
+    Raises:
+        SpecError: the cut does not belong to the model or to the schedule.
+        ScheduleError: the schedule cannot run, or does not fit ``train.batch``.
+    """
+    numbers, layers = [i for stage in plan.cut for i in stage], model.count
+    if plan.parallel.placement == "branches":  # a stage is any set of layers
+        numbers = sorted(numbers)
+    if numbers != list(range(layers)):
+        raise SpecError(
+            f"{plan_file}: cut",
+            f"holds layers {numbers} of a model with layers 0 to {layers - 1}",
+            "use a plan made for this job",
+        )
+    empty = next((s for s, stage in enumerate(plan.cut) if not stage), None)
+    if empty is not None:
+        raise SpecError(f"{plan_file}: cut", f"gives stage {empty} no layers", "use a plan made for this job")
+    try:
+        schedule = build_schedule(plan, job.train.batch)
+    except ScheduleError as error:
+        raise _in_file(error, plan_file) from None
+    try:
+        check_order(model.results, plan.cut)
+        stage_ends(model.results, plan.cut, schedule.graph, schedule.placement[0])
+    except ScheduleError as error:
+        raise ScheduleError(f"{plan_file}: {error.where}", error.why, error.fix) from None
+    return schedule
+
+
+def _in_file(error: ScheduleError, plan_file: Path) -> ScheduleError:
+    """Return an error of a plan's program that begins with the file's name."""
+    at = error.where.removeprefix("plan: ")
+    inside = [] if at.startswith(("parallel", "program")) else ["program"]
+    return ScheduleError(": ".join([str(plan_file), *inside, at]), error.why, error.fix)

@@ -1,20 +1,66 @@
-"""The results of preparing a job: the job with its plan, and then everything that a run needs."""
+"""A job that is being prepared: its model, built once, then its plan, and at last everything that a run needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.launch.job_model import JobModel
+from raypipe.job.train_spec import TrainSpec
 from raypipe.observe.run_record import OF_TEXT, Units
 from raypipe.plan.plan import Plan
 from raypipe.schedule.ir import Schedule
 
 if TYPE_CHECKING:
-    from raypipe.models import LayeredModel, Task
+    from raypipe.models import Field, LayeredModel, Task
     from raypipe.runtime.validation.metrics import ValidationMetrics
+
+
+class JobModel:
+    """Builds a job's model and caches it.
+
+    With a fixed ``parallel.tensor``, layers are one tensor rank's share; where the planner chooses, they are complete.
+    """
+
+    def __init__(self, job: JobSpec) -> None:
+        self.job = job
+        self._built: list[tuple[Mapping[str, Field] | None, LayeredModel]] = []
+
+    @cached_property
+    def declared(self) -> LayeredModel:
+        """The model for the data that the job names.
+
+        Raises:
+            SpecError: the data cannot be read, or the model does not exist or does not fit the data.
+            CaptureError: the model cannot be captured.
+        """
+        from raypipe.data import declared_fields
+
+        return self._for(declared_fields(self.job.data))
+
+    def prepared(self, data: Path) -> LayeredModel:
+        """Build the model for the data prepared in a folder; a resumed run keeps these even if its job names others.
+
+        Raises:
+            SpecError, CaptureError: as ``declared``.
+        """
+        from raypipe.data import known_fields
+
+        return self._for(known_fields(data))
+
+    def _for(self, fields: Mapping[str, Field] | None) -> LayeredModel:
+        from raypipe.models import build_model
+
+        for known, model in self._built:
+            if known == fields:
+                return model
+        model = build_model(self.job, fields, tensor_rank=None if self.job.parallel.auto else 0)
+        self._built.append((fields, model))
+        return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +99,23 @@ def units_of(task: Task, job: JobSpec, data: Path) -> Units:
     from raypipe.data import counts_tokens
 
     return Units(task.unit, "tokens" if counts_tokens(job, data) else "samples")
+
+
+def check_groups(train: TrainSpec, model: LayeredModel, say: Callable[[str], None]) -> None:
+    """Say which names no layer has: a parameter that forward does not read is not trained.
+
+    Raises:
+        SpecError: a tied parameter has several names, and a group has not got all of them.
+    """
+    group_of = {name: number for number, group in enumerate(train.groups) for name in group.parameters}
+    if not group_of:
+        return
+    for tie in model.tied:
+        names = dict.fromkeys(name for _, name in tie.parameters)
+        if len({group_of.get(name) for name in names}) > 1:
+            why = f"{' and '.join(names)} are one parameter, and not in one group"
+            raise SpecError("train.groups", why, "name all of them in the same group")
+    known = {name for i in range(model.count) for name in model.parameter_names(i)}
+    if unknown := [name for name in group_of if name not in known]:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        say(f"note: train.groups: no layer of the model has a parameter {unknown[0]}{more}")

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.errors import RunError, SpecError
-from raypipe.launch.drained import DrainedNodes
-from raypipe.launch.elastic import Elastic
+from raypipe.launch.elastic import DrainedNodes, Elastic
+from raypipe.launch.loggers import Reports
 from raypipe.launch.prepared import Prepared
-from raypipe.launch.report_to.reports import Reports
 from raypipe.observe.run_dir import CHECKPOINTS, INTERRUPT, ask, go_on, hold
-from raypipe.observe.run_log import EVENTS, RunLog, read_rows
+from raypipe.observe.run_log import EVENTS, events_since_start, log_event
 from raypipe.observe.run_record import summarise
 from raypipe.signals import end_on_signals, ended_by, waiting
 
@@ -81,11 +80,9 @@ def _run_locked(
     count = prepared.schedule.devices * together
     devices = connect(count, dashboard_port, together=together)
     cores = cores_of_one_host(devices)
-    log = RunLog(directory)
-    log.event("run", resume=prepared.resume, devices=count, cores=cores)
+    log_event(directory, "run", resume=prepared.resume, devices=count, cores=cores)
     if (message := warning(count, cores)) is not None:
-        log.event("notice", message=message)
-    log.close()
+        log_event(directory, "notice", message=message)
     prepared, ended = _on_devices(prepared, devices, watch, callbacks)
     result = _result(ended, directory)
     p = prepared.plan.parallel
@@ -105,21 +102,16 @@ def _on_devices(
     from raypipe.runtime.cluster.attempts import RunRequest
     from raypipe.runtime.hosts.rank_order import kinds_of
     from raypipe.runtime.hosts.reserve import reserve, take_idle
-    from raypipe.runtime.saving.copy_index import copies_kept
+    from raypipe.runtime.saving.neighbour_copies import copies_kept
 
     def hold_for(prepared: Prepared, run_id: str | None = None) -> Reservation:
-        log, tensor = RunLog(prepared.directory), prepared.plan.parallel.tensor
-
         def waiting(message: str) -> None:
-            log.event("waiting", message=message)
+            log_event(prepared.directory, "waiting", message=message)
             watch()
 
-        try:
-            train, kinds = prepared.job.train, kinds_of(prepared.plan)
-            count, by_node = prepared.schedule.devices * tensor, train.elastic is not None
-            return reserve(count, devices, train.wait_for_devices_s, waiting, tensor, kinds, by_node, run_id)
-        finally:
-            log.close()
+        tensor, train, kinds = prepared.plan.parallel.tensor, prepared.job.train, kinds_of(prepared.plan)
+        count, by_node = prepared.schedule.devices * tensor, train.elastic is not None
+        return reserve(count, devices, train.wait_for_devices_s, waiting, tensor, kinds, by_node, run_id)
 
     # Ray chose the devices that were measured, which are any: those of a plan for several kinds are chosen for it.
     fixed = prepared.job.train.elastic is None and prepared.plan.parallel.tensor == 1 and not kinds_of(prepared.plan)
@@ -129,7 +121,6 @@ def _on_devices(
         prepared.job,
         prepared.directory,
         prepared.resume,
-        devices,
         reservation,
         prepared.validation,
         {} if idle is None else idle.actors,
@@ -182,28 +173,21 @@ def _ended(
 
 def _trains(directory: Path) -> bool:
     """Return whether a driver runs steps now, and so can save the newest one."""
-    marks = [e["event"] for e in _of_this_run(directory) if e["event"] in BETWEEN or e["event"] == "started"]
+    marks = [e["event"] for e in events_since_start(directory) if e["event"] in BETWEEN or e["event"] == "started"]
     return bool(marks[-1] == "started")
 
 
 def _said(directory: Path, number: int) -> str:
     """Say what a signal ended."""
     name = signal.Signals(number).name
-    step = next((e["step"] for e in reversed(_of_this_run(directory)) if e["event"] == "interrupted"), None)
+    step = next((e["step"] for e in reversed(events_since_start(directory)) if e["event"] == "interrupted"), None)
     at = "after its last step" if step is None else f"after step {step}, with a checkpoint of it"
     return f"ended by {name} {at}"
 
 
-def _of_this_run(directory: Path) -> list[dict[str, Any]]:
-    events = read_rows(directory / EVENTS)
-    return events[max(i for i, e in enumerate(events) if e["event"] == "run") :]
-
-
 def _promised_s(prepared: Prepared) -> float | None:
     """Return the plan's predicted step time: for the hosts on which its devices were, if they were not as planned."""
-    events = read_rows(prepared.directory / EVENTS)
-    begun = max(i for i, e in enumerate(events) if e["event"] == "run")
-    moved = [e for e in events[begun:] if e["event"] == "notice" and "hosts" in e]
+    moved = [e for e in events_since_start(prepared.directory) if e["event"] == "notice" and "hosts" in e]
     return moved[-1].get("predicted_step_s") if moved else prepared.plan.predicted_step_s
 
 
@@ -218,10 +202,8 @@ def _result(ended: Result | BaseException, directory: Path) -> Result:
     from raypipe.runtime.recovery.failure import describe, keep_traceback
 
     failed = isinstance(ended, BaseException)
-    events = read_rows(directory / EVENTS)
-    begun = max(i for i, e in enumerate(events) if e["event"] == "run")
     fix = f"see {directory / EVENTS}; --resume continues from the last checkpoint"
-    for event in reversed(events[begun:]):
+    for event in reversed(events_since_start(directory)):
         if event["event"] == "error":
             error = SpecError if event["exit_status"] == 2 else RunError
             raise error("", event["message"])

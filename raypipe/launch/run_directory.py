@@ -1,16 +1,18 @@
-"""Choose and claim the run directory, and read the job that a run recorded there."""
+"""The directory of a run: chosen and claimed; of a run to resume, its job, its checkpoints and its logs checked."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from raypipe.errors import RaypipeError, SpecError
+from raypipe.compat.ray_private import JOB_CONFIG
+from raypipe.errors import CheckpointError, RaypipeError, SpecError
 from raypipe.files import parse_json, read_regular
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_dir import RECORD, check_own, hold, place, stillborn
-from raypipe.observe.run_log import METRICS
+from raypipe.observe.run_dir import CHECKPOINTS, RECORD, check_own, hold, mend_logs, place, stillborn
+from raypipe.observe.run_log import METRICS, log_event
 
 
 def run_directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
@@ -23,7 +25,7 @@ def run_directory(job: JobSpec, directory: Path | None, resume: bool) -> Path:
         if resume:
             raise SpecError("--resume", "needs the directory of the run to resume", "add --run-dir DIR")
         # The working directory of a Ray job is deleted with the job.
-        base = Path.home() / "raypipe" / "runs" if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else Path("runs")
+        base = Path.home() / "raypipe" / "runs" if JOB_CONFIG in os.environ else Path("runs")
         directory = base / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     return claim(directory, resume)
 
@@ -74,3 +76,70 @@ def saved_job(directory: Path) -> JobSpec:
         raise SpecError(
             str(path), "is not a job record, or is damaged", "start a new run in another --run-dir"
         ) from None
+
+
+def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lambda _: None) -> list[str]:
+    """Check that there is a complete checkpoint of the same model and something left to train.
+
+    Where the directory has none, the newest copy is fetched from ``train.checkpoint_storage``; ``say`` reports it, and
+    the notice of each newer checkpoint that is damaged. Returns these notices.
+
+    Raises:
+        CheckpointError: the storage cannot be read, or the best checkpoint is damaged or gone.
+        SpecError: there is no complete checkpoint, the model differs, or the run has stopped early or done all steps.
+    """
+    from raypipe.checkpoint import Storage, best, latest, open_checkpoint
+    from raypipe.runtime.early_stop import patience_of
+
+    root = directory / CHECKPOINTS
+    found, notices = latest(root)
+    if found is None and job.train.checkpoint_storage is not None:
+        storage = Storage(job.train.checkpoint_storage)
+        found, skipped = storage.fetch(root)
+        notices += skipped
+        if found is not None:
+            say(f"resuming from {storage.name}/{found.name}")
+    if found is None:
+        newest = max(root.glob("step-*"), default=None)
+        if newest is not None:
+            try:
+                open_checkpoint(newest)
+            except CheckpointError as error:
+                raise SpecError(error.where, error.why, error.fix) from None
+        why = "; ".join(notices) if notices else "holds no checkpoint"
+        raise SpecError(str(root), why, "start without --resume, in a new --run-dir")
+    for notice in notices:
+        say(f"note: {notice}")
+    if job.train.keeps_best:
+        best(root)
+    saved = directory / RECORD
+    if saved.exists() and saved_job(directory).model != job.model:
+        raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
+    step = open_checkpoint(found, verify=False).step
+    if job.train.early_stop is not None:
+        patience = patience_of(directory, job.train, step)
+        if patience.exhausted:
+            raise SpecError(
+                "train.early_stop",
+                f"the run stopped early after {step} steps: {patience}",
+                "to train on, raise train.early_stop.patience, lower its target, or set train.early_stop to null",
+            )
+    if step >= job.train.steps:
+        raise SpecError(
+            "train.steps", f"is {job.train.steps}, and the run has done {step}", "raise train.steps to train on"
+        )
+    return notices
+
+
+def mend(directory: Path, say: Callable[[str], None]) -> None:
+    """Repair files that a killed run may have left half written: its logs and Ray Train's state."""
+    from raypipe.runtime.cluster.ray_train import check_snapshot
+
+    mend_logs(directory, say)
+    check_snapshot(directory, say)
+
+
+def note(directory: Path, notices: list[str]) -> None:
+    """Put notices that have been shown into the run's events."""
+    for notice in notices:
+        log_event(directory, "notice", message=notice)

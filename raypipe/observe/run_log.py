@@ -44,6 +44,13 @@ class RunLog:
         self._events.close()
 
 
+def log_event(directory: Path, kind: str, **fields: Any) -> None:
+    """Append one event to a run's log (``RunLog.event``)."""
+    log = RunLog(directory)
+    log.event(kind, **fields)
+    log.close()
+
+
 def _open_at_a_line(path: Path) -> TextIO:
     """Open for appending; a last line that a crash cut short is terminated first, so that the next row is intact."""
     file = path.open("a", encoding="utf-8", buffering=1)
@@ -127,6 +134,12 @@ def row_of(line: bytes, log: str) -> dict[str, Any] | None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return all rows of a log, without damaged lines."""
     return list(Follower(path).new_rows())
+
+
+def events_since_start(directory: Path) -> list[dict[str, Any]]:
+    """Return the events of a run since it was last started, or all where it never was."""
+    events = read_rows(directory / EVENTS)
+    return events[max((i for i, e in enumerate(events) if e["event"] == "run"), default=0) :]
 
 
 class Follower:

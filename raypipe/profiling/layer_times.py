@@ -19,7 +19,6 @@ from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 from raypipe.partition.pieces import tensor_ranks_of
-from raypipe.profiling.disturbances import charge, drift, stolen
 from raypipe.profiling.effort import Effort, one_step
 from raypipe.profiling.profiled_steps import (
     AFTER,
@@ -32,12 +31,15 @@ from raypipe.profiling.profiled_steps import (
     Way,
     alike,
     cast_bytes,
+    charge,
+    drift,
     fixed_and_each,
     grown_bytes,
     measured_layers,
     measured_step,
     overhead_seconds,
     step_microbatches,
+    stolen,
     task_times,
     update_seconds,
 )

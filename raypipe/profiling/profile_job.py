@@ -30,16 +30,16 @@ from raypipe.machine_code import wait_for_ahead
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.progress import Notes
 from raypipe.partition.pieces import slicing_of
-from raypipe.profiling.disturbances import to_repeat
 from raypipe.profiling.effort import QUICK, STEPS, THOROUGH, Effort
 from raypipe.profiling.kept_profiles import keep, profile_path, read_kept
 from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.link_times import LinkBench
+from raypipe.profiling.profiled_steps import to_repeat
 from raypipe.profiling.profiling_worker import DeviceFacts, StageProfiler
 from raypipe.runtime.cluster.connect import connect, connect_all
-from raypipe.runtime.group.host_check import check_hosts
 from raypipe.runtime.group.worker_group import start_actors
 from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.rank_order import devices_of_kinds
 from raypipe.runtime.hosts.reserve import Reservation, is_idle, leave_idle, reserve
 from raypipe.runtime.recovery.failure import outside_a_run
@@ -106,7 +106,7 @@ def measure_profile(
             why = "some nodes name no accelerator type" if "" in kinds else "only some devices are used"
             say(f"note: devices are measured as if all were of one kind: {why}")
         with measuring.reserved(count, request) as place:
-            return measuring.of_one_kind(count, request, place, cached, leave)
+            return measuring.of_one_kind(count, place, cached, leave)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +129,11 @@ class _Measuring:
         for kind, count in kinds.items():
             self.say(f"devices of accelerator type {kind}")
             with self.reserved(count, request, (kind,) * count) as place:
-                found = self.of_one_kind(count, request, place)
+                found = self.of_one_kind(count, place)
             profiles.append(found.model_copy(update={"accelerator_type": kind}))
         self.say("messages between devices of different types")
         with self.reserved(len(kinds), request, tuple(kinds)) as place:
-            between = self._link_between(len(kinds), request, place)
+            between = self._link_between(len(kinds), place)
         return of_kinds(
             [
                 p.model_copy(update={"between": between}) if len(p.placed.of_first(p.devices)) == 1 else p
@@ -151,29 +151,27 @@ class _Measuring:
             if not is_idle(place):
                 place.give_back()
 
-    def _link_between(self, count: int, request: DeviceRequest, place: Reservation) -> LinkFit:
+    def _link_between(self, count: int, place: Reservation) -> LinkFit:
         """Measure messages between hosts, each with one device."""
         titles = [f"links · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, request, StageProfiler, self.job.train.wait_for_devices_s, place, self.say)
+        workers = start_actors(titles, place.for_attempt(), StageProfiler)
         try:
-            check_hosts(workers)
+            check_hosts(workers.actors, workers.locations)
             links = LinkBench(workers)
             links.connect()
             return _link(links.messages(links.between, self.effort.message_bytes, self.effort.repeats))
         finally:
             workers.stop()
 
-    def of_one_kind(
-        self, count: int, request: DeviceRequest, place: Reservation, cached: bool = False, leave: bool = False
-    ) -> Profile:
+    def of_one_kind(self, count: int, place: Reservation, cached: bool = False, leave: bool = False) -> Profile:
         """Measure the ``count`` devices of ``place`` at the same time; see ``measure_profile``."""
         job, model, sizes, effort, say = self.job, self.model, self.sizes, self.effort, self.say
         say(f"starting {count} device actor{'s' * (count > 1)}")
         titles = [f"profile · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, request, StageProfiler, job.train.wait_for_devices_s, place, say)
+        workers = start_actors(titles, place.for_attempt(), StageProfiler)
         measured = False
         try:
-            check_hosts(workers)
+            check_hosts(workers.actors, workers.locations)
             wait_for_ahead(say)  # it would take a core from what is measured
             on_cpu = all(at.peer.device == "cpu" for at in workers.locations)
             bench = LayerBench(job, model, workers, self.folder, bounded=on_cpu and math.isfinite(effort.whole_s))

@@ -28,9 +28,8 @@ from raypipe.runtime.calls import DoneStep, Due, Dues, StepsPerCall, Ticket
 from raypipe.runtime.compiled_swap import CompiledSwap
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.executor.step import StepResult
-from raypipe.runtime.group.sent_files import clear
-from raypipe.runtime.group.standby import StandbyPool
-from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
+from raypipe.runtime.hosts.node_files import clear
 from raypipe.runtime.in_place import RECOVERABLE, InPlace, Recovered, can_recover
 from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before
@@ -143,7 +142,7 @@ class Driver:
         with samples_streamed(self.job, self.directory, first, workers.run_id) as workers.samples:
             self._run(workers, checkpoint, done)
         self.memory_bytes = ray.get(workers.call("memory_bytes"))
-        clear(workers, workers.apart, self.directory)
+        clear(workers.leaders_apart(), self.directory)
 
     def _run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
         recovers = can_recover(self.job, self.running, workers)

@@ -1,4 +1,4 @@
-"""Early stopping: decide when validation no longer improves, or has reached its target.
+"""How good a validation is, and early stopping: whether validation still improves, or has reached its target.
 
 The state follows from the run's log alone, so a restart recovers it.
 """
@@ -6,12 +6,29 @@ The state follows from the run's log alone, so a restart recovers it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from raypipe.errors import SpecError, nearest
 from raypipe.job.train_spec import EarlyStopSpec, TrainSpec
 from raypipe.observe.run_log import METRICS, read_rows
-from raypipe.runtime.validation.score import score
+from raypipe.runtime.validation.metrics import PREFIX
+
+
+def score(train: TrainSpec, row: Mapping[str, Any]) -> float:
+    """Return the score of a validation from its row of metrics.jsonl: the lowest is the best (``train.best_is``).
+
+    Raises:
+        SpecError: the row has no such figure.
+    """
+    name = PREFIX + train.best_metric.removeprefix(PREFIX)
+    if name not in row:
+        figures = [key.removeprefix(PREFIX) for key in row if key.startswith(PREFIX)]
+        why = f"{train.best_metric} is not among the figures of a validation, {', '.join(figures)}"
+        raise SpecError("train.best_metric", why, nearest(train.best_metric, figures))
+    return -float(row[name]) if train.best_is == "highest" else float(row[name])
 
 
 @dataclass(slots=True)
@@ -20,7 +37,7 @@ class Patience:
 
     A score is an improvement if it is more than ``min_delta`` below that of the last improvement, so several small
     decreases add up to one. NaN is never an improvement. The score is the validation loss, unless
-    ``train.best_metric`` says otherwise (``validation.score``).
+    ``train.best_metric`` says otherwise (``score``).
     """
 
     train: TrainSpec

@@ -27,7 +27,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe import metrics as declared
 from raypipe.observe.metrics import DURATION_BUCKETS, METRICS, RUN_TAGS, Metric, Reading, device_readings, step_readings
-from raypipe.observe.run_log import EVENTS, read_rows
+from raypipe.observe.run_log import EVENTS, events_since_start, read_rows
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.recorded_steps import FEWEST
 from raypipe.plan.online.sequence import Guard
@@ -179,8 +179,7 @@ class RunMetrics:
     def _planned(self) -> Iterable[Reading]:
         """Yield what the run's events say of the plan and of what came before this attempt."""
         events = read_rows(self.directory / EVENTS)
-        begun = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
-        kinds = Counter(e["event"] for e in events[begun:])
+        kinds = Counter(e["event"] for e in events_since_start(self.directory))
         self._counts = dict.fromkeys(COUNTED.values(), 0)
         for name, counted in COUNTED.items():
             self._counts[counted] += kinds[name]

@@ -12,14 +12,13 @@ from raypipe.data import validation_weights
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.measured_steps import StepClock
-from raypipe.runtime.early_stop import Patience
+from raypipe.runtime.early_stop import Patience, score
 from raypipe.runtime.executor.step import StepResult, check_samples, communication_counts, waits_of
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy
 from raypipe.runtime.run_metrics import RunMetrics
 from raypipe.runtime.update.norm import clip_factor, norm_of
 from raypipe.runtime.update.optimizer import learning_rate
 from raypipe.runtime.validation.metrics import PREFIX, ValidationMetrics
-from raypipe.runtime.validation.score import score
 from raypipe.schedule.lowering.asynchronous import Part
 
 

@@ -16,9 +16,9 @@ from raypipe.plan.online.better_order import Running
 from raypipe.plan.plan import Plan
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.runtime.graphs.device_graphs import check_graphs
-from raypipe.runtime.group.host_check import check_hosts
-from raypipe.runtime.group.sent_files import files_of_nodes
 from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.hosts.host_check import check_hosts
+from raypipe.runtime.hosts.node_files import files_of_nodes
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.setup.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
@@ -64,7 +64,7 @@ def set_up(
         ClusterError: the nodes cannot run the job together.
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
-    workers.apart = check_hosts(workers, directory, job.train.message_timeout_s)
+    workers.apart = check_hosts(workers.actors, workers.locations, directory, job.train.message_timeout_s)
     setups = setups_of(workers, job, running, directory, checkpoint, search_recompute, done, recovers, left_out)
     return list(ray.get(workers.call_each("setup", [(one,) for one in setups])))
 
@@ -81,7 +81,7 @@ def setups_of(
     left_out: int,
 ) -> list[Setup]:
     """Return what every worker is sent, by rank; see ``set_up``."""
-    sent = files_of_nodes(workers, workers.apart, directory, checkpoint)
+    sent = files_of_nodes(workers.leaders_apart(), directory, checkpoint)
     plan, schedule, _ = running
     tensor = plan.parallel.tensor
     fields = known_fields(directory / "data")
@@ -146,7 +146,7 @@ def setups_of(
         own = {part: rows[device] for part, rows in train.items()}
         mine = replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
         if (files := sent.get(workers.locations[rank].peer.node)) is not None:
-            mine = replace(mine, data=files.data, checkpoint=files.checkpoint, shards=files.shards)
+            mine = replace(mine, data=files.data, checkpoint=files.checkpoint, sends_shards=True)
         found.append(mine)
     return found
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from raypipe.capture.meta import same_randomness
+from raypipe.compat.transformers_private import check_sampler
 from raypipe.data.ragged import Collator
 from raypipe.errors import SpecError, install, nearest
 from raypipe.trainer.datasets import Apart, PadRows
@@ -195,6 +196,7 @@ def trainers_loader(
         from transformers import Trainer
     except ImportError:
         raise SpecError("PipelineTrainer", "needs transformers for the order of the rows", install("hf")) from None
+    check_sampler(Trainer)
 
     class RowOrder(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:

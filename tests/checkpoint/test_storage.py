@@ -17,7 +17,7 @@ import torch
 from raypipe.checkpoint import Storage, commit, open_checkpoint, step_directory, write_shard
 from raypipe.errors import CheckpointError, SpecError
 from raypipe.job.spec import job_from
-from raypipe.launch.resume import check_resume
+from raypipe.launch.run_directory import check_resume
 from tests.ray_head import free_ports
 
 BUCKET = "checkpoints"

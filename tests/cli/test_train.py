@@ -20,7 +20,7 @@ from raypipe.cli.train import resume_command
 from raypipe.errors import RunError
 from raypipe.job import load_job
 from raypipe.job.data_spec import DataSpec
-from raypipe.launch.plan_file import kept_plan
+from raypipe.launch.plans import kept_plan
 from raypipe.launch.prepared import units_of
 from raypipe.models.task import Labels, Values
 from raypipe.observe.run_dir import RECORD

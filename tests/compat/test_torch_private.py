@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raypipe.compat import torch_private
+from raypipe.compat import PrivateName, torch_private
 from raypipe.compat.torch_private import CHECKED, NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -21,16 +21,15 @@ CLEAN = ("capture", "graph", "models", "tensor", "checkpoint")
 PRIVATE = re.compile(r"torch\.(_|utils\._|fx\.experimental|nn\.modules\.[a-z]+\._)")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_installed_torch_has_it(name: str) -> None:
-    one = NAMES[name]
-    found = getattr(importlib.import_module(one.module), name, None)
+@pytest.mark.parametrize("one", NAMES, ids=lambda one: one.name)
+def test_the_installed_torch_has_it(one: PrivateName) -> None:
+    found = getattr(importlib.import_module(one.where), one.name, None)
     assert found is not None, f"torch {torch.__version__}, checked with {CHECKED}: {one.without}"
-    assert getattr(torch_private, name) is found
+    assert getattr(torch_private, one.name) is found
 
 
 def test_a_name_that_moved_says_what_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(NAMES, "Moved", NAMES["FakeTensor"])
+    monkeypatch.setitem(torch_private._BY_NAME, "Moved", torch_private._BY_NAME["FakeTensor"])
     with pytest.raises(ImportError, match=r"has no torch\._subclasses\.fake_tensor\.Moved .*no model can be captured"):
         torch_private.Moved  # noqa: B018
     with pytest.raises(AttributeError):

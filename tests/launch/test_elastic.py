@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +15,15 @@ from ray.exceptions import RaySystemError
 from raypipe.errors import RunError, SpecError
 from raypipe.job.spec import job_from
 from raypipe.launch import elastic as module
-from raypipe.launch.elastic import Elastic
+from raypipe.launch.elastic import DrainedNodes, Elastic
 from raypipe.launch.plans import with_plan
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import PROFILE, STOP, ask, asked_to_stop
+from raypipe.observe.run_dir import PROFILE, SAVE, STOP, ask, asked, asked_to_stop
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.run_record import summarise
 from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
-from raypipe.runtime.group import standby
-from raypipe.runtime.hosts import autoscaler
+from raypipe.runtime.group import worker_group
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.train import prepare_run
 from tests.plan.conftest import make_job, make_profile
@@ -98,8 +98,8 @@ class Run:
         self.log.event("run", devices=2)
         self.elastic = Elastic(prepared, Devices(self, {"node 0": 2}), self._reserve)  # type: ignore[arg-type]
         self.going: set[str] = set()
-        monkeypatch.setattr(autoscaler, "drained_nodes", lambda: self.going)
-        monkeypatch.setattr(standby, "Warm", Started)
+        monkeypatch.setattr(module, "draining_nodes", lambda: self.going)
+        monkeypatch.setattr(worker_group, "Warm", Started)
         monkeypatch.setattr(Started, "warm", True)
         monkeypatch.setattr(Elastic, "_free", lambda _: self.free)
         monkeypatch.setattr(module, "RELEASED_S", 0.0)
@@ -201,6 +201,11 @@ def test_the_run_goes_on_until_the_processes_for_more_devices_have_started(run: 
     stop = asked_to_stop(run.directory)
     assert stop is not None
     assert stop.pauses
+    run.log.event("paused", step=7, message=stop.why)
+    started = weakref.ref(run.elastic._more)  # type: ignore[arg-type]
+    run.look(0.5)
+    assert run.resized()[0]["devices"] == 4
+    assert started() is not None, "Ray ends an actor that its creator has forgotten"
 
 
 def test_nodes_that_will_go_are_left_also_while_processes_start(run: Run) -> None:
@@ -386,3 +391,26 @@ def test_limits_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(SpecError, match="max_devices is 2, less than min_devices, 4"):
         make_job(elastic={"min_devices": 4, "max_devices": 2})
     assert job_from(make_job(elastic={}).model_dump()).train.elastic is not None
+
+
+def unanswered() -> set[str]:
+    raise RaySystemError("GCS is not available")
+
+
+def test_a_node_that_will_go_asks_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    going: set[str] = set()
+    monkeypatch.setattr(module, "draining_nodes", lambda: going)
+    drained = DrainedNodes(tmp_path, SimpleNamespace(nodes=lambda: {"a", "b"}))  # type: ignore[arg-type]
+    drained.look()
+    going.add("c")
+    drained.look()
+    assert not asked(tmp_path, SAVE)
+    for node in ("a", "b"):
+        going.add(node)
+        drained.look()
+        assert asked(tmp_path, SAVE)
+        drained.look()
+        assert not asked(tmp_path, SAVE)
+    monkeypatch.setattr(module, "draining_nodes", unanswered)
+    drained.look()
+    assert [row["message"][-1] for row in read_rows(tmp_path / EVENTS)] == ["a", "b"]

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from raypipe.cost.noise import LIMIT, Noise
-from raypipe.profiling.disturbances import charge, drift, stolen
 from raypipe.profiling.effort import QUICK, THOROUGH, Effort
 from raypipe.profiling.profile_job import measure_again
-from raypipe.profiling.profiled_steps import Samples, measured_step, own_seconds, task_times
+from raypipe.profiling.profiled_steps import Samples, charge, drift, measured_step, own_seconds, stolen, task_times
 
 HERE, GROUPS = [0, 1], [0, 1]
 ORDER = measured_step(2, HERE, "joint").orders[0]

@@ -15,8 +15,7 @@ from raypipe.cli import run
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from
 from raypipe.plan.hybrid import compare, load_epochs
-from raypipe.profiling.epochs_to_target import Asked, Run, epochs_table, measure_epochs
-from raypipe.profiling.one_device import OneDevice
+from raypipe.profiling.epochs_to_target import Asked, OneDevice, Run, epochs_table, measure_epochs
 
 
 def job_of(folder: Path, **train: object) -> JobSpec:

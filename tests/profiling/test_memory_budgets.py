@@ -12,7 +12,7 @@ from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import BUDGET
 from raypipe.job.spec import JobSpec
 from raypipe.plan.choose import Decision, choose
-from raypipe.profiling.memory_budgets import as_profiled, choose_budget, with_budget
+from raypipe.profiling.profile_and_plan import as_profiled, choose_budget, with_budget
 from tests.plan.conftest import MIB, make_job, make_profile
 
 

@@ -34,7 +34,7 @@ from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.interfaces import GLOO
-from raypipe.runtime.transport.replica_groups import create_groups
+from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups
 from raypipe.runtime.update.norm import Shares

@@ -127,7 +127,7 @@ def test_a_run_of_more_steps_goes_on_in_the_same_order(tmp_path: Path) -> None:
     before = np.load(tmp_path / "run" / "data" / "order.npy")
     (tmp_path / "run" / "checkpoints").mkdir(exist_ok=True)
     from raypipe.data import write_order
-    from raypipe.launch.job_model import JobModel
+    from raypipe.launch.prepared import JobModel
     from raypipe.train import _prepare_data
 
     longer = prepared(tmp_path / "other", max_steps=9)

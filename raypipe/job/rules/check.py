@@ -46,7 +46,7 @@ def problems(
         for key, wanted in (("shard", "none"), ("tensor", 1)):
             if getattr(parallel, key) != wanted:
                 why = f"{getattr(parallel, key)} divides parameters, of which adafactor reads whole rows and columns"
-                yield BrokenRule(f"parallel.{key}", why, f"use {key}: {wanted}, or another optimizer")
+                yield f"parallel.{key}", why, f"use {key}: {wanted}, or another optimizer"
     if train.on_nonfinite == "rewind" and parallel.transport == "ray-collective":
         why = "rewind sets all workers up again, and ray-collective can be set up only once in a process"
         yield "train.on_nonfinite", why, "use skip or stop, or another transport"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from raypipe.capture.opaque import HOOKS
+from raypipe.compat.transformers_private import attention_of
 from raypipe.errors import SpecError
 
 _CARRIED = (
@@ -335,9 +336,7 @@ def _same(a: Any, b: Any, depth: int = 0) -> bool:
     if isinstance(a, functools.partial):
         return _same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords], depth + 1)
     if hasattr(a, "to_dict") and hasattr(a, "attribute_map"):  # a configuration of transformers
-        return _same(_keys(a), _keys(b), depth + 1) and getattr(a, "_attn_implementation", None) == getattr(
-            b, "_attn_implementation", None
-        )
+        return _same(_keys(a), _keys(b), depth + 1) and attention_of(a) == attention_of(b)
     if isinstance(a, nn.Module):  # one that is held without being registered
         return _of_module(a, b, a.training) is None
     if hasattr(a, "__dict__"):

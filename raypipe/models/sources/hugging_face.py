@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from raypipe.capture.meta import build_without_memory
+from raypipe.compat.transformers_private import construct
 from raypipe.errors import SpecError, install, nearest
 from raypipe.files import short
 from raypipe.graph.fingerprint import Identity, transformers_code
@@ -108,7 +108,7 @@ class HuggingFace:
     def _construct(self, kind: Any) -> nn.Module:
         try:
             # In float32 whatever precision the directory has, because the job chooses the precision.
-            module: nn.Module = kind._from_config(self.config, dtype=torch.float32)
+            module: nn.Module = construct(kind, self.config)
         except Exception as error:  # the library's models raise many classes
             said = short(" ".join(str(error).split()) or type(error).__name__, 300)
             why = f"{kind.__name__} cannot be constructed with this configuration: {said}"

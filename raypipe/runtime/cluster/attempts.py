@@ -1,18 +1,19 @@
 """Run Ray Train's worker, the driver, through the attempts at a run.
 
-Where a worker dies and its node lives, the driver goes on by itself, from the newest checkpoint: the other workers
-leave the plan and are set up again beside a new one. Ray Train restarts the driver after any other failure. An elastic
-run (``train.elastic``) changes its devices in the same way: the process that started the run makes another plan and
-reserves other devices, and workers whose devices stay keep their processes.
+A run that loses something goes on by the first of two ways that serves. A worker whose stages have a living copy is
+replaced while the others wait (``runtime/in_place.py``). Else the attempt ends, and the driver makes another one from
+the newest checkpoint, or from copies in nodes' memory that are newer: on the same devices, where workers that live
+serve on beside new ones; with a plan that needs less memory, where that ran out; and in an elastic run, whose devices
+the process that started it changes, with another plan for those that are left. Ray Train restarts the driver itself,
+where its process died.
 """
 
 from __future__ import annotations
 
 import fcntl
-import queue
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +25,12 @@ from raypipe.cost.profile import load_profile
 from raypipe.errors import DevicesError, RunError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import NO_LOCKS, PROFILE
-from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
+from raypipe.observe.run_log import EVENTS, RunLog, events_since_start, read_rows, rewind
 from raypipe.observe.timelines import save_timelines
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.group.standby import warm_ones
-from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group
-from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group, warm_ones
 from raypipe.runtime.hosts.rank_order import by_number, kinds_of, kinds_on_hosts
 from raypipe.runtime.hosts.reserve import Kept, Reservation, reserved_by
 from raypipe.runtime.recovery.failure import (
@@ -43,8 +42,7 @@ from raypipe.runtime.recovery.failure import (
     ran_out,
     root_cause,
 )
-from raypipe.runtime.saving.copy_index import index_of
-from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
+from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, index_of
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.validation.metrics import ValidationMetrics, validation_metrics
 
@@ -66,8 +64,6 @@ class RunRequest:
     job: JobSpec
     directory: Path
     resume: bool
-    devices: DeviceRequest
-    """The resources that each worker reserves."""
     reservation: Reservation
     """The devices, reserved for all attempts."""
     validation: ValidationMetrics | None = None
@@ -85,47 +81,39 @@ class _Reporter:
 
     def __init__(self, storage: Storage | None, keep: int | None) -> None:
         self._storage, self._keep = storage, keep
-        self._queue: queue.SimpleQueue[tuple[Path, dict[str, Any]] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="raypipe-report", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "raypipe-report")
+        self._reports: list[Future[None]] = []
+        """Those that are under way, or have failed."""
 
     def saved(self, step: int, path: Path, metrics: dict[str, Any]) -> None:
         """Queue one checkpoint; raise the error of an earlier one that could not be copied or reported."""
-        if self._error is not None:
-            raise self._error
-        self._queue.put((path, metrics))
+        while self._reports and self._reports[0].done():
+            self._reports[0].result()
+            del self._reports[0]
+        self._reports.append(self._thread.submit(self._report, path, metrics))
 
-    def _work(self) -> None:
+    def _report(self, path: Path, metrics: dict[str, Any]) -> None:
         import ray.train
         from ray.train import Checkpoint, CheckpointUploadMode
 
-        try:
-            while (item := self._queue.get()) is not None:
-                path, metrics = item
-                if self._storage is not None:
-                    self._storage.put(path, self._keep)
-                ray.train.report(
-                    metrics,
-                    checkpoint=Checkpoint.from_directory(str(path)),
-                    checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
-                )
-        except BaseException as error:
-            self._error = error
+        if self._storage is not None:
+            self._storage.put(path, self._keep)
+        checkpoint = Checkpoint.from_directory(str(path))
+        ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
     def __enter__(self) -> _Reporter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until everything is copied and reported; raise the error of what failed, unless there is another one."""
-        self._queue.put(None)
-        self._thread.join()
-        if self._error is not None and kind is None:
-            raise self._error
+        self._thread.shutdown(wait=True)
+        if kind is None:
+            for one in self._reports:
+                one.result()
 
 
 def driver_loop(config: dict[str, Any]) -> None:
-    """Run the attempts of one driver; Ray Train calls this in its worker, at first and after every failure."""
+    """Run the attempts of one driver; Ray Train calls this in its worker, at first and where the driver has died."""
     request: RunRequest = config["request"]
     job, directory = request.job, request.directory
     with _only_attempt(directory) as restarted:
@@ -140,26 +128,19 @@ def driver_loop(config: dict[str, Any]) -> None:
                 _attempts(request, restarted, log, reporter, copies)
         except Exception as error:
             cause = own_error(error)
-            path = keep_traceback(directory, cause)
-            if is_final(cause):  # return instead of raising: a restart would fail again
-                log.event("error", message=failure_message(cause, path), exit_status=getattr(cause, "exit_status", 1))
-            else:
-                message = failure_message(cause, path)
+            message = failure_message(cause, keep_traceback(directory, cause))
+            if not is_final(cause):  # between two attempts: Ray Train starts another driver
                 log.event("failed", message=message)
-                if failures(directory) > job.train.max_failures >= _drivers(directory):
-                    # Ray Train would restart it, because it counts only its own restarts.
-                    log.event("error", message=f"{message}; --resume continues from the last checkpoint", exit_status=1)
-                    return
-                if ran_out(cause):
-                    plan_with_less(job, directory, log, cause)
                 raise
+            # Return instead of raising: a restart would fail again.
+            log.event("error", message=message, exit_status=getattr(cause, "exit_status", 1))
         finally:
             log.close()
 
 
 def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Reporter, copies: NeighbourCopies) -> None:
-    """Run to the end, an elastic run on one set of devices after the other."""
-    directory, elastic = request.directory, request.job.train.elastic is not None
+    """Run to the end, one attempt after another."""
+    directory, train = request.directory, request.job.train
     resumes, reservation = request.resume or restarted, request.reservation
     # A driver that is started again has none: those of an attempt end with it.
     changes, survivors = devices_changed(directory), Survivors({} if restarted else dict(request.waiting))
@@ -171,35 +152,29 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
         if _awaits_devices(directory):
             changes = _next_change(directory, changes)
     while True:
-        # A restart continues from the newest checkpoint; a first attempt does so only when asked to resume.
-        checkpoint, notices = latest(directory / "checkpoints") if resumes else (None, [])
-        done = open_checkpoint(checkpoint, verify=False).step if checkpoint is not None else 0
         checkpoints = RunCheckpoints(request.job, directory, log, reporter.saved)
-        from_copies = restarted and copies.restore(checkpoints, done)
-        if from_copies:
-            done, checkpoint = checkpoints.newest
-        lost = rewind(directory, done)
-        known = {event.get("message") for event in read_rows(directory / EVENTS)}  # resuming has shown and noted some
-        for notice in notices:
-            if notice not in known:
-                log.event("notice", message=notice)
-        if restarted:
-            where = str(checkpoint) if checkpoint else None
-            source = "neighbour" if from_copies else "checkpoint"
-            log.event("restarted", checkpoint=where, step=done, steps_repeated=lost, source=source)
+        checkpoint, done = _begin(request, resumes, restarted, log, checkpoints, copies)
         try:
             reservation = _newest(request, changes)
             driver = _attempt(request, reservation, checkpoint, done, log, reporter, survivors, copies)
         except Exception as error:
-            changes_devices = elastic and (isinstance(error, DevicesError) or _breaks(reservation))
-            if not changes_devices and not (survivors.actors and _replaces(request, reservation, own_error(error))):
+            cause = own_error(error)
+            lost = train.elastic is not None and (isinstance(error, DevicesError) or _breaks(reservation))
+            if is_final(cause) and not lost:
                 survivors.end()
                 raise
-            cause = own_error(error)
             message = failure_message(cause, keep_traceback(directory, cause))
             log.event("failed", message=message)
             restarted = resumes = True
-            if not changes_devices:
+            if not lost:
+                if not serves_on(directory, cause, reservation):
+                    survivors.end()
+                if failures(directory) > train.max_failures:
+                    survivors.end()
+                    log.event("error", message=f"{message}; --resume continues from the last checkpoint", exit_status=1)
+                    return
+                if ran_out(cause):
+                    plan_with_less(request.job, directory, log, cause)
                 continue
             log.event("devices_lost", message=message.partition("\n")[0])
         else:
@@ -207,8 +182,7 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
                 log.event("interrupted", **driver.interrupted)
                 return
             if driver.paused is None:
-                prediction = driver.clock.prediction
-                clock = driver.clock
+                clock, prediction = driver.clock, driver.clock.prediction
                 predicted = prediction.timeline if prediction else None
                 save_timelines(directory, predicted, clock.measured(), clock.recorded, driver.norm)
                 log.event("finished", counts=driver.counts, memory_bytes=driver.memory_bytes)
@@ -217,6 +191,36 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
             restarted = False
         survivors.end_standby()  # the next devices may be others
         changes, resumes = _next_change(directory, changes), True
+
+
+def _begin(
+    request: RunRequest,
+    resumes: bool,
+    restarted: bool,
+    log: RunLog,
+    checkpoints: RunCheckpoints,
+    copies: NeighbourCopies,
+) -> tuple[Path | None, int]:
+    """Return the newest checkpoint, for an attempt to begin with, and its number of steps; the logs go back to it.
+
+    An attempt after another one may write it of copies that are newer; a first one begins afresh unless it resumes.
+    """
+    directory = request.directory
+    checkpoint, notices = latest(directory / "checkpoints") if resumes else (None, [])
+    done = open_checkpoint(checkpoint, verify=False).step if checkpoint is not None else 0
+    from_copies = restarted and copies.restore(checkpoints, done)
+    if from_copies:
+        done, checkpoint = checkpoints.newest
+    lost = rewind(directory, done)
+    known = {event.get("message") for event in read_rows(directory / EVENTS)}  # resuming has shown and noted some
+    for notice in notices:
+        if notice not in known:
+            log.event("notice", message=notice)
+    if restarted:
+        where = str(checkpoint) if checkpoint else None
+        source = "neighbour" if from_copies else "checkpoint"
+        log.event("restarted", checkpoint=where, step=done, steps_repeated=lost, source=source)
+    return checkpoint, done
 
 
 def _attempt(
@@ -242,10 +246,8 @@ def _attempt(
     workers = start_worker_group(
         build_schedule(plan, job.train.batch),
         parallel.replicas,
-        request.devices,
-        tensor=parallel.tensor,
+        reservation.for_attempt(),
         timeout_s=job.train.wait_for_devices_s if elastic is None else elastic.wait_s,
-        reservation=reservation,
         notify=lambda text: log.event("waiting", message=text),
         kept=survivors.actors,
         numbering=plan.numbering(),
@@ -274,20 +276,13 @@ def _attempt(
     return driver
 
 
-def _replaces(request: RunRequest, reservation: Reservation, cause: BaseException) -> bool:
-    """Return whether a failed attempt is followed by one with the workers that are left, beside new ones.
+def serves_on(directory: Path, cause: BaseException, reservation: Reservation) -> bool:
+    """Return whether the workers that a failed attempt has left serve in the next one, beside new ones.
 
-    It is where a connection or a process was lost, after a set-up that went well, and all nodes live. A device without
-    memory needs another plan, and a node that is gone, Ray's scheduling.
+    It is so after a set-up that went well, and where all nodes live. A device without memory begins anew.
     """
-    marks = [e["event"] for e in _of_this_run(request.directory) if e["event"] in ("run", "restarted", "started")]
-    return (
-        marks[-1:] == ["started"]
-        and not is_final(cause)
-        and not ran_out(cause)
-        and failures(request.directory) < request.job.train.max_failures
-        and not reservation.is_broken()
-    )
+    marks = [e["event"] for e in events_since_start(directory) if e["event"] in ("run", "restarted", "started")]
+    return marks[-1:] == ["started"] and not ran_out(cause) and not reservation.is_broken()
 
 
 def _breaks(reservation: Reservation) -> bool:
@@ -302,24 +297,18 @@ def _breaks(reservation: Reservation) -> bool:
 
 def devices_changed(directory: Path) -> list[dict[str, Any]]:
     """Return the changes of devices since the run was last started, oldest first."""
-    return [e for e in _of_this_run(directory) if e["event"] == "resized"]
+    return [e for e in events_since_start(directory) if e["event"] == "resized"]
 
 
 def failures(directory: Path) -> int:
     """Count the failures since the run was last started."""
-    return [e["event"] for e in _of_this_run(directory)].count("failed")
+    return [e["event"] for e in events_since_start(directory)].count("failed")
 
 
 def _awaits_devices(directory: Path) -> bool:
     """Return whether an attempt gave up its devices, and there are no others yet."""
-    marks = [e["event"] for e in _of_this_run(directory) if e["event"] in ("devices_lost", "paused", "resized")]
+    marks = [e["event"] for e in events_since_start(directory) if e["event"] in ("devices_lost", "paused", "resized")]
     return bool(marks) and marks[-1] != "resized"
-
-
-def _of_this_run(directory: Path) -> list[dict[str, Any]]:
-    events = read_rows(directory / EVENTS)
-    begun = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
-    return events[begun:]
 
 
 def _next_change(directory: Path, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -338,7 +327,7 @@ def _newest(request: RunRequest, changes: list[dict[str, Any]]) -> Reservation:
         request.reservation.run_id,
         newest["reservation"],
         newest["devices"],
-        request.devices,
+        request.reservation.request,
         plan.parallel.tensor,
         kinds_of(plan),
     )
@@ -385,11 +374,6 @@ def _only_attempt(directory: Path) -> Iterator[bool]:
         marker.write("attempted\n")
         marker.flush()
         yield restarted
-
-
-def _drivers(directory: Path) -> int:
-    """Count the drivers that the run has had since it was last started."""
-    return (directory / ATTEMPTED).read_text(encoding="utf-8").count("\n")
 
 
 def _locked(file: TextIO) -> bool:

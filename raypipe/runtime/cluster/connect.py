@@ -16,15 +16,13 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
-from ray._private import utils as ray_utils
 
+from raypipe.compat.ray_private import CURRENT_CLUSTER, NODE_ADDRESS, no_signal_handlers, on_loopback
 from raypipe.errors import RunError, SpecError
 from raypipe.runtime.hosts.autoscaler import autoscales
 from raypipe.runtime.hosts.devices import DeviceRequest, check_room, local_cpus, request_devices
@@ -105,7 +103,8 @@ def _join_running(quiet: dict[str, Any]) -> bool:
     if named not in ("", "auto"):
         _check_reachable(named)
     try:
-        with _starting():
+        # What a signal interrupts in ``ray.init`` leaves processes behind.
+        with no_signal_handlers(), held():
             ray.init(address=address, **quiet)
     except ConnectionError as error:
         if named:
@@ -125,7 +124,7 @@ def _started_here() -> str | None:
     """Return the address of the cluster that ``ray start`` last started on this machine, if it still answers."""
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     try:
-        address = (Path(folder) / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip()
+        address = (Path(folder) / CURRENT_CLUSTER).read_text(encoding="utf-8").strip()
         _check_reachable(address)
     except (OSError, UnicodeError, SpecError):  # there is none, or it was killed without `ray stop`
         return None
@@ -169,14 +168,14 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
     this = psutil.Process()
     before = set(this.children())
     try:
-        with on_loopback(), _starting():
+        with on_loopback(), no_signal_handlers(), held():
             ray.init(
                 address="local",
                 num_cpus=cpus,
                 include_dashboard=dashboard_port is not None,
                 dashboard_host="127.0.0.1",
                 dashboard_port=dashboard_port,
-                _node_ip_address="127.0.0.1",
+                **{NODE_ADDRESS: "127.0.0.1"},
                 **quiet,
             )
     except Exception as error:  # Ray raises the class Exception itself if one of its processes did not start in time
@@ -219,42 +218,6 @@ def _have_token() -> None:
             return
     except (OSError, RuntimeError):  # the home is read-only, or there is none
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-@contextlib.contextmanager
-def on_loopback() -> Iterator[None]:
-    """Have a Ray that is started in this context know its node by 127.0.0.1, so that all its servers bind to that.
-
-    ``_node_ip_address`` alone does not do it: ``ray.init`` replaces a loopback address by one of the host's others,
-    unless clusters are off, as they are on systems other than Linux.
-    """
-    with _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False):
-        yield
-
-
-@contextlib.contextmanager
-def _starting() -> Iterator[None]:
-    """Have ``ray.init`` install no handlers of signals in this process, and a signal wait until it is over.
-
-    Ray's own would end this process without a word, one of them, below Python, with a stack of C++; and what a signal
-    interrupts in ``ray.init`` leaves processes behind. Ray's other processes keep theirs.
-    """
-    with (
-        held(),
-        _replaced(ray_utils, "set_sigterm_handler", lambda _: None),
-        _replaced(ray_constants, "RAY_DISABLE_FAILURE_SIGNAL_HANDLER", True),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,19 +8,24 @@ Workers write their shards into the run directory themselves; the driver only te
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayActorError
 
+from raypipe.compat.ray_private import validate_snapshot
 from raypipe.errors import RunError
-from raypipe.observe.run_log import RunLog
+from raypipe.files import read_json
+from raypipe.observe.run_dir import set_aside
+from raypipe.observe.run_log import log_event
 from raypipe.runtime.cluster.attempts import ATTEMPTED, RunRequest, driver_loop, failures
 from raypipe.runtime.setup.communicators import own_address
 
 if TYPE_CHECKING:
     from ray.train import Result
     from ray.train.torch import TorchTrainer
+
 
 POLL_S = "0.2"
 """Interval at which Ray Train's controller polls its worker. A report takes that long; Ray's default is 2 s."""
@@ -54,9 +59,7 @@ def start_run(request: RunRequest, callbacks: Sequence[Any] = ()) -> Result:
             return _trainer(request, restarts, callbacks).fit()
         except RayActorError as error:
             message = "Ray Train's controller died"
-            log = RunLog(request.directory)
-            log.event("failed", message=message)
-            log.close()
+            log_event(request.directory, "failed", message=message)
             restarts = allowed - failures(request.directory)
             if restarts < 0:
                 raise RunError("run", message, "continue from its newest checkpoint with --resume") from error
@@ -95,3 +98,41 @@ def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> To
             checkpoint_config=CheckpointConfig(num_to_keep=request.job.train.keep_checkpoints),
         ),
     )
+
+
+# Check Ray Train's snapshot: its list of reported checkpoints, which it reads when a run begins in its directory.
+#
+# Ray Train needs the list only to delete old checkpoints; a run resumes from raypipe's own manifests. A damaged one is
+# therefore renamed, so that Ray Train does not fail on it.
+
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+def check_snapshot(directory: Path, say: Callable[[str], None]) -> None:
+    """Rename the snapshot if Ray Train could not read it, and report that through ``say``.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    path = directory / SNAPSHOT
+    if path.exists() and (wrong := _wrong(path)) is not None:
+        say(f"note: {path}: {wrong}; it is now {set_aside(path).name}, and the run resumes from its own checkpoints")
+
+
+def _wrong(path: Path) -> str | None:
+    """Say why Ray Train would reject the snapshot; None if it would accept it."""
+    try:
+        snapshot = read_json(path)
+        validate_snapshot(snapshot)
+        listed = [one["checkpoint_dir_name"] for one in snapshot["checkpoint_results"]]
+        latest = snapshot.get("latest_checkpoint_result")
+        pending = snapshot["pending_training_results"]
+        mentioned = [one["checkpoint_dir_name"] for one in (*pending, *([latest] if latest else []))]
+        consistent = len(listed) == len(snapshot["checkpoint_report_indices"]) and set(listed).issuperset(mentioned)
+        consistent = consistent and len(pending) == len(snapshot["pending_validation_specs"])
+    except Exception:  # a damaged file may raise anything here, pydantic's errors included
+        return "is damaged"
+    if not consistent:
+        return "contradicts itself"
+    lost = next((name for name in listed if not (path.parent / name).is_dir()), None)
+    return None if lost is None else f"names {lost}, which is gone"

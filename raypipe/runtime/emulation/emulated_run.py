@@ -22,11 +22,10 @@ from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, LayerSums
 from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
 from raypipe.runtime.emulation.links import Links, with_links
-from raypipe.runtime.group.host_check import check_hosts
 from raypipe.runtime.group.worker_group import WorkerGroup, device_title
+from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
-from raypipe.runtime.transport.same_host.shared_memory import SMALLEST_RING
 from raypipe.runtime.update.gradients import shared_groups, stage_group
 from raypipe.runtime.update.issue_order import prioritised_order
 from raypipe.schedule.costs import CostTable
@@ -274,7 +273,7 @@ def run_rehearsal(
     """Emulate on running workers, one per device; ``faults`` is as for ``emulate``."""
     schedule = what.schedule
     clock = StepClock(schedule)
-    check_hosts(workers)
+    check_hosts(workers.actors, workers.locations)
     _setup(workers, what, faults)
     waits = StepWaits(data_s=tuple(faults.get(d, NO_FAULTS).data_s for d in range(schedule.devices)))
     measured = _steps(workers, clock, schedule, steps, waits)
@@ -304,7 +303,6 @@ def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFau
         groups=shared_groups(schedule.placement, ()) | shard_groups(schedule.sharding, schedule.placement),
         transport="auto",
         run_id=workers.run_id,
-        ring_bytes=SMALLEST_RING,  # a message is one number, which travels in the pipe
     )
     ways = parts(schedule)
     lowered = step_programs(schedule, ahead=what.norm == "optimistic")

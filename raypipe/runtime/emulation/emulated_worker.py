@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from raypipe.runtime.clocks.shared_clock import SharedClock
 from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
 from raypipe.runtime.executor.runner import ProgramRunner
-from raypipe.runtime.hosts.host_report import HostQuestion, HostReport, report_host
+from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.process.set_up import set_up_process
 from raypipe.runtime.setup.communicators import Communicators, Location, Node, Topology, locate
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec

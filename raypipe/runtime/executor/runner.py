@@ -33,12 +33,12 @@ from raypipe.runtime.transport.channel import (
     IssuesReceives,
     Label,
     Payload,
+    Progress,
     Receiver,
     Sender,
     StageIOSpec,
     TensorSpec,
 )
-from raypipe.runtime.transport.waiting import Progress
 from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Action, Inserted, Message, Program, RunAhead
 

@@ -1,20 +1,28 @@
-"""Start and stop a worker group: one actor per rank on reserved devices, named by what it runs."""
+"""A worker group: one actor per rank on reserved devices, named by what it runs; and processes that wait to be workers.
+
+Those take the place of one that dies, or run on more devices. They have imported torch.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import cycle, islice
+from typing import Any
 
 import ray
+import torch
+from ray.util import list_named_actors
 
 from raypipe.cost.hosts import Numbering
 from raypipe.errors import TransportError
-from raypipe.runtime.hosts.devices import DeviceRequest
-from raypipe.runtime.hosts.reserve import Kept, Notify, Place, Reservation, reserve, silent
-from raypipe.runtime.setup.communicators import Location
+from raypipe.runtime.hosts.reserve import Kept, Notify, Place, Reservation, silent
+from raypipe.runtime.process.set_up import first_backward
+from raypipe.runtime.setup.communicators import Location, first_ranks
+from raypipe.runtime.update.optimizer import untraced
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.ir import Schedule
 
@@ -29,22 +37,12 @@ CALLS = 64
 more than are ever queued, and few enough that a long run does not keep all results alive."""
 
 
-class Standby(Protocol):
-    """Processes that wait to be workers (``group.standby``)."""
-
-    def take(self, node: str) -> Any | None:
-        """Return one that waits on a node; None if none does."""
-
-    def stop(self) -> None:
-        """End all that wait."""
-
-
 @dataclass(slots=True)
 class Survivors:
     """The processes of an attempt that the next one can use."""
 
     actors: Kept = field(default_factory=dict)
-    standby: Standby | None = None
+    standby: StandbyPool | None = None
 
     def end(self) -> None:
         """End them."""
@@ -89,6 +87,11 @@ class Places:
             "max_restarts": 0,
         }
 
+    def warm(self, rank: int, name: str, **resources: float) -> tuple[Any, Any]:
+        """Start a process that waits to be a worker beside that of a rank, and the reference that is ready with it."""
+        actor = ray.remote(StageStandby).options(**{**self.options(rank, name), **resources}).remote()
+        return actor, actor.warm.remote()
+
     def of_ranks(self) -> list[tuple[Place, int]]:
         """Return each rank's bundle, and its number among the bundle's ranks."""
         places, together = self.place.places(), self.place.together
@@ -104,7 +107,7 @@ class WorkerGroup:
     locations: list[Location]
     run_id: str
     reservation: Reservation | None = None
-    """The devices that are released when the workers stop; None if they stay reserved."""
+    """The devices, which are released when the workers stop unless they are ``held``; None if nobody knows."""
     places: Places | None = None
     """Where a worker that dies can be started again; None if nobody knows."""
     process_groups: int = 0
@@ -113,7 +116,7 @@ class WorkerGroup:
     """By node, why it cannot use the run's directory (``host_check``)."""
     samples: Any = None
     """The actor that streams samples to the workers; None where they read files."""
-    standby: Standby | None = None
+    standby: StandbyPool | None = None
     """Processes that wait to take the place of one that dies."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls."""
@@ -165,9 +168,10 @@ class WorkerGroup:
     def _first_of(self, asked: Sequence[Any], late: Sequence[Any]) -> str:
         return next(title for title, ref in zip(self.titles, asked, strict=True) if ref in late)
 
-    def first_ranks(self) -> dict[str, int]:
-        """Return the first rank on each node, by Ray's id of the node."""
-        return {at.peer.node: rank for rank, at in reversed(list(enumerate(self.locations)))}
+    def leaders_apart(self) -> dict[str, Any]:
+        """Return the first actor on each node that cannot use the run's directory, by Ray's id of the node."""
+        first = first_ranks(self.locations)
+        return {node: self.actors[first[node]] for node in self.apart}
 
     def stop(self) -> None:
         """Kill all actors, and release their devices unless the run holds them for its next attempt."""
@@ -175,7 +179,7 @@ class WorkerGroup:
             ray.kill(actor)
         if self.standby is not None:
             self.standby.stop()
-        if self.reservation is not None:
+        if self.reservation is not None and not self.reservation.held:
             self.reservation.give_back()
 
     def by_place(self) -> Kept:
@@ -230,80 +234,59 @@ def device_title(schedule: Schedule, device: int, copies: int) -> str:
 def start_worker_group(
     schedule: Schedule,
     copies: int,
-    request: DeviceRequest,
+    place: Reservation,
     actor_class: type = StageWorker,
     timeout_s: float | None = 120.0,
-    tensor: int = 1,
-    reservation: Reservation | None = None,
     notify: Notify = silent,
     kept: Kept | None = None,
     numbering: Numbering | None = None,
 ) -> WorkerGroup:
-    """Reserve the devices of a schedule and start ``tensor`` workers for each: ``actor_class(rank, title)``.
+    """Start a worker on each device of a schedule, or one for each of its tensor ranks; see ``start_actors``.
 
-    The other arguments are those of ``start_actors``; ``copies`` is the number of data-parallel copies.
+    ``copies`` is the number of data-parallel copies. The other arguments are those of ``start_actors``.
 
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
     """
+    tensor = place.together
     titles = [
         device_title(schedule, d, copies) + (f" · tensor {m}" if tensor > 1 else "")
         for d in range(schedule.devices)
         for m in range(tensor)
     ]
-    return start_actors(titles, request, actor_class, timeout_s, reservation, notify, tensor, kept, numbering)
+    return start_actors(titles, place, actor_class, timeout_s, notify, kept, numbering)
 
 
 def start_actors(
     titles: list[str],
-    request: DeviceRequest,
+    place: Reservation,
     actor_class: type,
     timeout_s: float | None = 120.0,
-    reservation: Reservation | None = None,
     notify: Notify = silent,
-    together: int = 1,
     kept: Kept | None = None,
     numbering: Numbering | None = None,
 ) -> WorkerGroup:
-    """Reserve a device for each title and start ``actor_class(rank, title)`` on it, in the order of ``rank_order``.
+    """Start ``actor_class(rank, title)`` on reserved devices, in the order of ``rank_order``.
 
     Args:
         titles: one name per actor.
-        request: the resources that each actor reserves.
+        place: the devices.
         actor_class: the class of all actors.
-        timeout_s: seconds to wait for free devices; None to wait without a limit.
-        reservation: devices that the run has reserved already; they stay reserved when the workers stop.
+        timeout_s: seconds to wait for devices that Ray has to find anew, as one of their nodes was lost; None for ever.
         notify: called with a sentence now and then while the devices are not free.
-        together: number of consecutive ranks that must be on one node.
         kept: actors that serve on where they are; those on no device of the new group are ended.
         numbering: which of the devices, host by host, each rank gets; by default in their order.
 
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
     """
-    if reservation is None:
-        place = reserve(len(titles), request, timeout_s, notify, together)
-    else:
-        place = reservation.for_attempt()
-        place.wait(timeout_s, notify)  # Ray reschedules the group when one of its nodes is lost
-    try:
-        places = Places(place, place.in_rank_order(numbering), actor_class)
-    except BaseException:
-        if reservation is None:
-            place.give_back()
-        raise
+    place.wait(timeout_s, notify)
+    places = Places(place, place.in_rank_order(numbering), actor_class)
     actors = _serving_on(places, kept or {}, titles)
     for rank, title in enumerate(titles):
         if rank not in actors:
             actors[rank] = places.start(rank, title)
-    workers = WorkerGroup(
-        [actors[rank] for rank in range(len(titles))],
-        titles,
-        [],
-        place.run_id,
-        place if reservation is None else None,
-        places,
-    )
+    workers = WorkerGroup([actors[rank] for rank in range(len(titles))], titles, [], place.run_id, place, places)
     try:
         workers.locate()
     except BaseException:
@@ -323,3 +306,101 @@ def _serving_on(places: Places, kept: Kept, titles: Sequence[str]) -> dict[int, 
         ray.kill(actor)
     kept.clear()
     return found
+
+
+class StageStandby(StageWorker):
+    """A worker without a rank; its process title begins as those of others do (``ray::Stage``).
+
+    It keeps the low priority with which Ray starts processes until it ``become``s one.
+    """
+
+    def __init__(self) -> None:
+        self.title = "standby"
+        self.apart, self.parted = False, None
+
+    def warm(self) -> str:
+        """Do what is slow for the first time; return the node."""
+        first_backward()
+        layer = torch.nn.Linear(4, 4)
+        layer(torch.ones(2, 4)).sum().backward()
+        untraced(torch.optim.AdamW)(layer.parameters(), fused=True).step()
+        return str(ray.get_runtime_context().get_node_id())
+
+    def become(self, rank: int, title: str) -> None:
+        """Be the worker of a rank from now on."""
+        StageWorker.__init__(self, rank, title)
+
+
+class Warm:
+    """Processes that wait for another plan of an elastic run, on devices that are reserved for it already."""
+
+    def __init__(self, reservation: Reservation, among: Reservation) -> None:
+        """Start one on each device of ``reservation`` that ``among`` does not have."""
+        self.reservation = reservation
+        known = {*among.places()}
+        bundles = [number for number, place in enumerate(reservation.places()) if place not in known]
+        ranks = [bundle for bundle in bundles for _ in range(reservation.together)]
+        places = Places(reservation, ranks, StageStandby)
+        started = [places.warm(rank, _name(*at, reservation.run_id)) for rank, at in enumerate(places.of_ranks())]
+        self._actors, self._warm = [actor for actor, _ in started], [warm for _, warm in started]
+
+    def ready(self) -> bool:
+        """Return whether all are warm, or cannot become so."""
+        return not ray.wait(self._warm, num_returns=len(self._warm), timeout=0)[1]
+
+
+def warm_ones(reservation: Reservation) -> Kept:
+    """Return the processes that ``Warm`` has started on devices of a reservation, and that nobody has taken yet."""
+    names = {*list_named_actors()}
+    found: Kept = {}
+    for place in reservation.places():
+        for number in range(reservation.together):
+            name = _name(place, number, reservation.run_id)
+            if name in names:
+                with suppress(ValueError):  # it has ended meanwhile
+                    found[place, number] = ray.get_actor(name)
+    return found
+
+
+def _name(place: Place, number: int, run_id: str) -> str:
+    return f"waits for a plan {run_id} · {place.part} · bundle {place.number}.{number}"
+
+
+class StandbyPool:
+    """Keeps ``count`` processes waiting on the nodes of a run's devices, which they reserve nothing of."""
+
+    def __init__(self, workers: WorkerGroup, count: int) -> None:
+        self._places, self._started = workers.places, 0
+        self._waiting: list[tuple[str, Any, Any]] = []
+        """Node, actor, and the reference that is ready when it is warm."""
+        self._ranks = first_ranks(workers.locations)
+        for node in islice(cycle(self._ranks), count if workers.places is not None else 0):
+            self._start(node)
+
+    def _start(self, node: str) -> None:
+        assert self._places is not None
+        name = f"standby {self._started} · {self._places.place.run_id}"
+        self._started += 1
+        self._waiting.append((node, *self._places.warm(self._ranks[node], name, num_cpus=0, num_gpus=0)))
+
+    def take(self, node: str) -> Any | None:
+        """Return a process that waits on a node, or is on its way, and start another one; None if none is there."""
+        here = [one for one in self._waiting if one[0] == node]
+        ready = {warm for _, _, warm in here if ray.wait([warm], timeout=0)[0]}
+        for one in sorted(here, key=lambda one: one[2] not in ready):
+            _, actor, warm = one
+            self._waiting.remove(one)
+            self._start(node)
+            try:
+                if warm in ready:
+                    ray.get(warm)
+            except ray.exceptions.RayError:
+                continue  # it has died meanwhile
+            return actor
+        return None
+
+    def stop(self) -> None:
+        """End all that still wait."""
+        for _, actor, _ in self._waiting:
+            ray.kill(actor)
+        self._waiting.clear()

@@ -79,10 +79,12 @@ class Reservation:
     """Devices of each bundle."""
     kinds: tuple[str, ...] = ()
     """The kind of device that each bundle asks for, in the planner's order; empty: any will do."""
+    held: bool = False
+    """Whether the devices stay reserved when the workers on them stop."""
 
     def for_attempt(self) -> Reservation:
-        """Return the same reservation with a new id, for one attempt at the run."""
-        return replace(self, run_id=f"{self.run_id}-{uuid.uuid4().hex[:4]}")
+        """Return the same reservation with a new id, for one attempt at the run, which does not end it."""
+        return replace(self, run_id=f"{self.run_id}-{uuid.uuid4().hex[:4]}", held=True)
 
     def wait(self, timeout_s: float | None, notify: Notify) -> None:
         """Wait until the devices are reserved; ``notify`` is called with a sentence now and then.
@@ -290,7 +292,7 @@ def reserved_by(
 
 def _by_node(bundles: int, bundle: dict[str, float], run_id: str) -> tuple[Part, ...] | None:
     """Reserve free devices, with a placement group per node; None if there are too few, or another job takes them."""
-    free, takes, left = free_bundles(bundle), {}, bundles
+    free, takes, left = free_bundles(bundle) or {}, {}, bundles
     while left and free:
         # The smallest node that has room for all that is left, else the largest: as few nodes as possible.
         node = min(free, key=lambda n: (free[n] < left, free[n] if free[n] >= left else -free[n], n))

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,8 +62,7 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
 
 
 def host_memory_bytes() -> float:

@@ -25,6 +25,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from raypipe.compat.ray_private import KILLED_FOR_MEMORY, death_of
 from raypipe.data import known_fields
 from raypipe.errors import DeviceError, RaypipeError, RunError, TransportError
 from raypipe.job.spec import JobSpec
@@ -42,17 +43,14 @@ PEERS_S = 3.0
 """How long to wait for other devices to report the cause. Ray needs about one second to notice that an actor died."""
 
 _MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
-_LOST = re.compile(
-    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed out|timeout|socket|CUDA error|CUDA driver|"
-    r"unspecified launch failure",
-    re.IGNORECASE,
-)
+_LOST = re.compile(r"/gloo/|CUDA (driver )?error")
+"""Errors of Gloo, and of CUDA's libraries beside its runtime, for which torch has no class."""
 _RAISES = re.compile(r"raise [\w.]+\(")
 """A line that makes and raises an exception."""
 _MISSING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """What a file that is not there, or not for this user, causes however often it is asked for."""
-_ASSERT = "device-side assert"
-"""CUDA's message when a kernel rejects an index. It is a bug: unlike CUDA's other errors it would happen again."""
+_CUDA = {2: "memory", 710: "bug"}
+"""By CUDA's code: no memory, and a kernel that rejects an index, which unlike the other errors would happen again."""
 
 
 def kind_of(error: BaseException) -> str:
@@ -73,10 +71,12 @@ def kind_of(error: BaseException) -> str:
             return "bug"
         if isinstance(cause, OSError | EOFError | TransportError | torch.distributed.DistError):
             return "lost"
+        if isinstance(cause, torch.AcceleratorError):
+            return _CUDA.get(getattr(cause, "error_code", 0), "lost")
         if isinstance(cause, RuntimeError) and not isinstance(cause, NotImplementedError | RecursionError):
             if _MEMORY.search(text):
                 return "memory"
-            if _LOST.search(text) and _ASSERT not in text:
+            if _LOST.search(text):
                 return "lost"
         cause = cause.__cause__
     return "bug"
@@ -212,16 +212,13 @@ def describe(error: BaseException) -> str:
 
 def _death(error: RayActorError) -> str:
     """Say in one line which process died and why, as far as Ray knows; Ray's own text is a page with ids."""
-    text = str(error)
-    name = re.search(r"^\s*name: (.*?)(?: · [0-9a-f]{8}\S*)?$", text, re.MULTILINE)
-    pid = re.search(r"^\s*pid: (\d+)$", text, re.MULTILINE)
-    detail = re.search(r"Worker exit detail: (.*?)(?: There are some potential root causes.*)?$", text, re.MULTILINE)
-    who = name.group(1) if name else "a device"
-    process = f"its process (pid {pid.group(1)}) died" if pid else "its process died"
+    text = str(error).strip()
+    died = death_of(text)
+    process = f"its process (pid {died.pid}) died" if died.pid else "its process died"
     if error.preempted:
-        return f"{who}: {process}: its node was taken away"
-    why = detail.group(1) if detail else text.strip().splitlines()[-1] if name is None and text.strip() else ""
-    return f"{who}: {process}" + (f": {why}" if why else "")
+        return f"{died.name or 'a device'}: {process}: its node was taken away"
+    why = died.why or (text.splitlines()[-1] if died.name is None and text else "")
+    return f"{died.name or 'a device'}: {process}" + (f": {why}" if why else "")
 
 
 def failure_message(error: BaseException, traceback_file: Path) -> str:
@@ -273,15 +270,12 @@ def keep_traceback(directory: Path, error: BaseException) -> Path:
 
 # Have the next attempt at a run use a plan that needs less memory, where a device ran out of it.
 
-KILLED = "NODE_OUT_OF_MEMORY"
-"""How Ray says that its memory monitor has killed a process, because its node has hardly any memory left."""
-
 
 def ran_out(cause: BaseException) -> bool:
     """Return whether a failure (a result of ``own_error``) is that of a device without memory."""
     if isinstance(cause, DeviceError):
         return cause.kind == "memory"
-    return isinstance(cause, RayActorError) and KILLED in str(cause)
+    return isinstance(cause, RayActorError) and KILLED_FOR_MEMORY in str(cause)
 
 
 def plan_with_less(job: JobSpec, directory: Path, log: RunLog, cause: BaseException) -> None:

@@ -22,7 +22,7 @@ from raypipe.runtime.recovery.failure import kind_of
 from raypipe.runtime.setup.communicators import Communicators
 from raypipe.runtime.setup.tensor_ranks import rank_of
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.transport.waiting import Progress
+from raypipe.runtime.transport.channel import Progress
 from raypipe.runtime.update.master_weights import updated_tensor
 from raypipe.runtime.update.updates import KnownShares
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
@@ -120,36 +120,15 @@ def read_ahead(items: Iterator[Tokens], ahead: int) -> Iterator[Tokens]:
     >>> list(read_ahead(iter([np.array([1]), np.array([2])]), 1))
     [array([1]), array([2])]
     """
-    ready: queue.Queue[tuple[Tokens | None, BaseException | None]] = queue.Queue(maxsize=max(1, ahead))
-    closed = threading.Event()
-
-    def put(item: Tokens | None, error: BaseException | None = None) -> None:
-        while not closed.is_set():
-            with suppress(queue.Full):
-                ready.put((item, error), timeout=0.1)
-                return
-
-    def work() -> None:
-        try:
-            for item in items:
-                put(item)
-                if closed.is_set():
-                    return
-            put(None)
-        except BaseException as error:
-            put(None, error)
-
-    threading.Thread(target=work, name="raypipe-read-ahead", daemon=True).start()
+    none_left = object()
+    thread = ThreadPoolExecutor(1, "raypipe-read-ahead")
     try:
-        while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is None:
-                return
-            yield item
+        coming = deque(thread.submit(next, items, none_left) for _ in range(max(1, ahead)))
+        while (item := coming.popleft().result()) is not none_left:
+            coming.append(thread.submit(next, items, none_left))
+            yield item  # type: ignore[misc]
     finally:
-        closed.set()
+        thread.shutdown(wait=False, cancel_futures=True)
 
 
 COUNTS = "sample_counts.json"

@@ -27,7 +27,7 @@ class RunCheckpoints:
     def __init__(self, job: JobSpec, directory: Path, log: RunLog, saved: Saved) -> None:
         self._job, self.root, self._log, self._saved = job, directory / "checkpoints", log, saved
         self._best_score = math.inf
-        """Score of the best checkpoint (``validation.score``)."""
+        """Score of the best checkpoint (``early_stop.score``)."""
         self._committed: tuple[int, Path] | None = None
         """The newest complete checkpoint, which a resume would continue from: steps done, and its directory."""
         self.left_out = 0

@@ -21,12 +21,12 @@ from ray.exceptions import RayError
 from raypipe.checkpoint import ShardInfo
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
-from raypipe.runtime.group.sent_files import received
 from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.hosts.node_files import SentShard, received
 from raypipe.runtime.recovery.lost_results import outcomes
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.state.shard_writer import SaveBegun
+from raypipe.runtime.state.shard_writer import SaveBegun, writes_of
 
 SAID_S = 0.5
 """Longest wait for the write of the save before that is not worth a notice."""
@@ -44,7 +44,7 @@ class Save:
     val_loss: float | None = None
     """Validation loss of the saved parameters, if known."""
     score: float | None = None
-    """Score of that validation (``validation.score``)."""
+    """Score of that validation (``early_stop.score``)."""
     best: bool = False
     """Whether this checkpoint is the best so far."""
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -117,21 +117,18 @@ class Saves:
 
     def heard(self, results: Iterable[StepResult | SaveBegun | Written | None]) -> None:
         """Take in the writes that workers report with what they do; None stands for a result that was lost."""
-        for result in results:
-            written = result if isinstance(result, Written) else getattr(result, "written", None)
-            for one in written if isinstance(written, tuple) else (written,):
-                if one is not None:
-                    self._heard(one)
+        for one in writes_of(results):
+            save = next((s for s in self._in_flight if s.number == one.number), None)
+            if save is None or one.rank in save.shards:  # it was dropped, or that is known
+                continue
+            save.write_s = max(save.write_s, one.seconds)
+            save.shards[one.rank] = self._thread.submit(self._receive, save.folder, one.shard)
+            if len(save.shards) == save.ranks:
+                save.committed = self._thread.submit(self._commit, save)
 
-    def _heard(self, one: Written) -> None:
-        save = next((s for s in self._in_flight if s.number == one.number), None)
-        if save is None or one.rank in save.shards:  # it was dropped, or that is known
-            return
-        save.write_s = max(save.write_s, one.seconds)
-        shard, folder = one.shard, save.folder
-        save.shards[one.rank] = self._thread.submit(lambda: None if shard is None else received(folder, shard))
-        if len(save.shards) == save.ranks:
-            save.committed = self._thread.submit(self._commit, save)
+    @staticmethod
+    def _receive(folder: Path, shard: ShardInfo | SentShard | None) -> ShardInfo | None:
+        return None if shard is None else received(folder, shard)
 
     def _commit(self, save: Save) -> None:
         shards = [shard for one in save.shards.values() if (shard := one.result()) is not None]

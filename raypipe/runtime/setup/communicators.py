@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,9 +18,8 @@ from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER
 from raypipe.runtime.transport.inbox import absent
 from raypipe.runtime.transport.interfaces import use_interface
-from raypipe.runtime.transport.process_groups import connected_on_use
+from raypipe.runtime.transport.process_groups import connected_on_use, create_groups
 from raypipe.runtime.transport.registry import TRANSPORTS, open_channels, served_by
-from raypipe.runtime.transport.replica_groups import create_groups
 from raypipe.runtime.transport.transport import Ends
 from raypipe.runtime.update.norm import ONE_HOP
 
@@ -63,8 +62,6 @@ class Topology:
     run_id: str
     timeout_s: float = 300.0
     """How long a worker waits for the others, in set-up and in every all-reduce: ``train.message_timeout_s``."""
-    ring_bytes: int = 1 << 20
-    """First capacity of each shared-memory ring."""
 
     def process_groups(self) -> int:
         """Count the process groups that the set-up makes, with the world's."""
@@ -124,7 +121,6 @@ class Communicators:
                 topology.transport,
                 topology.run_id,
                 timeout_s=topology.timeout_s,
-                ring_bytes=topology.ring_bytes,
             )
         except RuntimeError as error:  # torch's, of Gloo, NCCL or the store
             self.close()
@@ -216,6 +212,11 @@ def own_address() -> str:
     import ray.util
 
     return str(ray.util.get_node_ip_address()).strip("[]")
+
+
+def first_ranks(locations: Sequence[Location]) -> dict[str, int]:
+    """Return the first rank on each node, by Ray's id of the node."""
+    return {at.peer.node: rank for rank, at in reversed(list(enumerate(locations)))}
 
 
 def rendezvous_of(locations: list[Location]) -> str:

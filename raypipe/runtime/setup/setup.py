@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import JobSpec
+from raypipe.models import LayeredModel
 from raypipe.models.task import Field
 from raypipe.runtime.setup.communicators import Topology
 from raypipe.runtime.setup.tensor_ranks import rank_of
+from raypipe.runtime.stage.shapes import StageIOSpecs
+from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import TiedHolders
 from raypipe.schedule.ir import Sharding, StageGraph, Versions
 from raypipe.schedule.lowering.asynchronous import Part
@@ -49,9 +54,8 @@ class Setup:
     """Per prepared array, the shape of one sample and its dtype; None for text."""
     checkpoint: Path | None
     """Where to read parameters and optimizer state from; None to start afresh."""
-    shards: Path | None = None
-    """Folder of this node in which shards of checkpoints are written before they are sent to the driver; None where the
-    node shares the run's directory."""
+    sends_shards: bool = False
+    """Whether the node does not share the run's directory, so that shards of checkpoints are sent to the driver."""
     slices: int = 1
     """Slices of a micro-batch along the sequence, each an id of its own."""
     recomputed: frozenset[int] | None = None
@@ -78,3 +82,23 @@ class Setup:
     def rank(self) -> int:
         """Rank of this process among all processes."""
         return rank_of(self.device, self.tensor_rank, self.tensor)
+
+
+def io_specs_of(setup: Setup, plan: LayeredModel) -> StageIOSpecs:
+    """Return the specs of what the stages exchange."""
+    return StageIOSpecs(plan, setup.cut, setup.samples_per_microbatch, setup.graph, setup.placement[0])
+
+
+def build_stage(setup: Setup, plan: LayeredModel, specs: StageIOSpecs, stage: int, device: torch.device) -> StageModule:
+    """Build a stage of a device; its programs say whether its weight gradients are deferred."""
+    split = any(a.task.kind == "W" for program in setup.train.values() for a in program.actions)
+    return StageModule(
+        plan,
+        setup.cut[stage],
+        setup.job.train.seed,
+        device,
+        split or setup.parallel.postpones,
+        setup.recomputed,
+        setup.search_recompute or setup.parallel.by_layer,
+        specs.ends_of(stage),
+    )

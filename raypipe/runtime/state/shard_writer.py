@@ -1,31 +1,40 @@
-"""A worker's shards are written by a thread, from a copy in host memory, while the worker trains on.
+"""A worker's shards are stored by a thread, from a copy in host memory, while the worker trains on.
 
 As torch's ``torch.distributed.checkpoint.async_save``: what a save costs the training is the copy. There is at most one
-write under way; whoever begins another one waits for it, because both use the same memory.
+write under way; whoever begins another one waits for it, because both use the same memory. A shard is stored as a file
+of the checkpoint, in Ray's object store where its node does not share the run's directory, or with keepers.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayError
 from torch import Tensor
 
 from raypipe.checkpoint import ShardInfo, Snapshot
-from raypipe.runtime.executor.step import Written
-from raypipe.runtime.hosts import node_files
+from raypipe.runtime.executor.step import StepResult, Written
 from raypipe.runtime.hosts.node_files import SentShard
 
 Write = Callable[[Path, str, Snapshot], ShardInfo]
 """Writes a copy as a file of that name in a folder."""
-Send = Callable[[str, Snapshot], ShardInfo | None]
-"""Sends a copy under that name; returns None if it did not arrive."""
-Store = Callable[[str], ShardInfo | SentShard | None]
+Store = Callable[[str, Snapshot], ShardInfo | SentShard | None]
+"""Stores a copy under that name; returns None if it did not arrive."""
+AT_ONCE = 4
+"""Blocks of a copy that are under way to keepers at once."""
 NICENESS = 10
 """Of the thread, so that on a busy machine it takes no core from training."""
 
@@ -44,55 +53,43 @@ class SaveBegun:
     """The writes that have ended and were not reported yet: that of the save before, or this one's."""
 
 
+def writes_of(results: Iterable[StepResult | SaveBegun | Written | None]) -> Iterator[Written]:
+    """Yield the writes that workers report with what they do; None stands for a result that was lost."""
+    for result in results:
+        written = result if isinstance(result, Written) else getattr(result, "written", None)
+        yield from (one for one in (written if isinstance(written, tuple) else (written,)) if one is not None)
+
+
 class ShardWriter:
     """Writes one worker's shards, one after another."""
 
-    def __init__(self, write: Write) -> None:
-        self._write = write
+    def __init__(self) -> None:
         self._snapshot = Snapshot()
-        self._thread: threading.Thread | None = None
-        self._written: Written | None = None
-        self._error: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "raypipe-save", _be_nice)
+        self._written: Future[Written] | None = None
+        """The write that is under way, or has not been reported."""
 
-    def begin(self, rank: int, number: int, tensors: Mapping[str, Tensor], folder: Path, sends: bool) -> None:
-        """Copy the tensors of a save, and begin to write them. No other write may be under way.
+    def begin(self, rank: int, number: int, tensors: Mapping[str, Tensor], store: Store) -> None:
+        """Copy the tensors of a save, and begin to store them. No other write may be under way.
 
         Args:
             rank: the worker's.
             number: that of the save.
             tensors: what to write; nothing is written if there are none.
-            folder: where to.
-            sends: whether to move the file from there into Ray's object store.
+            store: how.
         """
+        assert self._written is None
+        if tensors:
+            self._snapshot.take(tensors)
+            self._written = self._thread.submit(self._work, rank, number, store)
+        else:
+            self._written = Future()
+            self._written.set_result(Written(rank, number, None, 0.0))
 
-        def write(name: str) -> ShardInfo | SentShard:
-            info = self._write(folder, name, self._snapshot)
-            return node_files.sent_shard(info, folder) if sends else info
-
-        self._begin(rank, number, tensors, write)
-
-    def send(self, rank: int, number: int, tensors: Mapping[str, Tensor], send: Send) -> None:
-        """As ``begin``, to another process: ``send`` gets the shard's name and the copy."""
-        self._begin(rank, number, tensors, lambda name: send(name, self._snapshot))
-
-    def _begin(self, rank: int, number: int, tensors: Mapping[str, Tensor], store: Store) -> None:
-        assert self._thread is None
-        if not tensors:
-            self._written = Written(rank, number, None, 0.0)
-            return
-        self._snapshot.take(tensors)
-        self._thread = threading.Thread(target=self._work, args=(rank, number, store), name="raypipe-save", daemon=True)
-        self._thread.start()
-
-    def _work(self, rank: int, number: int, store: Store) -> None:
-        with suppress(OSError):  # of Linux: elsewhere it is the process's, if it is anything
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    def _work(self, rank: int, number: int, store: Store) -> Written:
         began = time.monotonic()
-        try:
-            shard = store(f"rank-{rank:05d}")
-            self._written = Written(rank, number, shard, time.monotonic() - began, lost=shard is None)
-        except Exception as error:
-            self._error = error
+        shard = store(f"rank-{rank:05d}", self._snapshot)
+        return Written(rank, number, shard, time.monotonic() - began, lost=shard is None)
 
     def ended(self) -> Written | None:
         """Return the write that has ended, once; None if none has.
@@ -100,23 +97,78 @@ class ShardWriter:
         Raises:
             CheckpointError: it failed.
         """
-        if self._thread is not None and self._thread.is_alive():
-            return None
-        return self.wait()
+        return self.wait() if self._written is not None and self._written.done() else None
 
     def wait(self) -> Written | None:
         """As ``ended``, after waiting for the write that is under way."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
         written, self._written = self._written, None
-        return written
+        return None if written is None else written.result()
 
     def drop(self) -> None:
         """Wait for the write that is under way, forget it, and free the copy."""
         with suppress(Exception):
             self.wait()
         self._snapshot = Snapshot()
+
+
+def _be_nice() -> None:
+    with suppress(OSError):  # of Linux: elsewhere it is the process's, if it is anything
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def put_snapshot(name: str, snapshot: Snapshot) -> SentShard:
+    """Put a worker's shard into the object store, for the driver to write."""
+    references: list[Any] = []
+    info = _by_block(name, snapshot, lambda block: references.append(ray.put(bytes(block))))
+    return SentShard(info, tuple(references))
+
+
+def send_snapshot(keepers: Sequence[Any], number: int, name: str, snapshot: Snapshot) -> ShardInfo | None:
+    """Send a worker's shard of copy ``number`` to keepers; return what it is, or None if one of them is gone."""
+    under_way: deque[Any] = deque()
+
+    def send(block: bytes | memoryview) -> None:
+        put = ray.put(np.frombuffer(block, dtype=np.uint8))
+        under_way.append([keeper.take.remote(number, name, put) for keeper in keepers])
+        if len(under_way) >= AT_ONCE:
+            ray.get(under_way.popleft())
+
+    try:
+        info = _by_block(name, snapshot, send)
+        for calls in under_way:
+            ray.get(calls)
+    except RayError:
+        return None
+    return info
+
+
+def _by_block(name: str, snapshot: Snapshot, take: Callable[[bytes | memoryview], None]) -> ShardInfo:
+    """Hand each block of a shard's file to ``take``; return what the manifest lists of it."""
+    digest, size = hashlib.sha256(), 0
+    for block in snapshot.blocks():
+        digest.update(block)
+        size += len(block)
+        take(block)
+    return ShardInfo(f"{name}.safetensors", size, digest.hexdigest(), snapshot.keys)
+
+
+class Keeper:
+    """A process that holds copies in its memory."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, dict[str, list[bytes]]] = {}
+
+    def take(self, number: int, name: str, block: NDArray[np.uint8]) -> None:
+        """Add the next block of a shard of copy ``number``."""
+        self._held.setdefault(number, {}).setdefault(name, []).append(block.tobytes())
+
+    def lives(self) -> None:
+        """Return at once."""
+
+    def drop_before(self, number: int) -> None:
+        """Drop the copies before this one; of later ones, whose numbers are smaller, some may have begun to arrive."""
+        self._held = {n: shards for n, shards in self._held.items() if n <= number}
+
+    def give(self, number: int, name: str) -> tuple[Any, ...]:
+        """Return references of a shard's blocks, in order."""
+        return tuple(ray.put(block) for block in self._held[number][name])

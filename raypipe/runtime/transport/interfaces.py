@@ -7,19 +7,18 @@ with it.
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import os
 import socket
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import psutil
+
 from raypipe.errors import ClusterError
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACK = "127.0.0.1"
-_IN_SOCKADDR = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}
-"""Where Linux has the address in a ``sockaddr``."""
 
 
 class InterfaceAddress(NamedTuple):
@@ -100,35 +99,12 @@ def _set(variable: str, value: str | None) -> None:
         os.environ[variable] = _ours[variable] = value
 
 
-class _Node(ctypes.Structure):
-    """glibc's ``struct ifaddrs``, as far as it is read."""
-
-
-_Node._fields_ = [
-    ("next", ctypes.POINTER(_Node)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-]
-
-
 def host_addresses() -> list[InterfaceAddress]:
-    """All IPv4 and IPv6 addresses of this host's interfaces; Python itself has no call for them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Node)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        raise OSError(ctypes.get_errno(), "getifaddrs failed")
-    found = []
-    try:
-        one = first
-        while one:
-            node = one.contents
-            if node.address:
-                family = ctypes.c_uint16.from_address(node.address).value
-                if family in _IN_SOCKADDR:
-                    raw = ctypes.string_at(node.address, 24)[_IN_SOCKADDR[socket.AddressFamily(family)]]
-                    found.append(InterfaceAddress(node.name.decode(), socket.inet_ntop(family, raw)))
-            one = node.next
-    finally:
-        libc.freeifaddrs(first)
-    return found
+    """All IPv4 and IPv6 addresses of this host's interfaces."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [
+        InterfaceAddress(name, one.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family in families
+    ]

@@ -77,7 +77,6 @@ def open_channels(
     run_id: str,
     *,
     timeout_s: float = 300.0,
-    ring_bytes: int = 1 << 20,
 ) -> Ends:
     """Open the channels of a device: outgoing ones by destination rank, incoming ones by source rank.
 
@@ -91,14 +90,13 @@ def open_channels(
         requested: what the job asks for: auto, or one of TRANSPORTS.
         run_id: names the run's files on this host and its groups; fresh for every start of the actors.
         timeout_s: how long to wait for the other devices, here and in what the transports do themselves.
-        ring_bytes: first capacity of each shared-memory ring; rings grow as needed.
 
     Raises:
         SpecError: the request can't serve one of the edges.
         TransportError: a device did not open its end in time, or an edge makes no sense.
     """
     by_rank = {peer.rank: peer for peer in peers}
-    opening, ends = Opening(me, by_rank, run_id, timeout_s, ring_bytes), Ends({}, {})
+    opening, ends = Opening(me, by_rank, run_id, timeout_s), Ends({}, {})
     try:
         for transport, served in served_by(peers, edges, requested):
             transport.open(served, opening, ends)

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from raypipe.runtime.transport.channel import Peer, Receiver, Sender
+from raypipe.runtime.transport.channel import Peer, Progress, Receiver, Sender
 from raypipe.runtime.transport.inbox import Allocate, empty, empty_pinned
-from raypipe.runtime.transport.waiting import Progress
 
 Edge = tuple[int, int]
 """A directed pair of ranks: messages go from the first to the second."""
@@ -40,8 +39,6 @@ class Opening:
     """Names the run's files on this host and its groups."""
     timeout_s: float = 300.0
     """How long to wait for another device: ``train.message_timeout_s``."""
-    ring_bytes: int = 1 << 20
-    """First capacity of each shared-memory ring."""
     progress: Progress = field(default_factory=Progress)
     """What receivers push while they wait."""
 

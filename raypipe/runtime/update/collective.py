@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.waiting import PUSH_EVERY_S
+from raypipe.runtime.transport.channel import PUSH_EVERY_S
 
 Push = Callable[[], bool]
 """Moves this device's own messages on; True while some are left that only another push can move."""

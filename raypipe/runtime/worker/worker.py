@@ -6,9 +6,8 @@ Ray carries the calls and a few numbers; tensors go from worker to worker throug
 from __future__ import annotations
 
 import gc
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.errors import TransportError
@@ -28,9 +27,9 @@ from raypipe.runtime.executor.ledger import Facts, Ledger, Standing
 from raypipe.runtime.executor.step import StartedStep, StepResult, Written
 from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
-from raypipe.runtime.hosts.host_report import HostQuestion, HostReport, report_host
+from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.late.side_stream import prefer_main_stream
-from raypipe.runtime.process.memory import MemoryReports
+from raypipe.runtime.process.memory import MemoryReports, resident_bytes
 from raypipe.runtime.process.set_up import choose_precision, first_backward, heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.replacement import (
@@ -43,17 +42,15 @@ from raypipe.runtime.recovery.replacement import (
     settle,
 )
 from raypipe.runtime.samples.device_feed import device_feed
-from raypipe.runtime.setup.build import build_stage, io_specs_of
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
-from raypipe.runtime.setup.setup import Setup
+from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
 from raypipe.runtime.setup.tensor_ranks import TENSOR_GROUP, own_channels, own_groups
 from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.shard.state import read_shards
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.state.keeper import send_snapshot
-from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Write
+from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Store, Write, put_snapshot, send_snapshot
 from raypipe.runtime.state.state import read_previous, read_state, state_to_save
-from raypipe.runtime.transport.replica_groups import create_groups
+from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update.collective import wait_for
 from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, StageKey
@@ -86,7 +83,7 @@ class StageWorker:
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         set_up_process(self.device)
         self.memory_reports = MemoryReports(self.device)
-        self.shard_writer = ShardWriter(type(self).write_shard)
+        self.shard_writer = ShardWriter()
         self.apart = False
         """Whether this device has left the groups that it shared with others."""
         self.compilation: Compilation | None = None
@@ -471,19 +468,17 @@ class StageWorker:
         Raises:
             CheckpointError: what was written before, or this, cannot be written.
         """
-        own = self.setup_data.shards
-        write = partial(self.shard_writer.begin, folder=own or directory, sends=own is not None)
-        return self._begin_save(number, write, self.setup_data.job.train.async_save)
+        store = put_snapshot if self.setup_data.sends_shards else partial(type(self).write_shard, directory)
+        return self._begin_save(number, store, self.setup_data.job.train.async_save)
 
     @raises_device_errors
     @parts_when_lost
     def copy(self, number: int, keepers: Sequence[Any]) -> SaveBegun:
         """Begin to send what ``save`` would write to keepers (``neighbour_copies``); a thread does so."""
-        write = partial(self.shard_writer.send, send=partial(send_snapshot, keepers, number))
-        return self._begin_save(number, write, beside=True)
+        return self._begin_save(number, partial(send_snapshot, keepers, number), beside=True)
 
-    def _begin_save(self, number: int, write: Callable[[int, int, dict[str, Tensor]], None], beside: bool) -> SaveBegun:
-        """Copy this worker's share of the state, and ``write`` it: beside training, or before it goes on."""
+    def _begin_save(self, number: int, store: Store, beside: bool) -> SaveBegun:
+        """Copy this worker's share of the state, and ``store`` it: beside training, or before it goes on."""
         began = time.monotonic()
         written = [self.shard_writer.wait()]
         waited_s = time.monotonic() - began
@@ -492,7 +487,7 @@ class StageWorker:
             self.setup_data, self.modules, self.optimizers, self.executor.versions, self.shards, self.group
         )
         if broken is None:
-            write(self.rank, number, tensors)
+            self.shard_writer.begin(self.rank, number, tensors, store)
             if not beside:
                 written.append(self.shard_writer.wait())
         ended = tuple(one for one in written if one is not None)
@@ -519,8 +514,7 @@ class StageWorker:
 
     def memory_bytes(self) -> int:
         """Return the resident memory of this process in bytes."""
-        with open("/proc/self/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident_bytes()
 
     def heap_bytes(self) -> int:
         """Return the bytes that this process has allocated and not freed."""

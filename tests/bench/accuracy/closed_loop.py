@@ -35,6 +35,7 @@ from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import WorkerGroup, start_actors
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import peak_activations
@@ -412,8 +413,9 @@ def main() -> int:
         outcomes: list[Outcome] = []
         ran: list[tuple[Case, Ran]] = []
         if cases or right:
-            request = connect(4, emulated=True)
-            workers = start_actors([f"paced · device {d}" for d in range(4)], request, PacedStage)
+            workers = start_actors(
+                [f"paced · device {d}" for d in range(4)], reserve(4, connect(4, emulated=True), 120.0), PacedStage
+            )
             try:
                 outcomes = [run_case(case, workers, _new(where, f"wrong-{i}"), say) for i, case in enumerate(cases)]
                 ran = [(case, count_swaps(case, workers, where / f"right-{i}", say)) for i, case in enumerate(right)]
@@ -421,8 +423,7 @@ def main() -> int:
                 workers.stop()
                 ray.shutdown()
         if real:
-            request = connect(2)
-            workers = start_actors([f"device {d}" for d in range(2)], request, StageWorker)
+            workers = start_actors([f"device {d}" for d in range(2)], reserve(2, connect(2), 120.0), StageWorker)
             try:
                 outcomes += [run_real(case, workers, _new(where, f"real-{i}"), say) for i, case in enumerate(real)]
             finally:

@@ -43,6 +43,7 @@ from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import start_worker_group
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.worker.worker import StageWorker
@@ -193,9 +194,9 @@ def measured(job: JobSpec, folder: Path) -> list[Peak]:
         prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
         log = RunLog(directory)
         driver = Driver(job, plan, directory, log, lambda *_: None)
-        workers = start_worker_group(
-            driver.schedule, plan.parallel.replicas, connect(driver.schedule.devices), PeakStage
-        )
+        devices = driver.schedule.devices
+        place = reserve(devices, connect(devices), 120.0)
+        workers = start_worker_group(driver.schedule, plan.parallel.replicas, place, PeakStage)
         try:
             driver.run(workers, None, 0)
             return ray.get(workers.call("held"))

@@ -45,6 +45,7 @@ from raypipe.profiling.profiling_worker import StageProfiler
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import WorkerGroup, start_actors
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.train import make_plan
 from tests.bench.accuracy.others import Others
 
@@ -236,7 +237,9 @@ def main() -> int:
             progress.print(text, style="dim")
 
         effort = QUICK if args.quick else THOROUGH
-        workers = start_actors([f"device {d}" for d in range(2)], request, StageProfiler)  # they train as well
+        workers = start_actors(
+            [f"device {d}" for d in range(2)], reserve(2, request, 120.0), StageProfiler
+        )  # they train as well
         try:
             for number in range(rounds):
                 say(f"round {number + 1} of {rounds}: profile")

@@ -24,6 +24,7 @@ from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import WorkerGroup, start_worker_group
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import programs
@@ -55,7 +56,9 @@ class RaypipeSide:
         if self.workers is not None:
             self.workers.stop()
         schedule = build_schedule(plan, job.train.batch)
-        self.workers = start_worker_group(schedule, plan.parallel.replicas, self._request)
+        self.workers = start_worker_group(
+            schedule, plan.parallel.replicas, reserve(schedule.devices, self._request, 120.0)
+        )
 
     def block(self, job: JobSpec, plan: Plan, data: Path, warm_up: int) -> tuple[Block, DriverCost]:
         """Train ``job`` to its end; what the driver does after the last step (validation, checkpoint) is not timed."""

@@ -24,7 +24,7 @@ from rich.table import Table
 from raypipe.job import JobSpec
 from raypipe.job.cluster import load_cluster
 from raypipe.job.spec import job_from
-from raypipe.launch.branch_plan import layer_costs
+from raypipe.launch.plans import layer_costs
 from raypipe.models import build_model
 from raypipe.models.task import Field
 from raypipe.plan.branches.arranged import LayerCosts

@@ -23,6 +23,7 @@ from raypipe.checkpoint import ShardInfo, Snapshot, write_snapshot
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.group.worker_group import start_worker_group
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.worker.worker import StageWorker
 from tests.bench.command import options
 from tests.runtime.runs.small_runs import job_for, new_driver
@@ -95,7 +96,7 @@ def run(folder: Path, steps: int, every: int, asynchronous: bool, bytes_s: float
     driver = new_driver(job, folder, log=TimedLog)
     log = driver.log
     assert isinstance(log, TimedLog)
-    workers = start_worker_group(driver.schedule, 1, connect(2), SlowStorage)
+    workers = start_worker_group(driver.schedule, 1, reserve(2, connect(2), 120.0), SlowStorage)
     try:
         if bytes_s is not None:
             ray.get(workers.call("set_rate", bytes_s))

@@ -35,6 +35,7 @@ from raypipe.models.task import NextToken
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.group.worker_group import start_worker_group
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.samples.sample_stream import SampleStream
 from tests.bench.command import options
 from tests.runtime.runs.small_runs import new_driver
@@ -147,7 +148,7 @@ def through_torch(folder: Path, buffer: int) -> None:
 def trained(job: JobSpec, run: Path) -> None:
     """Part 3."""
     driver = new_driver(job, run)
-    workers = start_worker_group(driver.schedule, 1, connect(2))
+    workers = start_worker_group(driver.schedule, 1, reserve(2, connect(2), 120.0))
     try:
         driver.run(workers, None, 0)
     finally:
@@ -179,7 +180,7 @@ def main() -> None:
         build_model(job, None)
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"prepared    {time.monotonic() - began:.1f} s for {size / 1e9:.2f} GB of files")
-        connect(2)
+        reserve(2, connect(2), 120.0)
         through_the_stream(run)
         through_torch(folder, 8 * 8 * MIB // SEQUENCE)
         trained(job, run)

@@ -169,17 +169,16 @@ def inside(name: str, folder: Path, steps: int) -> Found:
 
     from raypipe.runtime.cluster.connect import connect
     from raypipe.runtime.group.worker_group import start_worker_group
+    from raypipe.runtime.hosts.reserve import reserve
 
     job = job_of(name, folder / "text", steps)
     directory = folder / name
     plan, tensor = make_plan(job), job.parallel.tensor
     schedule = build_schedule(plan, BATCH)
     costs = costs_for(schedule, tensor)
-    request = connect(HOSTS * PER_HOST)
+    place = reserve(HOSTS * PER_HOST, connect(HOSTS * PER_HOST), 120.0, together=tensor)
     driver = new_driver(job, directory, plan=plan)
-    workers = start_worker_group(
-        driver.schedule, plan.parallel.replicas, request, PacedWorker, tensor=plan.parallel.tensor
-    )
+    workers = start_worker_group(driver.schedule, plan.parallel.replicas, place, PacedWorker)
     try:
         by_kind = {"F": costs.forward, "B": costs.input_grad, "W": costs.weight_grad}
         pace = {kind: times[0] for kind, times in by_kind.items()}

@@ -19,8 +19,7 @@ from raypipe.errors import RequestError
 from raypipe.graph.placement.problem import load_problem
 from raypipe.job import load_cluster, load_job
 from raypipe.job.spec import JobSpec, job_from
-from raypipe.launch.plan_file import given_plan
-from raypipe.launch.plans import make_plan
+from raypipe.launch.plans import given_plan, make_plan
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.hybrid import compare, load_epochs
 from raypipe.schedule.costs import CostTable

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.data import prepare
-from raypipe.launch.plan_file import kept_plan
+from raypipe.launch.plans import kept_plan
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.plan.online import better_order as better_plan_module
 from raypipe.plan.online import replan, sequence

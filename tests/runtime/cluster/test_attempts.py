@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raypipe.errors import CheckpointError, DeviceError, DevicesError, TransportError
+from raypipe.errors import CheckpointError, DeviceError, DevicesError, SpecError, TransportError
 from raypipe.job.spec import job_from
-from raypipe.observe.run_log import RunLog
+from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster import attempts
-from raypipe.runtime.hosts.devices import DeviceRequest
 
 
 class FullStorage:
@@ -76,25 +76,57 @@ class Standing:
 LOST = TransportError("device 1", "its connection ended", "see its log")
 
 
+FULL = DeviceError("device 1", "no memory", kind="memory")
+
+
 @pytest.mark.parametrize(
-    ("events", "cause", "broken", "replaces"),
+    ("events", "cause", "broken", "serve"),
     [
         (["run", "started"], LOST, False, True),
         (["run", "started", "failed", "restarted", "started"], LOST, False, True),
         (["run", "started", "failed", "restarted"], LOST, False, False),  # it failed while workers were set up
-        (["run", "started", *["failed", "restarted", "started"] * 2], LOST, False, False),  # train.max_failures
-        (["run", "started", *["failed", "restarted", "started"] * 2, "run", "started"], LOST, False, True),
         (["run", "started"], LOST, True, False),  # a node is gone
-        (["run", "started"], DeviceError("device 1", "IndexError"), False, False),
-        (["run", "started"], DeviceError("device 1", "no memory", kind="memory"), False, False),
+        (["run", "started"], FULL, False, False),
     ],
 )
-def test_workers_that_live_go_on_only_where_that_mends_the_failure(
-    events: list[str], cause: Exception, broken: bool, replaces: bool, tmp_path: Path
+def test_workers_that_live_serve_on_only_where_that_mends_the_failure(
+    events: list[str], cause: Exception, broken: bool, serve: bool, tmp_path: Path
 ) -> None:
     log = RunLog(tmp_path)
     for event in events:
         log.event(event)
+    log.close()
+    devices: Any = Standing(broken)
+    assert attempts.serves_on(tmp_path, cause, devices) is serve
+
+
+@pytest.mark.parametrize(
+    ("errors", "logged", "status"),
+    [
+        ([LOST, FULL], ["failed", "restarted", "failed", "less", "restarted", "finished"], None),
+        ([LOST] * 3, ["failed", "restarted"] * 2 + ["failed", "error"], 1),  # train.max_failures is 2
+        ([LOST, CheckpointError("s3://full", "has no room", "make some")], ["failed", "restarted", "error"], 1),
+        ([SpecError("model", "is wrong")], ["error"], 2),
+    ],
+)
+def test_a_driver_makes_attempt_after_attempt(
+    errors: list[Exception], logged: list[str], status: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Ray Train's help, as often as a job allows; what would fail again ends the run at once."""
+    left = list(errors)
+
+    def attempt(*_: object) -> Any:
+        if left:
+            raise left.pop(0)
+        clock = SimpleNamespace(prediction=None, measured=lambda: None, recorded=None)
+        return SimpleNamespace(interrupted=None, paused=None, clock=clock, norm="none", counts={}, memory_bytes=[])
+
+    monkeypatch.setattr(attempts, "_attempt", attempt)
+    monkeypatch.setattr(attempts, "plan_with_less", lambda _job, _directory, log, _cause: log.event("less"))
+    monkeypatch.setattr(attempts, "save_timelines", lambda *_: None)
+    monkeypatch.setattr(attempts, "index_of", lambda _: None)
+    log = RunLog(tmp_path)
+    log.event("run")
     log.close()
     job = job_from(
         {
@@ -103,6 +135,8 @@ def test_workers_that_live_go_on_only_where_that_mends_the_failure(
             "parallel": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
         }
     )  # fmt: skip
-    devices: Any = Standing(broken)
-    request = attempts.RunRequest(job, tmp_path, False, DeviceRequest(1, 0), devices)
-    assert attempts._replaces(request, devices, cause) is replaces
+    devices: Any = SimpleNamespace(is_broken=lambda: False, run_id="0123abcd")
+    attempts.driver_loop({"request": attempts.RunRequest(job, tmp_path, False, devices)})
+    rows = read_rows(tmp_path / EVENTS)[1:]
+    assert [row["event"] for row in rows] == logged
+    assert rows[-1].get("exit_status") == status

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.runtime.cluster.ray_snapshot import NAME, check_snapshot
+from raypipe.runtime.cluster.ray_train import SNAPSHOT, check_snapshot
 
 STEP = {"version": 0, "checkpoint_dir_name": "checkpoints/step-00000002", "metrics": {"step": 2}}
 NOTE = {
@@ -21,14 +21,14 @@ NOTE = {
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     (tmp_path / STEP["checkpoint_dir_name"]).mkdir(parents=True)
-    (tmp_path / NAME).write_text(json.dumps(NOTE))
+    (tmp_path / SNAPSHOT).write_text(json.dumps(NOTE))
     return tmp_path
 
 
 def test_a_whole_one_stays(run: Path) -> None:
     check_snapshot(run, pytest.fail)
-    assert json.loads((run / NAME).read_text()) == NOTE
-    (run / NAME).unlink()
+    assert json.loads((run / SNAPSHOT).read_text()) == NOTE
+    (run / SNAPSHOT).unlink()
     check_snapshot(run, pytest.fail)  # none is none
 
 
@@ -45,14 +45,14 @@ def test_a_whole_one_stays(run: Path) -> None:
     ],
 )
 def test_a_damaged_one_is_set_aside_and_said_once(run: Path, content: bytes, words: str) -> None:
-    (run / NAME).write_bytes(content)
+    (run / SNAPSHOT).write_bytes(content)
     said: list[str] = []
     check_snapshot(run, said.append)
     check_snapshot(run, said.append)
     assert len(said) == 1
     assert words in said[0]
-    assert (run / f"{NAME}.damaged").read_bytes() == content
-    assert not (run / NAME).exists()
+    assert (run / f"{SNAPSHOT}.damaged").read_bytes() == content
+    assert not (run / SNAPSHOT).exists()
 
 
 def test_one_of_checkpoints_that_are_gone(run: Path) -> None:

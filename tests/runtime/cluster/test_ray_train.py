@@ -19,7 +19,6 @@ from raypipe.runtime.cluster import attempts
 from raypipe.runtime.cluster import ray_train as train_run
 from raypipe.runtime.cluster.attempts import RunRequest, failure_logged, failures
 from raypipe.runtime.cluster.ray_train import start_run
-from raypipe.runtime.hosts.devices import DeviceRequest
 
 
 def log_of(directory: Path, *kinds: str) -> None:
@@ -75,7 +74,7 @@ def test_the_dashboard_is_told_of_the_run_unless_the_user_says_otherwise(tmp_pat
     monkeypatch.setattr(ray.train.torch, "TorchTrainer", Trainer)
     monkeypatch.setattr(train_run, "this_node", dict)  # there is no Ray to ask
     job = load_job(Path("jobs/quickstart.yaml"), ())
-    request = RunRequest(job, tmp_path, False, DeviceRequest(cpus=1, gpus=0), SimpleNamespace())
+    request = RunRequest(job, tmp_path, False, SimpleNamespace())
     monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")
     assert start_run(request) == "0"
     monkeypatch.delenv("RAY_TRAIN_ENABLE_STATE_TRACKING")

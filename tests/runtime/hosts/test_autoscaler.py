@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray.experimental import internal_kv
 
+from raypipe.compat import ray_private
 from raypipe.errors import SpecError
 from raypipe.runtime.cluster import connect as cluster
 from raypipe.runtime.hosts import autoscaler
@@ -37,7 +39,8 @@ def test_second_version(label: str, version: int, grows: bool, monkeypatch: pyte
     monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda _key: None)
     labels = {"ray.io/node-group": label} if label else {}
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Labels": labels}])
-    monkeypatch.setattr(autoscaler, "_second_version_runs", lambda: version > 0)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
+    monkeypatch.setattr(ray_private, "second_autoscaler_runs", lambda _: version > 0)
     assert autoscaler.autoscales() is grows
 
 

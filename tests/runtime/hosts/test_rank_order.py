@@ -104,13 +104,11 @@ class Place:
     def locate(self):
         return self.rank, self.title, ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
 
-def where(devices, request, together=1, kinds=None, numbering=None):
+def where(devices, request, together=1, kinds=(), numbering=None):
     titles = [f"device {d}" for d in range(devices)]
-    held = None if kinds is None else reserve(devices, request, 60.0, together=together, kinds=kinds)
-    group = start_actors(titles, request, Place, 60.0, reservation=held, together=together, numbering=numbering)
+    place = reserve(devices, request, 60.0, together=together, kinds=kinds)
+    group = start_actors(titles, place, Place, numbering=numbering)
     group.stop()
-    if held is not None:
-        held.give_back()
     return group.locations
 
 small = {"object_store_memory": 100 << 20, **node_settings()}
@@ -145,7 +143,7 @@ def by_node(held):
 held = reserve(6, cpu, 60.0, by_node=True)
 steps = [by_node(held)]
 first = {*placement_group_table(held.parts[0].group)["bundles_to_node_id"].values()}
-group = start_actors(["a"] * 6, cpu, Place, 60.0, reservation=held)
+group = start_actors(["a"] * 6, held.for_attempt(), Place)
 kept = {at: actor for at, actor in zip(group.places.of_ranks(), group.actors)}
 alive = ray.get([actor.locate.remote() for (place, _), actor in kept.items() if place.part == held.parts[1].name])
 held = held.without(first)

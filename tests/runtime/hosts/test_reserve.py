@@ -49,10 +49,10 @@ def test_a_wait_is_told_and_ends_when_the_devices_come_free(local_ray) -> None:
 def test_what_a_killed_attempt_left_is_ended_and_its_devices_serve_the_next(local_ray) -> None:
     held = reserve(2, FEW, 60.0)
     try:
-        first = start_actors(["a", "b"], FEW, Plain, reservation=held)
+        first = start_actors(["a", "b"], held.for_attempt(), Plain)
         assert _of(held) == 2
         held.end_attempts()  # the first fleet's driver was killed: nobody has stopped it
-        second = start_actors(["a", "b"], FEW, Plain, reservation=held)
+        second = start_actors(["a", "b"], held.for_attempt(), Plain)
         assert second.run_id != first.run_id
         assert _of(held) == 2
         assert second.locations == [1, 1]

@@ -56,6 +56,13 @@ def raised(error: Exception) -> DeviceError:
     return caught.value
 
 
+def cuda_error(code: int, text: str) -> torch.AcceleratorError:
+    """An error of CUDA's runtime, as torch raises it."""
+    error = torch.AcceleratorError(text)
+    error.error_code = code
+    return error
+
+
 def test_an_actors_error_names_device_task_and_cause() -> None:
     assert Device().work() == 7
     error = raised(IndexError("Target 300 is out of bounds.\nmore"))
@@ -96,10 +103,15 @@ def test_the_users_own_line_is_told_and_no_librarys(tmp_path: Path) -> None:
         (IndexError("Target 300 is out of bounds."), "bug"),
         (TypeError("x"), "bug"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x2 and 9x3)"), "bug"),
-        (RuntimeError("CUDA error: device-side assert triggered"), "bug"),
+        (cuda_error(710, "CUDA error: device-side assert triggered"), "bug"),
+        (cuda_error(700, "CUDA error: an illegal memory access was encountered"), "lost"),
+        (cuda_error(2, "CUDA error: out of memory"), "memory"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), "lost"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "memory"),
+        (RuntimeError("a library's text about a timeout of a socket"), "bug"),
         (NotImplementedError("no timeout here"), "bug"),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), "lost"),
         (RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), "lost"),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1."), "lost"),
         (torch.distributed.DistNetworkError("the client socket has failed to connect"), "lost"),
         (ConnectionResetError("reset"), "lost"),
         (OSError(28, "No space left on device"), "lost"),

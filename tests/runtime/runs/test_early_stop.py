@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raypipe.checkpoint import best, forget_best, keep_best, latest, open_checkpoint, outcome
 from raypipe.errors import SpecError
 from raypipe.job.train_spec import EarlyStopSpec, TrainSpec
-from raypipe.launch.resume import check_resume
+from raypipe.launch.run_directory import check_resume
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows, rewind
 from raypipe.observe.run_record import summarise, summary_lines
 from raypipe.runtime.early_stop import Patience, patience_of

@@ -11,7 +11,7 @@ import torch
 from raypipe.data import prepare
 from raypipe.errors import SpecError
 from raypipe.job.train_spec import TrainSpec
-from raypipe.launch.parameter_groups import check_groups
+from raypipe.launch.prepared import check_groups
 from raypipe.models import GptLayers
 from raypipe.runtime.update.optimizer import SCALE, ParameterPiece, make_optimizer, set_rate
 from tests.runtime.runs.plain_training import plain_losses

@@ -40,9 +40,8 @@ class Mortals:
     survivors: Survivors = field(default_factory=Survivors)
 
     def take(self, schedule: Schedule, copies: int) -> WorkerGroup:
-        return start_worker_group(
-            schedule, copies, CPU, dying(self.file), reservation=self.held, kept=self.survivors.actors
-        )
+        place = self.held.for_attempt()
+        return start_worker_group(schedule, copies, place, dying(self.file), kept=self.survivors.actors)
 
     def leave(self, workers: WorkerGroup) -> None:
         self.survivors = workers.leave()

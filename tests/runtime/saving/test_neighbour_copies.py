@@ -15,11 +15,9 @@ from raypipe.checkpoint import Snapshot, open_checkpoint
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.executor.step import Written
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
-from raypipe.runtime.saving.copy_index import start_index
-from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
+from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, start_index
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.state.keeper import send_snapshot
-from raypipe.runtime.state.shard_writer import SaveBegun
+from raypipe.runtime.state.shard_writer import SaveBegun, send_snapshot
 from tests.runtime.runs.small_runs import small_job
 
 pytestmark = pytest.mark.runs

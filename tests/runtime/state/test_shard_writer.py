@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,10 @@ class Gate:
 
 def test_training_goes_on_while_its_past_is_written(tmp_path: Path) -> None:
     gate = Gate()
-    writer = ShardWriter(gate.write)
+    writer = ShardWriter()
     weight = torch.arange(1000.0)
     assert writer.ended() is None
-    writer.begin(3, 7, {"param/0.w": weight}, tmp_path, sends=False)
+    writer.begin(3, 7, {"param/0.w": weight}, partial(gate.write, tmp_path))
     weight.fill_(-1.0)
     assert writer.ended() is None
     assert not list(tmp_path.glob("*.safetensors"))
@@ -44,8 +45,8 @@ def test_training_goes_on_while_its_past_is_written(tmp_path: Path) -> None:
 
 
 def test_whoever_has_nothing_to_write_says_so_at_once(tmp_path: Path) -> None:
-    writer = ShardWriter(write_snapshot)
-    writer.begin(0, 1, {}, tmp_path, sends=False)
+    writer = ShardWriter()
+    writer.begin(0, 1, {}, partial(write_snapshot, tmp_path))
     written = writer.ended()
     assert written is not None
     assert (written.shard, list(tmp_path.iterdir())) == (None, [])
@@ -53,11 +54,11 @@ def test_whoever_has_nothing_to_write_says_so_at_once(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_told_once_and_by_whoever_asks_first(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    writer = ShardWriter(write_snapshot)
-    writer.begin(0, 1, {"param/0.w": torch.ones(2)}, tmp_path / "file", sends=False)
+    writer = ShardWriter()
+    writer.begin(0, 1, {"param/0.w": torch.ones(2)}, partial(write_snapshot, tmp_path / "file"))
     with pytest.raises(CheckpointError, match="can't be written"):
         writer.wait()
     assert writer.ended() is None
-    writer.begin(0, 2, {"param/0.w": torch.ones(2)}, tmp_path / "file", sends=False)
+    writer.begin(0, 2, {"param/0.w": torch.ones(2)}, partial(write_snapshot, tmp_path / "file"))
     writer.drop()
     assert writer.ended() is None

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
+from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.transport.registry import open_channels
-from raypipe.runtime.transport.replica_groups import create_groups
 
 WORLD = 4
 PEERS = [Peer(rank, "left" if rank < 2 else "right", "cpu", f"stage {rank}") for rank in range(WORLD)]

@@ -27,13 +27,8 @@ from tests.runtime.transport.kinds import PEERS
 class Ends:
     """A fresh pair of channels, one each way, as seen from one rank."""
 
-    opened = 0
-
-    def __init__(self, kind: str, rank: int, run_id: str, ring_bytes: int = 1 << 20) -> None:
-        Ends.opened += 1
-        senders, receivers = open_channels(
-            PEERS[rank], PEERS, [(0, 1), (1, 0)], kind, f"{run_id}.{Ends.opened}", timeout_s=20, ring_bytes=ring_bytes
-        )
+    def __init__(self, kind: str, rank: int, run_id: str) -> None:
+        senders, receivers = open_channels(PEERS[rank], PEERS, [(0, 1), (1, 0)], kind, run_id, timeout_s=20)
         self.rank = rank
         self.out: Sender = senders[1 - rank]
         self.into: Receiver = receivers[1 - rank]
@@ -249,9 +244,8 @@ def run_all(kind: str, rank: int, run_id: str) -> dict[str, str]:
     """Run the scenarios in order, each on fresh channels, both ranks in step."""
     torch.set_num_threads(1)
     outcomes = {}
-    for scenario in ALL:
-        # Small rings, so that most scenarios also make them grow.
-        ends = Ends(kind, rank, run_id, ring_bytes=1 << 16)
+    for number, scenario in enumerate(ALL):
+        ends = Ends(kind, rank, f"{run_id}.{number}")
         try:
             scenario(ends)
             outcomes[scenario.__name__] = "ok"

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 
 from raypipe.errors import TransportError
 from raypipe.runtime.executor.runner import ProgramRunner
-from raypipe.runtime.transport.channel import Label, Peer, Receiver, Sender, StageIOSpec, TensorSpec
+from raypipe.runtime.transport.channel import Label, Peer, Progress, Receiver, Sender, StageIOSpec, TensorSpec
 from raypipe.runtime.transport.gpu.nccl import NcclReceiver, NcclSender
 from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
-from raypipe.runtime.transport.waiting import Progress
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BACKWARD

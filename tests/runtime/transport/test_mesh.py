@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from raypipe.errors import SpecError, TransportError
 from raypipe.runtime.transport.channel import Peer
+from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.transport.registry import open_channels
-from raypipe.runtime.transport.replica_groups import create_groups
 
 A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
-from raypipe.runtime.transport.framed import frames
+from raypipe.runtime.transport.framed.frame_channel import Assembly, FramePool, cut_frames, frames_of
 from raypipe.runtime.transport.inbox import Inbox
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint16, torch.float8_e5m2]
@@ -51,15 +51,15 @@ def test_frames_put_a_message_together_again(capacity: int, sizes: list[int], sp
     message = Expected(label, tuple(TensorSpec(tuple(t.shape), t.dtype) for t in tensors))
     pieces = [
         frame[:used].clone()
-        for frame, used in frames.cut(wire.pack_tensors(label, tensors), tensors, frames.FramePool(capacity))
+        for frame, used in cut_frames(wire.pack_tensors(label, tensors), tensors, FramePool(capacity))
     ]
-    assert len(pieces) == frames.count(message, capacity)
+    assert len(pieces) == frames_of(message, capacity)
     assert all(len(piece) <= capacity for piece in pieces)
     # What lies behind the bytes received is arbitrary.
     buffers = [torch.cat([piece, torch.full((capacity - len(piece),), 99, dtype=torch.uint8)]) for piece in pieces]
     inbox = Inbox(Peer(0, "n", "cpu"))
     inbox.post([message])
-    assembly = frames.Assembly(inbox, buffers[0])
+    assembly = Assembly(inbox, buffers[0])
     for buffer in buffers[1:]:
         assembly.add(buffer)
     assert all(torch.equal(a, b) for a, b in zip(assembly.tensors, tensors, strict=True))
@@ -69,9 +69,9 @@ def test_noise_in_a_frame_is_an_error_not_a_crash() -> None:
     inbox = Inbox(Peer(0, "n", "cpu"))
     inbox.post([Expected(Label("act", 0, 1, 2, 3), ())])
     with pytest.raises(TransportError):
-        frames.Assembly(inbox, torch.full((300,), 255, dtype=torch.uint8))
+        Assembly(inbox, torch.full((300,), 255, dtype=torch.uint8))
 
 
 def test_a_header_larger_than_a_frame_is_an_error() -> None:
     with pytest.raises(TransportError, match="exceeds a frame"):
-        list(frames.cut(bytes(500), [], frames.FramePool(400)))
+        list(cut_frames(bytes(500), [], FramePool(400)))

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from raypipe.runtime.transport.channel import Label, Peer
+from raypipe.runtime.transport.channel import Label, Peer, Progress
 from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
-from raypipe.runtime.transport.waiting import Progress
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.messages_in_flight import held_messages

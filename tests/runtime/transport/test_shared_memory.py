@@ -14,12 +14,17 @@ import pytest
 import torch
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
-from raypipe.runtime.transport.same_host import hand_over, shm
-from raypipe.runtime.transport.same_host.ring import directory, ring_file
-from raypipe.runtime.transport.same_host.shared_memory import INLINE_LIMIT, LARGEST_RING, SMALLEST_RING, edge_name
-from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
-from raypipe.runtime.transport.waiting import Progress
+from raypipe.runtime.transport.channel import Expected, Label, Peer, Progress, TensorSpec
+from raypipe.runtime.transport.same_host import hand_over, ring, shm
+from raypipe.runtime.transport.same_host.ring import directory
+from raypipe.runtime.transport.same_host.shm import (
+    INLINE_LIMIT,
+    LARGEST_RING,
+    SMALLEST_RING,
+    ShmReceiver,
+    ShmSender,
+    edge_name,
+)
 
 A, B = Peer(0, "n", "cpu", "stage 0"), Peer(1, "n", "cpu", "stage 1")
 
@@ -39,7 +44,7 @@ def run_id() -> str:
 
 @pytest.fixture
 def ends(run_id: str) -> Iterator[tuple[ShmSender, ShmReceiver]]:
-    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, SMALLEST_RING)
+    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id)
     sender.connect(1)
     receiver.accept(1)
     yield sender, receiver
@@ -56,29 +61,28 @@ def test_a_slow_reader_makes_the_ring_grow_not_the_sender_wait(ends: tuple[ShmSe
     receiver.post([expected(mb, x) for mb in range(50)])
     for mb in range(50):
         assert torch.equal(receiver.recv(label(mb), 1)[0], x + mb)
-    # The ring is large enough now: another round makes no file.
-    grown = sender._ring
+    # The ring is large enough now: another round takes no more memory.
+    assert sender._ring is not None
+    grown = sender._ring.capacity
     for mb in range(50, 100):
         sender.send(label(mb), [x + mb])
     receiver.post([expected(mb, x) for mb in range(50, 100)])
     for mb in range(50, 100):
         assert torch.equal(receiver.recv(label(mb), 1)[0], x + mb)
-    assert sender._ring is grown
+    assert sender._ring.capacity == grown
 
 
-def refuse_rings(monkeypatch: pytest.MonkeyPatch, above: int) -> None:
-    def short(capacity: int) -> int:
-        if capacity > above:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return ring_file(capacity)
+def refuse_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shm, "ring_file", short)
+    monkeypatch.setattr(ring, "_reserve", full)
 
 
 def test_without_memory_messages_wait_in_the_sender(
     ends: tuple[ShmSender, ShmReceiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_rings(monkeypatch, above=0)
+    refuse_memory(monkeypatch)
     sender, receiver = ends
     x = torch.zeros(5000)
     for mb in range(20):
@@ -100,10 +104,10 @@ def test_whoever_waits_pushes_its_own_messages(run_id: str, monkeypatch: pytest.
     """A message stuck in this device's sender gets out while the device waits for another one."""
     progress = Progress()
     receiver = ShmReceiver(B, A, run_id, progress)
-    sender = ShmSender(A, B, run_id, SMALLEST_RING)
+    sender = ShmSender(A, B, run_id)
     sender.connect(1)
     receiver.accept(1)
-    refuse_rings(monkeypatch, above=0)
+    refuse_memory(monkeypatch)
     progress.add(sender)  # the device sends to itself, so that its own stuck messages are what it waits for
     x = torch.ones(5000)
     for mb in range(20):
@@ -117,14 +121,14 @@ def test_whoever_waits_pushes_its_own_messages(run_id: str, monkeypatch: pytest.
 def test_a_message_that_can_never_fit_is_an_error(
     ends: tuple[ShmSender, ShmReceiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_rings(monkeypatch, above=0)
+    refuse_memory(monkeypatch)
     with pytest.raises(TransportError, match=r"400000 bytes of activation of micro-batch 7(.|\n)*--shm-size"):
         ends[0].send(label(7), [torch.zeros(100_000)])
 
 
 def test_a_message_larger_than_the_largest_ring_still_travels(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "LARGEST_RING", SMALLEST_RING)
-    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, SMALLEST_RING)
+    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id)
     sender.connect(1)
     receiver.accept(1)
     x = torch.arange(200_000, dtype=torch.int32)
@@ -136,21 +140,8 @@ def test_a_message_larger_than_the_largest_ring_still_travels(run_id: str, monke
     assert LARGEST_RING > SMALLEST_RING
 
 
-def test_opening_takes_a_smaller_ring_where_memory_is_short(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_rings(monkeypatch, above=SMALLEST_RING)
-    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, 1 << 20)
-    sender.connect(1)
-    receiver.accept(1)
-    x = torch.ones(4000)
-    sender.send(label(0), [x])
-    receiver.post([expected(0, x)])
-    assert torch.equal(receiver.recv(label(0), 1)[0], x)
-    sender.close()
-    receiver.close()
-
-
 def test_opening_without_any_memory_says_so(run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_rings(monkeypatch, above=0)
+    refuse_memory(monkeypatch)
     receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id)
     with pytest.raises(TransportError, match="no room for a ring of 65536 bytes"):
         sender.connect(1)
@@ -213,7 +204,7 @@ def test_nothing_ever_has_a_name_in_a_file_system(run_id: str) -> None:
     def named() -> set[Path]:
         return {path for folder in (directory(), Path(tempfile.gettempdir())) for path in folder.glob(f"*{run_id}*")}
 
-    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id, SMALLEST_RING)
+    receiver, sender = ShmReceiver(B, A, run_id), ShmSender(A, B, run_id)
     before = set(directory().iterdir())
     sender.connect(1)
     assert not named()
@@ -280,7 +271,7 @@ def test_a_prepared_message_waits_behind_one_that_found_no_room(
     ends: tuple[ShmSender, ShmReceiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender, receiver = ends
-    refuse_rings(monkeypatch, 0)
+    refuse_memory(monkeypatch)
     large, small = torch.arange(6_000.0), torch.arange(3.0)
     behind = sender.prepare(label(3), [small])
     for mb in range(3):

@@ -31,7 +31,7 @@ from raypipe.runtime.compiled.stored.request import Request
 from raypipe.runtime.compiled.tracing.cut import GraphPiece
 from raypipe.runtime.compiled.tracing.joint import JointGraph
 from raypipe.runtime.executor.compile_report import first_line
-from raypipe.runtime.setup.build import build_stage, io_specs_of
+from raypipe.runtime.setup.setup import build_stage, io_specs_of
 
 # Compile a traced stage into the sources of its pieces.
 

@@ -5,7 +5,7 @@ the messages from one rank to another in order and lets the two directions pass 
 edge per pair and direction. Gloo connects every pair of a group, so a group of the whole world would take longer and
 longer to make with more copies of the pipeline.
 
-Three facts about Gloo shape this file. A receive buffer that is too small aborts the process: see ``frames``. A
+Three facts about Gloo shape this file. A receive buffer that is too small aborts the process: see ``frame_channel``. A
 wait that times out closes the connection, so one can't wait in slices. And a send counts as unfinished until
 somebody waits for it: the edge's thread does, asleep outside Python, and gives the buffers back.
 """
@@ -23,13 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.channel import Peer
-from raypipe.runtime.transport.framed import frames
-from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
+from raypipe.runtime.transport.channel import PUSH_EVERY_S, Peer, Progress
+from raypipe.runtime.transport.framed.frame_channel import FRAME_BYTES, FrameReceiver, FrameSender
 from raypipe.runtime.transport.inbox import Allocate, empty, gone, who
 from raypipe.runtime.transport.process_groups import connected, new_group
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
-from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
 
 FOREVER = timedelta(days=365)
 """For groups whose messages are posted ahead: our own deadline, from the wait on, is the one that counts."""
@@ -70,9 +68,7 @@ def open_group(groups: Sequence[Sequence[int]], timeout_s: float) -> dist.Proces
     return own
 
 
-def gloo_sender(
-    peer: Peer, group: dist.ProcessGroup, frame_bytes: int = frames.FRAME_BYTES
-) -> FrameSender[dist.Work | None]:
+def gloo_sender(peer: Peer, group: dist.ProcessGroup, frame_bytes: int = FRAME_BYTES) -> FrameSender[dist.Work | None]:
     """Make the sending end of the edge from this rank to ``peer``.
 
     A send may wait for its receive as long as it takes: the default is the timeout that the group was made with, and a
@@ -95,7 +91,7 @@ class GlooReceiver(FrameReceiver):
         group: dist.ProcessGroup,
         progress: Progress | None = None,
         allocate: Allocate = empty,
-        frame_bytes: int = frames.FRAME_BYTES,
+        frame_bytes: int = FRAME_BYTES,
     ) -> None:
         super().__init__(peer, progress, allocate, frame_bytes)
         self._group = group

@@ -25,16 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raypipe.compat.ray_private import streams_of
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.channel import Peer
-from raypipe.runtime.transport.framed import frames
-from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
+from raypipe.runtime.transport.channel import PUSH_EVERY_S, Peer, Progress
+from raypipe.runtime.transport.framed.frame_channel import FRAME_BYTES, FrameReceiver, FrameSender
 from raypipe.runtime.transport.gpu.nccl import put_on_top
 from raypipe.runtime.transport.gpu.side_stream import CopyStream, current_gpu
 from raypipe.runtime.transport.inbox import Allocate, empty
 from raypipe.runtime.transport.process_groups import in_rounds
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
-from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
 
 
 class RayCollective(Transport):
@@ -92,7 +91,7 @@ def _join(world_size: int, rank: int, backend: str, name: str) -> str:
     return name
 
 
-def ray_sender(peer: Peer, group: str, frame_bytes: int = frames.FRAME_BYTES) -> FrameSender[Tensor]:
+def ray_sender(peer: Peer, group: str, frame_bytes: int = FRAME_BYTES) -> FrameSender[Tensor]:
     """Make the sending end for CPU tensors."""
     from ray.util import collective
 
@@ -108,7 +107,7 @@ class RayReceiver(FrameReceiver):
         group: str,
         progress: Progress | None = None,
         allocate: Allocate = empty,
-        frame_bytes: int = frames.FRAME_BYTES,
+        frame_bytes: int = FRAME_BYTES,
     ) -> None:
         super().__init__(peer, progress, allocate, frame_bytes)
         self._group = group
@@ -170,13 +169,12 @@ class RayLink:
         self._stream: Any = None
 
     def adopt(self, stream: torch.cuda.Stream) -> None:
-        """Run on this stream from now on. Ray has no public way to do so; if its internals change, an error says so."""
+        """Run on this stream from now on. Raises TransportError where this Ray keeps its streams elsewhere."""
         import cupy
         from ray.util import collective
 
-        group = collective.get_group_handle(self._group)
-        streams = getattr(group, "_dev_streams_map", None)
-        if not isinstance(streams, dict) or len(streams) != 1:
+        streams = streams_of(collective.get_group_handle(self._group))
+        if streams is None:
             raise TransportError("transport: ray-collective", "this Ray keeps its streams elsewhere", "transport: nccl")
         self._stream = cupy.cuda.ExternalStream(stream.cuda_stream)
         for key in streams:

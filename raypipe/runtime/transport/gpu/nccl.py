@@ -22,7 +22,6 @@ where it measures faster than NCCL; it has not been written, for want of two GPU
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -41,9 +40,6 @@ from raypipe.runtime.transport.gpu.side_stream import CopyStream, Mark, Side, cu
 from raypipe.runtime.transport.inbox import Inbox, who
 from raypipe.runtime.transport.process_groups import in_rounds, new_group
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
-
-_ENVELOPE = TensorSpec((1024,), torch.uint8)
-_LENGTH = struct.Struct("<I")
 
 
 class Nccl(Transport):
@@ -147,8 +143,6 @@ class NcclSender:
     def send(self, label: Label, tensors: Sequence[Tensor]) -> None:
         """See Sender.send."""
         head = wire.pack_tensors(label, tensors)
-        if _LENGTH.size + len(head) > _ENVELOPE.nbytes:
-            raise TransportError(who(self._peer), f"{label} has too many tensors for an envelope", "send fewer at once")
         blocks = snapshot(tensors)
         with self._side.after_compute():
             for block in blocks:
@@ -156,8 +150,7 @@ class NcclSender:
                     self._link.send(block)
         # The buffers stay ours until NCCL has read them.
         self._flying.append((label, blocks, self._side.mark()))
-        content = (_LENGTH.pack(len(head)) + head).ljust(_ENVELOPE.nbytes, b"\0")
-        self._base.send(label, [torch.frombuffer(bytearray(content), dtype=torch.uint8)])
+        self._base.send(label, [torch.frombuffer(bytearray(head), dtype=torch.uint8)])
         self._reap()
 
     @property
@@ -218,7 +211,9 @@ class NcclReceiver:
     def post(self, expected: Sequence[Expected]) -> None:
         """See Receiver.post."""
         self._inbox.post(expected)
-        self._base.post([Expected(message.label, (_ENVELOPE,)) for message in expected])
+        heads = [len(wire.pack(*message)) for message in expected]
+        envelopes = [TensorSpec((head,), torch.uint8) for head in heads]
+        self._base.post([Expected(m.label, (envelope,)) for m, envelope in zip(expected, envelopes, strict=True)])
 
     def recv(self, label: Label, timeout_s: float) -> list[Tensor]:
         """See Receiver.recv. The host waits for the envelope only; the compute stream waits for the payload."""
@@ -247,9 +242,7 @@ class NcclReceiver:
             self._link.close()
 
     def _queue(self, envelope: Tensor) -> None:
-        content = envelope.numpy().tobytes()
-        (length,) = _LENGTH.unpack_from(content)
-        message = self._inbox.accept(content[_LENGTH.size : _LENGTH.size + length])
+        message = self._inbox.accept(envelope.numpy().tobytes())
         with self._side.independent():
             tensors = [torch.empty(s.shape, dtype=s.dtype, device=self._side.device) for s in message.tensors]
             for tensor in tensors:

@@ -1,8 +1,9 @@
-"""A ring of bytes in memory that two processes of one host share: one writes, the other reads, in order.
+"""A buffer in memory that two processes of one host share: one writes blocks, the other reads them in the same order.
 
-The writer's and the reader's positions count bytes since the ring was made and never wrap. The reader publishes its
-position in the first eight bytes of the file; the writer knows its own. A block never wraps around the end, so that
-both sides copy it with one call.
+The writer may place a block wherever no unread one lies, since each message says where its block is; at the front when
+all have been read, so that the same pages serve again. The reader publishes how many bytes it has read in the first
+eight bytes of the file. The file is as long as any buffer can become, but only what is reserved takes memory: the
+writer reserves more where blocks wait, and both mappings stay as they are.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import ctypes
 import mmap
 import os
 import tempfile
+from collections import deque
 from pathlib import Path
 
 _ALIGN = 64
 _HEADER = 64
+_LONGEST = 1 << 38
+"""Bytes of the file and of its mappings; addresses cost nothing."""
 
 
 def directory() -> Path:
@@ -32,59 +36,95 @@ def shared_file(nbytes: int) -> int:
         OSError: there isn't enough room.
     """
     with tempfile.TemporaryFile(dir=directory()) as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        else:
-            os.ftruncate(file.fileno(), nbytes)
+        _reserve(file.fileno(), nbytes)
         return os.dup(file.fileno())
 
 
-def ring_file(capacity: int) -> int:
-    """Make the file of a ring of ``capacity`` bytes; errors as for ``shared_file``."""
-    return shared_file(_HEADER + capacity)
+def _reserve(file: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, nbytes)
+    else:
+        os.truncate(file, max(nbytes, os.fstat(file).st_size))
 
 
 class Ring:
-    """One mapping of a ring's file. It stays when the file ``fd`` is closed. Raises OSError if it cannot be mapped."""
+    """One end's mapping of a buffer's file, whose first ``capacity`` bytes are reserved.
 
-    def __init__(self, fd: int, capacity: int) -> None:
+    Raises OSError if there is no memory for them, or the file cannot be mapped.
+    """
+
+    def __init__(self, file: int | None = None, capacity: int = 0) -> None:
+        """Map ``file``, which stays open; None makes one."""
+        self.file = os.dup(file) if file is not None else shared_file(_HEADER + capacity)
         self.capacity = capacity
-        self._written = 0
-        self._map = mmap.mmap(fd, _HEADER + capacity, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        self._unread: deque[list[int]] = deque()
+        """Start and end of runs of blocks that have not been read, in the order in which they will be."""
+        self._known = 0
+        """Bytes of blocks that are known to have been read."""
+        if file is None:
+            os.ftruncate(self.file, _LONGEST)
+        self._map = mmap.mmap(self.file, _LONGEST, mmap.MAP_SHARED)
         # An aligned native 8-byte store, which the other process sees whole or not at all.
-        self._released = ctypes.c_int64.from_buffer(self._map)
-        self._base = ctypes.addressof(self._released) + _HEADER
+        self._read = ctypes.c_int64.from_buffer(self._map)
+        self._base = ctypes.addressof(self._read) + _HEADER
 
-    def holds(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` always fit once the reader has caught up, wherever the ring's end falls."""
-        return 2 * (nbytes + _ALIGN) <= self.capacity
+    def grow(self, capacity: int) -> bool:
+        """Reserve more; return whether there is memory for it. The writer calls this."""
+        try:
+            _reserve(self.file, _HEADER + capacity)
+        except OSError:
+            return False
+        self.capacity = capacity
+        return True
 
     def place(self, nbytes: int) -> int | None:
-        """Position for a block of ``nbytes``, or None while the reader still uses that room."""
-        start = self._written
-        left = self.capacity - start % self.capacity
-        if nbytes > left:  # start again at the front rather than wrap
-            start += left
-        end = start + nbytes + (-nbytes) % _ALIGN
-        if end - self._released.value > self.capacity:
-            return None
-        self._written = end
-        return start
+        """Position for a block of ``nbytes``, or None while unread ones leave no room for it."""
+        size = _padded(nbytes)
+        unread = self._unread
+        left = self._read.value - self._known
+        self._known += left
+        while left:
+            run = unread[0]
+            read = min(left, run[1] - run[0])
+            run[0] += read
+            left -= read
+            if run[0] == run[1]:
+                unread.popleft()
+        if not unread:
+            if size > self.capacity:
+                return None
+            unread.append([0, size])
+            return 0
+        newest = unread[-1]
+        for start in (newest[1], 0, max(run[1] for run in unread)):
+            end = start + size
+            if end <= self.capacity and all(end <= run[0] or run[1] <= start for run in unread):
+                if start == newest[1]:
+                    newest[1] = end
+                else:
+                    unread.append([start, end])
+                return start
+        return None
 
     def address(self, position: int) -> int:
         """Where the block at this position lies in this process."""
-        return self._base + position % self.capacity
+        return self._base + position
 
-    def release(self, position: int, nbytes: int) -> None:
-        """Let the writer overwrite the block at ``position`` and everything before it. The reader calls this."""
-        self._released.value = position + nbytes + (-nbytes) % _ALIGN
+    def release(self, nbytes: int) -> None:
+        """Let the writer overwrite the oldest unread block, which has ``nbytes``. The reader calls this."""
+        self._read.value += _padded(nbytes)
 
     def close(self) -> None:
         """Unmap the file; idempotent."""
         if self._base:
             self._base = 0
-            del self._released
+            del self._read
             self._map.close()
+            os.close(self.file)
+
+
+def _padded(nbytes: int) -> int:
+    return nbytes + (-nbytes) % _ALIGN
 
 
 def capacity_for(nbytes: int, at_least: int) -> int:

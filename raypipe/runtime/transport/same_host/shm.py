@@ -1,4 +1,21 @@
-"""The two ends of the same-host channel, and its transport (``shared_memory`` says how it works)."""
+"""Same-host channel for CPU tensors: payload in shared memory, headers in a pipe that also wakes the reader.
+
+One pipe and one buffer (``ring``) per directed edge. The reader listens (``hand_over``); the writer makes both, and
+hands over the pipe's other end and the buffer's file. Neither has a name in a file system, so a run that is killed
+leaves nothing behind. A pipe whose other end is closed says so at once: so either side learns of its peer's death.
+
+A frame in the pipe is: length of what follows, kind, a number, then a body.
+
+=========  =============================  =====================================
+kind       number                         body
+=========  =============================  =====================================
+INLINE     length of the header           header (``wire``), then the payload
+IN_RING    position of the payload        header
+=========  =============================  =====================================
+
+When the buffer is full it grows, so that sending needs no room made by a slow reader; only what cannot be placed even
+so waits in the sender.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +23,7 @@ import contextlib
 import fcntl
 import os
 import select
-import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,68 +34,65 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
-from raypipe.runtime.transport.channel import Expected, Label, Peer
+from raypipe.runtime.transport.channel import PUSH_EVERY_S, Expected, Label, Peer, Progress
 from raypipe.runtime.transport.inbox import Allocate, Inbox, empty, gone, who
 from raypipe.runtime.transport.same_host.hand_over import answer, call, give, listen, take
-from raypipe.runtime.transport.same_host.ring import Ring, capacity_for, directory, ring_file
-from raypipe.runtime.transport.same_host.shared_memory import (
-    FRAME,
-    IN_RING,
-    INLINE,
-    INLINE_LIMIT,
-    LARGEST_RING,
-    LENGTH_BYTES,
-    NEW_RING,
-    PIPE_BYTES,
-    SMALLEST_RING,
-    edge_name,
-)
+from raypipe.runtime.transport.same_host.ring import Ring, capacity_for, directory
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
-from raypipe.runtime.transport.waiting import PUSH_EVERY_S, Progress
+
+FRAME = struct.Struct("=IBq")
+LENGTH_BYTES = 4
+INLINE, IN_RING = range(2)
+
+INLINE_LIMIT = 2048
+"""Payloads up to this many bytes travel in the pipe: cheaper than placing them in the ring."""
+PIPE_BYTES = 1 << 20
+SMALLEST_RING = 1 << 16
+LARGEST_RING = 1 << 28
+"""A buffer stops growing for depth here; a message larger than half of it still gets the room it needs."""
+
+
+def edge_name(run_id: str, src: int, dst: int) -> str:
+    """Return the name under which the reader of an edge listens."""
+    return f"{run_id}-{src}-{dst}"
 
 
 class ShmSender:
-    """``connect`` waits for the receiver to exist; sending never waits.
+    """``connect`` waits for the receiver to exist; sending never waits."""
 
-    ``ring_bytes`` is the first ring's capacity, rounded up to a power of two and halved where memory is short.
-    """
-
-    def __init__(self, me: Peer, peer: Peer, run_id: str, ring_bytes: int = 1 << 20) -> None:
+    def __init__(self, me: Peer, peer: Peer, run_id: str) -> None:
         self._peer, self._name = peer, edge_name(run_id, me.rank, peer.rank)
         self._fd = -1
-        self._socket: socket.socket | None = None
         self._ring: Ring | None = None
-        self._first_capacity = capacity_for(0, max(SMALLEST_RING, 1 << (ring_bytes - 1).bit_length()))
         self._room_to_grow = True
-        self._frames: deque[tuple[Label | None, bytes]] = deque()
+        self._frames: deque[tuple[Label, bytes]] = deque()
         self._unplaced: deque[tuple[Label, bytes, list[Tensor], int]] = deque()
         self._failure: TransportError | None = None
 
     def connect(self, timeout_s: float) -> None:
-        """Connect to the receiver and hand over a ring.
+        """Connect to the receiver, and hand over the pipe and the buffer.
 
         Raises:
-            TransportError: the receiver doesn't show up, or there is no memory for a ring.
+            TransportError: the receiver doesn't show up, or there is no memory.
         """
-        self._socket = call(self._name, timeout_s)
-        if self._socket is None:
+        connection = call(self._name, timeout_s)
+        if connection is None:
             raise TransportError(who(self._peer), f"no connection within {timeout_s:g} s", "see that device's log")
-        reading, self._fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            self._hand_over(reading)
-        finally:
-            os.close(reading)
+        with connection:
+            try:
+                self._ring = Ring(capacity=SMALLEST_RING)
+            except OSError:
+                why = f"no room for a ring of {SMALLEST_RING} bytes"
+                raise TransportError(str(directory()), why, "enlarge it, or use transport: gloo") from None
+            reading, self._fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                give(connection, [reading, self._ring.file])
+            except OSError:
+                raise self._lost() from None
+            finally:
+                os.close(reading)
         with contextlib.suppress(OSError, AttributeError):  # a pipe of the usual 64 KiB is only slower
             fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        capacity = self._first_capacity
-        while not self._replace_ring(capacity):
-            capacity //= 2
-            if capacity < SMALLEST_RING:
-                raise TransportError(
-                    str(directory()),
-                    f"no room for a ring of {SMALLEST_RING} bytes",
-                    "enlarge it, or use transport: gloo",
-                )
 
     def send(self, label: Label, tensors: Sequence[Tensor]) -> None:
         """See Sender.send.
@@ -135,10 +149,10 @@ class ShmSender:
         self.progress()
         while self.pending:
             if time.monotonic() > deadline:
-                stuck = [label for label, _ in self._frames if label] or [self._unplaced[0][0]]
+                stuck = self._frames[0][0] if self._frames else self._unplaced[0][0]
                 raise TransportError(
                     who(self._peer),
-                    f"{stuck[0]} could not be delivered within {timeout_s:g} s",
+                    f"{stuck} could not be delivered within {timeout_s:g} s",
                     "look at that device: it has stopped reading",
                 )
             time.sleep(0.0005)
@@ -151,8 +165,6 @@ class ShmSender:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        if self._socket is not None:
-            self._socket.close()
         if self._ring is not None:
             self._ring.close()
         self._failure = self._failure or TransportError(who(self._peer), "the channel is closed", "open it again")
@@ -178,15 +190,14 @@ class ShmSender:
         ring = self._ring
         if ring is None:
             raise TransportError(who(self._peer), "the channel is not open", "connect() it before sending")
-        fits = ring.holds(nbytes)
-        position = ring.place(nbytes) if fits else None
+        position = ring.place(nbytes)
         if position is not None:
             return position
-        larger = capacity_for(nbytes, 2 * ring.capacity)
+        fits, larger = nbytes <= ring.capacity, capacity_for(nbytes, 2 * ring.capacity)
         if self._room_to_grow and (larger <= LARGEST_RING or not fits):
-            grown = self._replace_ring(larger)
-            if grown is not None:
-                return grown.place(nbytes)
+            self._room_to_grow = ring.grow(larger)  # not tried again on every send
+            if self._room_to_grow:
+                return ring.place(nbytes)
         if not fits:
             raise TransportError(
                 str(directory()),
@@ -195,36 +206,10 @@ class ShmSender:
             )
         return None
 
-    def _replace_ring(self, capacity: int) -> Ring | None:
-        """Make and announce a ring; the reader drains the old one first. Returns None if there is no memory for it."""
-        try:
-            file = ring_file(capacity)
-        except OSError:
-            # Not tried again on every send; at opening, a smaller one is tried.
-            self._room_to_grow = self._ring is None
-            return None
-        try:
-            ring = Ring(file, capacity)
-            self._hand_over(file)
-        finally:
-            os.close(file)
-        if self._ring is not None:
-            self._ring.close()
-        self._ring = ring
-        self._emit(None, NEW_RING, capacity, b"")
-        return ring
-
-    def _hand_over(self, file: int) -> None:
-        assert self._socket is not None
-        try:
-            give(self._socket, [file])
-        except OSError:
-            raise self._lost() from None
-
-    def _emit(self, label: Label | None, kind: int, number: int, body: bytes) -> None:
+    def _emit(self, label: Label, kind: int, number: int, body: bytes) -> None:
         self._push(label, FRAME.pack(FRAME.size - LENGTH_BYTES + len(body), kind, number) + body)
 
-    def _push(self, label: Label | None, frame: bytes) -> None:
+    def _push(self, label: Label, frame: bytes) -> None:
         written = self._write(frame) if not self._frames else 0
         if written < len(frame):
             self._frames.append((label, frame[written:]))
@@ -258,8 +243,6 @@ def _inline(head: bytes, blocks: list[Tensor]) -> bytes:
 
 
 _READ_BYTES = 1 << 16
-HANDED_OVER_S = 1.0
-"""Longest wait for the file of a ring, which was handed over before the ring was announced."""
 
 
 class ShmReceiver:
@@ -284,27 +267,26 @@ class ShmReceiver:
             raise TransportError(who(peer), f"cannot listen for it: {error.strerror}", "use transport: gloo") from None
 
     def accept(self, timeout_s: float) -> None:
-        """Wait until the sender has connected and handed over its ring. Raises TransportError if it doesn't."""
-        deadline = time.monotonic() + timeout_s
-        if self._fd < 0:
-            self._connect(timeout_s)
-        while self._ring is None:
-            if not self._next_frame() and not self._read(deadline):
-                raise self._unconnected(timeout_s)
-
-    def _connect(self, timeout_s: float) -> None:
+        """Wait until the sender has connected and handed over its buffer. Raises TransportError if it doesn't."""
         connection = answer(self._socket, timeout_s)
+        self._socket.close()
         if connection is None:
             raise self._unconnected(timeout_s)
-        self._socket.close()
-        self._socket = connection
-        try:
-            (self._fd,) = take(connection, 1, timeout_s)
-        except TimeoutError:
-            raise self._unconnected(timeout_s) from None
-        except OSError:
-            self._inbox.fail(gone(self._peer, "waiting for it"))
+        with connection:
+            try:
+                self._fd, file = take(connection, 2, timeout_s)
+            except TimeoutError:
+                raise self._unconnected(timeout_s) from None
+            except OSError:
+                self._inbox.fail(gone(self._peer, "waiting for it"))
         self._poll.register(self._fd, select.POLLIN)
+        try:
+            self._ring = Ring(file)
+        except OSError as error:
+            why = f"cannot map its shared memory: {error}"
+            self._inbox.fail(TransportError(who(self._peer), why, "use transport: gloo"))
+        finally:
+            os.close(file)
 
     def _unconnected(self, timeout_s: float) -> TransportError:
         return TransportError(who(self._peer), f"no connection within {timeout_s:g} s", "see that device's log")
@@ -383,8 +365,6 @@ class ShmReceiver:
         at += FRAME.size
         if kind == IN_RING:
             self._take_from_ring(data[at:end], number)
-        elif kind == NEW_RING:
-            self._open_ring(number)
         else:
             self._take_inline(data[at : at + number], data[at + number : end])
         return True
@@ -399,7 +379,7 @@ class ShmReceiver:
             memmove(tensor.data_ptr(), address, tensor.nbytes)
             address += tensor.nbytes
             tensors.append(tensor)
-        self._ring.release(position, address - start)
+        self._ring.release(address - start)
         self._inbox.keep(message.label, tensors)
 
     def _take_inline(self, head: bytes, payload: bytes) -> None:
@@ -413,19 +393,6 @@ class ShmReceiver:
             at += size
             tensors.append(tensor)
         self._inbox.keep(message.label, tensors)
-
-    def _open_ring(self, capacity: int) -> None:
-        if self._ring is not None:
-            self._ring.close()  # everything in it was read: those frames came before this one
-        try:
-            (fd,) = take(self._socket, 1, HANDED_OVER_S)
-            try:
-                self._ring = Ring(fd, capacity)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            why = f"cannot map its ring of {capacity} bytes: {error}"
-            self._inbox.fail(TransportError(who(self._peer), why, "use transport: gloo"))
 
 
 # Shared memory as a transport: which edges it serves, and how a device opens its ends of them.
@@ -448,7 +415,7 @@ class SharedMemory(Transport):
             for peer in opening.sources(edges)
         }
         ends.into.update(readers)
-        writers = {peer.rank: ShmSender(me, peer, run_id, opening.ring_bytes) for peer in opening.destinations(edges)}
+        writers = {peer.rank: ShmSender(me, peer, run_id) for peer in opening.destinations(edges)}
         ends.out.update(writers)
         for writer in writers.values():
             writer.connect(opening.timeout_s)

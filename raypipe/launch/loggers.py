@@ -1,4 +1,8 @@
-"""TensorBoard, MLflow and Weights & Biases as they are: each gets a run's name, its job and its figures by step."""
+"""Hand a run's figures to TensorBoard, MLflow and Weights & Biases while it goes on.
+
+It reads the run's logs in the process that started the run, so no step waits for a logger, and one that fails is left
+out from then on, with a notice: training goes on.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError, install
 from raypipe.job.spec import JobSpec
+from raypipe.observe.run_log import METRICS, Follower, log_event
 
 
 class Logger(Protocol):
@@ -159,3 +164,75 @@ def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
     return found
+
+
+GIB = float(1 << 30)
+PERCENT = 100.0
+FIGURES: dict[str, tuple[str, float]] = {
+    "loss": ("loss", 1.0),
+    "val_loss": ("val_loss", 1.0),
+    "grad_norm": ("grad_norm", 1.0),
+    "lr": ("lr", 1.0),
+    "tokens_per_s": ("tps", 1.0),
+    "step_s": ("time/step(s)", 1.0),
+    "mfu": ("mfu(%)", PERCENT),
+    "bubble_ratio": ("bubble(%)", PERCENT),
+    "data_wait_share": ("data_wait(%)", PERCENT),
+    "memory_bytes": ("memory/max_reserved(GiB)", 1.0 / GIB),
+}
+"""By the key in metrics.jsonl, the name that torchtitan and Hugging Face have for it, and the factor. Other figures of
+a validation keep their names."""
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a row of metrics.jsonl; those that it does not have are left out.
+
+    >>> figures({"step": 3, "loss": 2.5, "bubble_ratio": 0.25, "mfu": None})
+    {'loss': 2.5, 'bubble(%)': 25.0}
+    >>> figures({"step": 3, "val_loss": 2.25, "val_accuracy": 0.5})
+    {'val_loss': 2.25, 'val_accuracy': 0.5}
+    """
+    named = {key: FIGURES.get(key, (key, 1.0)) for key in row if key in FIGURES or key.startswith("val_")}
+    return {name: row[key] * factor for key, (name, factor) in named.items() if row[key] is not None}
+
+
+class Reports:
+    """The loggers of one run; call ``update`` from time to time, and ``close`` at its end.
+
+    Rows that an earlier run of the directory has logged are not told again.
+    """
+
+    def __init__(self, job: JobSpec, directory: Path) -> None:
+        self._job, self._directory = job, directory
+        self._left: dict[str, None] = dict.fromkeys(job.train.report_to)
+        self._open: dict[str, Logger] = {}
+        self._rows = Follower(directory / METRICS)
+        if self._left:
+            list(self._rows.new_rows())
+
+    def update(self) -> None:
+        """Tell the loggers what the run has logged since the last call."""
+        for row in self._rows.new_rows() if self._left else ():
+            for name in list(self._left):
+                self._try(name, self._log, name, row)
+
+    def close(self) -> None:
+        """Tell them the rest, and close them."""
+        self.update()
+        for name, logger in self._open.items():
+            if name in self._left:
+                self._try(name, logger.close)
+
+    def _log(self, name: str, row: dict[str, Any]) -> None:
+        if name not in self._open:
+            self._open[name] = LOGGERS[name].make(self._job, self._directory, row["step"])
+        self._open[name].log(row["step"], figures(row))
+
+    def _try(self, name: str, call: Callable[..., None], *args: Any) -> None:
+        try:
+            call(*args)
+        except Exception as error:  # a library that reports to others must not end training
+            del self._left[name]
+            why = (str(error).splitlines() or [""])[0]
+            message = f"{name} gets no more figures of this run: {type(error).__name__}: {why}"
+            log_event(self._directory, "notice", message=message)

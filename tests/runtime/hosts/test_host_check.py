@@ -9,8 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from raypipe.errors import ClusterError
-from raypipe.runtime.group.host_check import apart, judge, no_answer
-from raypipe.runtime.hosts.host_report import HostReport
+from raypipe.runtime.hosts import host_check
+from raypipe.runtime.hosts.host_check import (
+    HostQuestion,
+    HostReport,
+    apart,
+    judge,
+    no_answer,
+    report_host,
+    versions,
+)
 
 OWN = {"Python": "3.11", "ray": "2.60.0", "torch": "2.13.0", "raypipe": "0.1.0 (source 0123abcd)"}
 GOOD = HostReport("10.0.0.2", OWN, shared=True, has_data=True, refusal="", network=None)
@@ -62,3 +70,28 @@ def test_a_node_that_does_not_answer_is_named() -> None:
     nodes = [SimpleNamespace(address="10.0.0.3"), SimpleNamespace(address="10.0.0.4")]
     said = str(no_answer(nodes, RUN, 60.0))  # type: ignore[arg-type]
     assert said.startswith("node 10.0.0.3, 10.0.0.4: did not answer within 60 s")
+
+
+def test_a_report_says_what_is_there(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(host_check, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(host_check, "use_interface", lambda *_: None)
+    ask = HostQuestion(tmp_path, ".shared-1", "10.0.0.1", one_host=False)
+    assert not report_host(ask, "10.0.0.2").shared
+    (tmp_path / ".shared-1").write_text("of another run")
+    assert not report_host(ask, "10.0.0.2").shared
+    (tmp_path / ".shared-1").write_text(".shared-1")
+    found = report_host(ask, "10.0.0.2")
+    assert (found.shared, found.has_data, found.refusal) == (True, False, "")
+    assert found.versions == versions()
+    assert [p.name for p in tmp_path.iterdir()] == [".shared-1"]
+
+
+def test_a_folder_that_cannot_be_written_into(tmp_path, monkeypatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(host_check, "use_interface", lambda *_: None)
+    (tmp_path / ".shared-1").write_text(".shared-1")
+    monkeypatch.setattr(Path, "touch", refuse)
+    found = report_host(HostQuestion(tmp_path, ".shared-1", "10.0.0.1", one_host=False), "10.0.0.2")
+    assert (found.shared, found.refusal) == (True, "Permission denied")

@@ -7,13 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
 
-from raypipe.checkpoint import commit, open_checkpoint, write_shard
+from raypipe.checkpoint import Snapshot, commit, open_checkpoint, write_shard
 from raypipe.errors import CheckpointError, ClusterError
-from raypipe.runtime.group import sent_files
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.node_files import SentShard
+from raypipe.runtime.state.shard_writer import put_snapshot
 
 
 class Calls(list):
@@ -34,10 +35,9 @@ def node(tmp_path, monkeypatch) -> Calls:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(node_files.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     monkeypatch.setattr(node_files, "CHUNK_BYTES", 7)
-    for module in (node_files, sent_files):
-        monkeypatch.setattr(module, "own_address", lambda: "10.0.0.2")
-        monkeypatch.setattr(module.ray, "put", lambda value: value)
-        monkeypatch.setattr(module.ray, "get", lambda value: value)
+    monkeypatch.setattr(node_files, "own_address", lambda: "10.0.0.2")
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    monkeypatch.setattr(ray, "get", lambda value: value)
     return Calls()
 
 
@@ -46,7 +46,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 
 def send(node: Calls, folder: Path) -> Path:
-    return sent_files.send_folder(SimpleNamespace(actors=[node]), [0], folder, "run", "data")[0]  # type: ignore[arg-type]
+    return node_files.send_folder([node], folder, "run", "data")[0]
 
 
 def test_a_folder_arrives_and_is_sent_again_only_if_it_changed(node, tmp_path) -> None:
@@ -85,15 +85,19 @@ def test_anothers_folder_is_refused(node, tmp_path, monkeypatch) -> None:
         mine("run")
 
 
+def put_shard(name: str, tensors: dict[str, torch.Tensor]) -> SentShard:
+    snapshot = Snapshot()
+    snapshot.take(tensors)
+    return put_snapshot(name, snapshot)
+
+
 def test_shards_make_the_checkpoint_that_they_would_make_at_home(node, tmp_path) -> None:
     tensors = [{"param/0.a": torch.randn(5)}, {"param/1.b": torch.randn(3, 2, dtype=torch.float64)}]
-    own, sent = tmp_path / "own", node_files.node_folder("run")
+    own = tmp_path / "own"
     own.mkdir()
-    shards = [write_shard(own, "rank-0", tensors[0])]
-    shards.append(node_files.sent_shard(write_shard(sent, "rank-1", tensors[1]), sent))
-    assert not list(sent.iterdir())
+    shards = [write_shard(own, "rank-0", tensors[0]), put_shard("rank-1", tensors[1])]
     assert len(shards[1].chunks) > 1
-    commit(own, 3, [sent_files.received(own, shard) for shard in shards], {})
+    commit(own, 3, [node_files.received(own, shard) for shard in shards], {})
     checkpoint = open_checkpoint(own)
     for each in tensors:
         for key, value in checkpoint.read(each).items():
@@ -101,8 +105,7 @@ def test_shards_make_the_checkpoint_that_they_would_make_at_home(node, tmp_path)
 
 
 def test_a_damaged_shard_is_no_checkpoint(node, tmp_path) -> None:
-    sent = node_files.node_folder("run")
-    good = node_files.sent_shard(write_shard(sent, "rank-0", {"param/0.a": torch.ones(4)}), sent)
+    good = put_shard("rank-0", {"param/0.a": torch.ones(4)})
     with pytest.raises(CheckpointError, match="is not what its worker sent"):
-        sent_files.received(tmp_path, SentShard(good.info, (b"x", *good.chunks[1:])))
+        node_files.received(tmp_path, SentShard(good.info, (b"x", *good.chunks[1:])))
     assert not list(tmp_path.glob("rank-*"))

@@ -14,9 +14,8 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec, job_from
-from raypipe.launch.report_to import loggers
-from raypipe.launch.report_to.loggers import check_loggers, mlflow_name
-from raypipe.launch.report_to.reports import Reports
+from raypipe.launch import loggers
+from raypipe.launch.loggers import Reports, check_loggers, mlflow_name
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 
 ROWS: list[dict[str, Any]] = [
@@ -94,9 +93,9 @@ def test_wandb_writes_every_figure_offline(tmp_path: Path, monkeypatch) -> None:
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
     # In a process of its own, because wandb replaces sys.exit for good.
-    code = "import sys; from pathlib import Path; from tests.launch.report_to.test_reports import told; "
+    code = "import sys; from pathlib import Path; from tests.launch.test_loggers import told; "
     command = [sys.executable, "-c", code + "told(Path(sys.argv[1]), 'wandb')", str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     steps = {}
