@@ -2,7 +2,7 @@
 
 At its U task, a stage replica's gradients are put aside. A block of the next step's first forward waits for the sums of
 its own parameters alone, which are updated then; sums of later blocks may still be under way. What no forward has asked
-for is updated at the end of it, or before anything else reads the weights (``complete_all``). There is no global
+for is updated at the end of it, or before anything else reads the weights (``commit``). There is no global
 gradient norm before all sums are in, so nothing can be clipped.
 
 Source: Peng et al. 2019 (ByteScheduler), section 3: crossing the global barrier.
@@ -10,7 +10,7 @@ Source: Peng et al. 2019 (ByteScheduler), section 3: crossing the global barrier
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,11 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from raypipe.runtime.clocks.clock import Clock, HostClock, Mark
-from raypipe.runtime.stage.stage import MicrobatchState, StageModule
-from raypipe.runtime.update.collective import Push
-from raypipe.runtime.update.gradients import GradientSync, StageKey, TieSum
+from raypipe.runtime.clocks.clock import HostClock, Mark
+from raypipe.runtime.update.gradients import StageKey, TieSum
 from raypipe.runtime.update.optimizer import set_rate
+from raypipe.runtime.update.policy import Trained, WeightUpdates
 from raypipe.schedule.lowering.programs import Program
 
 
@@ -58,61 +57,35 @@ class LateResult:
     """When each all-reduce was complete."""
 
 
-class LayerUpdates:
-    """Makes the updates of one device's stage replicas.
+class LayerUpdates(WeightUpdates):
+    """Makes the updates of one device's stage replicas, whose gradients ``PrioritisedAllReduce`` sums."""
 
-    Args:
-        modules: the stage replicas.
-        optimizers: theirs.
-        sync: sums their gradients, by ``PrioritisedAllReduce``.
-        push: moves this device's own messages on.
-        clock: the device's.
-        updated: called with a stage replica, and the number of the step, when all of it has been updated.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[StageKey, StageModule],
-        optimizers: Mapping[StageKey, torch.optim.Optimizer],
-        sync: GradientSync,
-        push: Push,
-        clock: Clock,
-        updated: Callable[[StageKey, int], None],
-    ) -> None:
-        self.modules, self.optimizers, self.sync = modules, optimizers, sync
-        self._push, self._clock, self._updated = push, clock, updated
+    def __init__(self, trained: Trained) -> None:
+        super().__init__(trained)
         self._open: dict[StageKey, Deferred] = {}
         self._late: dict[int, LateResult] = {}
         self._ties: list[TieSum] = []
         self._hooks: list[RemovableHandle] = []
         self._reads: dict[tuple[StageKey, int], list[nn.Parameter]] = {}
-        for key, module in modules.items():
-            trained = {id(p): p for p in module.trained.values()}
+        for key, module in self.modules.items():
+            own = {id(p): p for p in module.trained.values()}
             for number, block in enumerate(module.body.blocks):
-                self._reads[key, number] = [trained[id(p)] for p in block.parameters() if id(p) in trained]
-                hook = block.register_forward_pre_hook(partial(self._before, key, number))
-                self._hooks.append(hook)
+                self._reads[key, number] = [own[id(p)] for p in block.parameters() if id(p) in own]
+                # Each block waits for its own part, and so no forward for all of its stage.
+                self._hooks.append(block.register_forward_pre_hook(partial(self._before, key, number)))
 
-    def begin_step(self, program: Program, step: int, lr: float) -> None:
-        """See LateUpdates.begin_step."""
+    def sum(self, key: StageKey) -> None:
+        """See WeightUpdates.sum."""
+        self.after_forward(key)
+        super().sum(key)
 
-    def before_forward(self, key: StageKey) -> None:
-        """See LateUpdates.before_forward: each block waits for its own part (``_before``)."""
-
-    def before_backward(self, key: StageKey) -> None:
-        """See LateUpdates.before_backward."""
-
-    def takes(self, key: StageKey, saved: MicrobatchState) -> bool:
-        """See LateUpdates.takes: the executor computes them."""
-        return False
-
-    def begin(self) -> None:
-        """All sums of this device's step have been started: start those of parameters that several stages hold."""
+    def before_updates(self, times: NDArray[np.float64]) -> None:
+        """Start to sum the parameters that several stages hold; all other sums of the step have been started."""
         self._ties = self.sync.start_ties()
 
-    def defer(self, key: StageKey, step: int, lr: float) -> None:
-        """Put the gradients of a stage replica aside; they are those of ``step``, to be applied with ``lr``."""
-        self.complete(key)
+    def update(self, key: StageKey) -> None:
+        """Put the step's gradients of a stage replica aside, to be applied with the step's learning rate."""
+        self.after_forward(key)
         parts: list[UpdatePart] = []
         summed = self.sync.prioritised(key)
         if summed is not None:
@@ -131,12 +104,12 @@ class LayerUpdates:
         for p in self.modules[key].trained.values():
             p.grad = None
         of = {p: number for number, part in enumerate(parts) for p in part.parameters}
-        self._open[key] = Deferred(step, lr, dict(enumerate(parts)), of)
-        self._late.setdefault(step, LateResult())
+        self._open[key] = Deferred(self.step, self.lr, dict(enumerate(parts)), of)
+        self._late.setdefault(self.step, LateResult())
         if alone:
             self._update(key, len(parts) - 1)
 
-    def complete(self, key: StageKey) -> None:
+    def after_forward(self, key: StageKey) -> None:
         """Make what is left of a stage replica's update; does nothing if nothing is."""
         deferred = self._open.get(key)
         if deferred is None:
@@ -144,43 +117,38 @@ class LayerUpdates:
         for number in list(deferred.parts):
             self._update(key, number)
         del self._open[key]
-        at = self.sync.settle(key, self._push, self._clock)
+        at = self.sync.settle(key, self.push, self.clock)
         if at is not None:
             self._late[deferred.step].summed[key] = at
         self.sync.drop(key)
-        self._updated(key, deferred.step)
+        self.move_statistics(key, deferred.step)
 
-    def complete_all(self) -> None:
-        """Make what is left of all updates."""
+    def commit(self, wait: bool = True) -> bool:
+        """Make what is left of all updates; they stand."""
         for key in list(self._open):
-            self.complete(key)
+            self.after_forward(key)
+        return True
 
     def close(self) -> None:
-        """Give up what is left of the updates, and everything that this refers to.
-
-        A worker's objects are not looked through for reference cycles (``gc.freeze``), so none may be left behind:
-        with it, the process groups of the plan before would live on.
-        """
+        """See WeightUpdates.close."""
         for hook in self._hooks:
             hook.remove()
         self._open.clear()
         self._late.clear()
 
-    def report(self, step: int, program: Program, times: NDArray[np.float64]) -> float:
-        """Return this device's share of a step's squared gradient norm; its updates are completed for that.
+    def report(self, step: int, program: Program) -> Callable[[NDArray[np.float64]], float]:
+        """See WeightUpdates.report; the ends of sums are set where the host's clock can say them."""
 
-        ``times`` (``[tasks, 2]``, of the step's program) gets the ends of all-reduces, where the host's clock can say.
-        """
-        for key, deferred in list(self._open.items()):
-            if deferred.step <= step:
-                self.complete(key)
-        late = self._late.pop(step, LateResult())
-        if isinstance(self._clock, HostClock):
-            for i, action in enumerate(program.actions):
-                task = action.task
-                if task.kind == "AR" and (task.stage, task.replica) in late.summed:
-                    times[i, 1] = late.summed[task.stage, task.replica]
-        return float(torch.stack(late.squares).sum()) if late.squares else 0.0
+        def complete(times: NDArray[np.float64]) -> float:
+            for key, deferred in list(self._open.items()):
+                if deferred.step <= step:
+                    self.after_forward(key)
+            late = self._late.pop(step, LateResult())
+            if isinstance(self.clock, HostClock):
+                self.mark_sums(program, times, late.summed)
+            return float(torch.stack(late.squares).sum()) if late.squares else 0.0
+
+        return complete
 
     def _before(self, key: StageKey, block: int, *_call: object) -> None:
         deferred = self._open.get(key)
@@ -205,10 +173,10 @@ class LayerUpdates:
     def _take_bucket(self, key: StageKey, number: int) -> None:
         summed = self.sync.prioritised(key)
         assert summed is not None
-        summed.take(number, self._push)
+        summed.take(number, self.push)
 
     def _take_tie(self, tie: TieSum, held: Sequence[nn.Parameter]) -> None:
-        total = tie.wait(self._push)
+        total = tie.wait(self.push)
         for p in held:
             p.grad = total.clone()
 

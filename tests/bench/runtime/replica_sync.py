@@ -36,7 +36,7 @@ from raypipe.plan.online.tune_first_k import JUDGE_AT
 from raypipe.runtime.backward.deferred import Closure
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.setup.setup import Setup
-from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
+from raypipe.runtime.update.buckets import BucketedAllReduce
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.train import make_plan

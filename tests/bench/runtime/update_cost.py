@@ -24,7 +24,7 @@ from raypipe.job import GptSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.process.set_up import set_up_process
-from raypipe.runtime.update.bucketed_all_reduce import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets_of
+from raypipe.runtime.update.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, buckets_of
 from raypipe.runtime.update.optimizer import make_optimizer
 
 STAGES = {"small": (64, 2, 64), "large": (256, 2, 512), "wide": (768, 3, 512)}

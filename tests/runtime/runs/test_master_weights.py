@@ -16,9 +16,7 @@ from raypipe.job.load import job_from
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers, random_keys
-from raypipe.runtime.update.master_weights import updated_tensor
-from raypipe.runtime.update.optimizer import make_optimizer
-from raypipe.runtime.update.updates import OptimizerSnapshot
+from raypipe.runtime.update.optimizer import OptimizerSnapshot, make_optimizer, updated_tensor
 from tests.capture.models import FAMILIES
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job

@@ -22,9 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.runtime.clocks.clock import Clock, Mark
-from raypipe.runtime.update.cast_sum import start_all_reduce
-from raypipe.runtime.update.collective import PendingSum, Push, wait_for
-from raypipe.runtime.update.flat_gradients import FlatGradients
+from raypipe.runtime.update.collectives import PendingSum, Push, start_all_reduce, wait_for
 
 FIRST_BUCKET_BYTES = 1 << 20
 """A small first bucket starts the communication early."""
@@ -202,3 +200,60 @@ class BucketedAllReduce:
         end = max(self._seen) if self._seen else clock.mark()
         self._works, self._seen, self._started, self._missing = [], [], 0, []
         return end
+
+
+# Gradients that accumulate in one flat tensor, so that a collective needs no copy before or after it.
+
+
+class FlatGradients:
+    """The gradients of some parameters of one dtype, which are views of one flat tensor from ``open`` to ``close``.
+
+    Args:
+        parameters: in the order in which their gradients lie in the flat tensor.
+        size: elements of the flat tensor, if it is padded with zeros beyond the parameters' own.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], size: int | None = None) -> None:
+        self.parameters = tuple(parameters)
+        self._sizes = [p.numel() for p in parameters]
+        self._size = sum(self._sizes) if size is None else size
+        self._views: list[Tensor] = []
+        self.flat = torch.empty(0)
+        self.lasting = False
+        """Whether every step has the same memory; else it is allocated anew."""
+        self._kept: tuple[Tensor, list[Tensor]] | None = None
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat tensor."""
+        return self._size
+
+    @property
+    def opened(self) -> bool:
+        """Return whether gradients accumulate in the flat tensor now."""
+        return bool(self._views)
+
+    def open(self) -> None:
+        """Let gradients accumulate in the flat tensor; those that were computed elsewhere are copied into it."""
+        if not self._views and self._kept is not None:
+            self.flat, self._views = self._kept
+            self.flat.zero_()
+        elif not self._views:
+            first = self.parameters[0]
+            self.flat = torch.zeros(self._size, dtype=first.dtype, device=first.device)
+            parts = torch.split(self.flat[: sum(self._sizes)], self._sizes)
+            self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        for p, view in zip(self.parameters, self._views, strict=True):
+            if p.grad is not view:
+                if p.grad is not None:
+                    view.copy_(p.grad)
+                p.grad = view
+
+    def close(self) -> Tensor:
+        """Drop the gradients; returns the flat tensor, which is freed unless somebody keeps it."""
+        for p in self.parameters:
+            p.grad = None
+        if self.lasting and self._views:
+            self._kept = self.flat, self._views
+        flat, self._views, self.flat = self.flat, [], torch.empty(0)
+        return flat

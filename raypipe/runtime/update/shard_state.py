@@ -8,9 +8,9 @@ from torch import Tensor
 
 from raypipe.checkpoint import Checkpoint
 from raypipe.errors import CheckpointError
-from raypipe.runtime.shard.flat_weights import FlatWeights
-from raypipe.runtime.shard.sharded_stage import ShardedStage
-from raypipe.runtime.update.master_weights import load_master, updated_tensor
+from raypipe.runtime.update.flat_weights import FlatWeights
+from raypipe.runtime.update.optimizer import load_master, updated_tensor
+from raypipe.runtime.update.shards import ShardedStage
 
 
 def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,49 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.models.host_copies import to_host
-from raypipe.runtime.late.side_stream import Done, SideStream
-from raypipe.runtime.stage.stage import MicrobatchState, StageModule
-from raypipe.runtime.update.collective import Push
-from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.stage.stage import MicrobatchState
+from raypipe.runtime.update.gradients import StageKey
 from raypipe.runtime.update.optimizer import set_rate
+from raypipe.runtime.update.policy import Trained, WeightUpdates
+from raypipe.runtime.update.side_stream import Done, SideStream
 from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Program
-
-# Updates that are made while the next step already runs: what the executor asks of them.
-
-
-class LateUpdates(Protocol):
-    """Makes the updates of one device's stage replicas without a barrier between steps."""
-
-    def begin_step(self, program: Program, step: int, lr: float) -> None:
-        """A training step begins."""
-
-    def before_forward(self, key: StageKey) -> None:
-        """The forward of a stage replica is to run next; what it reads must be updated by then."""
-
-    def before_backward(self, key: StageKey) -> None:
-        """A backward of a stage replica is to run next, and may add to gradients."""
-
-    def takes(self, key: StageKey, saved: MicrobatchState) -> bool:
-        """Take over the deferred weight gradients of a micro-batch; returns False to leave them to the caller."""
-
-    def begin(self) -> None:
-        """All sums of this device's step have been started."""
-
-    def defer(self, key: StageKey, step: int, lr: float) -> None:
-        """The step's gradients of a stage replica are complete, or will be; ``lr`` is that of its update."""
-
-    def complete(self, key: StageKey) -> None:
-        """Make what is left of a stage replica's update; does nothing if nothing is."""
-
-    def complete_all(self) -> None:
-        """Make what is left of all updates."""
-
-    def report(self, step: int, program: Program, times: NDArray[np.float64]) -> float:
-        """Return this device's share of a step's squared gradient norm; its updates are completed for that."""
-
-    def close(self) -> None:
-        """Give up what is left of the updates, and everything that this refers to."""
 
 
 @dataclass(slots=True)
@@ -83,32 +46,20 @@ class _Step:
     """When ``total`` is there."""
 
 
-class SideUpdates:
+class SideUpdates(WeightUpdates):
     """Makes the weight gradients and updates of one device's stage replicas.
 
     Args:
-        modules: the stage replicas.
-        optimizers: theirs.
-        sync: adds up the gradients of parameters that several stages hold.
+        trained: what the updates are about; its sums are of parameters that several stages hold.
         stream: the second stream.
         held: per stage whose last weight gradient of a step is held back, the stage before whose next forward it
             begins.
-        push: moves this device's own messages on.
-        updated: called with a stage replica, and the number of the step, when its forwards are complete.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[StageKey, StageModule],
-        optimizers: Mapping[StageKey, torch.optim.Optimizer],
-        sync: GradientSync,
-        stream: SideStream,
-        held: Mapping[int, int],
-        push: Push,
-        updated: Callable[[StageKey, int], None],
-    ) -> None:
-        self.modules, self.optimizers, self.sync, self.stream = modules, optimizers, sync, stream
-        self._until, self._push, self._updated = held, push, updated
+    def __init__(self, trained: Trained, stream: SideStream, held: Mapping[int, int]) -> None:
+        super().__init__(trained)
+        self.stream, self._until = stream, held
+        modules, sync = self.modules, self.sync
         tied = frozenset(
             key
             for key, module in modules.items()
@@ -128,12 +79,13 @@ class SideUpdates:
         """Stages with a parameter to whose gradient both streams add."""
 
     def begin_step(self, program: Program, step: int, lr: float) -> None:
-        """See LateUpdates.begin_step."""
+        """See UpdatePolicy.begin_step."""
+        super().begin_step(program, step, lr)
         tasks = (a.task for a in program.actions if a.task.kind in WEIGHT_GRADIENTS)
         self._open[step] = _Step(step, lr, Counter((t.stage, t.replica) for t in tasks for _ in t.mbs))
 
     def takes(self, key: StageKey, saved: MicrobatchState) -> bool:
-        """See LateUpdates.takes."""
+        """See WeightUpdates.takes."""
         step = next(reversed(self._open.values()))
         if key not in self._weights and any(p.grad is not None for c in saved.closures for p in c.parameters):
             self._mixed.add(key)
@@ -173,7 +125,7 @@ class SideUpdates:
     def _make(self, step: _Step, group: frozenset[StageKey]) -> None:
         if len(group) > 1:
             for tie in self.sync.start_ties():
-                total = tie.wait(self._push)
+                total = tie.wait(self.push)
                 for copy in tie.copies:
                     copy.grad = total if copy is tie.copies[0] else total.clone()
         for key in sorted(group):
@@ -189,7 +141,7 @@ class SideUpdates:
 
     def join(self, step: int) -> Tensor:
         """Let the main stream wait for all of a step, and forget it; return its squared norm, on the device."""
-        self.complete_all()
+        self.commit()
         one = self._open.pop(step)
         assert one.known is not None, "every weight gradient of the step has been issued"
         one.known.wait()
@@ -204,7 +156,7 @@ class SideUpdates:
             left.clear()
 
     def before_forward(self, key: StageKey) -> None:
-        """See LateUpdates.before_forward."""
+        """See WeightUpdates.before_forward."""
         for step, late, saved in self._held.pop(key[0], ()):
             self._issue(step, late, saved)
         self._issue_held(self._group[key])
@@ -221,37 +173,36 @@ class SideUpdates:
                 self._issue(step, late, saved)
 
     def before_backward(self, key: StageKey) -> None:
-        """See LateUpdates.before_backward."""
+        """See WeightUpdates.before_backward."""
         if key in self._mixed and key in self._weights:
             self._weights[key].wait()
 
-    def begin(self) -> None:
-        """See LateUpdates.begin: there are no sums."""
+    def update(self, key: StageKey) -> None:
+        """See WeightUpdates.update: the last weight gradient of a stage brings its update along."""
+        self.move_statistics(key, self.step)
 
-    def defer(self, key: StageKey, step: int, lr: float) -> None:
-        """See LateUpdates.defer: the last weight gradient of a stage brings its update along."""
-        self._updated(key, step)
-
-    def complete(self, key: StageKey) -> None:
-        """See LateUpdates.complete: ``before_forward`` has made it."""
-
-    def complete_all(self) -> None:
-        """See LateUpdates.complete_all."""
+    def commit(self, wait: bool = True) -> bool:
+        """Let the main stream wait for all updates; they stand."""
         self._issue_held(frozenset(self.modules))
         for key in list(self._updates):
             self._updates.pop(key).wait()
+        return True
 
-    def report(self, step: int, program: Program, times: NDArray[np.float64]) -> float:
-        """See LateUpdates.report. Times of tasks of the second stream stay those at which they were issued."""
-        one = self._open.pop(step)
-        if any(one.left.values()):
-            self._issue_held(frozenset(self.modules))
-        assert one.known is not None, "every weight gradient of the step has been issued"
-        one.known.synchronize()
-        return float(one.total) if one.total is not None else 0.0
+    def report(self, step: int, program: Program) -> Callable[[NDArray[np.float64]], float]:
+        """See WeightUpdates.report. Times of tasks of the second stream stay those at which they were issued."""
+
+        def complete(times: NDArray[np.float64]) -> float:
+            one = self._open.pop(step)
+            if any(one.left.values()):
+                self._issue_held(frozenset(self.modules))
+            assert one.known is not None, "every weight gradient of the step has been issued"
+            one.known.synchronize()
+            return float(one.total) if one.total is not None else 0.0
+
+        return complete
 
     def close(self) -> None:
-        """See LateUpdates.close."""
+        """See WeightUpdates.close."""
         self._held.clear()
         self._open.clear()
         self.stream.close()
