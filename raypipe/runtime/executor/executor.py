@@ -33,16 +33,15 @@ from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.buckets import BucketedAllReduce
 from raypipe.runtime.update.gradients import GradientSync, StageKey
-from raypipe.runtime.update.layer_updates import LayerUpdates
+from raypipe.runtime.update.late_updates import LayerUpdates, SideUpdates
 from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.update.policy import Trained, WeightUpdates
 from raypipe.runtime.update.shards import DeviceShards
 from raypipe.runtime.update.side_stream import side_stream
-from raypipe.runtime.update.side_updates import SideUpdates
 from raypipe.runtime.update.updates import DeferredUpdates, StashedUpdates, Updates
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.ir import Task as PipelineTask
-from raypipe.schedule.kinds import WEIGHT_GRADIENTS
+from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Action, Program, completed_by
 from raypipe.tensor import ProcessGroup, current_group
 
@@ -457,9 +456,8 @@ class Executor(ProgramRunner):
 
 HANDLERS: Final[Mapping[str, Handler]] = {
     "F": Executor._forward,
-    "B": Executor._backward,
+    **dict.fromkeys(BACKWARD, Executor._backward),
     "W": Executor._weights,
-    "BW": Executor._backward,
     "R": Executor._recompute,
     "AG": lambda executor, action: executor.shards.stages[_key(action)].gather(),
     "RS": lambda executor, action: executor.shards.reduce_scatter(_key(action)),

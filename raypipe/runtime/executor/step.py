@@ -174,9 +174,9 @@ class StepSettings:
     message_cast: MessageCast | None = None
     """Cast of the messages between devices; None to send them as they are."""
     by_layer: bool = False
-    """Whether layers are updated one by one as their sums come in (``update.layer_updates``)."""
+    """Whether layers are updated one by one as their sums come in (``update.late_updates``)."""
     side_stream: Mapping[int, int] | None = None
-    """Where weight gradients and updates run on a second stream (``update.side_updates``): the stages whose last weight
+    """Where weight gradients and updates run on a second stream (``update.late_updates``): the stages whose last weight
     gradient is held back, and before which stage's next forward it begins."""
     sub_pipelined: bool = False
     """Whether every micro-batch runs in two halves that alternate."""

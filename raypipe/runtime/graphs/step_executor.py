@@ -29,9 +29,8 @@ from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StartedStep
 from raypipe.runtime.graphs.device_graphs import CudaGraphs, DeviceGraphs, Graph, GraphError
 from raypipe.runtime.setup.setup import Setup
-from raypipe.runtime.update.layer_updates import LayerUpdates
+from raypipe.runtime.update.late_updates import LayerUpdates, SideUpdates
 from raypipe.runtime.update.optimizer import set_rate
-from raypipe.runtime.update.side_updates import SideUpdates
 from raypipe.schedule.lowering.programs import Program
 
 UNCAPTURED = 2

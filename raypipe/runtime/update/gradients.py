@@ -18,9 +18,8 @@ from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.buckets import BucketedAllReduce
+from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce
 from raypipe.runtime.update.collectives import PendingSum, Push, start_all_reduce, wait_for
-from raypipe.runtime.update.prioritised import PrioritisedAllReduce
 from raypipe.runtime.update.shards import ShardedStage
 
 StageKey = tuple[int, int]

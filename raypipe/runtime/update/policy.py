@@ -1,7 +1,7 @@
-"""What the executor asks about updates: when gradients are summed, when an update is made, when it is final.
+"""Update policies: when gradients are summed, when an update is made, when it is final.
 
 The executor asks its policy at fixed moments of a step, and knows nothing else of updates. ``updates`` has those behind
-a barrier between steps and PipeDream's; ``layer_updates`` and ``side_updates`` go without a barrier.
+a barrier between steps and PipeDream's; ``late_updates`` has those that go without.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from raypipe.schedule.lowering.programs import Program
 
 
 class UpdatePolicy:
-    """What a runner asks about updates, in the order of a step. This one has none to make."""
+    """All that a runner asks about updates, in the order of a step. This one has none to make."""
 
     pending = False
     """Whether the last updates may still be taken back, or have yet to be made: see ``commit``."""
@@ -64,7 +64,7 @@ class UpdatePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What the updates of one device are about."""
+    """All that the updates of one device are about."""
 
     modules: Mapping[StageKey, StageModule]
     optimizers: Mapping[StageKey, torch.optim.Optimizer]

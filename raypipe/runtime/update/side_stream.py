@@ -117,7 +117,7 @@ class DeviceStream:
             work()
         end.record(self._stream)
         self._kept.append((end, keep))
-        return Done(lambda: current_stream(self._device).wait_event(end), end.synchronize)
+        return Done(lambda: current_stream(self._device).wait_event(end), lambda: end.synchronize())
 
     def close(self) -> None:
         """See SideStream.close."""

@@ -53,8 +53,7 @@ from raypipe.runtime.update.gradients import GradientSync, StageKey, tied_over_d
 from raypipe.runtime.update.ledger import Facts, Ledger, Standing
 from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
-from raypipe.runtime.update.shard_state import read_shards
-from raypipe.runtime.update.shards import divide
+from raypipe.runtime.update.shards import divide, read_shards
 from raypipe.runtime.update.side_stream import prefer_main_stream
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.runtime.validation.predictions import Preprocess

@@ -23,8 +23,7 @@ from raypipe.explain.measured import Measured, TaskTimes, task_times
 from raypipe.explain.mending import Cause
 from raypipe.explain.replay import Replay
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
-from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal, start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import DeviceFaults
 from raypipe.runtime.emulation.links import Links
 from raypipe.runtime.group.worker_group import WorkerGroup

@@ -18,8 +18,8 @@ from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.step_executor import UNCAPTURED, StepExecutor, StepKeys
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.update.gradients import GradientSync
+from raypipe.runtime.update.late_updates import SideUpdates
 from raypipe.runtime.update.optimizer import learning_rate
-from raypipe.runtime.update.side_updates import SideUpdates
 from tests.exhaustive import exhaustive
 from tests.runtime.graphs.recorded import FreedMemoryError, RecordedGraphs
 from tests.runtime.host_waits import Noise, side_order

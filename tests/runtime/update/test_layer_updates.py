@@ -15,7 +15,7 @@ from raypipe.cost.gpt_work import gpt_work
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.backward import deferred
-from raypipe.runtime.update import buckets, prioritised
+from raypipe.runtime.update import buckets
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 
 SPEC = GptSpec(type="gpt", layers=3, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.1, tie_embeddings=False)
@@ -127,7 +127,7 @@ def test_updates_are_those_of_a_barrier(k, monkeypatch) -> None:
 
 
 def test_large_buckets_are_summed_in_pieces(monkeypatch) -> None:
-    monkeypatch.setattr(prioritised, "PIECE_BYTES", 8 * 1000)
+    monkeypatch.setattr(buckets, "PIECE_BYTES", 8 * 1000)
     log = Log()
     made = two_steps(log, monkeypatch)
     begin = log.events.index(("step", 6))

@@ -11,7 +11,7 @@ import torch
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.update import side_updates
+from raypipe.runtime.update import late_updates
 from raypipe.runtime.update.side_stream import DeviceStream, ThreadStream
 from tests.runtime.host_waits import side_order
 from tests.runtime.runs.one_device import LR, even_cut, one_device
@@ -97,7 +97,7 @@ def test_a_joint_backward_and_a_validation_between_steps(monkeypatch) -> None:
 def test_a_main_stream_that_does_not_wait_is_found_out(forgets, monkeypatch) -> None:
     monkeypatch.setattr("raypipe.runtime.executor.executor.side_stream", lambda device: Slow())
     expected = trained(False, 4, None)
-    monkeypatch.setattr(side_updates.SideUpdates, forgets, lambda self, key: None)
+    monkeypatch.setattr(late_updates.SideUpdates, forgets, lambda self, key: None)
     if forgets == "before_backward":  # only a parameter that both streams add to has to be waited for
         assert_alike(trained(False, 4, {}), expected)
         return
