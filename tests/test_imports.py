@@ -15,7 +15,7 @@ LAYERS = [
 ]  # fmt: skip
 """The rooms, in the order that data flows through them."""
 RUNTIME = [
-    "transport", "clocks", "process", "backward", "stage", "update", "shard", "late", "validation", "setup", "hosts",
+    "transport", "clocks", "process", "backward", "stage", "update", "validation", "setup", "hosts",
     "executor", "compiled", "graphs", "samples", "state", "recovery", "worker", "group", "saving", "driver",
     "cluster", "emulation",
 ]  # fmt: skip

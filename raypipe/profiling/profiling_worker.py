@@ -7,7 +7,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,13 +24,15 @@ from raypipe.models import build_model
 from raypipe.models.build import Fields
 from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import Samples, middle_look
+from raypipe.runtime.executor.executor import HANDLERS, Executor
+from raypipe.runtime.executor.runner import Handler
 from raypipe.runtime.process.memory import PeakMeter, allocated_bytes, host_memory_bytes, resident_bytes
 from raypipe.runtime.process.set_up import give_back_memory
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.setup.communicators import Communicators, Topology
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
-from raypipe.runtime.update.flat_collectives import start_all_gather, start_reduce_scatter
+from raypipe.runtime.update.collectives import start_all_gather, start_reduce_scatter
 from raypipe.runtime.update.optimizer import learning_rate, untraced
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.ir import Task
@@ -181,31 +183,33 @@ class StageProfiler(StageWorker):
         ``effort`` says how often.
         """
         train = self.setup_data.job.train
-        plain = type(self.executor).run_task
         in_use: list[tuple[int, int]] = []
         peaks: list[int] = []
         looks: list[NDArray[np.int64]] = []
         ran: list[float] = []
         own_clock = time.thread_time if self.device.type == "cpu" else lambda: math.nan
 
-        def timed(action: Action) -> None:
+        def plain(executor: Executor, action: Action) -> None:
+            HANDLERS[action.task.kind](executor, action)
+
+        def timed(executor: Executor, action: Action) -> None:
             before = own_clock()
-            plain(self.executor, action)  # on a GPU, the runner's clock measures the task instead
+            plain(executor, action)  # on a GPU, the runner's clock measures the task instead
             ran.append(own_clock() - before)
 
-        def metered(action: Action) -> None:
+        def metered(executor: Executor, action: Action) -> None:
             before = allocated_bytes(self.device)
-            plain(self.executor, action)
+            plain(executor, action)
             in_use.append((before, allocated_bytes(self.device)))
 
-        def peaking(action: Action) -> None:
+        def peaking(executor: Executor, action: Action) -> None:
             with PeakMeter(self.device) as meter:
-                plain(self.executor, action)
+                plain(executor, action)
             peaks.append(meter.peak - meter.before)
 
-        def timed_and_metered(action: Action) -> None:
+        def timed_and_metered(executor: Executor, action: Action) -> None:
             with PeakMeter(self.device) as meter:
-                timed(action)
+                timed(executor, action)
             in_use.append((meter.before, allocated_bytes(self.device)))
             peaks.append(meter.peak - meter.before)
 
@@ -214,8 +218,8 @@ class StageProfiler(StageWorker):
 
         number = itertools.count()
 
-        def step(run_task: Callable[[Action], None]) -> NDArray[np.float64]:
-            self.executor.run_task = run_task  # type: ignore[method-assign, assignment]
+        def step(run_task: Handler) -> NDArray[np.float64]:
+            self.executor.handlers = dict.fromkeys(HANDLERS, run_task)
             n = next(number)
             return self.executor.run(program, n, learning_rate(train, n)).times
 

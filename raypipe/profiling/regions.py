@@ -29,12 +29,12 @@ from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.regions.profile import LayerCost, Region, RegionProfile, Together
 from raypipe.profiling.profiled_steps import alike
 from raypipe.runtime.backward.waiting import WaitingOperands
-from raypipe.runtime.late.side_stream import SideStream, prefer_main_stream, side_stream
 from raypipe.runtime.process.memory import allocated_bytes
 from raypipe.runtime.process.set_up import set_up_process
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.transport.channel import Payload
 from raypipe.runtime.update.optimizer import make_optimizer
+from raypipe.runtime.update.side_stream import SideStream, prefer_main_stream, side_stream
 
 Say = Callable[[str], None]
 

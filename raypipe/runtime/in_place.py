@@ -20,11 +20,11 @@ from ray.exceptions import RayActorError, RayError
 from raypipe.errors import DeviceError, RaypipeError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.online.better_order import Running
-from raypipe.runtime.executor.ledger import Facts, Standing, agreed_steps
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
 from raypipe.runtime.recovery.replacement import transfers
 from raypipe.runtime.set_up_workers import setups_of
+from raypipe.runtime.update.ledger import Facts, Standing, agreed_steps
 
 AT_ONE_STEP = 3
 """Recoveries after the same step, beyond which the run restarts: whatever kills the workers comes with that step."""

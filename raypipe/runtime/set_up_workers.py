@@ -22,8 +22,8 @@ from raypipe.runtime.hosts.node_files import files_of_nodes
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.setup.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
-from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.runtime.update.gradients import TiedHolders, shared_groups
+from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program, check_counted, edges, programs, step_programs

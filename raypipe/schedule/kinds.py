@@ -1,6 +1,6 @@
 """The table of task kinds and their properties.
 
-A new kind needs a row here, a letter in ``Kind``, a rule in ``deps.py`` and a branch in the runtime's executor. Code
+A new kind needs a row here, a letter in ``Kind``, a rule in ``deps.py`` and a handler in the runtime's executor. Code
 that treats several kinds alike uses one of the sets below; literals are only for code that is about a single kind.
 """
 

@@ -23,13 +23,13 @@ from raypipe.models import DTYPES, GptLayers, build_model
 from raypipe.partition.pieces import tensor_ranks_of
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StepSettings
-from raypipe.runtime.shard.device_shards import divide
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.gradients import GradientSync, TiedHolders
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders, tied_over_devices
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.optimizer import make_optimizer
+from raypipe.runtime.update.shards import divide
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import StageGraph
@@ -94,7 +94,7 @@ def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=Non
         timeout_s=10, device=cpu, slices=slices,
         autocast=torch.bfloat16 if dtype == "bfloat16" else None,
     )  # fmt: skip
-    shards = divide(modules, schedule.sharding, schedule.placement, tuple(tied), groups or {})
+    shards = divide(modules, schedule.sharding, schedule.placement, tied_over_devices(tied), groups or {})
     sync = GradientSync(0, modules, schedule.placement, tuple(tied), {}, sharded=shards.stages)
     pieces = {k: stage.named_pieces for k, stage in shards.stages.items()}
     optimizers = {

@@ -10,13 +10,13 @@ import torch
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
-from raypipe.runtime.shard import flat_weights
-from raypipe.runtime.shard.device_shards import shard_groups
+from raypipe.runtime.update import flat_weights
+from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
 from tests.cost.test_memory_of_a_step import MACHINE, executor, most_at_once
-from tests.runtime.update.test_bucketed_all_reduce import Done
+from tests.runtime.update.test_buckets import Done
 
 SPEC = GptSpec(layers=4, hidden=128, heads=4, sequence=64, vocabulary=256, dropout=0.0, tie_embeddings=False)
 MICROBATCH = 2

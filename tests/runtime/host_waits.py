@@ -27,18 +27,16 @@ from raypipe.models import DTYPES, GptLayers, host_copies
 from raypipe.runtime.clocks import clock
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StepResult, StepSettings
-from raypipe.runtime.late import side_stream
-from raypipe.runtime.shard.device_shards import divide, shard_groups
-from raypipe.runtime.shard.sharded_stage import ShardedStage
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.interfaces import GLOO
 from raypipe.runtime.transport.process_groups import create_groups
-from raypipe.runtime.update.device_norm import DeviceShares
-from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups
-from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.update.optimizer import ParameterPiece, learning_rate, make_optimizer
+from raypipe.runtime.update import side_stream
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups, tied_over_devices
+from raypipe.runtime.update.norm import DeviceShares, Shares
+from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from raypipe.runtime.update.shards import divide, shard_groups
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import Program, programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
@@ -138,7 +136,7 @@ def executor(
     )
     wanted = shared_groups(schedule.placement, tied, True) | shard_groups(schedule.sharding, schedule.placement)
     groups = create_groups(wanted, "gloo") if copy is not None else {}
-    shards = divide(modules, schedule.sharding, schedule.placement, tied, groups)
+    shards = divide(modules, schedule.sharding, schedule.placement, tied_over_devices(tied), groups)
     assert set(shards.stages) == (set(modules) if copy is not None else set())
     fields = {name for stage in stages for name in stage.reads}
     settings = StepSettings(
@@ -149,22 +147,13 @@ def executor(
     made = Executor(
         settings, modules,
         {
-            key: make_optimizer(train, *updated(m, shards.stages.get(key)))
+            key: make_optimizer(train, *shards.updated(key, m))
             for key, m in modules.items()
         },
         model.task, feed, GradientSync(own, modules, schedule.placement, tied, groups, sharded=shards.stages),
         Shares(None) if shares is None else shares, {}, {}, StageIOSpecs(model, cut, MICROBATCH), {}, shards,
     )  # fmt: skip
     return made, programs(schedule)[own], train
-
-
-def updated(
-    module: StageModule, divided: ShardedStage | None
-) -> tuple[dict[str, torch.nn.Parameter], list[ParameterPiece]]:
-    """What the optimizer of a stage updates: whole parameters, and this device's pieces of divided ones."""
-    if divided is None:
-        return module.trained, []
-    return {name: p for name, p in module.trained.items() if name not in divided.names}, divided.named_pieces
 
 
 def numbers(result: StepResult) -> list[float]:

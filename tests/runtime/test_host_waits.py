@@ -25,7 +25,7 @@ def run(case: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-ALLOWED = {"side-stream-held": ("runtime/late/side_stream.py",)}
+ALLOWED = {"side-stream-held": ("runtime/update/side_stream.py",)}
 """A step's norm is known only when the next forward has computed what was held back: asking for it waits for that."""
 
 

@@ -60,7 +60,7 @@ class WeightQueue:
     def cast(self, parameter: Tensor) -> Tensor:
         """Cast a parameter of a product as autocast would, if it is on: one copy for all micro-batches of a step.
 
-        Autograd functions run without gradients, so autocast's own cache does not serve here (``weight_casts``).
+        Autograd functions run without gradients, so autocast's own cache does not serve here (``executor.casts``).
         """
         kind = parameter.device.type
         if not torch.is_autocast_enabled(kind) or parameter.dtype != torch.float32:

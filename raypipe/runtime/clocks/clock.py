@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,14 +16,13 @@ Mark = float
 """A moment of the current step. Only the clock that made it can interpret it, through ``Clock.end``."""
 
 
-class Spans(Protocol):
+class Spans(NamedTuple):
     """The times of a step that is issued, though the device may not have come to its end."""
 
-    def ready(self) -> bool:
-        """Return whether ``times`` would return at once."""
-
-    def times(self) -> NDArray[np.float64]:
-        """Return the marks as seconds on this host's monotonic clock; waits for the device. Can be called once."""
+    ready: Callable[[], bool]
+    """Returns whether ``times`` would return at once."""
+    times: Callable[[], NDArray[np.float64]]
+    """Returns the marks as seconds on this host's monotonic clock; waits for the device. Can be called once."""
 
 
 class Clock(Protocol):
@@ -36,31 +35,15 @@ class Clock(Protocol):
         """End a step of these marks, and forget them. Does not block."""
 
 
-class HostSpans:
-    """Times that are known already."""
-
-    def __init__(self, times: NDArray[np.float64]) -> None:
-        self._times = times
-
-    def ready(self) -> bool:
-        """See Spans.ready."""
-        return True
-
-    def times(self) -> NDArray[np.float64]:
-        """See Spans.times."""
-        return self._times
-
-
 class HostClock:
     """The clock for devices whose work is done when the call returns."""
 
-    def mark(self) -> Mark:
-        """See Clock.mark."""
-        return time.monotonic()
+    mark = staticmethod(time.monotonic)
+    """See Clock.mark."""
 
     def end(self, marks: NDArray[np.float64]) -> Spans:
         """See Clock.end."""
-        return HostSpans(marks)
+        return Spans(lambda: True, lambda: marks)
 
 
 class EventClock:
@@ -98,7 +81,8 @@ class EventClock:
         """See Clock.end."""
         self.mark()
         taken, self._taken = self._taken, []
-        return EventSpans(self, marks.astype(np.intp), taken)
+        indices = marks.astype(np.intp)
+        return Spans(taken[-1].query, lambda: np.asarray(self.resolve(taken)[indices]))
 
     def resolve(self, events: list[Any]) -> NDArray[np.float64]:
         """Return the times of a step's events; waits for the last one. Steps are resolved in order."""
@@ -114,22 +98,6 @@ class EventClock:
         self._before = last, at
         self._free.extend(events[:-1])
         return np.array([at - event.elapsed_time(last) * 1e-3 for event in events])
-
-
-class EventSpans:
-    """The times of a step by its events."""
-
-    def __init__(self, clock: EventClock, marks: NDArray[np.intp], events: list[Any]) -> None:
-        self._clock, self._marks, self._events = clock, marks, events
-
-    def ready(self) -> bool:
-        """See Spans.ready."""
-        passed: bool = self._events[-1].query()
-        return passed
-
-    def times(self) -> NDArray[np.float64]:
-        """See Spans.times."""
-        return np.asarray(self._clock.resolve(self._events)[self._marks])
 
 
 def timing_event() -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count, groupby, pairwise
 from statistics import median
 from types import MappingProxyType
 from typing import Any
@@ -18,16 +20,17 @@ from raypipe.plan.online.measured_steps import StepClock, as_run
 from raypipe.plan.online.recorded_steps import NO_WAITS, RecordedSteps, StepWaits
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import QUEUED_CALLS
-from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
-from raypipe.runtime.emulation.emulated_worker import EmulatedSetup, LayerSums
-from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
+from raypipe.runtime.emulation.device_processes import DeviceProcesses
+from raypipe.runtime.emulation.emulated_worker import NO_FAULTS, DeviceFaults, EmulatedSetup
 from raypipe.runtime.emulation.links import Links, with_links
 from raypipe.runtime.group.worker_group import WorkerGroup, device_title
+from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.host_check import check_hosts
+from raypipe.runtime.hosts.rank_order import located_bundles
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
-from raypipe.runtime.shard.device_shards import dividing_group, same_shard_group, shard_groups
 from raypipe.runtime.update.gradients import shared_groups, stage_group
-from raypipe.runtime.update.issue_order import prioritised_order
+from raypipe.runtime.update.shards import dividing_group, same_shard_group, shard_groups
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule, StageGraph, Task, Versions
@@ -39,66 +42,8 @@ from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
 from raypipe.schedule.sharding import shard_members
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
-from raypipe.simulate.layer_sync import LayerSync, layer_step_ends, layer_step_time
 from raypipe.simulate.series import series, steady
 from raypipe.simulate.timeline import Timeline
-
-# Emulated data parallelism layer by layer: no barrier between steps, and sums in the order of their urgency.
-
-
-@dataclass(frozen=True, slots=True)
-class LayerLink:
-    """How the sums of data-parallel copies whose stages are layers share their link."""
-
-    sync: LayerSync
-    piece_s: float = math.inf
-    """Time of the pieces in which prioritised sums are sent, in seconds."""
-
-    def copies_of(self, base: Schedule, copies: int) -> Schedule:
-        """The step of all copies; ``base`` is that of one (``families.reverse_first_k``)."""
-        order = base.orders[0]
-        if self.sync == "lazy":
-            order = (*(t for t in order if t.kind != "AR"), *(t for t in order if t.kind == "AR"))
-        return replicate(base.with_orders([order]), copies)
-
-    def sums(self, schedule: Schedule, costs: CostTable) -> LayerSums:
-        """Return what a device needs.
-
-        Its pieces go in the order that the runtime would issue them in: all holders compute it beforehand, from when
-        gradients are complete (``issue_order``).
-        """
-        order = list(schedule.orders[0])
-        now, position, complete = 0.0, dict[int, int](), dict[int, float]()
-        for n, (task, seconds) in enumerate(zip(order, costs.durations(schedule, order), strict=True)):
-            if task.kind == "AR":
-                position[task.stage], complete[task.stage] = n, now
-            else:
-                now += seconds
-        pieces = []
-        for layer in sorted(position) if self.sync == "prioritised" else position:
-            count = max(1, math.ceil(costs.all_reduce[layer] / self.piece_s)) if self.sync == "prioritised" else 1
-            pieces += [(layer, costs.all_reduce[layer] / count)] * count
-        if self.sync == "prioritised":
-            urgent = prioritised_order([complete[layer] for layer, _ in pieces], [seconds for _, seconds in pieces])
-            pieces = [pieces[n] for n in urgent]
-        forwards = {n: position[t.stage] for n, t in enumerate(order) if t.kind == "F" and t.stage in position}
-        return LayerSums(tuple((position[layer], seconds) for layer, seconds in pieces), forwards)
-
-    def step_ends(self, schedule: Schedule, costs: CostTable, steps: int) -> list[float]:
-        """Predict when each step's last computation ends, by a link with a priority queue."""
-        return layer_step_ends(self._one(schedule), costs, self.sync, steps, self._piece)
-
-    def steady_s(self, schedule: Schedule, costs: CostTable) -> float:
-        """Predict the time per step in the long run."""
-        return layer_step_time(self._one(schedule), costs, self.sync, self._piece)
-
-    @property
-    def _piece(self) -> float | None:
-        return self.piece_s if math.isfinite(self.piece_s) else None
-
-    def _one(self, schedule: Schedule) -> Schedule:
-        return schedule.with_orders([schedule.orders[0]], placement=schedule.placement[:1], microbatches=1)
-
 
 PROCESS_BYTES = 10e6
 """Memory of a device's process that it does not share with the others: 6 MB, measured with 128 of them."""
@@ -121,19 +66,13 @@ class Rehearsal:
     seconds_per_message: float = 0.0
     norm: NormPolicy = "none"
     clip_every: int = 0
-    layers: LayerLink | None = None
-    """Where stages are layers, whose sums the next step's forwards wait for one by one."""
 
     def step_ends(self, steps: int) -> tuple[float, ...]:
         """Predict when each of the first ``steps`` steps ends, in seconds."""
-        if self.layers is not None:
-            return tuple(self.layers.step_ends(self.schedule, self.costs, steps))
         return series(self.schedule, self.costs, steps, self.seconds_per_message, self.norm)
 
     def steady_s(self) -> float:
         """Predict the time per step in the long run, in seconds."""
-        if self.layers is not None:
-            return self.layers.steady_s(self.schedule, self.costs)
         return steady(self.schedule, self.costs, self.seconds_per_message, self.norm)
 
 
@@ -322,7 +261,6 @@ def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFau
             groups={part: rows[rank] for part, rows in groups.items()},
             norm=what.norm,
             clip_every=what.clip_every,
-            layers=None if what.layers is None else what.layers.sums(schedule, costs),
             faults=faults.get(rank, NO_FAULTS),
         )
         for rank in range(len(workers.actors))
@@ -380,3 +318,105 @@ def _steps(
     while pending:
         collect()
     return measured
+
+
+# Start emulated devices: one actor per node, which has a process of its own for each device there.
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A method of a device's worker, called as one of an actor's."""
+
+    remote: Callable[..., Any]
+
+
+class EmulatedNode:
+    """The actor of the devices of one node."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self._turns = count()
+
+    def calls(self, requests: Sequence[tuple[int, bytes]]) -> list[Any]:
+        """See DeviceProcesses.calls; return one reference per request."""
+        refs = self.actor.calls.options(num_returns=len(requests)).remote(next(self._turns), requests)
+        return refs if len(requests) > 1 else [refs]
+
+
+class EmulatedDevice:
+    """The handle of one device, used as that of an actor of its own; calls run one after another."""
+
+    def __init__(self, node: EmulatedNode, number: int) -> None:
+        self.node, self.number = node, number
+
+    def __getattr__(self, method: str) -> _Call:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return _Call(partial(self._call, method))
+
+    def _call(self, method: str, *arguments: object) -> Any:
+        return self.node.calls([(self.number, pickle.dumps((method, arguments)))])[0]
+
+
+@dataclass(slots=True)
+class EmulatedDevices(WorkerGroup):
+    """The running emulated devices of one run; ``actors`` are their handles."""
+
+    nodes: list[Any] = field(default_factory=list)
+    """Ray's actors, one per node."""
+
+    def processes(self) -> list[Any]:
+        """See WorkerGroup.processes."""
+        return self.nodes
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """See WorkerGroup.call."""
+        return self._calls([pickle.dumps((method, args))] * len(self.actors))
+
+    def call_each(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
+        """See WorkerGroup.call_each."""
+        return self._calls([pickle.dumps((method, args)) for args in arguments])
+
+    def _calls(self, requests: Sequence[bytes]) -> list[Any]:
+        """Send each device its request, with one call per node: a hundred calls would take Ray a second of CPU time."""
+        refs: list[Any] = []
+        pairs = zip(self.actors, requests, strict=True)
+        for _, found in groupby(pairs, key=lambda pair: id(pair[0].node)):  # a node's ranks follow one another
+            together = list(found)
+            refs += together[0][0].node.calls([(device.number, request) for device, request in together])
+        return self.note(refs)
+
+
+def start_emulated_devices(
+    titles: list[str], request: DeviceRequest, timeout_s: float | None = 120.0
+) -> EmulatedDevices:
+    """Reserve ``request`` for each title, and start a process with an ``EmulatedWorker`` for it, by rank.
+
+    Raises:
+        DevicesError: the resources were not free within ``timeout_s``.
+    """
+    place = reserve(len(titles), request, timeout_s)
+    devices = EmulatedDevices([], titles, [], place.run_id, place)
+    try:
+        at = located_bundles((part.group for part in place.parts), 0.0, place.kinds)
+        for _, found in groupby(range(len(titles)), key=lambda rank: at[rank].node):
+            ranks = list(found)
+            workers = [(rank, titles[rank], at[rank].node, at[rank].address) for rank in ranks]
+            node = (
+                ray.remote(DeviceProcesses)
+                .options(
+                    name=f"{len(ranks)} emulated devices · {place.run_id}",
+                    scheduling_strategy=place.strategy(at[ranks[0]].number),
+                    num_cpus=request.cpus,
+                    max_restarts=0,
+                )
+                .remote(workers)
+            )
+            devices.nodes.append(node)
+            shared = EmulatedNode(node)
+            devices.actors += [EmulatedDevice(shared, number) for number in range(len(ranks))]
+        devices.locate()
+    except BaseException:
+        devices.stop()  # the caller has no group yet that it could stop
+        raise
+    return devices

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import gc
 import os
-import queue
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,15 +23,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from raypipe.runtime.clocks.shared_clock import SharedClock
-from raypipe.runtime.emulation.faults import NO_FAULTS, DeviceFaults
 from raypipe.runtime.executor.runner import ProgramRunner
 from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.process.set_up import set_up_process
 from raypipe.runtime.setup.communicators import Communicators, Location, Node, Topology, locate
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec
+from raypipe.runtime.update.collectives import Push
 from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.update.policy import UpdatePolicy
 from raypipe.schedule.costs import Comm, latencies, latency
-from raypipe.schedule.kinds import NETWORK
+from raypipe.schedule.kinds import KINDS, NETWORK
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import Action, Message, Program
@@ -49,40 +49,21 @@ class AllReduceLane:
     Args:
         groups: process groups by name.
         clock: of the run.
-        pieces: of a step whose sums go in pieces: of each piece its sum's index and its duration, in the order in which
-            the link carries them; none for whole collectives in the order in which they are issued.
     """
 
-    def __init__(
-        self, groups: Mapping[str, dist.ProcessGroup], clock: SharedClock, pieces: Sequence[tuple[int, float]] = ()
-    ) -> None:
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup], clock: SharedClock) -> None:
         self.groups, self.clock = groups, clock
-        self._pieces, self._last = pieces, {index: n for n, (index, _) in enumerate(pieces)}
-        self._todo: queue.SimpleQueue[tuple[int, str, float, float] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[int, float] | BaseException] = queue.SimpleQueue()
-        self._open = 0
-        self._ends: dict[int, float] = {}
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-sums")
+        self._ends: dict[int, Future[float]] = {}
+        self._free = float("-inf")
 
     def join(self, index: int, duration: float, group: str) -> None:
         """Issue a collective now; ``index`` names it later, ``group`` the devices that take part: "" for this alone."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="raypipe-sums", daemon=True)
-            self._thread.start()
-        self._open += 1
-        self._todo.put((index, group, time.monotonic(), duration))
+        self._ends[index] = self._thread.submit(self._run, time.monotonic(), duration, group)
 
     def end_of(self, index: int) -> float:
         """Wait until the end of an issued collective is known; see ``finish``."""
-        while index not in self._ends:
-            self._take()
-        return self._ends[index]
-
-    def take_end(self, index: int) -> float:
-        """The same, and forget it: a sum of the next step may then have this index."""
-        end = self.end_of(index)
-        del self._ends[index]
-        return end
+        return self._ends[index].result()
 
     def finish(self) -> list[tuple[int, float]]:
         """Wait until the ends of all collectives issued since the last call are known.
@@ -90,58 +71,52 @@ class AllReduceLane:
         Returns (index, end) of each, the end in seconds on this host's monotonic clock, perhaps in the future. Raises
         the error of the thread, if it failed.
         """
-        while self._open:
-            self._take()
-        ends, self._ends = list(self._ends.items()), {}
-        return ends
+        ends, self._ends = self._ends, {}
+        return [(index, end.result()) for index, end in ends.items()]
 
-    def _take(self) -> None:
-        result = self._done.get()
-        if isinstance(result, BaseException):
-            raise result
-        self._ends[result[0]] = result[1]
-        self._open -= 1
-
-    def _work(self) -> None:
-        free = float("-inf")
-        try:
-            for index, name, issued, duration, is_last in self._in_pieces() if self._pieces else self._whole():
-                begin = max(issued, free)
-                if name:
-                    group = self.groups[name]
-                    own = torch.full((group.size(),), self.clock.shared(begin), dtype=torch.float64)
-                    begins = torch.empty_like(own)
-                    dist.all_to_all_single(begins, own, group=group)  # one hop, as in norm.Shares
-                    begin = self.clock.local(float(begins.max()))
-                free = begin + duration
-                if is_last:
-                    self._done.put((index, free))
-        except BaseException as error:
-            self._done.put(error)
-
-    def _whole(self) -> Iterator[tuple[int, str, float, float, bool]]:
-        """Collectives as they are issued: index, group, when it was issued, duration, and that it is complete then."""
-        while (item := self._todo.get()) is not None:
-            yield *item, True
-
-    def _in_pieces(self) -> Iterator[tuple[int, str, float, float, bool]]:
-        """Pieces of sums in their order, each when its sum has been issued; whether it is the last of the sum."""
-        while True:
-            issued: dict[int, tuple[str, float]] = {}
-            for n, (index, duration) in enumerate(self._pieces):
-                while index not in issued:
-                    item = self._todo.get()
-                    if item is None:
-                        return
-                    issued[item[0]] = item[1:3]
-                yield index, *issued[index], duration, self._last[index] == n
+    def _run(self, issued: float, duration: float, name: str) -> float:
+        begin = max(issued, self._free)
+        if name:
+            group = self.groups[name]
+            own = torch.full((group.size(),), self.clock.shared(begin), dtype=torch.float64)
+            begins = torch.empty_like(own)
+            dist.all_to_all_single(begins, own, group=group)  # one hop, as in norm.Shares
+            begin = self.clock.local(float(begins.max()))
+        self._free = begin + duration
+        return self._free
 
     def close(self) -> None:
         """End the thread after the collectives that were issued."""
-        self._todo.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.shutdown()
 
+
+# Faults of emulated devices, to see whether what explains a run finds them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFaults:
+    """The faults of one emulated device; times in seconds."""
+
+    slow: tuple[tuple[int, int, float], ...] = ()
+    """(first step, end, factor): in these steps, counted from 0, its tasks take so many times as long."""
+    data_s: float = 0.0
+    """In the first forward of each step: the samples come late."""
+    host_s: float = 0.0
+    """Before each task of a micro-batch: the host starts it late."""
+    between_steps_s: float = 0.0
+    """Before each step: the driver is late."""
+    norm_s: float = 0.0
+    """Beyond a message's way, until the global gradient norm is known."""
+
+    def slower(self, step: int) -> float:
+        """Return the factor of a step's tasks."""
+        factor = 1.0
+        for first, end, one in self.slow:
+            factor *= one if first <= step < end else 1.0
+        return factor
+
+
+NO_FAULTS = DeviceFaults()
 
 OVERSHOOT_S = 0.0002
 """``time.sleep`` may return this late, so the last part of a wait yields the processor in a loop instead."""
@@ -149,16 +124,6 @@ LOOK_S = 0.0005
 """How long before the end of a task its device reads messages that have arrived for the next task."""
 STAMP = StageIOSpec((TensorSpec((1,), torch.float64),), (True,))
 """Content of a message: when the link delivers it, in seconds on the run's clock."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerSums:
-    """Steps without a barrier between them: a layer's forward waits for the layer's sum of the step before alone."""
-
-    pieces: tuple[tuple[int, float], ...]
-    """See AllReduceLane."""
-    sum_before: dict[int, int]
-    """Index of a forward -> index of the AR of its layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,14 +148,64 @@ class EmulatedSetup:
     """What updates have to do with a global gradient norm."""
     clip_every: int = 0
     """Every so many steps the norm is too large, and with ``norm="optimistic"`` the update is undone; 0 for never."""
-    layers: LayerSums | None = None
-    """Where stages are layers that wait for their own sums alone."""
     faults: DeviceFaults = NO_FAULTS
     """What goes wrong on this device."""
 
 
+class EmulatedUpdates(UpdatePolicy):
+    """Waits for the emulated sums, and for the norm as the setup says; makes nothing."""
+
+    def __init__(
+        self, setup: EmulatedSetup, sums: AllReduceLane, world: dist.ProcessGroup | None, clock: SharedClock, push: Push
+    ) -> None:
+        self.setup, self.sums, self.shares, self.clock, self.push = setup, sums, Shares(world), clock, push
+        self._done = 0
+        """Steps whose norm was waited for, or is."""
+
+    def begin_step(self, program: Program, step: int, lr: float) -> None:
+        """See UpdatePolicy.begin_step."""
+        self.ahead, self.step = program.ahead is not None, step
+
+    def before_updates(self, times: NDArray[np.float64]) -> None:
+        """Wait for the all-reduces, and for the global norm unless updates may run ahead of it."""
+        self.finish(times)
+        if self.setup.norm == "none":
+            return
+        self.shares.start(self.clock.shared(time.monotonic()))
+        self._done = self.step + 1
+        if self.ahead:
+            self.pending = True
+        else:
+            wait_until(self._known_at())
+
+    def finish(self, times: NDArray[np.float64]) -> None:
+        """Wait for the end of all sums that were started."""
+        for index, end in self.sums.finish():
+            wait_until(end)
+            times[index, 1] = end
+
+    def commit(self, wait: bool = True) -> bool | None:
+        """See UpdatePolicy.commit."""
+        if not self.pending:
+            return True
+        if not wait and not (self.shares.ready() and time.monotonic() >= self._known_at()):
+            return None
+        wait_until(self._known_at())
+        self.pending = False
+        return self.setup.clip_every == 0 or self._done % self.setup.clip_every > 0
+
+    def _known_at(self) -> float:
+        """Return when the norm is known, on this host's clock: one message time after the last other device is done."""
+        done = self.shares.wait(self.push)
+        lag = max(latencies(self.setup.latency_s), default=0.0) + self.setup.seconds_per_message
+        others = [at for rank, at in enumerate(done) if rank != self.setup.rank]
+        return self.clock.local(max(others)) + lag + self.setup.faults.norm_s if others else 0.0
+
+
 class EmulatedRunner(ProgramRunner):
     """Runs programs with timed waits in place of kernels."""
+
+    updates: EmulatedUpdates
 
     def __init__(
         self,
@@ -206,9 +221,9 @@ class EmulatedRunner(ProgramRunner):
         )
         self.setup = setup
         self.run_clock = run_clock
-        self.all_reduces = AllReduceLane(groups, run_clock, setup.layers.pieces if setup.layers else ())
-        self.shares = Shares(world)
-        self._waits_for: int | None = None
+        self.all_reduces = AllReduceLane(groups, run_clock)
+        self.updates = EmulatedUpdates(setup, self.all_reduces, world, run_clock, self.outgoing.push)
+        self.handlers = {k: EmulatedRunner._collective if k in NETWORK else EmulatedRunner._wait for k in KINDS}
         self._has_read = False
         self._began: dict[int, float] = {}
         """Position of a task -> when it began, where that was later than its messages and its device allowed."""
@@ -225,9 +240,9 @@ class EmulatedRunner(ProgramRunner):
         self.forget()
         if self.setup.faults.between_steps_s:
             wait_until(time.monotonic() + self.setup.faults.between_steps_s)
+        self.updates.begin_step(self.setup.programs[part], step, 0.0)
         times = self.walk(self.setup.programs[part], step)
-        if self.setup.layers is None:
-            self._finish(times)  # all-reduces that no update waited for
+        self.updates.finish(times)  # all-reduces that no update waited for
         for index, began in self._began.items():  # until then it waited for its weights, or for its host
             if index in self.message_waits:
                 waited, after = self.message_waits[index]
@@ -235,28 +250,28 @@ class EmulatedRunner(ProgramRunner):
             times[index, 0] = began
         return times
 
-    def run_task(self, action: Action) -> None:
+    def _collective(self, action: Action) -> None:
+        """Issue a collective, which runs beside compute."""
+        self._index += 1
+        self.all_reduces.join(self._index, next(self._durations), self.setup.groups[self._part][self._index])
+
+    def _wait(self, action: Action) -> None:
         """Wait as long as the task takes, preparing its messages meanwhile."""
         self._index += 1
         faults = self.setup.faults
         begin = time.monotonic() + (faults.host_s if action.task.mbs else 0.0)
         for index in self.setup.waits[self._index] if self.setup.waits else ():
             begin = max(begin, self.all_reduces.end_of(index))
-        if self.setup.layers is not None and self.step > 0 and self._index in self.setup.layers.sum_before:
-            begin = max(begin, self.all_reduces.take_end(self.setup.layers.sum_before[self._index]))
         if begin > time.monotonic():
             wait_until(begin)
             begin = self._began[self._index] = time.monotonic()
-        duration = next(self._durations) * (1.0 if action.task.kind in NETWORK else faults.slower(self.step))
+        duration = next(self._durations) * faults.slower(self.step)
         if action.task.kind == "F" and not self._has_read:  # a device reads a step's samples at once
             self._has_read = True
             duration += faults.data_s
         for message in action.receives:
             if not message.local:
                 del self.p2p_buffers[self._slot(message)]
-        if action.task.kind in NETWORK:
-            self.all_reduces.join(self._index, duration, self.setup.groups[self._part][self._index])
-            return
         end = begin + duration
         stamps = []
         for m in action.sends:
@@ -284,7 +299,7 @@ class EmulatedRunner(ProgramRunner):
                     receiver.take_in()
 
     def send(self, m: Message) -> None:
-        """Send the next message that ``run_task`` has prepared."""
+        """Send the next message that the task has prepared."""
         self._ready.popleft()()
 
     def io_spec_of(self, src: int, dst: int, mb: int) -> StageIOSpec:
@@ -300,38 +315,6 @@ class EmulatedRunner(ProgramRunner):
         (delivered,) = self.p2p_buffers[self._slot(m)]
         wait_until(self.run_clock.local(float(delivered)))
 
-    def before_updates(self, times: NDArray[np.float64]) -> None:
-        """Wait for the all-reduces, and for the global norm unless updates may run ahead of it."""
-        self._finish(times)
-        if self.setup.norm == "none":
-            return
-        self.shares.start(self.run_clock.shared(time.monotonic()))
-        if self.program.ahead is None:
-            wait_until(self._known_at())
-        else:
-            self._waits_for = self.step
-
-    def update_pending(self) -> bool:
-        """See ProgramRunner.update_pending."""
-        return self._waits_for is not None
-
-    def commit(self, wait: bool = True) -> bool | None:
-        """See ProgramRunner.commit."""
-        if self._waits_for is None:
-            return True
-        if not wait and not (self.shares.ready() and time.monotonic() >= self._known_at()):
-            return None
-        wait_until(self._known_at())
-        done, self._waits_for = self._waits_for + 1, None
-        return self.setup.clip_every == 0 or done % self.setup.clip_every > 0
-
-    def _known_at(self) -> float:
-        """Return when the norm is known, on this host's clock: one message time after the last other device is done."""
-        done = self.shares.wait(self.outgoing.push)
-        lag = max(latencies(self.setup.latency_s), default=0.0) + self.setup.seconds_per_message
-        others = [at for rank, at in enumerate(done) if rank != self.setup.rank]
-        return self.run_clock.local(max(others)) + lag + self.setup.faults.norm_s if others else 0.0
-
     def forget(self) -> None:
         """See ProgramRunner.forget."""
         self._durations = iter(self.setup.durations[self._part])
@@ -339,11 +322,6 @@ class EmulatedRunner(ProgramRunner):
         self._has_read = False
         self._began.clear()
         self._ready.clear()
-
-    def _finish(self, times: NDArray[np.float64]) -> None:
-        for index, end in self.all_reduces.finish():
-            wait_until(end)
-            times[index, 1] = end
 
     def close(self) -> None:
         """End the thread of the emulated all-reduces."""

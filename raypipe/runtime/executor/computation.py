@@ -12,17 +12,15 @@ from torch import Tensor
 
 from raypipe.models import Inputs, Task
 from raypipe.models.keyed_random import RandomKeys, with_keys
-from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.models.slices.current import SliceCache, SliceRun, slice_run
 from raypipe.runtime.backward.deferred import Closure
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.backward.stack import stacked, stacked_inputs
+from raypipe.runtime.executor.casts import Casts
 from raypipe.runtime.executor.step import StepSettings
-from raypipe.runtime.executor.weight_casts import Casts
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import HalfBatch, HalfBatches, MicrobatchState, OwnGraph, StageModule
 from raypipe.runtime.transport.channel import Payload
-from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.update.weight_versions import Snapshot, run_with
 from raypipe.runtime.validation.predictions import KeepsPredictions, MicrobatchPredictions, Preprocess
 from raypipe.schedule.ir import Task as PipelineTask
@@ -253,46 +251,6 @@ class StageComputation:
             else:
                 saved.outputs = made
         saved.boundaries.entries = []
-
-
-# Running statistics (batch norm) of a device's stage replicas: summed over replicas, moved at the update.
-
-
-class SummedStatistics:
-    """The batch statistics that the stage replicas of a device have seen of a step.
-
-    Args:
-        modules: the stage replicas.
-        sync: sums what ``seen`` returns beside their gradients.
-        microbatches: micro-batches of a step.
-    """
-
-    def __init__(self, modules: Mapping[StageKey, StageModule], sync: GradientSync, microbatches: int) -> None:
-        self._modules, self._sync, self._microbatches = modules, sync, microbatches
-
-    def seen(self, key: StageKey, step: int) -> Tensor | None:
-        """Return a replica's share of a step's batch statistics (``running_statistics``); None without any."""
-        statistics = self._modules[key].statistics
-        return part_of_step(statistics, step, self._microbatches) if statistics else None
-
-    def move(self, key: StageKey, step: int) -> None:
-        """Move a replica's on; called when the step's forwards are complete and final in all replicas."""
-        total = self._sync.totals.pop(key, None)
-        if total is None:
-            total = self.seen(key, step)
-        if total is not None:
-            move_all(self._modules[key].statistics, total, step, self._microbatches)
-
-    def forget(self, key: StageKey, step: int) -> None:
-        """Leave a replica's as they are, after a step that makes no update."""
-        self._sync.totals.pop(key, None)
-        for one in self._modules[key].statistics:
-            one.forget(step)
-
-    def move_on(self, key: StageKey) -> None:
-        """Move a replica's on by itself, where it is updated after every micro-batch."""
-        for one in self._modules[key].statistics:
-            one.move_on()
 
 
 # Reverse first-k: the weight gradients of a stage's first layers wait until its last backward has ended.

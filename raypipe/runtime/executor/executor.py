@@ -1,11 +1,15 @@
-"""The executor runs each task of a program on tensors."""
+"""The executor of one device: a table from kind of task to what it does with tensors, and the state between tasks.
+
+What a task does is its handler's (``HANDLERS``); what is to be done about updates is the policy's
+(``runtime.update``). A new kind of task is a handler more; a new way to update is a policy more.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,26 +22,24 @@ from raypipe.models.host_copies import runs_behind, to_host
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.backward.segments import RecomputeBoundaries
 from raypipe.runtime.backward.stack import stacked, unstacked
-from raypipe.runtime.executor.computation import Microbatches, PostponedGradients, StageComputation, SummedStatistics
-from raypipe.runtime.executor.ledger import Ledger
-from raypipe.runtime.executor.runner import ProgramRunner
+from raypipe.runtime.executor.casts import Casts
+from raypipe.runtime.executor.computation import Microbatches, PostponedGradients, StageComputation
+from raypipe.runtime.executor.runner import Handler, ProgramRunner
 from raypipe.runtime.executor.step import FirstK, StartedStep, StepResult, StepSettings
-from raypipe.runtime.executor.weight_casts import Casts
-from raypipe.runtime.late.side_stream import side_stream
-from raypipe.runtime.late.side_updates import LateUpdates, SideUpdates
 from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
-from raypipe.runtime.shard.device_shards import DeviceShards
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import Ports, StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
-from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
-from raypipe.runtime.update.device_norm import DeviceShares
+from raypipe.runtime.update.buckets import BucketedAllReduce
 from raypipe.runtime.update.gradients import GradientSync, StageKey
-from raypipe.runtime.update.layer_updates import LayerUpdates
-from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.update.updates import Updates
-from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions
+from raypipe.runtime.update.late_updates import LayerUpdates, SideUpdates
+from raypipe.runtime.update.norm import DeviceShares, Shares
+from raypipe.runtime.update.policy import Trained, WeightUpdates
+from raypipe.runtime.update.shards import DeviceShards
+from raypipe.runtime.update.side_stream import side_stream
+from raypipe.runtime.update.updates import DeferredUpdates, StashedUpdates, Updates
+from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Action, Program, completed_by
@@ -46,6 +48,8 @@ from raypipe.tensor import ProcessGroup, current_group
 
 class Executor(ProgramRunner):
     """Owns the stage replicas of one device and runs programs on them."""
+
+    updates: WeightUpdates
 
     def __init__(
         self,
@@ -62,15 +66,8 @@ class Executor(ProgramRunner):
         versions: Mapping[StageKey, WeightVersions],
         shards: DeviceShards | None = None,
     ) -> None:
-        super().__init__(
-            settings.microbatches,
-            settings.timeout_s,
-            senders,
-            receivers,
-            io_spec,
-            settings.device,
-            settings.message_cast,
-        )
+        count, device = settings.microbatches, settings.device
+        super().__init__(count, settings.timeout_s, senders, receivers, io_spec, device, settings.message_cast)
         self.io_specs = io_spec
         self.settings = settings
         self.modules = modules
@@ -79,48 +76,30 @@ class Executor(ProgramRunner):
         self.sync = sync
         self.versions = versions
         self.shards = DeviceShards({}) if shards is None else shards
-        self.casts = Casts(settings.device, settings.autocast, modules.values())
+        self.casts = Casts(device, settings.autocast, modules.values())
         self.postponed = PostponedGradients(modules)
         self.computation = StageComputation(settings, modules, task, self.casts, self.postponed.forward)
         self.ports = {
             key: Ports.of(io_spec.ends[key[0]], m.takes_gradient, m.gives_gradient) for key, m in modules.items()
         }
-        self.statistics = SummedStatistics(modules, sync, settings.microbatches)
-        self.updates = Updates(optimizers, versions, sync, shares, settings.clip, settings.update, settings.skips)
-        self.late: LateUpdates | None = None
-        """Makes the updates instead, where there is no barrier between steps."""
-        if settings.by_layer:
-            self.late = LayerUpdates(modules, optimizers, sync, self.outgoing.push, self.clock, self.statistics.move)
-        elif settings.side_stream is not None:
-            self.late = SideUpdates(
-                modules,
-                optimizers,
-                sync,
-                side_stream(settings.device),
-                settings.side_stream,
-                self.outgoing.push,
-                self.statistics.move,
-            )
+        trained = Trained(
+            modules, optimizers, sync, self.shards, count, self.outgoing.push, self.clock, self.casts.drop
+        )
+        self.updates = _policy(settings, trained, shares, versions)
+        self.handlers = dict(HANDLERS)
         # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}
         self._losses: dict[int, list[Tensor]] = {}
         self._counted: dict[int, int] = {}
         """Per step, the number of samples that ``_losses`` cover."""
-        self._used: dict[StageKey, Snapshot] = {}
-        # PipeDream updates after every micro-batch, so each one is a mini-batch of its own: there are no gradients to
-        # sum over devices, and no norm to wait for.
-        self._stashes = any(v.rule == "stash" for v in versions.values())
-        self._share = settings.microbatches if self._stashes else 1
+        self._share = settings.microbatches if self.updates.each_microbatch else 1
         self._scales: dict[tuple[int, torch.dtype], Tensor] = {}
         self.measures = False
         """Whether to measure memory in every step."""
-        self._told_first_k: dict[StageKey, tuple[int, int]] = {}
+        self._reported_first_k: dict[StageKey, tuple[int, int]] = {}
         self._gather_waits: dict[int, float] = {}
         """Position of a task of this step -> seconds that it has waited for gathered weights."""
-        self._sums_wait_s = 0.0
-        self.ledger: Ledger | None = None
-        """What the devices tell one another of each step, where one that dies is replaced in place."""
 
     def run(self, program: Program, step: int, lr: float, split: Split = "train") -> StepResult:
         """Run one step, or one validation batch, to its end; see ``start``."""
@@ -149,48 +128,15 @@ class Executor(ProgramRunner):
 
     def begin(self, program: Program, step: int, lr: float, split: Split = "train") -> None:
         """Get ready for the tasks of a step; ``start`` does so."""
-        self.split, self.training, self.lr = split, split == "train", lr
+        self.split, self.training = split, split == "train"
         self.computation.training = self.training
-        self._squares: list[Tensor] = []
-        if not self.training:
-            self.commit()
         self._recomputed_bytes: dict[int, int] = {}
-        if self.training:
-            self._completes = completed_by(program)
-            if self.ledger is not None:
-                self.ledger.begun = step + 1
-            self.sync.begin_step((a.task.stage, a.task.replica) for a in program.actions if a.task.kind == "AR")
-            self.postponed.begin_step(program, self._completes, self.sync.first_k)
-            if self.late is not None:
-                self.late.begin_step(program, step, lr)
-
-    def run_task(self, action: Action) -> None:
-        """Run one task on tensors."""
-        task = action.task
-        kind = task.kind
-        if kind == "F":
-            self._forward(action)
-        elif kind in BACKWARD:
-            self._backward(action, also_weights=kind in WEIGHT_GRADIENTS)
-        elif kind == "W":
-            self._weights(action)
-        elif kind == "R":
-            for mb in task.mbs:
-                self._recompute((task.stage, task.replica), mb)
-        elif kind == "AR":
-            key = (task.stage, task.replica)
-            self._collect(key)
-            self._complete_update(key)
-            self.sync.launch(key, self.statistics.seen(key, self.step))
-        elif kind == "U":
-            self.update_stage((task.stage, task.replica))
-        elif kind == "AG":
-            self.shards.stages[task.stage, task.replica].gather()
-        elif kind == "RS":
-            self.shards.reduce_scatter((task.stage, task.replica))
-        elif kind == "FREE":
-            self.casts.drop()  # copies of what is freed
-            self.shards.stages[task.stage, task.replica].release()
+        if not self.training:
+            self.updates.commit()
+            return
+        self._completes = completed_by(program)
+        self.updates.begin_step(program, step, lr)
+        self.postponed.begin_step(program, self._completes, self.sync.first_k)
 
     def _lengths(self, mb: int) -> Lengths:
         ahead, of_step = divmod(mb, self.settings.microbatches)
@@ -230,19 +176,13 @@ class Executor(ProgramRunner):
 
     def _forward(self, action: Action) -> None:
         """Run a forward task; stack its micro-batches where possible, because larger kernels are faster."""
-        task = action.task
-        if self.late is not None:
-            self.late.before_forward((task.stage, task.replica))
-        together = len(task.mbs) > 1 and self._keeps_nothing(task) and self.modules[(task.stage, task.replica)].stacks
+        task, key = action.task, _key(action)
+        self.updates.before_forward(key)
+        together = len(task.mbs) > 1 and self._keeps_nothing(task) and self.modules[key].stacks
         together = together and all(self._lengths(mb) == self._lengths(task.mbs[0]) for mb in task.mbs[1:])
         for mbs in (task.mbs,) if together else [(mb,) for mb in task.mbs]:
             self._forward_of(action, mbs)
-        self._complete_update((task.stage, task.replica))
-
-    def _complete_update(self, key: StageKey) -> None:
-        """Make what is left of the last step's update of a stage replica."""
-        if self.late is not None:
-            self.late.complete(key)
+        self.updates.after_forward(key)
 
     def _keeps_nothing(self, task: PipelineTask) -> bool:
         """Return whether this forward keeps no graph for the backward, which would need one per micro-batch.
@@ -255,12 +195,9 @@ class Executor(ProgramRunner):
         return recomputed and self.modules[(task.stage, task.replica)].recomputes_whole
 
     def _forward_of(self, action: Action, mbs: Sequence[int]) -> None:
-        task = action.task
-        stage = task.stage
-        key = (stage, task.replica)
+        key = stage, _ = _key(action)
         module = self.modules[key]
-        versions = self.versions.get(key) if self.training else None
-        weights = versions.for_forward(mbs[0] >= self.settings.microbatches) if versions is not None else None
+        weights = self.updates.weights(key, mbs[0] >= self.settings.microbatches) if self.training else None
         arrived = [
             tuple(
                 t
@@ -308,28 +245,33 @@ class Executor(ProgramRunner):
         inputs = [next(iter(self._inputs(mb).values()), None) for mb in whole]
         return sum(self.settings.samples_per_microbatch if x is None else len(x) for x in inputs)
 
-    def _recompute(self, key: StageKey, mb: int) -> None:
-        """Recompute the activations that the forward of a micro-batch did not keep."""
-        before = allocated_bytes(self.settings.device) if self.measures else 0
-        self.computation.recompute(key, self._microbatches(key, (mb,)), self._saved[(key[0], self.base + mb)])
-        if self.measures:
-            made = allocated_bytes(self.settings.device) - before
-            self._recomputed_bytes[key[0]] = max(made, self._recomputed_bytes.get(key[0], 0))
+    def kept(self, stage: int, mb: int) -> MicrobatchState:
+        """Return what a stage keeps of a micro-batch between its forward and its last backward task."""
+        return self._saved[stage, self.base + mb]
 
-    def _backward(self, action: Action, also_weights: bool) -> None:
-        task = action.task
-        stage = task.stage
-        module = self.modules[(stage, task.replica)]
+    def _recompute(self, action: Action) -> None:
+        """Recompute the activations that the forwards of micro-batches did not keep."""
+        key = _key(action)
+        for mb in action.task.mbs:
+            before = allocated_bytes(self.settings.device) if self.measures else 0
+            self.computation.recompute(key, self._microbatches(key, (mb,)), self.kept(key[0], mb))
+            if self.measures:
+                made = allocated_bytes(self.settings.device) - before
+                self._recomputed_bytes[key[0]] = max(made, self._recomputed_bytes.get(key[0], 0))
+
+    def _backward(self, action: Action) -> None:
+        task, key = action.task, _key(action)
+        stage, module = key[0], self.modules[key]
+        also_weights = task.kind in WEIGHT_GRADIENTS
         for mb in task.mbs:
             at = self.base + mb
             saved = self._saved[(stage, at)]
             early, watched = self._early_all_reduce(task, mb), False
-            postponed = self.postponed.of((stage, task.replica), mb)
-            self._wait_gathered((stage, task.replica))
-            if also_weights and not self.versions:
-                self._open_gradients((stage, task.replica))
-            if self.late is not None:
-                self.late.before_backward((stage, task.replica))
+            postponed = self.postponed.of(key, mb)
+            self._wait_gathered(key)
+            if also_weights:
+                self.updates.open(key)
+            self.updates.before_backward(key)
             if saved.back is None:
                 # With several backwards for one micro-batch, nobody knows which of them is a parameter's last.
                 single = saved.graph is None and saved.boundaries is None
@@ -342,29 +284,32 @@ class Executor(ProgramRunner):
             else:  # out-of-order backprop: this micro-batch's W came first and has run the backward already
                 back = saved.back
             if also_weights:
-                self._finish_weights(module, saved, (stage, task.replica), early, postponed if watched else None)
+                self._finish_weights(module, saved, key, early, postponed if watched else None)
             if also_weights or saved.back is not None or self.program.ends_at.get(stage) == "B":
                 del self._saved[(stage, at)]
-            returns = self.ports[stage, task.replica].returns
+            returns = self.ports[key].returns
             for m in action.sends:
                 if m.mb == mb:
                     self.p2p_buffers[("grad", stage, m.dst_stage, at)] = tuple(back[i] for i in returns[m.dst_stage])
 
     def _weights(self, action: Action) -> None:
-        task = action.task
-        module = self.modules[(task.stage, task.replica)]
+        task, key = action.task, _key(action)
+        module = self.modules[key]
         for mb in task.mbs:
             at = (task.stage, self.base + mb)
             saved = self._saved[at]
-            if not self.versions:
-                self._open_gradients((task.stage, task.replica))
+            self.updates.open(key)
             if not saved.ran:
-                self._wait_gathered((task.stage, task.replica))
+                self._wait_gathered(key)
                 saved.back = module.run_backward(saved, self._gradients(action, saved, mb), self.computation.turns)
                 saved.ran = True
-            self._finish_weights(module, saved, (task.stage, task.replica), self._early_all_reduce(task, mb))
+            self._finish_weights(module, saved, key, self._early_all_reduce(task, mb))
             if (task.stage, mb) not in self.program.weights_first:
                 del self._saved[at]
+
+    def _free(self, action: Action) -> None:
+        self.casts.drop()  # copies of what is freed
+        self.shards.stages[_key(action)].release()
 
     def _wait_gathered(self, key: StageKey) -> None:
         """Wait until a sharded stage's weights are here."""
@@ -376,12 +321,6 @@ class Executor(ProgramRunner):
                 waited = self._gather_waits.get(self.position, 0.0) + time.perf_counter() - began
                 self._gather_waits[self.position] = waited
 
-    def _open_gradients(self, key: StageKey) -> None:
-        """Let gradients accumulate where they will be summed."""
-        self.sync.open(key)
-        if key in self.shards.stages:
-            self.shards.open_gradients(key, self.outgoing.push)
-
     def _finish_weights(
         self,
         module: StageModule,
@@ -392,24 +331,23 @@ class Executor(ProgramRunner):
     ) -> None:
         """Compute deferred weight gradients; ``watched_but``: the backward was watched for all but these."""
         self.postponed.sort(key, saved.closures)
-        if self.late is not None and self.late.takes(key, saved):
+        if self.updates.takes(key, saved):
             return
         if early is not None and module.defers:
             early.expect((p for closure in saved.closures for p in closure.parameters), watched_but)
             module.run_weight_gradients(saved, early.computed)
         else:
             module.run_weight_gradients(saved)
-        if saved.weights is not None:
-            self._used[key] = saved.weights
+        self.updates.computed(key, saved)
 
     def _early_all_reduce(self, task: PipelineTask, mb: int) -> BucketedAllReduce | None:
         """Return the all-reduce whose buckets may start while this micro-batch's gradients are computed, if any.
 
         That is so for the last gradients of a stage replica whose AR follows at once.
         """
-        if task not in self._completes or mb != task.mbs[-1] or self.versions:
+        if task not in self._completes or mb != task.mbs[-1]:
             return None
-        return self.sync.early((task.stage, task.replica))
+        return self.updates.early((task.stage, task.replica))
 
     def _gradients(self, action: Action, saved: MicrobatchState, mb: int) -> tuple[Tensor, ...]:
         stage = action.task.stage
@@ -423,34 +361,11 @@ class Executor(ProgramRunner):
             return (scale + 0.0 * saved.outputs[0].detach(),) if self.settings.skips else (scale,)
         return self.ports[stage, action.task.replica].summed(arrived)
 
-    def _collect(self, key: StageKey) -> None:
-        """With weight versions, pass the gradients of the version that was used to the optimizer's parameters."""
-        used = self._used.pop(key, None)
-        if used is not None:
-            self.versions[key].collect(used)
-
     def before_updates(self, times: NDArray[np.float64]) -> None:
-        """Wait for the gradient all-reduces; when clipping, ``updates`` decides whether to wait for the global norm."""
-        if self._stashes:
-            return
-        if self.late is not None:
-            self.late.begin()
-            return
-        for key in self.modules:
-            self._collect(key)
-        began = time.perf_counter()
-        self.shards.finish(self.outgoing.push)
-        completed = self.sync.finish(self.outgoing.push, self.clock)
-        if not runs_behind(self.settings.device):
-            self._sums_wait_s = time.perf_counter() - began
-        for i, action in enumerate(self.program.actions):  # an AR ends when it is complete, not when it was launched
-            if action.task.kind == "AR" and (action.task.stage, action.task.replica) in completed:
-                times[i, 1] = completed[(action.task.stage, action.task.replica)]
-        self._squares.append(self.updates.begin(self.program.ahead is not None, self.outgoing.push))
-        if self.ledger is not None:
-            self.ledger.tell(self.step, self._squares[-1], *self._loss_so_far())
-            if not self.updates.pending:  # else ``commit`` waits: until then the update can be taken back
-                self.ledger.wait(self.outgoing.push)
+        """See ProgramRunner.before_updates."""
+        if self.updates.ledger is not None:
+            self.updates.ledger.loss_sum, self.updates.ledger.samples = self._loss_so_far()
+        super().before_updates(times)
 
     def _loss_so_far(self) -> tuple[float, int]:
         """Return this device's share of the step's loss, and the samples in it, once all its forwards are done."""
@@ -459,43 +374,6 @@ class Executor(ProgramRunner):
             return 0.0, 0
         total = float(torch.stack(losses).double().sum()) / self.feed.targets(self.split, self.step)
         return total, self._counted.get(self.step, 0)
-
-    def update_stage(self, key: StageKey) -> None:
-        """Update a stage replica, as the step's norm policy wants it; layer by layer, only once the sums are in."""
-        if self.late is not None:
-            self.late.defer(key, self.step, self.lr)
-            return
-        if self._stashes:
-            self._collect(key)
-            self._squares.append(self.sync.norm_squared())
-        self.casts.drop()
-        self.updates.make(key, self.lr)
-        if self._stashes:
-            self.statistics.move_on(key)
-        elif self.updates.skipping:
-            self.statistics.forget(key, self.step)
-        else:
-            self.statistics.move(key, self.step)
-        if self.ledger is not None:
-            self.ledger.updated.add(key)
-
-    def update_pending(self) -> bool:
-        """See ProgramRunner.update_pending."""
-        return self.updates.pending
-
-    def commit(self, wait: bool = True) -> bool | None:
-        """See ProgramRunner.commit. Call it before anything but the next step reads weights or optimizer state."""
-        if self.late is not None:
-            self.late.complete_all()
-        pending = self.updates.pending
-        if pending and self.ledger is not None:
-            if not wait and not self.ledger.heard():
-                return None
-            self.ledger.wait(self.outgoing.push)
-        stands = self.updates.commit(self.outgoing.push, wait)
-        if pending and stands is not None:
-            self.casts.drop()
-        return stands
 
     def forget(self) -> None:
         """See ProgramRunner.forget."""
@@ -512,15 +390,14 @@ class Executor(ProgramRunner):
 
     def close(self) -> None:
         """Let go of what refers back to this, so that it ends when nobody uses it any more."""
-        if self.late is not None:
-            self.late.close()
+        self.updates.close()
 
     def _changed_first_k(self) -> tuple[FirstK, ...]:
         """Return k of the stage replicas whose k, or limit, is new in this step."""
         tuners = self.sync.tuners
         now = {key: (tuner.k, tuner.most) for key, tuner in tuners.items()}
-        before = self._told_first_k or {key: (0, len(self.modules[key].trained_by_block)) for key in now}
-        self._told_first_k = now
+        before = self._reported_first_k or {key: (0, len(self.modules[key].trained_by_block)) for key in now}
+        self._reported_first_k = now
         return tuple(
             FirstK(key[0], *new, tuple(tuners[key].peaks)) for key, new in now.items() if new != before.get(key)
         )
@@ -562,17 +439,51 @@ class Executor(ProgramRunner):
             data_wait_s=self.feed.take_wait_s(),
             gather_waits=tuple(self._gather_waits.items()),
             message_waits=self.message_waits,
-            sums_wait_s=self._sums_wait_s,
+            sums_wait_s=self.updates.sums_wait_s if self.training else 0.0,
             figures=self.computation.take_figures(targets),
         )
         self._gather_waits.clear()
-        self._sums_wait_s = 0.0
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
-        squares = to_host(torch.stack(self._squares)) if self._squares else None
-        late = None
-        if self.late is not None and self.training:
-            late = partial(self.late.report, self.step, self.program)
+        squares = late = None
+        if self.training:
+            squares = to_host(torch.stack(self.updates.squares)) if self.updates.squares else None
+            late = self.updates.report(self.step, self.program)
         started = StartedStep(result, loss, targets, squares, self.clock.end(marks), self.times_of, late)
         if self.training and runs_behind(self.settings.device):
             self.feed.prefetch(self.split, self.step + 1)  # the host is ahead: it reads while the device works
         return started
+
+
+HANDLERS: Final[Mapping[str, Handler]] = {
+    "F": Executor._forward,
+    **dict.fromkeys(BACKWARD, Executor._backward),
+    "W": Executor._weights,
+    "R": Executor._recompute,
+    "AG": lambda executor, action: executor.shards.stages[_key(action)].gather(),
+    "RS": lambda executor, action: executor.shards.reduce_scatter(_key(action)),
+    "FREE": Executor._free,
+    "AR": lambda executor, action: executor.updates.sum(_key(action)),
+    "U": lambda executor, action: executor.updates.update(_key(action)),
+}
+"""What runs each kind of task (``schedule.kinds``)."""
+
+
+def _key(action: Action) -> StageKey:
+    return action.task.stage, action.task.replica
+
+
+def _policy(
+    settings: StepSettings,
+    trained: Trained,
+    shares: Shares | DeviceShares,
+    versions: Mapping[StageKey, WeightVersions],
+) -> WeightUpdates:
+    """Return what decides about the updates of a device."""
+    if settings.by_layer:
+        return LayerUpdates(trained)
+    if settings.side_stream is not None:
+        return SideUpdates(trained, side_stream(settings.device), settings.side_stream)
+    if any(v.rule == "stash" for v in versions.values()):
+        return StashedUpdates(versions, trained)
+    how = shares, settings.clip, settings.update, settings.skips
+    return DeferredUpdates(versions, trained, *how) if versions else Updates(trained, *how)

@@ -1,9 +1,10 @@
 """The program runner: runs one device's program of a step, moves its messages, and records when each task ran.
 
-Subclasses define what a task does: kernels on tensors (``executor``) or timed waits (``emulation``).
+What a task does is its handler's, by the kind of task: kernels on tensors (``executor``) or timed waits
+(``emulation``).
 
-While the update before a step is pending (``updates``), the runner already runs the first tasks of the program, its
-head, on the uncommitted weights, and then commits the update. If the update had to be undone, all messages that the
+While the update before a step is pending (``update.policy``), the runner already runs the first tasks of the program,
+its head, on the uncommitted weights, and then commits the update. If the update had to be undone, all messages that the
 heads of all devices have sent are stale: every device drains them from its channels and begins the step again as
 attempt 1. Which messages these are is known beforehand, since every device sends all messages of its head (blank ones
 for tasks it did not run), and a head receives only messages that other heads send.
@@ -15,18 +16,19 @@ are only the message and a few dictionary look-ups.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.clocks.clock import Spans, clock_for
-from raypipe.runtime.executor.cast_messages import MessageCast
+from raypipe.runtime.executor.casts import MessageCast
 from raypipe.runtime.transport.channel import (
     CountsUnreceived,
     Expected,
@@ -39,6 +41,7 @@ from raypipe.runtime.transport.channel import (
     StageIOSpec,
     TensorSpec,
 )
+from raypipe.runtime.update.policy import UpdatePolicy
 from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Action, Inserted, Message, Program, RunAhead
 
@@ -50,7 +53,11 @@ POLL_S = 5e-5
 """How often the host looks whether a GPU has come to the end of a step."""
 
 
-class ProgramRunner(ABC):
+Handler = Callable[[Any, Action], None]
+"""Runs one task of a runner, its first argument; leaves the tensors to send in the runner's ``p2p_buffers``."""
+
+
+class ProgramRunner:
     """Runs the programs of one device: owns its channels and the messages that arrived but are not used yet."""
 
     def __init__(
@@ -85,34 +92,25 @@ class ProgramRunner(ABC):
         """The task that is running, for error messages."""
         self.position = 0
         """Its position in the program."""
+        self.handlers: dict[str, Handler] = {}
+        """By kind of task. They get the runner, and do not hold it: it is to end when nobody uses it any more."""
+        self.updates = UpdatePolicy()
 
-    @abstractmethod
-    def run_task(self, action: Action) -> None:
-        """Run one task; leave the tensors to send in ``p2p_buffers``."""
+    def surround(self, around: Callable[[Handler], Handler]) -> None:
+        """Put something around every handler."""
+        self.handlers = {kind: around(handler) for kind, handler in self.handlers.items()}
 
-    @abstractmethod
-    def before_updates(self, times: NDArray[np.float64]) -> None:
-        """Wait for what other devices contribute to the update. Called before the first U, outside of any task.
-
-        ``times`` (``[tasks, 2]``) holds marks of ``clock``, and may be changed.
-        """
-
-    @abstractmethod
-    def update_pending(self) -> bool:
-        """Return whether the last update may still be undone, or has yet to be made."""
-
-    @abstractmethod
-    def commit(self, wait: bool = True) -> bool | None:
-        """Make the last update final.
-
-        Returns:
-            True if the update stands; False if it was undone and made again, so that all tasks since ran on wrong
-            weights; None if that is not known yet and ``wait`` is False.
-        """
-
-    @abstractmethod
     def forget(self) -> None:
         """Drop the state that the head of the step has left, except ``p2p_buffers``."""
+
+    def before_updates(self, times: NDArray[np.float64]) -> None:
+        """Get ready for the step's updates; see UpdatePolicy.before_updates."""
+        self.updates.before_updates(times)
+
+    def leave(self) -> list[dist.ProcessGroup]:
+        """Let go of all channels and groups, for good, also while a collective is under way; return the groups."""
+        self.senders, self.receivers, self.outgoing = {}, {}, Progress()
+        return self.updates.leave()
 
     def walk(self, program: Program, step: int) -> NDArray[np.float64]:
         """Run a whole program.
@@ -160,7 +158,7 @@ class ProgramRunner(ABC):
         self.message_waits = {}
         times = np.empty((len(program.actions), 2))
         begin = 0
-        if self.update_pending():
+        if self.updates.pending:
             begin = self._run_head(times)
         else:
             self._post({})
@@ -178,12 +176,12 @@ class ProgramRunner(ABC):
             self._announce(source, 0, count)
         ran, stands = 0, None
         while ran < head.tasks and stands is not False:
-            stands = stands or self.commit(wait=False)
+            stands = stands or self.updates.commit(wait=False)
             if stands is not False:
                 self._run(times, ran, ran + 1)
                 ran += 1
         if stands is None:
-            stands = self.commit()
+            stands = self.updates.commit()
         if stands:
             self._post(head.arrivals)
             return head.tasks
@@ -218,7 +216,7 @@ class ProgramRunner(ABC):
         self.receivers[source].post([Expected(self.label(m), self._specs(m)) for m in messages])
 
     def _run(self, times: NDArray[np.float64], begin: int, end: int) -> None:
-        mark = self.clock.mark
+        mark, handlers = self.clock.mark, self.handlers
         senders = tuple(self.senders.values())
         waits, measures = True, not runs_behind(self.device)
         clock = time.perf_counter
@@ -242,7 +240,7 @@ class ProgramRunner(ABC):
             if measures and waited > NOTICED_S:
                 self.message_waits[i] = waited, clock() - arrived
             if not action.deferred:
-                self.run_task(action)
+                handlers[action.task.kind](self, action)
             times[i, 1] = mark()
             for position, message in enumerate(action.sends, len(action.receives) + 1):
                 if inserted:
@@ -260,7 +258,7 @@ class ProgramRunner(ABC):
             if at != position:
                 continue
             if isinstance(what, Task):
-                self.run_task(Action(what, (), ()))
+                self.handlers[what.kind](self, Action(what, (), ()))
                 continue
             receiver = self.receivers[what.src_device]
             if isinstance(receiver, IssuesReceives):

@@ -17,7 +17,7 @@ from raypipe.errors import SampleCountError
 from raypipe.plan.online.controller import StepMemory
 from raypipe.plan.online.recorded_steps import StepWaits
 from raypipe.runtime.clocks.clock import Spans
-from raypipe.runtime.executor.cast_messages import MessageCast
+from raypipe.runtime.executor.casts import MessageCast
 from raypipe.runtime.executor.compile_report import CompileState, StageReport
 from raypipe.runtime.hosts.node_files import SentShard
 from raypipe.runtime.process.memory import MeasuredMemory
@@ -174,9 +174,9 @@ class StepSettings:
     message_cast: MessageCast | None = None
     """Cast of the messages between devices; None to send them as they are."""
     by_layer: bool = False
-    """Whether layers are updated one by one as their sums come in (``update.layer_updates``)."""
+    """Whether layers are updated one by one as their sums come in (``update.late_updates``)."""
     side_stream: Mapping[int, int] | None = None
-    """Where weight gradients and updates run on a second stream (``late.side_updates``): the stages whose last weight
+    """Where weight gradients and updates run on a second stream (``update.late_updates``): the stages whose last weight
     gradient is held back, and before which stage's next forward it begins."""
     sub_pipelined: bool = False
     """Whether every micro-batch runs in two halves that alternate."""

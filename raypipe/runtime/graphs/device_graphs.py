@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from raypipe.errors import SpecError
-from raypipe.runtime.late.side_stream import MAIN_PRIORITY, ForkedStream, SideStream
+from raypipe.runtime.update.side_stream import MAIN_PRIORITY, ForkedStream, SideStream
 
 Made = TypeVar("Made")
 

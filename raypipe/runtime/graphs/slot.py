@@ -25,7 +25,7 @@ from raypipe.runtime.graphs.device_graphs import DeviceGraphs, Graph, Made
 class FixedGradients:
     """The gradients of one stage replica's parameters.
 
-    Those that are summed over devices lie in flat tensors already (``update.flat_gradients``), which only have to last.
+    Those that are summed over devices lie in flat tensors already (``update.buckets``), which only have to last.
 
     Args:
         elsewhere: parameters whose gradients others hold, in memory that lasts.

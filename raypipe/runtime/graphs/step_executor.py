@@ -28,8 +28,8 @@ from raypipe.runtime.compiled.traced_keys import RandomPlaces
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StartedStep
 from raypipe.runtime.graphs.device_graphs import CudaGraphs, DeviceGraphs, Graph, GraphError
-from raypipe.runtime.late.side_updates import SideUpdates
 from raypipe.runtime.setup.setup import Setup
+from raypipe.runtime.update.late_updates import LayerUpdates, SideUpdates
 from raypipe.runtime.update.optimizer import set_rate
 from raypipe.schedule.lowering.programs import Program
 
@@ -97,17 +97,17 @@ class StepExecutor(Executor):
             return "weights move in memory"
         if any(module.statistics for module in self.modules.values()):
             return "running statistics (batch norm) are moved by the host"
-        if isinstance(self.late, SideUpdates) and self.settings.side_stream:
+        if isinstance(self.updates, SideUpdates) and self.settings.side_stream:
             return "parallel.side_stream holds gradients back for the next step"
         if self.senders or self.settings.slices > 1:
             return "they exchange messages, or run slices of micro-batches"
-        if self.late is not None and not isinstance(self.late, SideUpdates):
+        if isinstance(self.updates, LayerUpdates):
             return "layers are updated one by one, as their sums come in"
         return None
 
     def start(self, program: Program, step: int, lr: float, split: Split = "train") -> StartedStep:
         """See Executor.start."""
-        if split != "train" or self._refused is not None or self.measures or self.ledger is not None:
+        if split != "train" or self._refused is not None or self.measures or self.updates.ledger is not None:
             return super().start(program, step, lr, split)
         of = program, self.computation.compiled
         if self._of is None or any(a is not b for a, b in zip(of, self._of, strict=True)):
@@ -199,7 +199,7 @@ class StepExecutor(Executor):
 
     def _capture(self, program: Program, step: int) -> _Captured:
         read: list[Tensor] = []
-        self.commit()
+        self.updates.commit()
 
         def work() -> tuple[list[Tensor], list[Tensor]]:
             self.begin(program, step, self._fixed_lr)  # type: ignore[arg-type]
@@ -207,9 +207,9 @@ class StepExecutor(Executor):
             self._scales = {(step, torch.float64): self._fixed_scale}
             with torch.enable_grad(), self.casts.step():
                 self.issue(program, step)
-            if isinstance(self.late, SideUpdates):
-                self._squares = [self.late.join(step)]
-            return self._losses.pop(step), self._squares
+            if isinstance(self.updates, SideUpdates):
+                self.updates.squares = [self.updates.join(step)]
+            return self._losses.pop(step), self.updates.squares
 
         clock, self.clock = self.clock, _NoClock()
         try:
@@ -219,8 +219,8 @@ class StepExecutor(Executor):
         except GraphError:
             self.forget()
             self.p2p_buffers.clear()
-            if isinstance(self.late, SideUpdates):
-                self.late.abandon(step)
+            if isinstance(self.updates, SideUpdates):
+                self.updates.abandon(step)
             for key in self.modules:
                 self.sync.drop(key)
             raise
@@ -232,7 +232,7 @@ class StepExecutor(Executor):
     @contextmanager
     def _second_stream(self) -> Iterator[None]:
         """Let weight gradients and updates run on a second stream that can be captured."""
-        late = self.late
+        late = self.updates
         if not isinstance(late, SideUpdates):
             yield
             return
@@ -258,7 +258,7 @@ class StepExecutor(Executor):
     def _replay(self, program: Program, step: int, lr: float) -> StartedStep:
         known = self._captured
         assert known is not None
-        self.split, self.training, self.lr = "train", True, lr
+        self.split, self.training = "train", True
         self.step, self.base, self.program = step, step * self.microbatches, program
         for optimizer in self.updates.optimizers.values():
             set_rate(optimizer, lr)  # what a checkpoint, or a step without a graph, reads
@@ -266,7 +266,7 @@ class StepExecutor(Executor):
         marks[:, 0] = self.clock.mark()
         known.graph.replay()
         marks[:, 1] = self.clock.mark()
-        self._losses[step], self._squares, self._counted[step] = list(known.losses), known.squares, known.counted
+        self._losses[step], self.updates.squares, self._counted[step] = list(known.losses), known.squares, known.counted
         started = self.end(marks, StepMemory(0, {}))
         return replace(started, times_of=self._estimated, late=None)
 
@@ -274,9 +274,7 @@ class StepExecutor(Executor):
 def executor_for(setup: Setup, device: torch.device, plain: type[Executor]) -> Callable[..., Executor]:
     """Return what makes the executor of a device: one that captures steps where ``train.cuda_graphs`` wants that."""
     wanted = setup.job.train.cuda_graphs in ("step", "auto") and setup.parallel.devices == 1
-    return (
-        partial(StepExecutor, CudaGraphs(device)) if wanted and device.type == "cuda" and plain is Executor else plain
-    )
+    return partial(StepExecutor, CudaGraphs(device)) if wanted and device.type == "cuda" else plain
 
 
 # Random keys in fixed memory: a captured step draws from tables, which the host fills anew before every replay.

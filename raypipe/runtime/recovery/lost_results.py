@@ -11,8 +11,8 @@ from ray.exceptions import RayError
 
 from raypipe.errors import RaypipeError
 from raypipe.plan.online.controller import StepMemory
-from raypipe.runtime.executor.ledger import Facts
 from raypipe.runtime.executor.step import StepResult
+from raypipe.runtime.update.ledger import Facts
 
 
 def outcomes(refs: Sequence[Any]) -> list[Any | None]:

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 
 from raypipe.errors import TransportError
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.executor.ledger import Facts, Standing
 from raypipe.runtime.recovery.failure import kind_of
 from raypipe.runtime.setup.communicators import Communicators
 from raypipe.runtime.setup.tensor_ranks import rank_of
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.transport.channel import Progress
-from raypipe.runtime.update.master_weights import updated_tensor
-from raypipe.runtime.update.updates import KnownShares
+from raypipe.runtime.update.ledger import Facts, Standing
+from raypipe.runtime.update.optimizer import updated_tensor
+from raypipe.runtime.update.updates import Updates
 
 
 def part(executor: Executor, communicators: Communicators) -> Standing:
@@ -34,21 +33,17 @@ def part(executor: Executor, communicators: Communicators) -> Standing:
     Parameters, optimizer state and gradients stay. Groups whose collectives are still under way go in a thread: Gloo
     waits for these collectives, which end when the other members leave as well.
     """
-    assert executor.ledger is not None
-    executor.ledger.leave()
-    standing = executor.ledger.standing(executor.updates.pending)
+    ledger = executor.updates.ledger
+    assert ledger is not None
+    ledger.leave()
+    standing = ledger.standing(executor.updates.pending)
     leave(executor, communicators)
     return standing
 
 
 def leave(executor: Executor, communicators: Communicators) -> None:
     """Leave the channels and groups of a device for good, also while a collective is under way."""
-    held = communicators.leave()
-    held += executor.sync.leave()
-    held += executor.shards.leave()
-    if not executor.sync.complete:  # else this device knows the norm by itself, in no group
-        executor.updates.shares = KnownShares([])
-    executor.senders, executor.receivers, executor.outgoing = {}, {}, Progress()
+    held = [*communicators.leave(), *executor.leave()]
     threading.Thread(target=_drop, args=(held.clear,), name="raypipe-leave", daemon=True).start()
 
 
@@ -66,21 +61,13 @@ def settle(executor: Executor, standing: Standing, target: int, facts: Facts | N
         target: number of steps done.
         facts: of step ``target - 1``, as somebody has heard them; None if nobody has, and nobody needs them.
     """
-    updates, ledger = executor.updates, executor.ledger
-    assert ledger is not None
+    updates = executor.updates
+    assert isinstance(updates, Updates)  # ``in_place.can_recover``
     if standing.done < target:
         assert facts is not None
-        for key in executor.modules:
-            if key not in ledger.updated:
-                executor.update_stage(key)
-        if updates.pending:
-            if not executor.sync.complete:  # else this device knows the norm by itself
-                updates.shares = KnownShares(list(facts.norm_squared))
-            updates.commit(executor.outgoing.push)
+        updates.finish_alone(facts.norm_squared)
     else:
-        updates.undo()
-    for key in executor.modules:
-        executor.sync.drop(key)
+        updates.finish_alone(None)
     executor.forget()
 
 

@@ -68,7 +68,7 @@ class Alternation:
 
     def __init__(self) -> None:
         # The nesting level is raised so that the thread is never in its outermost autocast block: at the end of one,
-        # torch would drop the casts of weights that both halves share (``weight_casts``).
+        # torch would drop the casts of weights that both halves share (``executor.casts``).
         self._helper = ThreadPoolExecutor(
             1, thread_name_prefix="raypipe-second-half", initializer=torch.autocast_increment_nesting
         )

@@ -12,11 +12,10 @@ from torch import Tensor
 from raypipe.checkpoint import Checkpoint, buffer_key
 from raypipe.errors import CheckpointError
 from raypipe.runtime.setup.setup import Setup
-from raypipe.runtime.shard.device_shards import DeviceShards
-from raypipe.runtime.shard.state import gathered_state
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import StageKey, TiedHolders
-from raypipe.runtime.update.master_weights import load_master, updated_tensor
+from raypipe.runtime.update.optimizer import load_master, updated_tensor
+from raypipe.runtime.update.shards import DeviceShards, gathered_state
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.tensor import Shard, TensorGroup
 
@@ -83,7 +82,7 @@ def state_pieces(
     """Collect ``param/<name>``, ``optim/<name>/<key>`` and ``buffer/<name>`` (running statistics) of one stage.
 
     A tied parameter is saved once, under its group's name; of a parameter with a master weight, that is saved.
-    Parameters that data-parallel copies divide (``divided``) are left out (``runtime.shard.state``).
+    Parameters that data-parallel copies divide (``divided``) are left out (``update.shards``).
     """
     found: list[TensorPiece] = []
     for name, parameter in module.named.items():
@@ -141,7 +140,7 @@ def read_state(
 ) -> None:
     """Load one stage's parameters and optimizer state (this tensor rank's shares), whichever plan wrote them.
 
-    Parameters that data-parallel copies divide (``divided``) are left out (``runtime.shard.state``).
+    Parameters that data-parallel copies divide (``divided``) are left out (``update.shards``).
 
     Raises:
         CheckpointError: a parameter is missing or has another shape, so the checkpoint is of another model.

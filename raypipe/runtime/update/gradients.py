@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +18,9 @@ from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.bucketed_all_reduce import BucketedAllReduce
-from raypipe.runtime.update.cast_sum import start_all_reduce
-from raypipe.runtime.update.collective import PendingSum, Push, wait_for
-from raypipe.runtime.update.prioritised_all_reduce import PrioritisedAllReduce
+from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce
+from raypipe.runtime.update.collectives import PendingSum, Push, start_all_reduce, wait_for
+from raypipe.runtime.update.shards import ShardedStage
 
 StageKey = tuple[int, int]
 """(stage, replica)."""
@@ -44,20 +42,9 @@ class TiedHolders:
     """The stage that all its layers are in, if there is one: then it is one parameter there, like any other."""
 
 
-class Sharded(Protocol):
-    """A stage replica whose gradients its data-parallel copies divide (``runtime.shard``)."""
-
-    names: frozenset[str]
-    """The parameters that are divided."""
-    counts: bool
-    """Whether this device's share of them counts in the global norm: others hold it as well, and each counts once."""
-
-    @property
-    def pieces(self) -> list[nn.Parameter]:
-        """Return what this device's optimizer updates of them."""
-
-    def drop_gradients(self) -> None:
-        """Drop all gradients, after the update."""
+def tied_over_devices(tied: Iterable[TiedHolders]) -> set[str]:
+    """Return the names of the parameters that several devices hold, and sum by themselves."""
+    return {name for tie in tied for name in tie.parameters if len(tie.ranks) > 1}
 
 
 def shared_groups(
@@ -115,7 +102,7 @@ class GradientSync:
         tied: tuple[TiedHolders, ...],
         groups: Mapping[str, dist.ProcessGroup],
         member: int = 0,
-        sharded: Mapping[StageKey, Sharded] | None = None,
+        sharded: Mapping[StageKey, ShardedStage] | None = None,
         by_layer: bool = False,
         tuner: Callable[[int], FirstKTuner] | None = None,
         dtype: torch.dtype | None = None,

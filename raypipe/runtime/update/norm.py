@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypipe.runtime.update.collective import Pending, Push, wait_for
-from raypipe.runtime.update.list_exchange import ListExchange
+from raypipe.models.host_copies import to_host
+from raypipe.runtime.update.collectives import Pending, Push, start_all_gather, wait_for
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy, resolve
 
 ONE_HOP = 32
@@ -32,24 +35,33 @@ class Shares:
 
     Every device adds up the same list, exactly (``norm_of``): so all of them, and the driver, see the same bits,
     whatever order a collective would have added in. Few devices send to one another directly: one hop. More of them
-    pass lists on (``ListExchange``), where Gloo's sums and gathers go round a ring of all devices, twice or once.
+    pass lists on (``gather``), where Gloo's sums and gathers go round a ring of all devices, twice or once.
     """
 
     def __init__(self, world: dist.ProcessGroup | None, one_hop: int = ONE_HOP) -> None:
         self.ranks = 1 if world is None else world.size()
         self._world = world
-        self._lists = None if world is None or self.ranks <= one_hop else ListExchange(world)
+        self._lists = None
+        if world is not None and self.ranks > one_hop:  # lists of others are passed on while this rank computes
+            self._lists = ThreadPoolExecutor(1, thread_name_prefix="raypipe-norm")
         self._shares = torch.zeros(self.ranks, dtype=torch.float64)
         self._work: Pending | None = None
+
+    @classmethod
+    def known(cls, shares: Sequence[float]) -> Shares:
+        """Return the shares of all devices, where nobody needs to be asked."""
+        found = cls(None)
+        found._shares = torch.tensor(shares, dtype=torch.float64)
+        return found
 
     def start(self, share: float | Tensor) -> None:
         """Send this device's number (of a tensor, its value); a thread does the rest."""
         value = float(share)
         own = torch.full((self.ranks,), value, dtype=torch.float64)
         self._shares = own
-        if self._lists is not None:
+        if self._lists is not None and self._world is not None:
             self._shares = torch.empty_like(own)
-            self._work = self._lists.start(value, self._shares)
+            self._work = _InThread(self._lists.submit(gather, self._world, value, self._shares))
         elif self._world is not None:
             self._shares = torch.empty_like(own)
             self._work = dist.all_to_all_single(self._shares, own, group=self._world, async_op=True)
@@ -68,6 +80,13 @@ class Shares:
             wait_for("global gradient norm", self._work, push)
             self._work = None
         return self._shares.tolist()
+
+
+class _InThread:
+    """Work of a thread, used as a ``torch.distributed.Work``."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self.is_completed, self.wait = future.done, future.result
 
 
 def norm_of(shares: Iterable[float]) -> float:
@@ -96,3 +115,111 @@ class Forecast:
     def optimistic(self) -> bool:
         """Return whether to make the next update before its norm is known."""
         return resolve(self.requested, lambda: self._calm) == "optimistic"
+
+
+# The global gradient norm where the host runs ahead of its device: shares, norm and clip factor stay on the device.
+#
+# Clipping multiplies by a factor that the host never sees, so an update that waits for the norm is queued like any
+# other work. The host reads norms only to choose how later updates are made, and to undo one that was made too early.
+
+
+def passing() -> Any:
+    """Return an event that the current stream of the current GPU passes; see ``host_copies.to_host``."""
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class DeviceShares:
+    """As ``norm.Shares``, over a group of devices that gathers their tensors; None for one that knows the norm alone.
+
+    Every device adds the same list in the same order, so all come to the same factor.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, event: Callable[[], Any] = passing) -> None:
+        self.ranks = 1 if group is None else group.size()
+        self._group, self._event = group, event
+        self._shares = torch.zeros(1, dtype=torch.float64)
+        self._on_host: deque[tuple[Tensor, Any]] = deque()
+
+    @property
+    def alone(self) -> bool:
+        """Return whether the norm needs no other device: then waiting costs nothing, and nothing is read back."""
+        return self._group is None
+
+    def start(self, share: Tensor) -> None:
+        """Queue the exchange of this device's share, a float64 scalar; later work on the device waits for it."""
+        own = share.detach().reshape(1)
+        self._shares = own
+        if self._group is None:
+            return
+        self._shares = own.new_empty(self.ranks)
+        work = start_all_gather(self._shares, own, self._group)
+        work.wait()  # with NCCL the current stream waits, not the host
+        host, passed = to_host(self._shares), self._event()
+        passed.record()
+        self._on_host.append((host, passed))
+
+    def factor(self, limit: float) -> Tensor:
+        """Return ``norm.clip_factor`` of the norm, float64 scalar on the device: 1 where nothing is clipped."""
+        factor = limit / (self._shares.sum().sqrt() + 1e-6)
+        return torch.where(factor < 1.0, factor, torch.ones_like(factor))
+
+    def not_finite(self) -> Tensor:
+        """Return 1 where the norm is infinite or not a number, else 0; float32 scalar on the device."""
+        return self._shares.sum().isfinite().logical_not().float()
+
+    def ready(self) -> bool:
+        """Return whether ``wait`` would return at once."""
+        return not self._on_host or bool(self._on_host[-1][1].query())
+
+    def wait(self, push: Push) -> list[float]:
+        """Return the newest shares of all devices, by rank; the host waits for them."""
+        return _read(self._on_host[-1])
+
+    def earlier(self) -> list[list[float]]:
+        """Return, and forget, the shares of all exchanges but the newest, oldest first.
+
+        Every device asks at the same places of the run, so all see the same. The host has to wait only where it is more
+        than a step ahead of its device.
+        """
+        return [_read(self._on_host.popleft()) for _ in range(len(self._on_host) - 1)]
+
+
+def _read(copy: tuple[Tensor, Any]) -> list[float]:
+    host, passed = copy
+    if not passed.query():
+        passed.synchronize()
+    found: list[float] = host.tolist()
+    return found
+
+
+TAG = 1
+"""Tag of these messages; all others on a world's process group have tag 0."""
+
+
+def gather(group: dist.ProcessGroup, number: float, into: torch.Tensor) -> None:
+    """Gather the numbers of all ranks in ceil(log2 n) hops; ``into`` is float64, [ranks].
+
+    In hop k a rank sends the 2^k numbers that it knows to the rank 2^k below it and receives as many from the rank 2^k
+    above it, so the lists double. A rank takes part in log2 n messages each way instead of n - 1.
+
+    Raises:
+        RuntimeError: a message did not arrive in time.
+
+    Source: Bruck, Ho, Kipnis, Upfal, Weathersby 1997, Efficient algorithms for all-to-all communications in multiport
+    message-passing systems, section 4 (concatenation). It needs no power of two.
+    """
+    ranks, me = group.size(), group.rank()
+    known = torch.empty(ranks, dtype=torch.float64)  # number k is that of rank me + k
+    known[0] = number
+    count = 1
+    while count < ranks:
+        more = min(count, ranks - count)
+        to, source = (dist.get_global_rank(group, (me + step) % ranks) for step in (-count, count))
+        sent = dist.isend(known[:more], to, group=group, tag=TAG)
+        received = dist.irecv(known[count : count + more], source, group=group, tag=TAG)
+        assert sent is not None
+        assert received is not None
+        received.wait()
+        sent.wait()
+        count += more
+    into.copy_(known.roll(me))

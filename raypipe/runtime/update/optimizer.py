@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raypipe.job.train_spec import TrainSpec
-from raypipe.runtime.update.master_weights import master_groups, round_after_step
 
 MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of torch's optimizers that ``torch.compile`` is not to trace."""
@@ -77,7 +76,7 @@ def make_optimizer(
 
     What decays, and at which rate a parameter is updated, follows from its name and its number of dimensions, which
     tensor parallelism and tying do not change. Where the parameters are bfloat16, the optimizer updates float32 master
-    weights (``master_weights``).
+    weights (``master_groups``).
 
     Args:
         train: says the optimizer.
@@ -147,3 +146,109 @@ def learning_rate(train: TrainSpec, step: int) -> float:
     done = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     share = 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if train.lr_schedule == "cosine" else 1 - min(1.0, done)
     return train.min_lr + (train.lr - train.min_lr) * share
+
+
+# float32 master weights: what the optimizer updates where a stage's parameters are bfloat16.
+#
+# An update is often smaller than the last of a bfloat16's 8 bits and would be lost; in the master weight it adds up.
+# The optimizer's step reads each gradient in float32, updates the master weight, and rounds it to the parameter.
+# Optimizer state is float32 too. A parameter group of the optimizer has the parameters themselves under ``ROUNDED``.
+#
+# Source: Micikevicius et al. 2018 (Mixed Precision Training, arXiv:1710.03740), section 3.1.
+
+
+ROUNDED = "rounded"
+"""Key of a parameter group: the parameters that are rounded from its ``params``, in the same order."""
+
+
+def master_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Replace the 16-bit parameters of parameter groups by float32 copies, their master weights."""
+    found = []
+    for group in groups:
+        rounded = list(group["params"])
+        params = [nn.Parameter(p.detach().float()) if p.element_size() < 4 else p for p in rounded]
+        found.append({**group, "params": params, ROUNDED: rounded})
+    return found
+
+
+def round_after_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let every step of an optimizer over ``master_groups`` take the parameters' gradients and round to them."""
+    optimizer.register_step_pre_hook(_take_gradients)
+    optimizer.register_step_post_hook(_round)
+
+
+def updated_tensor(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
+    """Return what the optimizer updates for a parameter: its master weight, or the parameter itself."""
+    return next((master for p, master in _pairs(optimizer) if p is parameter), parameter)
+
+
+@torch.no_grad()
+def load_master(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, value: Tensor) -> None:
+    """Set a parameter, and its master weight if it has one."""
+    parameter.copy_(value)
+    master = updated_tensor(optimizer, parameter)
+    if master is not parameter:
+        master.copy_(value)
+
+
+def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Yield each parameter that has a master weight, with it."""
+    for group in optimizer.param_groups:
+        for p, master in zip(group.get(ROUNDED, ()), group["params"], strict=False):  # no ROUNDED: no masters
+            if p is not master:
+                yield p, master
+
+
+@torch.no_grad()
+def round_all(optimizer: torch.optim.Optimizer) -> None:
+    """Round every parameter from its master weight."""
+    for p, master in _pairs(optimizer):
+        p.copy_(master)
+
+
+def _take_gradients(optimizer: torch.optim.Optimizer, *_hook: object) -> None:
+    for p, master in _pairs(optimizer):
+        master.grad = None if p.grad is None else p.grad.to(master.dtype)
+
+
+@torch.no_grad()
+def _round(optimizer: torch.optim.Optimizer, *_hook: object) -> None:
+    graded = [(p, master) for p, master in _pairs(optimizer) if master.grad is not None]
+    if not graded:
+        return
+    rounded, masters = map(list, zip(*graded, strict=True))
+    torch._foreach_copy_(rounded, masters)
+    for master in masters:
+        master.grad = None
+
+
+class OptimizerSnapshot:
+    """A copy of what the next step of an optimizer overwrites.
+
+    Parameters that are rounded from master weights are not in it: after ``restore``, the next step rounds them again.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        held = [
+            master
+            for group in optimizer.param_groups
+            for p, master in zip(group.get(ROUNDED, group["params"]), group["params"], strict=True)
+            if p.grad is not None
+        ]
+        self._values = [(p, p.detach().clone()) for p in held]
+        self._states = [
+            (p, {key: v.clone() if isinstance(v, Tensor) else v for key, v in optimizer.state[p].items()})
+            for p in held
+            if p in optimizer.state
+        ]
+        self._fresh = [p for p in held if p not in optimizer.state]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the copy. It can be used once."""
+        for parameter, value in self._values:
+            parameter.copy_(value)
+        self.optimizer.state.update(self._states)
+        for parameter in self._fresh:
+            self.optimizer.state.pop(parameter, None)

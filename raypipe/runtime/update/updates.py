@@ -1,187 +1,156 @@
-"""The optimizer steps of one device, with gradients clipped by their global norm, if possible without a stall.
+"""Updates behind a barrier, those of two weight versions (PipeDream-2BW), and those of every micro-batch (PipeDream).
 
-There are three ways to come to the same weights, bit for bit (``schedule.lowering.norm_policy``):
+``Updates`` come to the same weights in two ways, bit for bit (``schedule.lowering.norm_policy``):
 
 ``wait``        The update waits until the last device's gradients are complete, then clips and steps.
-``optimistic``  A synchronous schedule steps at once, as if nothing had to be clipped, and keeps what the step
-                overwrote. When the norm says otherwise, it puts that back, clips and steps again; what ran on the wrong
-                weights is run again. This is zero bubble's post-validation (Qi et al. 2024, section 4), with a copy in
-                place of an inverted step, so that nothing is lost to rounding and any optimizer will do. It costs a
-                copy of the parameters and the optimizer state from the update to the next step's first backward.
-                PipeDream-2BW defers the update until the norm is there, because the step after next is the first to
-                use these weights. That costs nothing.
+``optimistic``  It steps at once, as if nothing had to be clipped, and keeps what the step overwrote. When the norm says
+                otherwise, it puts that back, clips and steps again; what ran on the wrong weights is run again. This is
+                zero bubble's post-validation (Qi et al. 2024, section 4), with a copy in place of an inverted step, so
+                that nothing is lost to rounding and any optimizer will do. It costs a copy of the parameters and the
+                optimizer state from the update to the next step's first backward.
 
-Where the norm stays on the device (``device_norm``), the host waits for none: ``wait`` queues clipping and update, and
-2BW's deferred update is queued likewise. Only an optimistic update needs the host to read its norm, after the tasks
-that run ahead have been queued.
+Where the norm stays on the device (``norm.DeviceShares``), the host waits for none: ``wait`` queues clipping and
+update. Only an optimistic update needs the host to read its norm, after the tasks that run ahead have been queued.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from raypipe.runtime.update.collective import Push
-from raypipe.runtime.update.device_norm import DeviceShares
-from raypipe.runtime.update.gradients import GradientSync, StageKey
-from raypipe.runtime.update.master_weights import ROUNDED, round_all
-from raypipe.runtime.update.norm import Forecast, Shares, clip_factor, norm_of
-from raypipe.runtime.update.optimizer import set_rate
-from raypipe.runtime.update.weight_versions import WeightVersions
-from raypipe.schedule.lowering.norm_policy import NormPolicy, RequestedNormPolicy
+from raypipe.runtime.clocks.clock import HostClock
+from raypipe.runtime.stage.stage import MicrobatchState
+from raypipe.runtime.update.buckets import BucketedAllReduce
+from raypipe.runtime.update.gradients import StageKey
+from raypipe.runtime.update.norm import DeviceShares, Forecast, Shares, clip_factor, norm_of
+from raypipe.runtime.update.optimizer import OptimizerSnapshot, round_all, set_rate
+from raypipe.runtime.update.policy import Trained, WeightUpdates
+from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions
+from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
+from raypipe.schedule.lowering.programs import Program
 
 
-class OptimizerSnapshot:
-    """A copy of what the next step of an optimizer overwrites.
+class Updates(WeightUpdates):
+    """Updates behind a barrier: once a step, when all sums are there and, where it matters, the global norm.
 
-    Parameters that are rounded from master weights are not in it: after ``restore``, the next step rounds them again.
+    Args:
+        trained: what they are about.
+        shares: exchanges the shares of the norm.
+        clip: largest norm; None clips nothing.
+        requested: what the job asks for.
+        skips: whether there is no update where the norm is not finite. All devices see the same norm, so they agree;
+            where nothing is clipped, the norm is exchanged for that alone.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        held = [
-            master
-            for group in optimizer.param_groups
-            for p, master in zip(group.get(ROUNDED, group["params"]), group["params"], strict=True)
-            if p.grad is not None
-        ]
-        self._values = [(p, p.detach().clone()) for p in held]
-        self._states = [
-            (p, {key: v.clone() if isinstance(v, Tensor) else v for key, v in optimizer.state[p].items()})
-            for p in held
-            if p in optimizer.state
-        ]
-        self._fresh = [p for p in held if p not in optimizer.state]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the copy. It can be used once."""
-        for parameter, value in self._values:
-            parameter.copy_(value)
-        self.optimizer.state.update(self._states)
-        for parameter in self._fresh:
-            self.optimizer.state.pop(parameter, None)
-
-
-class KnownShares(Shares):
-    """The shares of the norm, where they are known already: nobody needs to be asked."""
-
-    def __init__(self, shares: list[float]) -> None:
-        super().__init__(None)
-        self._known = shares
-
-    def wait(self, push: Push) -> list[float]:
-        """Return the shares."""
-        return self._known
-
-
-class Updates:
-    """Makes the updates of a device, and knows whether the last ones are still pending."""
+    defers = False
+    """Whether an update that does not wait for its norm is made when that is known, and need not be undone."""
 
     def __init__(
         self,
-        optimizers: Mapping[StageKey, torch.optim.Optimizer],
-        versions: Mapping[StageKey, WeightVersions],
-        sync: GradientSync,
+        trained: Trained,
         shares: Shares | DeviceShares,
         clip: float | None,
         requested: RequestedNormPolicy,
         skips: bool = False,
     ) -> None:
-        """Take what a device updates.
-
-        Args:
-            optimizers: by stage replica.
-            versions: the weight versions of the stage replicas, where the schedule keeps some.
-            sync: has the gradients.
-            shares: exchanges the shares of the norm.
-            clip: largest norm; None clips nothing.
-            requested: what the job asks for.
-            skips: whether there is no update where the norm is not finite. All devices see the same norm, so they
-                agree; where nothing is clipped, the norm is exchanged for that alone.
-        """
-        self.optimizers, self.versions = optimizers, versions
-        self.sync, self.shares = sync, shares
+        super().__init__(trained)
+        self.shares = shares
         self.limit = math.inf if clip is None and skips else clip
+        self.skipping = False
+        """Whether the newest step makes no update, as far as the host knows."""
         self._skips = skips
         self._no_update: Tensor | None = None
         """On a GPU whose host does not read the norm: 1.0 if it is not finite, else 0.0."""
         self._forecast = Forecast(self.limit or 0.0, requested)
-        self._policy: NormPolicy = "none"
         self._snapshots: list[OptimizerSnapshot] = []
-        self.pending = False
-        """Whether the last updates are not final yet: see ``commit``."""
-        self.skipping = False
-        """Whether the newest step makes no update, as far as the host knows."""
 
-    def begin(self, may_run_ahead: bool, push: Push) -> Tensor:
-        """All this device's gradients are complete: choose how its updates are made, and clip if that is to wait.
+    def begin_step(self, program: Program, step: int, lr: float) -> None:
+        """See UpdatePolicy.begin_step."""
+        super().begin_step(program, step, lr)
+        if self.ledger is not None:
+            self.ledger.begun = step + 1
 
-        ``may_run_ahead``: the program has tasks that do not depend on the updates being certain; the same on all
-        devices. Returns this device's share of the squared norm, float64 scalar on the device.
-
-        Raises:
-            TransportError: a device did not hand in its share in time.
-        """
+    def before_updates(self, times: NDArray[np.float64]) -> None:
+        """Wait for the sums; choose how the updates are made, and clip if that is to wait for the norm."""
+        began = time.perf_counter()
+        self.shards.finish(self.push)
+        ends = self.sync.finish(self.push, self.clock)
+        if isinstance(self.clock, HostClock):  # else the device waits, and not the host
+            self.sums_wait_s = time.perf_counter() - began
+        self.mark_sums(self.program, times, ends)
         share = self.sync.norm_squared()
-        self._policy, self.skipping, self._no_update = "none", False, None
+        self.squares.append(share)
+        self._choose(share)
+        if self.ledger is not None:
+            self.ledger.tell(self.step, share)
+            if not self.pending:  # else ``commit`` waits: until then the update can be taken back
+                self.ledger.wait(self.push)
+
+    def _choose(self, share: Tensor) -> None:
+        self.optimistic, self.skipping, self._no_update = False, False, None
         if self.limit is None:
-            return share
+            return
+        # Whether the program has tasks that need no certain updates is the same on all devices.
+        ahead = self.program.ahead is not None
         if isinstance(self.shares, DeviceShares):
-            may_run_ahead = may_run_ahead and (bool(self.versions) or not self.shares.alone)
+            ahead = ahead and (self.defers or not self.shares.alone)
             for earlier in self.shares.earlier():
                 self._forecast.saw(norm_of(earlier))
-        ahead = may_run_ahead and (bool(self.versions) or self._forecast.optimistic())
-        self._policy = "optimistic" if ahead else "wait"
+        self.pending = ahead and (self.defers or self._forecast.optimistic())
+        self.optimistic = self.pending and not self.defers
         # Where each device knows the norm by itself, nobody tells anybody: ``shares`` has this device alone. The share
         # of the one that counts for all is the whole already, those of the others are nothing.
         self.shares.start(self.sync.known_norm_squared(share))
-        self.pending = self._policy == "optimistic"
         if not self.pending:
-            self._clip(push)
-        return share
+            self._clip()
 
-    @property
-    def optimistic(self) -> bool:
-        """Return whether the last updates were made before their norm was known."""
-        return self._policy == "optimistic" and not self.versions
-
-    def make(self, key: StageKey, lr: float) -> None:
-        """Update one stage replica, by the policy that ``begin`` chose."""
-        optimizer = self.optimizers[key]
-        set_rate(optimizer, lr)
-        if key in self.versions:
-            self.versions[key].expect()
-        if self._policy != "optimistic":
+    def update(self, key: StageKey) -> None:
+        """Update one stage replica, in the way that ``before_updates`` chose."""
+        self.weights_change()
+        set_rate(self.optimizers[key], self.lr)
+        if self.pending:
+            self._step_early(key)
+        else:
             self._step(key)
-        elif self.optimistic:
-            self._snapshots.append(OptimizerSnapshot(optimizer))
-            optimizer.step()
+        if self.skipping:
+            self.sync.totals.pop(key, None)
+            for one in self.modules[key].statistics:
+                one.forget(self.step)
+        else:
+            self.move_statistics(key, self.step)
+        if self.ledger is not None:
+            self.ledger.updated.add(key)
 
-    def commit(self, push: Push, wait: bool = True) -> bool | None:
-        """Make the last updates final. Returns False if they had to be undone, and made again with clipped gradients.
+    def _step_early(self, key: StageKey) -> None:
+        """Make an update before its norm is known."""
+        self._snapshots.append(OptimizerSnapshot(self.optimizers[key]))
+        self.optimizers[key].step()
 
-        They are not made again where the norm is not finite (``skips``). Returns None, and does nothing, if the norm is
-        not known yet and the caller does not ``wait`` for it.
-
-        Raises:
-            TransportError: a device did not hand in its share in time.
-        """
+    def commit(self, wait: bool = True) -> bool | None:
+        """See UpdatePolicy.commit. Where the norm is not finite (``skips``), undone updates are not made again."""
         if not self.pending:
             return True
-        if not wait and not self.shares.ready():
+        if not wait and not (self.shares.ready() and (self.ledger is None or self.ledger.heard())):
             return None
-        clipped = self._clip(push, decides=not self.versions)
+        if self.ledger is not None:
+            self.ledger.wait(self.push)
+        stands = self._settle()
+        self.weights_change()
+        return stands
+
+    def _settle(self) -> bool:
+        """Wait for the norm, and make pending updates final; return whether those that were made stand."""
+        clipped = self._clip(decides=True)
         self.pending = False
-        if self.versions:
-            for key in self.optimizers:
-                self._step(key)
-            return True
-        if clipped or self.skipping:
+        stands = not (clipped or self.skipping)
+        if not stands:
             for undo in self._snapshots:
                 undo.restore()
                 if clipped:
@@ -191,15 +160,35 @@ class Updates:
         for key in self.optimizers:
             self.sync.drop(key)
         self._snapshots.clear()
-        return not (clipped or self.skipping)
+        return stands
 
-    def undo(self) -> None:
-        """Take back the last updates where they are pending: the parameters are those before them."""
-        for undo in self._snapshots:
-            undo.restore()
-            round_all(undo.optimizer)
-        self._snapshots.clear()
-        self.pending = False
+    def leave(self) -> list[dist.ProcessGroup]:
+        """See WeightUpdates.leave."""
+        if not self.sync.complete:  # else this device knows the norm by itself, in no group
+            self.shares = Shares.known([])
+        return super().leave()
+
+    def finish_alone(self, norms: Sequence[float] | None) -> None:
+        """Finish the step whose gradients are complete, after ``leave``; or forget it.
+
+        ``norms``: the devices' shares of the squared norm; None to forget it.
+        """
+        assert self.ledger is not None
+        if norms is None:
+            for undo in self._snapshots:
+                undo.restore()
+                round_all(undo.optimizer)
+            self._snapshots.clear()
+            self.pending = False
+        else:
+            for key in self.modules:
+                if key not in self.ledger.updated:
+                    self.update(key)
+            if self.pending and not self.sync.complete:
+                self.shares = Shares.known(norms)
+            self.commit()
+        for key in self.modules:
+            self.sync.drop(key)
 
     def _step(self, key: StageKey) -> None:
         optimizer: Any = self.optimizers[key]
@@ -210,10 +199,8 @@ class Updates:
         if self._no_update is not None:
             del optimizer.found_inf
         self.sync.drop(key)
-        if key in self.versions:
-            self.versions[key].updated()
 
-    def _clip(self, push: Push, decides: bool = False) -> bool:
+    def _clip(self, decides: bool = False) -> bool:
         """Clip by the global norm.
 
         Returns True if the gradients were too large and have been scaled; False if that is known on the device alone,
@@ -226,14 +213,108 @@ class Updates:
             if self.limit < math.inf:
                 self.sync.scale(self.shares.factor(self.limit))
             return False
-        norm = norm_of(self.shares.wait(push))
+        norm = norm_of(self.shares.wait(self.push))
         self.skipping = self._skips and not math.isfinite(norm)
         factor: float | Tensor = clip_factor(self.limit, norm)
         too_large = bool(factor < 1.0)
-        if isinstance(self.shares, DeviceShares):  # ``begin`` hands it to the forecast, in the same step on all devices
+        if isinstance(self.shares, DeviceShares):  # ``_choose`` hands it to the forecast, in the same step everywhere
             factor = self.shares.factor(self.limit)
         else:
             self._forecast.saw(norm)
         if too_large:
             self.sync.scale(factor)
         return too_large
+
+
+class _OnVersions(WeightUpdates):
+    """The part of policies whose forwards run on snapshots of the weights, which gather the gradients."""
+
+    versions: Mapping[StageKey, WeightVersions]
+    _used: dict[StageKey, Snapshot]
+
+    def weights(self, key: StageKey, ahead: bool) -> Snapshot | None:
+        """See WeightUpdates.weights."""
+        return self.versions[key].for_forward(ahead)
+
+    def open(self, key: StageKey) -> None:
+        """See WeightUpdates.open: a version's gradients are its own until ``collect``."""
+
+    def early(self, key: StageKey) -> BucketedAllReduce | None:
+        """See WeightUpdates.early."""
+        return None
+
+    def computed(self, key: StageKey, saved: MicrobatchState) -> None:
+        """See WeightUpdates.computed."""
+        if saved.weights is not None:
+            self._used[key] = saved.weights
+
+    def sum(self, key: StageKey) -> None:
+        """See WeightUpdates.sum."""
+        self.collect(key)
+        super().sum(key)
+
+    def collect(self, key: StageKey) -> None:
+        """Pass the gradients of the version that was used to the optimizer's parameters."""
+        used = self._used.pop(key, None)
+        if used is not None:
+            self.versions[key].collect(used)
+
+
+class DeferredUpdates(_OnVersions, Updates):
+    """PipeDream-2BW: an update can wait for the norm as long as it likes, for the step after next is the first to use
+    its weights. That costs nothing, and there is nothing to undo. The arguments are those of ``Updates``.
+    """
+
+    defers = True
+
+    def __init__(self, versions: Mapping[StageKey, WeightVersions], trained: Trained, *given: Any) -> None:
+        super().__init__(trained, *given)
+        self.versions, self._used = versions, {}
+
+    def before_updates(self, times: NDArray[np.float64]) -> None:
+        """See Updates.before_updates."""
+        for key in self.modules:
+            self.collect(key)
+        super().before_updates(times)
+
+    def update(self, key: StageKey) -> None:
+        """See Updates.update."""
+        self.versions[key].expect()
+        super().update(key)
+
+    def _step_early(self, key: StageKey) -> None:
+        """Leave it to ``commit``."""
+
+    def _settle(self) -> bool:
+        self._clip()
+        self.pending = False
+        for key in self.optimizers:
+            self._step(key)
+        return True
+
+    def _step(self, key: StageKey) -> None:
+        super()._step(key)
+        self.versions[key].updated()
+
+
+class StashedUpdates(_OnVersions):
+    """PipeDream: an update after every micro-batch, so that there are no sums over devices and no norm to wait for."""
+
+    each_microbatch = True
+
+    def __init__(self, versions: Mapping[StageKey, WeightVersions], trained: Trained) -> None:
+        super().__init__(trained)
+        self.versions, self._used = versions, {}
+
+    def update(self, key: StageKey) -> None:
+        """See WeightUpdates.update."""
+        self.collect(key)
+        self.squares.append(self.sync.norm_squared())
+        self.weights_change()
+        set_rate(self.optimizers[key], self.lr)
+        self.versions[key].expect()
+        self.optimizers[key].step()
+        self.sync.drop(key)
+        self.versions[key].updated()
+        for one in self.modules[key].statistics:
+            one.move_on()

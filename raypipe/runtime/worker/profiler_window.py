@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from raypipe.job.train_spec import ProfileSpec
+from raypipe.runtime.executor.runner import Handler
+from raypipe.schedule.lowering.programs import Action
 
 FOLDER = "profiles"
 """Folder of the run's directory that gets a trace per worker."""
@@ -42,22 +43,23 @@ class ProfilerWindow:
         self._first = step
         self._profiler = profile(activities=activities, acc_events=True)
         self._profiler.start()
-        executor.run_task = _named(executor.run_task)
+        self._plain = executor.handlers
+        executor.surround(_named)
 
     def end(self, step: int, executor: Any) -> None:
         """Stop, and write the trace, where ``step`` is the last of the window."""
         if self._profiler is None or self._spec is None or step < self._spec.start_step + self._spec.steps - 1:
             return
         profiler, self._profiler = self._profiler, None
-        del executor.run_task  # the method of its class again
+        executor.handlers = self._plain
         profiler.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(self._folder / f"steps-{self._first}-{step}-rank-{self._rank}.json.gz"))
 
 
-def _named(run_task: Callable[[Any], None]) -> Callable[[Any], None]:
-    def run(action: Any) -> None:
+def _named(handler: Handler) -> Handler:
+    def run(executor: Any, action: Action) -> None:
         with record_function(str(action.task)):
-            run_task(action)
+            handler(executor, action)
 
     return run

@@ -1,4 +1,4 @@
-"""Derive the executor's settings from a worker's setup: those of a step, and how gradients are summed."""
+"""Derive the executor's settings from a worker's setup: those of a step, and how gradients and norms are summed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from raypipe.job.spec import reduce_dtype
+from raypipe.models.host_copies import runs_behind
 from raypipe.plan.online.tune_first_k import FirstKTuner
-from raypipe.runtime.executor.cast_messages import message_cast_of
+from raypipe.runtime.executor.casts import message_cast_of
 from raypipe.runtime.executor.step import StepSettings
 from raypipe.runtime.process.memory import host_memory_bytes
 from raypipe.runtime.setup.setup import Setup
+from raypipe.runtime.transport.process_groups import create_groups
+from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
 
@@ -49,6 +53,23 @@ def step_settings(setup: Setup, device: torch.device, batch_statistics: bool, di
         sub_pipelined=parallel.sub_pipelined,
         message_cast=message_cast_of(job, parallel),
     )
+
+
+def norm_shares(
+    setup: Setup, device: torch.device, world: dist.ProcessGroup | None, backend: str
+) -> Shares | DeviceShares:
+    """Return what exchanges the shares of the gradient norm.
+
+    ``world``: None if every device knows the norm by itself; ``backend``: of the process groups.
+    """
+    if not runs_behind(device):
+        return Shares(world)
+    if world is None or not setup.job.train.needs_norm:
+        return DeviceShares(None)
+    if backend == "gloo":  # several workers share a GPU, so their hosts have to tell
+        return Shares(world)
+    every = {"gradient norm": tuple(range(world.size()))}
+    return DeviceShares(create_groups(every, "nccl", setup.topology.timeout_s)["gradient norm"])
 
 
 def dtype_of_sums(setup: Setup) -> torch.dtype | None:

@@ -15,20 +15,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.errors import TransportError
 from raypipe.models import build_model
-from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.executor.compile_report import StageReport
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.executor.ledger import Facts, Ledger, Standing
-from raypipe.runtime.executor.step import StartedStep, StepResult, Written
+from raypipe.runtime.executor.step import MOST_STEPS, StartedStep, StepResult, Written
 from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
-from raypipe.runtime.late.side_stream import prefer_main_stream
 from raypipe.runtime.process.memory import MemoryReports, resident_bytes
 from raypipe.runtime.process.set_up import choose_precision, first_backward, heap_bytes, set_up_cuda, set_up_process
 from raypipe.runtime.recovery.failure import raises_device_errors
@@ -45,21 +41,20 @@ from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
 from raypipe.runtime.setup.tensor_ranks import TENSOR_GROUP, own_channels, own_groups
-from raypipe.runtime.shard.device_shards import divide
-from raypipe.runtime.shard.state import read_shards
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Store, Write, put_snapshot, send_snapshot
 from raypipe.runtime.state.state import read_previous, read_state, state_to_save
-from raypipe.runtime.transport.process_groups import create_groups
-from raypipe.runtime.update.collective import wait_for
-from raypipe.runtime.update.device_norm import DeviceShares
-from raypipe.runtime.update.gradients import GradientSync, StageKey
-from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.update.optimizer import ParameterPiece, learning_rate, make_optimizer
+from raypipe.runtime.update.collectives import wait_for
+from raypipe.runtime.update.gradients import GradientSync, StageKey, tied_over_devices
+from raypipe.runtime.update.ledger import Facts, Ledger, Standing
+from raypipe.runtime.update.norm import DeviceShares, Shares
+from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
+from raypipe.runtime.update.shards import divide, read_shards
+from raypipe.runtime.update.side_stream import prefer_main_stream
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.runtime.validation.predictions import Preprocess
 from raypipe.runtime.worker.profiler_window import FOLDER, ProfilerWindow
-from raypipe.runtime.worker.settings import dtype_of_sums, first_k_tuner, step_settings
+from raypipe.runtime.worker.settings import dtype_of_sums, first_k_tuner, norm_shares, step_settings
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
 from raypipe.tensor import ProcessGroup, SoloGroup, TensorGroup, set_group
@@ -138,15 +133,16 @@ class StageWorker:
         if setup.checkpoint is not None:
             checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
             for key, module in self.modules.items():
-                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.tensor_rank, self._divided(key))
-                if key in self.shards.stages:
-                    read_shards(checkpoint, self.shards.stages[key], self.optimizers[key])
+                optimizer, divided = self.optimizers[key], self.shards.divided(key)
+                read_state(checkpoint, module, optimizer, setup.tied, setup.tensor_rank, divided)
+                if divided:
+                    read_shards(checkpoint, self.shards.stages[key], optimizer)
         self._assemble(setup, checkpoint)
         # These objects live as long as the run, so the garbage collector need not scan them again.
         gc.collect()
         gc.freeze()
-        joint = [name for m in self.modules.values() for name in m.joint_names]
-        return sum(p.numel() for m in self.modules.values() for p in m.named.values()), joint
+        held = self.modules.values()
+        return sum(p.numel() for m in held for p in m.named.values()), [name for m in held for name in m.joint_names]
 
     @raises_device_errors
     def compile_stages(self, waits: bool = False, replaces: bool = False) -> list[StageReport]:
@@ -154,8 +150,6 @@ class StageWorker:
 
         A device that ``replaces`` another does not keep those that go on with it waiting, where it may begin eagerly.
         """
-        if self.executor_class is not Executor:  # it runs no kernels
-            return []
         from raypipe.runtime.worker.compilation import Compilation  # it imports the compiler
 
         self.compilation = Compilation(self.setup_data, self.executor, waits=waits, replaces=replaces)
@@ -173,8 +167,7 @@ class StageWorker:
         self.compilation = None
         self.compiled_since: list[StageReport] = []
         choose_precision(self.device, setup.job.train.tf32)
-        if self.executor_class is Executor:  # emulated devices compute nothing
-            first_backward()
+        first_backward()
         if setup.job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         self.communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
@@ -190,7 +183,7 @@ class StageWorker:
         if not self.apart:
             self.apart = True
             set_group(SoloGroup())
-            if self.executor.ledger is None:
+            if self.executor.updates.ledger is None:
                 leave(self.executor, self.communicators)
             else:
                 self.parted = part(self.executor, self.communicators)
@@ -229,11 +222,6 @@ class StageWorker:
         if not survives and setup.job.train.compile != "none":
             self.compiled_since += self.compile_stages(replaces=True)
 
-    @staticmethod
-    def _late(setup: Setup) -> bool:
-        """Return whether some of a step's updates are made while the next one runs."""
-        return setup.parallel.late_updates
-
     def _own_groups(self, setup: Setup) -> dict[str, dist.ProcessGroup]:
         """Return this process's groups by the names that its device has for them."""
         return own_groups(self.communicators.groups, setup.device, setup.tensor_rank, setup.tensor)
@@ -251,8 +239,10 @@ class StageWorker:
             for stage, device in enumerate(devices)
             if device == setup.device
         }
-        self.shards = divide(self.modules, setup.sharding, setup.placement, setup.tied, groups, dtype_of_sums(setup))
-        self.optimizers = {key: make_optimizer(job.train, *self._updated(key)) for key in self.modules}
+        whole = tied_over_devices(setup.tied)
+        self.shards = divide(self.modules, setup.sharding, setup.placement, whole, groups, dtype_of_sums(setup))
+        updated = {key: self.shards.updated(key, module) for key, module in self.modules.items()}
+        self.optimizers = {key: make_optimizer(job.train, *of) for key, of in updated.items()}
 
     def _assemble(self, setup: Setup, checkpoint: Checkpoint | None = None) -> None:
         """Make the executor of the stages, on the open communicators."""
@@ -266,10 +256,8 @@ class StageWorker:
         feed = device_feed(setup, plan.task, self.modules, self.device, self.reads_whole)
         if setup.slices > 1:
             feed.cut(setup.slices, plan.slice_lengths(setup.slices))
-        senders, receivers = (
-            own_channels(communicators.senders, setup.tensor),
-            own_channels(communicators.receivers, setup.tensor),
-        )
+        senders = own_channels(communicators.senders, setup.tensor)
+        receivers = own_channels(communicators.receivers, setup.tensor)
         if setup.parallel.side_stream is not None:
             prefer_main_stream(self.device)
         settings = step_settings(setup, self.device, plan.batch_statistics, bool(shards.stages))
@@ -303,13 +291,7 @@ class StageWorker:
         self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
         self.group = self._tensor_group(groups)
         if setup.recovers and communicators.world is not None:
-            self.executor.ledger = Ledger(communicators.world, self.modules, setup.done)
-
-    def _updated(self, key: StageKey) -> tuple[dict[str, nn.Parameter], list[ParameterPiece]]:
-        """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""
-        divided = self._divided(key)
-        whole = {name: p for name, p in self.modules[key].trained.items() if name not in divided}
-        return whole, self.shards.stages[key].named_pieces if divided else []
+            self.executor.updates.ledger = Ledger(communicators.world, self.modules, setup.done, 2 * MOST_STEPS)
 
     def _tensor_group(self, groups: Mapping[str, dist.ProcessGroup]) -> TensorGroup:
         """Make the device's tensor-parallel group known to the divided layers."""
@@ -325,14 +307,7 @@ class StageWorker:
     def _shares(self, alone: bool, setup: Setup) -> Shares | DeviceShares:
         """Return what exchanges the shares of the gradient norm; ``alone`` if every device knows the norm by itself."""
         world = None if alone else self.communicators.world
-        if not runs_behind(self.device):
-            return Shares(world)
-        if world is None or not setup.job.train.needs_norm:
-            return DeviceShares(None)
-        if self._backend(setup.topology) == "gloo":  # several workers share a GPU, so their hosts have to tell
-            return Shares(world)
-        every = {"gradient norm": tuple(range(world.size()))}
-        return DeviceShares(create_groups(every, "nccl", setup.topology.timeout_s)["gradient norm"])
+        return norm_shares(setup, self.device, world, self._backend(setup.topology))
 
     def _backend(self, topology: Topology) -> str:
         own_gpus = len({p.device for p in topology.peers}) == len(topology.peers)
@@ -379,7 +354,7 @@ class StageWorker:
         self.profiler.begin(step + 1, self.executor)
         started = self.executor.start(self.setup_data.train[part], step, learning_rate(self.setup_data.job.train, step))
         self.profiler.end(step + 1, self.executor)
-        later = self._late(self.setup_data)  # some of the result is only known when the next step has begun
+        later = self.setup_data.parallel.late_updates  # some of the result is only known when the next step has begun
         if not later and all(peer.device == "cpu" for peer in self.setup_data.topology.peers):
             return self._timed(step, started)
         self.started[step] = started
@@ -482,7 +457,7 @@ class StageWorker:
         began = time.monotonic()
         written = [self.shard_writer.wait()]
         waited_s = time.monotonic() - began
-        self.executor.commit()
+        self.executor.updates.commit()
         tensors, broken = state_to_save(
             self.setup_data, self.modules, self.optimizers, self.executor.versions, self.shards, self.group
         )
@@ -502,11 +477,6 @@ class StageWorker:
             CheckpointError: it failed.
         """
         return self.shard_writer.wait()
-
-    def _divided(self, key: StageKey) -> frozenset[str]:
-        """Return the names of a stage replica's parameters that its copies divide."""
-        stage = self.shards.stages.get(key)
-        return stage.names if stage is not None else frozenset()
 
     def clock(self) -> float:
         """Return this host's monotonic time in seconds."""

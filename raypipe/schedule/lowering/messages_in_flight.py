@@ -6,18 +6,17 @@ flight from the end of the task that sends it to the start of the task that uses
 sender holds a copy of it (its snapshot, or a place in a ring); then the receiver holds it in its p2p buffers. So each
 end holds at most the bytes in flight on its side:
 
-``unreceived_messages`` are those after a device's task i, when all other devices have done only what i depends on. It
-    follows who waits for whom over all devices, in time tasks times devices.
-``held_messages`` is a bound at both ends that is quick enough for every candidate plan. A device knows of another only
-    what that one's own messages to it tell: a message shows that its sender has run all tasks up to the one that sent
-    it. So a message counts for as long or longer, in time linear in tasks. For pipelines whose neighbours talk both
-    ways the two are the same.
+What a device knows of another is what that one's own messages to it tell: a message shows that its sender has run all
+tasks up to the one that sent it. So a message counts until its sender has received one that was sent after its use, and
+at its receiver from when the sender may have come to it: a bound at both ends (``held_messages``), and on how many are
+unreceived at once (``unreceived_messages``), in time linear in tasks. It counts some messages longer than the exact
+bound, which follows who waits for whom over all devices; for pipelines whose neighbours talk both ways the two agree.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -79,7 +78,20 @@ def held_messages(schedule: Schedule, sizes: Sequence[float]) -> list[list[float
     return _held(schedule, ways)
 
 
-def _held(schedule: Schedule, ways: Mapping[tuple[int, int], Sequence[tuple[int, int, float]]]) -> list[list[float]]:
+class _Span(NamedTuple):
+    """How long the two ends of a message may hold it, in positions of their orders; the end of a step is -1."""
+
+    sender: int
+    sent: int
+    released: int
+    receiver: int
+    coming: int
+    used: int
+    size: float
+
+
+def _spans(ways: Mapping[tuple[int, int], Sequence[tuple[int, int, float]]]) -> Iterator[_Span]:
+    """Iterate over messages, given by sender and receiver: positions in their orders, and bytes."""
     # Per (device, other one): at which positions it receives, and how many tasks that one has then run at least.
     steps: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     for (d, e), messages in ways.items():
@@ -89,81 +101,45 @@ def _held(schedule: Schedule, ways: Mapping[tuple[int, int], Sequence[tuple[int,
                 shown[j] = i + 1
         places = sorted(shown)
         steps[e, d] = (places, list(accumulate((shown[k] for k in places), max)))
-    change = [[0.0] * (len(order) + 1) for order in schedule.orders]
     for (d, e), messages in ways.items():
-        sent, arriving = change[d], change[e]
         places, ran = steps.get((d, e), ([], []))
         for i, j, size in messages:
             # The sender holds it until it has received something that the receiver sent after it used the message.
             at = bisect_left(ran, j + 1)
-            sent[i] += size
-            sent[places[at] if at < len(places) else -1] -= size
+            released = places[at] if at < len(places) else -1
             # The receiver may have it as soon as it has done what the sender's task waited for.
             at = bisect_left(places, i + 1)
-            since = ran[at - 1] if at else 0
-            if since < j:
-                arriving[since] += size
-                arriving[j] -= size
+            yield _Span(d, i, released, e, ran[at - 1] if at else 0, j, size)
+
+
+def _held(schedule: Schedule, ways: Mapping[tuple[int, int], Sequence[tuple[int, int, float]]]) -> list[list[float]]:
+    change = [[0.0] * (len(order) + 1) for order in schedule.orders]
+    for sender, sent, released, receiver, coming, used, size in _spans(ways):
+        change[sender][sent] += size
+        change[sender][released] -= size
+        if coming < used:
+            change[receiver][coming] += size
+            change[receiver][used] -= size
     return [list(accumulate(row[:-1])) for row in change]
-
-
-class Flight(NamedTuple):
-    """A message with the tasks that send and use it, by position in their devices' programs."""
-
-    message: Message
-    producer: int
-    consumer: int
 
 
 @no_collection()
 def unreceived_messages(programs: Sequence[Program]) -> list[dict[int, int]]:
     """Return, per device and destination, the most messages sent and not used, over all executions of a whole step."""
-    ways = flights(programs)
-    before = ancestors(programs, ways)
-    change: list[dict[int, list[int]]] = [{} for _ in programs]
-    for m, producer, consumer in ways:
-        d, e = m.src_device, m.dst_device
-        row = change[d].setdefault(e, [0] * (len(programs[d].actions) + 1))
-        row[producer] += 1
-        row[bisect_right(before[d], consumer, key=lambda clock, e=e: clock[e])] -= 1  # type: ignore[misc]
-    return [{e: max(accumulate(row)) for e, row in rows.items()} for rows in change]
-
-
-def flights(programs: Sequence[Program]) -> list[Flight]:
-    """Return the messages between devices with the tasks that send and use them."""
     used: dict[Message, int] = {}
     for program in programs:
         for j, action in enumerate(program.actions):
             for m in action.receives:
                 used.setdefault(m, j)
-    return [
-        Flight(m, i, used[m])
-        for program in programs
-        for i, action in enumerate(program.actions)
-        for m in action.sends
-        if not m.local
-    ]
-
-
-def ancestors(programs: Sequence[Program], ways: Sequence[Flight]) -> list[list[list[int]]]:
-    """Return, per device, task and other device, how many of that one's tasks have to be done before the task has run.
-
-    All-reduces make nothing but updates wait, and are left out.
-    """
-    producer = {way.message: way.producer for way in ways}
-    clocks: list[list[list[int]]] = [[] for _ in programs]
-    moved = True
-    while moved:
-        moved = False
-        for d, program in enumerate(programs):
-            while len(clocks[d]) < len(program.actions):
-                position = len(clocks[d])
-                needs = [(m.src_device, producer[m]) for m in program.actions[position].receives if not m.local]
-                if any(len(clocks[e]) <= i for e, i in needs):
-                    break
-                rows = [clocks[e][i] for e, i in needs] + (clocks[d][-1:] if position else [])
-                row = [max(values) for values in zip(*rows, strict=True)] if rows else [0] * len(programs)
-                row[d] = position + 1
-                clocks[d].append(row)
-                moved = True
-    return clocks
+    ways: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    for program in programs:
+        for i, action in enumerate(program.actions):
+            for m in action.sends:
+                if not m.local:
+                    ways.setdefault((m.src_device, m.dst_device), []).append((i, used[m], 1.0))
+    change: list[dict[int, list[int]]] = [{} for _ in programs]
+    for span in _spans(ways):
+        row = change[span.sender].setdefault(span.receiver, [0] * (len(programs[span.sender].actions) + 1))
+        row[span.sent] += 1
+        row[span.released] -= 1
+    return [{e: max(accumulate(row)) for e, row in rows.items()} for rows in change]

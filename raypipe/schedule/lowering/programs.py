@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal, NamedTuple
 
 from raypipe.errors import ScheduleError
@@ -191,10 +192,6 @@ def edges(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(pairs))
 
 
-Work = Mapping[tuple[str, int], Counter[int]]
-"""(task, stage) -> how often it runs for each micro-batch; ids of the next step continue from N."""
-
-
 def check_counted(train: Mapping[Part, Sequence[Program]], evaluate: Sequence[Program], schedule: Schedule) -> None:
     """Check that every stage runs each micro-batch's forward and, in training, its last task exactly once.
 
@@ -208,53 +205,34 @@ def check_counted(train: Mapping[Part, Sequence[Program]], evaluate: Sequence[Pr
     Raises:
         ScheduleError: a task is left out or runs twice; it names the task.
     """
-    ends, microbatches = [backward.last for backward in schedule.backwards], schedule.microbatches
-    _check("validation", _work(evaluate, ends), None, schedule, FORWARD)
-    done = {part: _work(rows, ends) for part, rows in train.items()}
-    for part, work in done.items():
-        fills, drains = part
-        # A step that does not fill the pipeline follows a step that did not drain it.
-        before = [None] if fills else [done[other] for other in done if not other[1]]
-        for earlier in before:
-            _check("a training step", work, earlier, schedule, FORWARD, LAST)
-        if drains and any(mb >= microbatches for counts in work.values() for mb in counts):
-            raise ScheduleError("programs", "a step that must drain the pipeline begins the next step", _REPORT)
+    count, forward = schedule.microbatches, [frozenset[Kind]({"F"})] * schedule.stages
+    last = [backward.last for backward in schedule.backwards]
+    _check("validation, the forward", _counted(evaluate, forward), schedule)
+    for what, kinds in (("forward", forward), ("last task", last)):
+        ran = {part: _counted(rows, kinds) for part, rows in train.items()}
+        for (fills, drains), own in ran.items():
+            if drains and any(mb >= count for _, mb in own):
+                raise ScheduleError("programs", "a step that must drain the pipeline begins the next step", _REPORT)
+            # A step that does not fill the pipeline follows one that did not drain it, and ran some of its tasks.
+            for before in [Counter()] if fills else [ran[part] for part in ran if not part[1]]:
+                early = Counter({(s, mb - count): n for (s, mb), n in before.items() if mb >= count})
+                of_step = Counter({(s, mb): n for (s, mb), n in own.items() if mb < count})
+                _check(f"a training step, the {what}", of_step + early, schedule)
 
 
 _REPORT = "this is a bug of raypipe: report it with the plan.json"
 
 
-FORWARD, LAST = "forward", "last task"
+def _counted(programs: Sequence[Program], kinds: Sequence[frozenset[Kind]]) -> Counter[tuple[int, int]]:
+    """Count how often tasks of these kinds, per stage, run for each (stage, micro-batch)."""
+    tasks = (action.task for program in programs for action in program.actions)
+    return Counter((task.stage, mb) for task in tasks if task.kind in kinds[task.stage] for mb in task.mbs)
 
 
-def _work(programs: Sequence[Program], ends: Sequence[frozenset[Kind]]) -> Work:
-    found: dict[tuple[str, int], Counter[int]] = {}
-    for program in programs:
-        for action in program.actions:
-            kind, stage, mbs, _ = action.task
-            for what, kinds in ((FORWARD, "F"), (LAST, ends[stage])):
-                if kind in kinds:
-                    found.setdefault((what, stage), Counter()).update(mbs)
-    return found
-
-
-def _check(which: str, work: Work, before: Work | None, schedule: Schedule, *whats: str) -> None:
-    """Check one kind of step that follows another, ``before``, which may have run some of its forwards."""
-    microbatches = schedule.microbatches
-    for what in whats:
-        for stage in range(schedule.stages):
-            own = work.get((what, stage), Counter())
-            count = Counter({mb: n for mb, n in own.items() if mb < microbatches})
-            if before is not None:
-                early = before.get((what, stage), Counter())
-                count.update({mb - microbatches: n for mb, n in early.items() if mb >= microbatches})
-            for mb in range(microbatches):
-                if count[mb] != 1:
-                    raise ScheduleError(
-                        "programs",
-                        f"in {which}, the {what} of micro-batch {mb} on stage {stage} runs {count[mb]} "
-                        "times instead of once",
-                        _REPORT,
-                    )
-            if len(count) > microbatches:
-                raise ScheduleError("programs", f"in {which}, stage {stage} has unknown micro-batches", _REPORT)
+def _check(what: str, ran: Counter[tuple[int, int]], schedule: Schedule) -> None:
+    wanted = set(product(range(schedule.stages), range(schedule.microbatches)))
+    for stage, mb in sorted(wanted | ran.keys()):
+        if ran[stage, mb] != ((stage, mb) in wanted):
+            due = "once" if (stage, mb) in wanted else "never"
+            why = f"in {what} of micro-batch {mb} on stage {stage} runs {ran[stage, mb]} times instead of {due}"
+            raise ScheduleError("programs", why, _REPORT)

@@ -2,7 +2,8 @@
 
 Programs alone say: send right after the task, receive right before the task that needs it. With one hardware queue
 that deadlocks: in 1F1B, two neighbours send to each other, and each send waits for a receive that the other device has
-queued behind its own send. CUDA promises no more than one queue does (``stream_order``).
+queued behind its own send. CUDA promises no more than one queue does (NCCL issue 783): streams share queues, and what
+waits at the head of one holds up all behind it.
 
 The rule: transfers cannot deadlock if all devices issue theirs in an order that some order of all tasks and transfers
 together contains (J. Bachan in NCCL issue 784). ``safe_order`` finds one by running the programs with blocking
@@ -11,6 +12,14 @@ waits for itself; where none sends, it moves an all-reduce whose other members h
 next step. All-gathers and reduce-scatters of sharded stages stay in their places, where copies of one order meet. Every
 receive stays after its send and before its task, and every all-reduce after its gradients and before
 the update. Programs change only where they would deadlock.
+
+The proof is the same run without moves (``check_order``): if it comes to the end, it has found the order of all tasks
+and transfers that the rule asks for, and no choice of streams, queues and speeds can deadlock. For whatever else waits
+does so for something earlier in that order: compute for its messages, sends for compute, a host for the announcement of
+a message (from a host that has come to its send), for room (``limited``), for the norm that it reads, for the end of a
+step. Every tensor rank of a device issues the same, and sums within a task have nothing between them, so one rank
+stands for all. Sums of tied parameters follow all transfers of a step, in one order everywhere. Not included: the blank
+messages after an update that was undone (``ProgramRunner._break_off``).
 
 Rejected: to send and receive opposite messages in one grouped call (``ncclGroupStart``, as Megatron does). It removes
 the same deadlock between two devices, but one kernel then waits for both: a message that has come cannot be received
@@ -21,17 +30,16 @@ devices and more (interleaved stages) and all-reduces would need the order all t
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Task, Versions
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
-from raypipe.schedule.lowering.gpu_operations import gpu_operations
 from raypipe.schedule.lowering.messages_in_flight import unreceived_messages
-from raypipe.schedule.lowering.programs import Inserted, Message, Program
-from raypipe.schedule.lowering.stream_order import check_streams
+from raypipe.schedule.lowering.programs import Action, Inserted, Message, Program
 from raypipe.schedule.sharding import ShardMember, StageKey
 
 _Place = tuple[int, int, int]
@@ -46,8 +54,19 @@ class _Entry:
     key: Hashable
     peer: int
     """The other device of a message."""
-    what: Message | Task | None
+    what: Message | Task
     place: _Place
+
+
+def issued(action: Action) -> Iterator[tuple[int, Message | Task]]:
+    """Iterate over what an action issues: (position among its steps, message or task), inserted ones included."""
+    own: list[Message | Task] = [*action.receives, action.task, *action.sends]
+    inserted = deque(action.inserted)
+    for position in range(len(own) + 1):
+        while inserted and inserted[0].position == position:
+            yield position, inserted.popleft().what
+        if position < len(own) and not (action.deferred and own[position] is action.task):
+            yield position, own[position]
 
 
 @no_collection()
@@ -59,8 +78,7 @@ def safe_order(
 ) -> list[list[Program]]:
     """Return the programs with receives moved forward and all-reduces moved back, as far as is needed.
 
-    ``stream_order.check_streams`` can then prove them; programs that no such moves help come back unfinished, and the
-    check says why they deadlock.
+    Programs that no such moves help come back unfinished, and ``check_order`` says where they deadlock.
 
     Args:
         steps: per step, the programs of all devices; steps of a schedule that does not flush follow one another.
@@ -69,7 +87,7 @@ def safe_order(
         shards: the schedule's sharded stage replicas.
     """
     run = _BlockingRun(steps, microbatches, stashes, shards or {})
-    run.all()
+    run.all(moves=True)
     return [
         [_with(program, step, run.inserted[d], run.deferred[d]) for d, program in enumerate(rows)]
         for step, rows in enumerate(steps)
@@ -96,40 +114,41 @@ def _entries(
     stashes: bool,
     shards: Mapping[StageKey, ShardMember],
 ) -> list[_Entry]:
-    """List what a device does; it receives where the runtime does, with the first task that needs it or a later one."""
+    """List what a device issues; a receive comes after those of earlier messages of its channel, as in the runtime."""
     found: list[_Entry] = []
     received: set[Hashable] = set()
-    posted: dict[int, deque[Message]] = {}
-    shifts: dict[int, deque[int]] = {}
+    posted: dict[int, deque[tuple[Hashable, Message]]] = {}
     for step, rows in enumerate(steps):
         program, shift = rows[device], step * microbatches
         calls = Counter[Hashable]()
         updated = False
         for source, messages in program.arrivals.items():
-            posted.setdefault(source, deque()).extend(messages)
-            shifts.setdefault(source, deque()).extend([shift] * len(messages))
+            posted.setdefault(source, deque()).extend((_key(m, shift), m) for m in messages)
         for i, action in enumerate(program.actions):
-            for position, m in enumerate(action.receives):
-                while not m.local and _key(m, shift) not in received:
-                    first, moved = posted[m.src_device].popleft(), shifts[m.src_device].popleft()
-                    received.add(_key(first, moved))
-                    key = _key(first, moved)
-                    found.append(_Entry("receive", key, m.src_device, first, (step, i, position)))
-            place = (step, i, len(action.receives))
-            if action.task.kind == "AR":
-                calls[action.task.stage] += 1
-                key = (step, action.task.stage, calls[action.task.stage])
-                found.append(_Entry("sum", key, device, action.task, place))
-            elif action.task.kind in ("AG", "RS"):
-                group = (action.task.kind, action.task.stage, shards[action.task.stage, action.task.replica].group)
-                calls[group] += 1
-                found.append(_Entry("shards", (step, group, calls[group]), device, None, place))
-            elif action.task.kind == "U" and not (updated or stashes):
-                updated = True
-                found.append(_Entry("end", (step,), device, None, place))
-            for position, m in enumerate(action.sends, len(action.receives) + 1):
-                if not m.local:
-                    found.append(_Entry("send", _key(m, shift), m.dst_device, m, (step, i, position)))
+            for position, what in issued(action):
+                place = (step, i, position)
+                if isinstance(what, Message):
+                    if what.local:
+                        continue
+                    if what.dst_device != device:
+                        found.append(_Entry("send", _key(what, shift), what.dst_device, what, place))
+                    while what.dst_device == device and _key(what, shift) not in received:
+                        key, first = posted[what.src_device].popleft()
+                        received.add(key)
+                        found.append(_Entry("receive", key, what.src_device, first, place))
+                elif what.kind == "AR":
+                    calls[what.stage] += 1
+                    found.append(_Entry("sum", (step, what.stage, calls[what.stage]), device, what, place))
+                elif what.kind in ("AG", "RS"):
+                    group = (what.kind, what.stage, shards[what.stage, what.replica].group)
+                    calls[group] += 1
+                    found.append(_Entry("shards", (step, group, calls[group]), device, what, place))
+                elif what.kind == "U" and not (updated or stashes):
+                    updated = True
+                    for (stage, _), member in sorted(shards.items()):
+                        if member.device == device and len(member.others) > 1:  # the sum of a shard over its holders
+                            found.append(_Entry("shards", (step, "U", stage, member.others), device, what, place))
+                    found.append(_Entry("end", (step,), device, what, place))
     return found
 
 
@@ -173,15 +192,13 @@ class _BlockingRun:
             self.at[d] += 1
         return row[self.at[d]] if self.at[d] < len(row) else None
 
-    def all(self) -> None:
-        """Run until nothing is left, or nothing helps."""
+    def all(self, moves: bool) -> None:
+        """Run until nothing is left or, with ``moves`` or without, nothing helps."""
         awake = set(range(len(self.entries)))
-        while True:
+        while awake:
             while awake:
                 awake |= self.advance(awake.pop())
-            awake = self.receive_early() or self.sum_later()
-            if not awake:
-                return
+            awake = (self.receive_early() or self.sum_later()) if moves else set()
 
     def advance(self, d: int) -> set[int]:
         """Run the device's next entry, if all others that it needs are there; return the devices that moved."""
@@ -225,7 +242,6 @@ class _BlockingRun:
                 task = self.later[d].popleft()
                 head = self.head(d)
                 assert head is not None  # the end comes after all all-reduces
-                assert task.what is not None
                 self.insert(d, head.place, task.what)
             else:
                 self.at[d] += 1
@@ -240,7 +256,7 @@ class _BlockingRun:
         while since and self.entries[d][since - 1].place == place and self.entries[d][since - 1].kind == "receive":
             since -= 1
         for e in self.entries[d][since : self.at[d]]:
-            if e.key not in self.moved and e.what is not None:
+            if e.key not in self.moved:
                 self.moved.add(e.key)
                 row.append(Inserted(position, e.what))
         row.append(Inserted(position, what))
@@ -271,7 +287,6 @@ class _BlockingRun:
             here = self.head(e.peer)
             if here is None or not self.announced(e.peer, here.place, e):
                 continue
-            assert e.what is not None
             self.insert(e.peer, here.place, e.what)
             self.moved.add(e.key)
             self.at[d] += 1
@@ -293,6 +308,37 @@ class _BlockingRun:
         return set()
 
 
+@no_collection()
+def check_order(
+    steps: Sequence[Sequence[Program]],
+    microbatches: int,
+    stashes: bool = False,
+    shards: Mapping[StageKey, ShardMember] | None = None,
+) -> None:
+    """Check that no execution of ordered programs on GPUs can deadlock; the arguments are those of ``safe_order``.
+
+    Raises:
+        ScheduleError: devices could wait for each other for ever; it names what each of them waits in.
+    """
+    run = _BlockingRun(steps, microbatches, stashes, shards or {})
+    run.all(moves=False)
+    waiting = [f"device {d} in {_said(head)}" for d in range(len(run.entries)) if (head := run.head(d)) is not None]
+    if waiting:
+        raise ScheduleError(
+            "order of GPU operations",
+            f"devices can wait for each other for ever: {', '.join(waiting)}",
+            "choose another schedule",
+        )
+
+
+def _said(entry: _Entry) -> str:
+    if not isinstance(entry.what, Message):
+        return f"{entry.what} of its step {entry.place[0] + 1}"
+    kind = "activation" if entry.what.direction == "act" else "gradient"
+    stages = f"{entry.what.src_stage}>{entry.what.dst_stage}"
+    return f"the {entry.kind} of {kind} {stages} of micro-batch {entry.what.mb}"
+
+
 FILLS, RUNS, DRAINS = (True, False), (False, False), (False, True)
 """The parts of an asynchronous schedule, in order."""
 
@@ -305,9 +351,6 @@ def gpu_programs(
     shards: Mapping[StageKey, ShardMember] | None = None,
 ) -> tuple[dict[Part, list[Program]], list[Program]]:
     """Order the transfers of a plan's programs, and check that no execution of them on GPUs can deadlock.
-
-    It is checked for a single hardware queue, which covers any number (``stream_order``). One tensor rank stands for
-    all, because each of them issues the same; sums of tied parameters come after all transfers of a step, in one order.
 
     Args:
         train: per way that a step begins and ends, the programs of all devices.
@@ -329,14 +372,11 @@ def gpu_programs(
         done.update(zip(in_a_row, ordered, strict=True))
     validation = safe_order([evaluate], microbatches, stashes, shards)[0]
     done[WHOLE], validation = limited(done[WHOLE]), limited(validation)
-    runs = [[done[WHOLE]]]
+    runs = [[done[WHOLE]], [validation]]
     if RUNS in done:
         runs += [[done[part] for part in row] for row in ((FILLS, DRAINS), (FILLS, RUNS, RUNS, DRAINS))]
     for steps in runs:
-        operations = gpu_operations(steps, microbatches, stashes=stashes, shards=shards)
-        check_streams(operations.processes, 1, operations.members)
-    operations = gpu_operations([validation], microbatches, stashes=stashes, shards=shards)
-    check_streams(operations.processes, 1, operations.members)
+        check_order(steps, microbatches, stashes, shards)
     return done, validation
 
 

@@ -24,8 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
-from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal, start_emulated_devices
 from raypipe.runtime.emulation.links import Links
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of

@@ -27,7 +27,7 @@ from raypipe.plan.choose import choose
 from raypipe.plan.online.measured_steps import as_run
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.emulation.emulated_run import Rehearsal, run_rehearsal
-from raypipe.runtime.emulation.faults import DeviceFaults
+from raypipe.runtime.emulation.emulated_worker import DeviceFaults
 from raypipe.runtime.group.worker_group import WorkerGroup
 from tests.bench.accuracy.emulated import first, worker_group_of
 from tests.plan.conftest import make_job, make_profile

@@ -22,9 +22,10 @@ from torch import Tensor
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.emulation.emulated_worker import wait_until
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.runner import Handler
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
-from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.collectives import Push, wait_for
 from raypipe.runtime.update.gradients import GradientSync, StageKey
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.costs import CostTable
@@ -79,13 +80,6 @@ class PacedExecutor(Executor):
             time_s *= float(np.exp(self._random.normal(0.0, pace.noise)))
         return time_s
 
-    def run_task(self, action: Action) -> None:
-        """See Executor.run_task."""
-        begin = time.monotonic()
-        super().run_task(action)
-        if self.training and action.task.kind != "AR":
-            wait_until(begin + self.seconds(action.task))
-
     def _specs(self, message: Message) -> tuple[TensorSpec, ...]:
         return (*super()._specs(message), STAMP)
 
@@ -107,6 +101,17 @@ class PacedExecutor(Executor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._random = np.random.default_rng()
+        self.surround(_paced)
+
+
+def _paced(handler: Handler) -> Handler:
+    def run(executor: PacedExecutor, action: Action) -> None:
+        begin = time.monotonic()
+        handler(executor, action)
+        if executor.training and action.task.kind != "AR":
+            wait_until(begin + executor.seconds(action.task))
+
+    return run
 
 
 class PacedSync(GradientSync):

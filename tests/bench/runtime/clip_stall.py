@@ -19,7 +19,7 @@ from rich.table import Table
 from raypipe.runtime.emulation.emulated_run import emulate
 from raypipe.runtime.emulation.links import Links
 from raypipe.runtime.process.set_up import set_up_process
-from raypipe.runtime.update.updates import OptimizerSnapshot
+from raypipe.runtime.update.optimizer import OptimizerSnapshot
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NormPolicy

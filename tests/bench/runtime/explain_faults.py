@@ -23,9 +23,8 @@ from raypipe.explain.causes import Explanation, explain
 from raypipe.explain.measured import Measured, TaskTimes, task_times
 from raypipe.explain.replay import Cause, Replay
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
-from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal
-from raypipe.runtime.emulation.faults import DeviceFaults
+from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal, start_emulated_devices
+from raypipe.runtime.emulation.emulated_worker import DeviceFaults
 from raypipe.runtime.emulation.links import Links
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.schedule import Shape, generate, stages_of

@@ -30,6 +30,7 @@ from raypipe.plan.online.better_order import step_seconds
 from raypipe.plan.plan import build_schedule
 from raypipe.runtime.emulation.emulated_worker import wait_until
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.runner import Handler
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
@@ -119,16 +120,23 @@ class PacedExecutor(Executor):
     """Per kind of task, for a whole micro-batch."""
     size: float
 
-    def run_task(self, action: Action) -> None:
-        """See Executor.run_task."""
-        begun = time.monotonic()
-        super().run_task(action)
-        if self.training:
-            wait_until(begun + self.task_s(action.task))
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.surround(_paced)
 
     def task_s(self, task: Task) -> float:
         """How long a task lasts at least."""
         return self.seconds.get(task.kind, 0.0) * len(task.mbs) * self.size
+
+
+def _paced(handler: Handler) -> Handler:
+    def run(executor: PacedExecutor, action: Action) -> None:
+        begun = time.monotonic()
+        handler(executor, action)
+        if executor.training:
+            wait_until(begun + executor.task_s(action.task))
+
+    return run
 
 
 class PacedWorker(StageWorker):

@@ -35,7 +35,7 @@ def trained(name: str, slices: int, chunks: int = 1, recompute: bool = False) ->
     found = []
     for step in range(3):
         result = runner.run(program, step, 1e-2)
-        runner.commit()
+        runner.updates.commit()
         assert result.samples == 6
         found += [result.loss_sum, result.norm_squared]
     assert not runner.computation.pieces

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from raypipe.runtime.clocks.clock import EventClock, HostClock, clock_for
 from raypipe.runtime.executor.runner import ProgramRunner
 from raypipe.schedule.forms.text import from_text
+from raypipe.schedule.kinds import KINDS
 from raypipe.schedule.lowering.programs import Action, Program
 
 WAKE_S = 30e-6
@@ -71,24 +71,13 @@ class Kernels(ProgramRunner):
         self.gpu, self.seconds = gpu, seconds
         self.clock = EventClock(gpu.event, lambda: gpu.host)
         self.true: list[tuple[float, float]] = []
+        self.handlers = dict.fromkeys(KINDS, Kernels.launch)
 
-    def run_task(self, action: Action) -> None:
+    def launch(self, action: Action) -> None:
         assert self.gpu.waits == self.step, "the host waited inside a step"
         start = max(self.gpu.free, self.gpu.host)
         self.gpu.launch(self.seconds[len(self.true) % len(self.seconds)])
         self.true.append((start, self.gpu.free))
-
-    def before_updates(self, times: NDArray[np.float64]) -> None:
-        pass
-
-    def update_pending(self) -> bool:
-        return False
-
-    def commit(self, wait: bool = True) -> bool | None:
-        return True
-
-    def forget(self) -> None:
-        pass
 
 
 def test_spans_are_those_of_the_kernels() -> None:

@@ -10,45 +10,35 @@ import json
 import math
 import time
 from dataclasses import replace
-from itertools import accumulate
 from types import SimpleNamespace
-from uuid import uuid4
 
 import pytest
-import ray
 import torch
 
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.calibrate import message_delays
 from raypipe.runtime.clocks.shared_clock import SharedClock
-from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.emulation import emulated_worker as emulation
-from raypipe.runtime.emulation.emulated_devices import start_emulated_devices
 from raypipe.runtime.emulation.emulated_run import (
     PROCESS_BYTES,
     SHARED_BYTES,
-    LayerLink,
     Links,
-    Rehearsal,
     check_processes,
     collective_groups,
     emulate,
     rehearsal,
-    run_rehearsal,
 )  # fmt: skip
 from raypipe.runtime.emulation.emulated_worker import AllReduceLane, EmulatedRunner, EmulatedSetup, wait_until
 from raypipe.runtime.setup.communicators import Topology
-from raypipe.runtime.shard.device_shards import shard_groups
 from raypipe.runtime.update.gradients import shared_groups
+from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.out_of_order import reverse_first_k
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import shard
-from raypipe.simulate.layer_sync import LayerSync
 
 MS = 1e-3
 EXACT = 1 - 1e-6
@@ -122,41 +112,6 @@ def test_slices_take_longer_along_the_sequence(local_ray) -> None:
     # F of 2 and 4 ms, BW of 3 and 5: to the last device and back 15, its next two and the device's own F 24, there and
     # back again 38, and the BW of the first slice last.
     assert found.predicted_s == pytest.approx(41 * MS)
-
-
-@pytest.mark.runs
-def test_layers_wait_for_their_own_sums_alone(local_ray) -> None:
-    """F0 F1 W1 B1 W0 take 1 each, the sum of layer 0 takes 2, that of layer 1 takes 5 (tests/simulate/test_layer_sync).
-
-    By hand, lazy steps follow one another in 12, wait-free ones in 10. By priority, layer 0's sum goes between the
-    pieces of layer 1's.
-    """
-    unit = 4 * MS
-    costs = replace(CostTable.even(2, unit, unit, unit), all_reduce=(2 * unit, 5 * unit))
-    cases: list[tuple[LayerSync, int, int | None]] = [
-        ("lazy", 0, 12), ("wait-free", 0, 10), ("prioritised", 0, None), ("prioritised", 2, None),
-    ]  # fmt: skip
-    workers = start_emulated_devices(["one", "other"], connect(2, emulated=True))
-    try:
-        for sync, k, period in cases:
-            link = LayerLink(sync, unit)
-            whole = link.copies_of(reverse_first_k(2, k), 2)
-            found = run_rehearsal(Rehearsal(schedule=whole, costs=costs, copies=2, layers=link), workers, 4)
-            ends = accumulate(found.predicted_steps_s)
-            assert all(m >= p * EXACT for m, p in zip(accumulate(found.measured_s), ends, strict=True))
-            assert period is None or found.predicted_s == pytest.approx(period * unit)
-            workers = replace(workers, locations=ray.get(workers.call("locate")), run_id=uuid4().hex[:8])
-    finally:
-        workers.stop()
-
-
-def test_urgent_sums_go_between_the_pieces_of_others() -> None:
-    costs = replace(CostTable.even(2), all_reduce=(2.0, 5.0))
-    link = LayerLink("prioritised", 1.0)
-    sums = link.sums(link.copies_of(reverse_first_k(2, 0), 2), costs)  # F0 F1 W1 AR1 B1 W0 AR0
-    assert [index for index, _ in sums.pieces] == [3, 3, 6, 6, 3, 3, 3]
-    assert sums.sum_before == {0: 6, 1: 3}
-    assert LayerLink("wait-free").sums(reverse_first_k(2, 0), costs).pieces == ((3, 5.0), (6, 2.0))
 
 
 def test_every_collective_of_a_sharded_schedule_has_its_group() -> None:
@@ -272,7 +227,7 @@ def test_a_device_that_wakes_late_delivers_late(monkeypatch) -> None:
 
     monkeypatch.setattr(emulation, "wait_until", late)
     action = runner.program.actions[0]
-    runner.run_task(action)
+    runner.handlers[action.task.kind](runner, action)
     runner.send(action.sends[0])
     assert sent[0] >= woken[-1] + 4 * MS
 
@@ -288,7 +243,7 @@ def test_messages_between_hosts_are_stamped_on_one_clock(offset_s) -> None:
     )
     action = runner.program.actions[0]
     begin = time.monotonic()
-    runner.run_task(action)
+    runner.handlers[action.task.kind](runner, action)
     runner.send(action.sends[0])
     assert begin + 6 * MS * EXACT <= sent[0] - offset_s < time.monotonic() + 5 * MS
     gradient = next(m for a in runner.program.actions for m in a.receives)
@@ -314,10 +269,10 @@ def test_sums_and_norms_of_several_hosts_are_on_one_clock(monkeypatch, offset_s)
     assert index == 7
     assert end == pytest.approx(began + 30 + 5 * MS, abs=1e-6)
     runner = lone_runner(SimpleNamespace(send=None), None, offset_s)
-    runner.shares = SimpleNamespace(wait=lambda push: [0.0, began + offset_s])  # type: ignore[assignment]
-    assert runner._known_at() == pytest.approx(began + 4 * MS, abs=1e-6)
-    runner.shares = SimpleNamespace(wait=lambda push: [0.0])  # type: ignore[assignment]
-    assert runner._known_at() <= time.monotonic()
+    runner.updates.shares = SimpleNamespace(wait=lambda push: [0.0, began + offset_s])  # type: ignore[assignment]
+    assert runner.updates._known_at() == pytest.approx(began + 4 * MS, abs=1e-6)
+    runner.updates.shares = SimpleNamespace(wait=lambda push: [0.0])  # type: ignore[assignment]
+    assert runner.updates._known_at() <= time.monotonic()
 
 
 def test_a_group_that_does_not_exist_is_an_error() -> None:

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from raypipe.runtime.compiled import traced_keys
 from raypipe.runtime.graphs.device_graphs import GraphError
+from raypipe.runtime.update.side_stream import Done
 
 HOST_READS = ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero", "aten.item", "aten.nonzero",
               "aten.masked_select", "aten._unique", "aten.unique")  # fmt: skip
@@ -209,27 +210,21 @@ class LateStream:
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
 
-    def run(self, work: Callable[[], None], keep: Sequence[object] = ()) -> LateDone:
+    def run(self, work: Callable[[], None], keep: Sequence[object] = ()) -> Done:
         self.waiting.append(work)
-        return LateDone(self, work)
+
+        def wait() -> None:
+            while any(one is work for one in self.waiting):
+                with torch.no_grad():
+                    self.waiting.pop(0)()
+
+        def synchronize() -> None:
+            raise RuntimeError("operation not permitted when stream is capturing: synchronize")
+
+        return Done(wait, synchronize)
 
     def close(self) -> None:
         self.waiting.clear()
-
-
-class LateDone:
-    """See ``raypipe.runtime.late.side_stream.Done``."""
-
-    def __init__(self, stream: LateStream, work: Callable[[], None]) -> None:
-        self.stream, self.work = stream, work
-
-    def wait(self) -> None:
-        while any(work is self.work for work in self.stream.waiting):
-            with torch.no_grad():
-                self.stream.waiting.pop(0)()
-
-    def synchronize(self) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing: synchronize")
 
 
 class RecordedGraph:

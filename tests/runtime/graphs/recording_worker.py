@@ -14,8 +14,7 @@ from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.step_executor import StepExecutor
 from raypipe.runtime.graphs.tasks import TaskGraphs
 from raypipe.runtime.setup.setup import Setup
-from raypipe.runtime.update.device_norm import DeviceShares
-from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.worker import worker
 from raypipe.runtime.worker.compilation import Compilation
 from raypipe.runtime.worker.worker import StageWorker

@@ -16,9 +16,9 @@ from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers, keyed_random
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.step_executor import UNCAPTURED, StepExecutor, StepKeys
-from raypipe.runtime.late.side_updates import SideUpdates
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.update.gradients import GradientSync
+from raypipe.runtime.update.late_updates import SideUpdates
 from raypipe.runtime.update.optimizer import learning_rate
 from tests.exhaustive import exhaustive
 from tests.runtime.graphs.recorded import FreedMemoryError, RecordedGraphs
@@ -73,7 +73,7 @@ def trained(made: OneDevice, train: TrainSpec, before: Callable[[int], None] = l
         last = started
     assert last is not None
     found.append(last.result())
-    made.executor.commit()
+    made.executor.updates.commit()
     values = {f"{s} {n}": p.detach().clone() for s, stage in enumerate(made.stages) for n, p in stage.named.items()}
     assert all((one.times[:, 1] >= one.times[:, 0]).all() for one in found)
     made.executor.close()

@@ -16,7 +16,7 @@ from raypipe.runtime.compiled.program import CompiledPiece, StageProgram
 from raypipe.runtime.compiled.stage import CompiledStage
 from raypipe.runtime.graphs.slot import FixedGradients, Slot
 from raypipe.runtime.graphs.tasks import TaskGraphs
-from raypipe.runtime.update.flat_gradients import FlatGradients
+from raypipe.runtime.update.buckets import FlatGradients
 from tests.exhaustive import exhaustive
 from tests.runtime.compiled.pieces import compiled_device
 from tests.runtime.graphs.recorded import FreedMemoryError, RecordedGraphs
@@ -141,15 +141,13 @@ def test_a_step_that_is_broken_off_gives_its_slots_back(monkeypatch: pytest.Monk
     expected, made = plain("split"), device("split")
     graphs, _ = with_graphs(made)
     first, _ = trained(made, range(1))
-    captures, run_task = graphs.captures, made.executor.run_task
+    captures, handlers = graphs.captures, made.executor.handlers
 
-    def breaks(action: Any) -> None:
-        if action.task.kind == "B":
-            raise ArithmeticError("planted")
-        run_task(action)
+    def breaks(executor: Any, action: Any) -> None:
+        raise ArithmeticError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr(made.executor, "run_task", breaks)
+        planted.setattr(made.executor, "handlers", {**handlers, "B": breaks})
         with pytest.raises(ArithmeticError):
             trained(made, range(1, 2))
     made.executor.forget()

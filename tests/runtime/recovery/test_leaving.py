@@ -10,9 +10,8 @@ import torch
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.shard.device_shards import DeviceShards
-from raypipe.runtime.shard.sharded_stage import ShardedStage
 from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.update.shards import DeviceShards, ShardedStage
 
 
 class Group:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from raypipe.checkpoint import ShardInfo, Snapshot, write_snapshot
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.executor.ledger import Ledger
+from raypipe.runtime.executor.runner import Handler
+from raypipe.runtime.update.ledger import Ledger
 from raypipe.runtime.worker.worker import StageWorker
 
 
@@ -42,12 +43,15 @@ class DyingExecutor(Executor):
         rank, step, wanted, _ = found
         return (self.rank, self.training and self.step, moment) == (int(rank), int(step), wanted)
 
-    def run_task(self, action: Any) -> None:
-        if self._now(action.task.kind):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.surround(_watched)
+
+    def before_task(self, kind: str) -> None:
+        if self._now(kind):
             self.count += 1
             if self.count > int(self.file.read_text().split()[3]):
                 self._die()
-        super().run_task(action)
 
     def before_updates(self, times: Any) -> None:
         if self._now("summed"):
@@ -63,6 +67,14 @@ class DyingExecutor(Executor):
         if self._now("ended"):
             self._die()
         return done
+
+
+def _watched(handler: Handler) -> Handler:
+    def run(executor: Any, action: Any) -> None:
+        executor.before_task(action.task.kind)
+        handler(executor, action)
+
+    return run
 
 
 class DyingLedger(Ledger):
@@ -97,9 +109,9 @@ def dying(file: Path) -> type[StageWorker]:
         def _assemble(self, *args: Any) -> None:
             super()._assemble(*args)
             self.executor.rank = self.rank  # type: ignore[attr-defined]
-            if self.executor.ledger is not None:
-                self.executor.ledger.__class__ = DyingLedger
-                self.executor.ledger.executor = self.executor  # type: ignore[attr-defined]
+            if (ledger := self.executor.updates.ledger) is not None:
+                ledger.__class__ = DyingLedger
+                ledger.executor = self.executor  # type: ignore[attr-defined]
 
         def pid(self) -> int:
             return os.getpid()

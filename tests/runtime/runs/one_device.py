@@ -22,9 +22,8 @@ from raypipe.runtime.executor.step import StepSettings
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.device_norm import DeviceShares
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders
-from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.update.optimizer import make_optimizer
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import StageGraph

@@ -14,7 +14,7 @@ from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.less_memory import less_memory
 from raypipe.plan.plan import build_schedule
-from raypipe.runtime.executor.cast_messages import MessageCast, message_cast_of
+from raypipe.runtime.executor.casts import MessageCast, message_cast_of
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive

@@ -12,9 +12,7 @@ from raypipe.checkpoint import open_checkpoint
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
-from raypipe.runtime.update.master_weights import updated_tensor
-from raypipe.runtime.update.optimizer import make_optimizer
-from raypipe.runtime.update.updates import OptimizerSnapshot
+from raypipe.runtime.update.optimizer import OptimizerSnapshot, make_optimizer, updated_tensor
 from tests.capture.models import FAMILIES
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import microbatch_losses, whole_gpt

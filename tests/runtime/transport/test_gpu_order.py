@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from raypipe.errors import TransportError
 from raypipe.runtime.executor.runner import ProgramRunner
@@ -20,7 +18,7 @@ from raypipe.runtime.transport.gpu.nccl import NcclReceiver, NcclSender
 from raypipe.runtime.transport.same_host.shm import ShmReceiver, ShmSender
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.kinds import BACKWARD
+from raypipe.schedule.kinds import BACKWARD, KINDS
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import Action, Message, Program, edges, step_programs
 from raypipe.schedule.lowering.safe_order import limited, safe_order
@@ -60,6 +58,7 @@ class FakeKernels(ProgramRunner):
         self.gpu, self.sums = gpu, sums
         self.group = {stage: gpu.stream() for stage in sums}
         self.looked = 0
+        self.handlers = dict.fromkeys(KINDS, type(self).run_task)
 
     def run_task(self, action: Action) -> None:
         task = action.task
@@ -82,18 +81,6 @@ class FakeKernels(ProgramRunner):
             assert torch.equal(arrived, wanted)
 
         return run
-
-    def before_updates(self, times: NDArray[np.float64]) -> None:
-        pass
-
-    def update_pending(self) -> bool:
-        return False
-
-    def commit(self, wait: bool = True) -> bool | None:
-        return True
-
-    def forget(self) -> None:
-        pass
 
 
 def run(schedule: Schedule, rows: Sequence[Program], queues: int, timeout_s: float) -> list[BaseException]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.runtime.update import device_norm
-from raypipe.runtime.update.device_norm import DeviceShares
-from raypipe.runtime.update.norm import clip_factor, norm_of
+from raypipe.runtime.clocks.clock import HostClock
+from raypipe.runtime.update import norm as norms
+from raypipe.runtime.update.norm import DeviceShares, clip_factor, norm_of
+from raypipe.runtime.update.policy import Trained
+from raypipe.runtime.update.shards import DeviceShards
 from raypipe.runtime.update.updates import Updates
+from raypipe.schedule.lowering.programs import Program
 
 
 class Event:
@@ -49,7 +55,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> DeviceShares:
         out.copy_(torch.cat([own, torch.tensor([16.0], dtype=torch.float64)]))
         return Work()
 
-    monkeypatch.setattr(device_norm, "start_all_gather", gather)
+    monkeypatch.setattr(norms, "start_all_gather", gather)
     monkeypatch.setattr(Event, "done", True)
     monkeypatch.setattr(Event, "waits", 0)
     return DeviceShares(Group(), Event)  # type: ignore[arg-type]
@@ -102,6 +108,7 @@ class Sync:
     """Gradients of which only the norm is asked for."""
 
     square = 0.0
+    totals: ClassVar[dict[object, torch.Tensor]] = {}
 
     def norm_squared(self) -> torch.Tensor:
         return torch.tensor(self.square, dtype=torch.float64)
@@ -111,6 +118,12 @@ class Sync:
 
     def drop(self, key: object) -> None:
         pass
+
+    def begin_step(self, order: object) -> None:
+        pass
+
+    def finish(self, push: object, clock: object) -> dict[object, float]:
+        return {}
 
 
 @pytest.mark.parametrize("share", [math.nan, math.inf, 9.0])
@@ -123,12 +136,16 @@ def test_a_gpu_skips_an_update_that_its_host_does_not_know_of(
     mine, plain = (kind([p], lr=0.1, fused=True) for p in weights)
 
     sync = Sync()
-    updates = Updates({(0, 0): mine}, {}, sync, two, None, "wait", skips=True)  # type: ignore[dict-item, arg-type]
+    modules = {(0, 0): SimpleNamespace(statistics=[])}
+    trained = Trained(modules, {(0, 0): mine}, sync, DeviceShards({}), 1, lambda: False, HostClock(), lambda: None)  # type: ignore[arg-type]
+    updates = Updates(trained, two, None, "wait", skips=True)
+    program = Program(0, (), {}, frozenset(), frozenset())
     for step, square in enumerate((9.0, share, 9.0)):
         sync.square = square
         weights[0].grad = torch.full((3,), 1.0 if square == 9.0 else math.nan, dtype=torch.float64)
-        updates.begin(may_run_ahead=False, push=lambda: False)
-        updates.make((0, 0), 0.1)
+        updates.begin_step(program, step, 0.1)
+        updates.before_updates(np.empty((0, 2)))
+        updates.update((0, 0))
         if step != 1 or share == 9.0:
             weights[1].grad = torch.ones(3, dtype=torch.float64)
             plain.step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.runtime.update.issue_order import prioritised_order
+from raypipe.runtime.update.buckets import prioritised_order
 
 TIMES = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), max_size=8)
 

@@ -15,7 +15,7 @@ from raypipe.cost.gpt_work import gpt_work
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.backward import deferred
-from raypipe.runtime.update import bucketed_all_reduce, prioritised_all_reduce
+from raypipe.runtime.update import buckets
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 
 SPEC = GptSpec(type="gpt", layers=3, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.1, tie_embeddings=False)
@@ -64,7 +64,7 @@ class Log:
 
 def two_steps(log: Log, monkeypatch: pytest.MonkeyPatch, stages: int = 1, **variant: Any) -> OneDevice:
     """Start two steps, and ask for no result."""
-    monkeypatch.setattr(bucketed_all_reduce.dist, "all_reduce", log.all_reduce)
+    monkeypatch.setattr(buckets.dist, "all_reduce", log.all_reduce)
     model = GptLayers(SPEC, torch.float64)
     groups = {f"stage {s}": Group() for s in range(stages)}
     made = one_device(model, even_cut(model, stages), ROWS, torch.float64, 2, groups=groups, by_layer=True, **variant)
@@ -116,7 +116,7 @@ def test_the_first_layers_follow_from_the_first_on(k, variant, monkeypatch) -> N
 @pytest.mark.parametrize("k", [None, 0, 2, 5])
 def test_updates_are_those_of_a_barrier(k, monkeypatch) -> None:
     made = two_steps(Log(), monkeypatch, stages=2, first_k=k)
-    made.executor.commit()
+    made.executor.updates.commit()
     model = GptLayers(SPEC, torch.float64)
     usual = one_device(model, even_cut(model, 2), ROWS, torch.float64, 2)
     for step in (5, 6):
@@ -127,7 +127,7 @@ def test_updates_are_those_of_a_barrier(k, monkeypatch) -> None:
 
 
 def test_large_buckets_are_summed_in_pieces(monkeypatch) -> None:
-    monkeypatch.setattr(prioritised_all_reduce, "PIECE_BYTES", 8 * 1000)
+    monkeypatch.setattr(buckets, "PIECE_BYTES", 8 * 1000)
     log = Log()
     made = two_steps(log, monkeypatch)
     begin = log.events.index(("step", 6))
@@ -137,7 +137,7 @@ def test_large_buckets_are_summed_in_pieces(monkeypatch) -> None:
 
 
 def test_norms_are_reported_when_they_are_known(monkeypatch) -> None:
-    monkeypatch.setattr(bucketed_all_reduce.dist, "all_reduce", Log().all_reduce)
+    monkeypatch.setattr(buckets.dist, "all_reduce", Log().all_reduce)
     model = GptLayers(SPEC, torch.float64)
     results = []
     for variant in ({}, {"groups": {"stage 0": Group()}, "by_layer": True}):
@@ -152,7 +152,7 @@ def test_norms_are_reported_when_they_are_known(monkeypatch) -> None:
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_an_executor_that_is_closed_leaves_no_cycles(by_layer, monkeypatch) -> None:
     """Workers freeze their objects, so what a cycle holds would live on: the modules, and the groups of a plan."""
-    monkeypatch.setattr(bucketed_all_reduce.dist, "all_reduce", Log().all_reduce)
+    monkeypatch.setattr(buckets.dist, "all_reduce", Log().all_reduce)
     gc.collect()
     gc.disable()
     try:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypipe.errors import TransportError
-from raypipe.runtime.update.collective import wait_for
+from raypipe.runtime.update.collectives import wait_for
 from raypipe.runtime.update.norm import Forecast, Shares, clip_factor, norm_of
-from raypipe.runtime.update.updates import OptimizerSnapshot
+from raypipe.runtime.update.optimizer import OptimizerSnapshot
 
 
 @given(st.floats(0, 1e12), st.floats(1e-6, 1e6))

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from raypipe.schedule.lowering.gpu_operations import issued as issued_by
-from raypipe.schedule.lowering.messages_in_flight import ancestors, flights
 from raypipe.schedule.lowering.programs import Message, Program
+from raypipe.schedule.lowering.safe_order import issued as issued_by
 
 
 class InFlight(NamedTuple):
@@ -76,3 +75,51 @@ def _issued(program: Program, size: Callable[[Message], float]) -> float:
         most = max(most, held)
         held -= sum(size(m) for m in action.receives if not m.local)
     return most
+
+
+class Flight(NamedTuple):
+    """A message with the tasks that send and use it, by position in their devices' programs."""
+
+    message: Message
+    producer: int
+    consumer: int
+
+
+def flights(programs: Sequence[Program]) -> list[Flight]:
+    """Return the messages between devices with the tasks that send and use them."""
+    used: dict[Message, int] = {}
+    for program in programs:
+        for j, action in enumerate(program.actions):
+            for m in action.receives:
+                used.setdefault(m, j)
+    return [
+        Flight(m, i, used[m])
+        for program in programs
+        for i, action in enumerate(program.actions)
+        for m in action.sends
+        if not m.local
+    ]
+
+
+def ancestors(programs: Sequence[Program], ways: Sequence[Flight]) -> list[list[list[int]]]:
+    """Return, per device, task and other device, how many of that one's tasks have to be done before the task has run.
+
+    All-reduces make nothing but updates wait, and are left out.
+    """
+    producer = {way.message: way.producer for way in ways}
+    clocks: list[list[list[int]]] = [[] for _ in programs]
+    moved = True
+    while moved:
+        moved = False
+        for d, program in enumerate(programs):
+            while len(clocks[d]) < len(program.actions):
+                position = len(clocks[d])
+                needs = [(m.src_device, producer[m]) for m in program.actions[position].receives if not m.local]
+                if any(len(clocks[e]) <= i for e, i in needs):
+                    break
+                rows = [clocks[e][i] for e, i in needs] + (clocks[d][-1:] if position else [])
+                row = [max(values) for values in zip(*rows, strict=True)] if rows else [0] * len(programs)
+                row[d] = position + 1
+                clocks[d].append(row)
+                moved = True
+    return clocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
@@ -12,21 +13,19 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE
-from raypipe.schedule.lowering.gpu_operations import Operations, gpu_operations
 from raypipe.schedule.lowering.programs import Program, programs, step_programs
 from raypipe.schedule.lowering.safe_order import gpu_programs, safe_order
-from raypipe.schedule.lowering.stream_order import HOST, find_circle, streams
 from raypipe.schedule.passes import add_updates, forwards_alone, place_gradient_sync, replicate, shard
 from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.sharding import shard_members
 from raypipe.schedule.verify import verify
 from tests.exhaustive import exhaustive
-from tests.schedule.lowering.test_stream_order import finishes
+from tests.schedule.lowering.queues import Op, finishes, operations
 
 SYNCHRONOUS = [name for name in SCHEDULES if not name.startswith("pipedream")]
 SOME = ("1f1b", "interleaved-1f1b", "zb-v", "chimera", "zeropp")
-QUEUES = (1, 2, 4, 8)
+QUEUES = (1, 3, 99)
 
 
 def sharded(
@@ -43,14 +42,14 @@ def forwards(schedule: Schedule) -> list[Program]:
     return programs(forwards_alone(schedule))
 
 
-def proven(schedule: Schedule, ahead: bool = False) -> Iterator[Operations]:
-    """The operations of a training step and of a validation, as the runtime orders them."""
+def proven(schedule: Schedule, ahead: bool = False) -> Iterator[list[list[Op]]]:
+    """What devices issue in two training steps and in a validation, as the runtime orders them."""
     members, count = shard_members(schedule.sharding, schedule.placement), schedule.microbatches
     train, evaluate = gpu_programs(
         step_programs(schedule, ahead), forwards(schedule), count, schedule.versions, members
     )
-    yield gpu_operations([train[WHOLE]] * 2, count, shards=members)
-    yield gpu_operations([evaluate], count, shards=members)
+    yield operations([train[WHOLE]] * 2, count, shards=members)
+    yield operations([evaluate], count, shards=members)
 
 
 def shapes(name: str) -> Iterator[Schedule]:
@@ -70,10 +69,9 @@ def test_named_schedules_cannot_deadlock(name: str) -> None:
     kinds = ((2, None, "eager"), (4, 2, "lazy"))  # HSDP with the smaller shape, which has twice the copies
     for schedule, (copies, group, sync) in zip(shapes(name), reversed(kinds), strict=False):
         for level, gather in itertools.product((1, 2, 3), get_args(Gather)):
-            for ops in proven(sharded(schedule, level, gather, copies, group, sync)):
+            for devices in proven(sharded(schedule, level, gather, copies, group, sync)):
                 checked += 1
-                for queues in (*QUEUES, max(map(streams, ops.processes))):
-                    assert find_circle(ops.processes, queues, ops.members) is None
+                assert all(finishes(devices, queues) for queues in QUEUES)
     assert checked
 
 
@@ -84,52 +82,34 @@ def test_every_collective_has_all_its_members() -> None:
     assert members[0, 0] == (0, (0, 2), (0, 4))
     assert members[1, 3] == (7, (5, 7), (3, 7))
     train, validation = proven(schedule)
-    on = [{op.stream for op in process} - {HOST} for process in train.processes]
-    assert {s for s in on[0] if "shard" in s} == {"shards of stage 0, 0", "shards of stage 0 over (0, 4)"}
-    assert {s for s in on[7] if "shard" in s} == {"shards of stage 1, 5", "shards of stage 1 over (3, 7)"}
-    names = [op.name for op in train.processes[0]]
-    assert names.index("0AG") < names.index("0F0") < names.index("0RS") < names.index("gradient norm")
-    forward = [op.name for op in validation.processes[0]]
+    for devices in (train, validation):
+        ends = Counter(op.meets for ops in devices for op in ops if op.stream.startswith("group"))
+        assert set(ends.values()) <= {2, len(devices) // 2}, "pairs; sums of a stage over its four copies"
+    sums = {op.meets for ops in train for op in ops if op.stream.startswith("others")}
+    assert {(s, held) for _, s, held in sums} == {(0, (0, 4)), (0, (2, 6)), (1, (1, 5)), (1, (3, 7))}
+    names = [op.name for op in train[0]]
+    assert names.index("0AG") < names.index("0F0") < names.index("0RS") < names.index("norm")
+    forward = [op.name for op in validation[0]]
     assert forward.index("0AG") < forward.index("0F0")
     assert forward.count("0AG") == 1
 
 
 def test_a_gather_that_one_copy_issues_later_is_found() -> None:
-    """Two stages on a device: copies that gather them in different orders wait for each other with any queues."""
+    """Two stages on a device: copies that gather them in different orders wait for each other on one queue."""
     schedule = sharded(generate("interleaved-1f1b", Shape(devices=2, microbatches=4, chunks=2)), 3, "step", ahead=8)
     members, count = shard_members(schedule.sharding, schedule.placement), schedule.microbatches
     rows = safe_order([step_programs(schedule)[WHOLE]], count, False, members)[0]
-    ops = gpu_operations([rows], count, shards=members)
-    assert find_circle(ops.processes, 1, ops.members) is None
+    assert finishes(operations([rows], count, shards=members), 1)
     first = [i for i, a in enumerate(rows[0].actions) if a.task.kind == "AG"]
     order = list(rows[0].actions)
     i, j = first[:2]
     order[i], order[j] = order[j], order[i]
     planted = [Program(0, tuple(order), rows[0].arrivals, frozenset(), frozenset()), *rows[1:]]
-    ops = gpu_operations([planted], count, shards=members)
-    assert find_circle(ops.processes, 1, ops.members) is not None
+    assert not finishes(operations([planted], count, shards=members), 1)
     with pytest.raises(ScheduleError, match="wait for each other for ever"):
         gpu_programs({WHOLE: planted}, forwards(schedule), count, "flush", members)
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-v"])
-def test_agrees_with_an_executor_of_queues(name: str, level: int) -> None:
-    """Ordered or not, on one queue or on one per stream."""
-    schedule = sharded(generate(name, Shape(devices=2, microbatches=3)), level, "microbatch")
-    members, count = shard_members(schedule.sharding, schedule.placement), schedule.microbatches
-    plain = step_programs(schedule)[WHOLE]
-    found = []
-    for rows in (plain, safe_order([plain], count, False, members)[0]):
-        ops = gpu_operations([rows], count, shards=members)
-        names = [sorted({op.stream for op in process} - {HOST}) for process in ops.processes]
-        for queues in (1, 99):
-            mapping = [{s: min(i, queues - 1) for i, s in enumerate(own)} for own in names]
-            found.append(finishes(ops.processes, mapping, 0))
-            assert found[-1] == (find_circle(ops.processes, queues, ops.members) is None)
-    assert found[2:] == [True, True]
-
-
 def test_runs_ahead_of_the_norm() -> None:
-    for ops in proven(sharded(generate("zb-h1", Shape(devices=3, microbatches=6)), 3, "unit"), ahead=True):
-        assert find_circle(ops.processes, 1, ops.members) is None
+    for devices in proven(sharded(generate("zb-h1", Shape(devices=3, microbatches=6)), 3, "unit"), ahead=True):
+        assert finishes(devices, 1)

@@ -34,7 +34,7 @@ def _drop_detached(graph: fx.Graph) -> None:
 
 
 def _lift_casts(joint: JointGraph) -> None:
-    """Make casts of whole parameters inputs, so that the micro-batches of a step share them (``weight_casts``)."""
+    """Make casts of whole parameters inputs, so that the micro-batches of a step share them (``executor.casts``)."""
     graph = joint.graph.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     made: dict[tuple[int, torch.dtype], fx.Node] = {}

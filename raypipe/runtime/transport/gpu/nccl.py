@@ -8,8 +8,8 @@ long. The host runs ahead of the GPUs, so transfers still start as soon as their
 
 A transfer may still wait on the GPU, for compute before it; and CUDA promises no progress between streams. So programs
 for GPUs name the places where receives are issued early (``schedule.lowering.safe_order``), and no two devices issue
-their transfers in orders that could wait for each other, whatever the hardware queues do (``stream_order``). That alone
-would do without envelopes. They stay for what an order cannot do: sizes are checked before NCCL sees them, a lost peer
+their transfers in orders that could wait for each other, whatever the hardware queues do. That alone would do without
+envelopes. They stay for what an order cannot do: sizes are checked before NCCL sees them, a lost peer
 is an error on the host with a name and a timeout, and a receive occupies multiprocessors only when its send is queued.
 
 CUDA IPC between two GPUs of one host would need no envelope order at all: the receiver maps the sender's buffer once,

@@ -12,8 +12,8 @@ from torch import nn
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update import bucketed_all_reduce
-from raypipe.runtime.update.bucketed_all_reduce import buckets_of
+from raypipe.runtime.update import buckets
+from raypipe.runtime.update.buckets import buckets_of
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups
 from tests.runtime.runs.one_device import even_cut, run_step
 
@@ -78,10 +78,10 @@ def test_gradients_are_complete_when_their_all_reduce_starts(stages, variant, mo
     model = GptLayers(SPEC, torch.float64)
     cut = even_cut(model, stages)
     alone = run_step(model, cut, ROWS, torch.float64, 2, **variant)
-    monkeypatch.setattr(bucketed_all_reduce, "FIRST_BUCKET_BYTES", 1 << 10)
-    monkeypatch.setattr(bucketed_all_reduce, "BUCKET_BYTES", 8 << 10)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 1 << 10)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 8 << 10)
     issued = Issued()
-    monkeypatch.setattr(bucketed_all_reduce.dist, "all_reduce", issued.all_reduce)
+    monkeypatch.setattr(buckets.dist, "all_reduce", issued.all_reduce)
     groups = {f"stage {s}": Group() for s in range(stages)}
     summed = run_step(model, cut, ROWS, torch.float64, 2, groups=groups, **variant)
     assert len(issued.flats) > 3 * stages
@@ -113,11 +113,11 @@ def test_a_parameter_tied_inside_a_stage_is_in_its_buckets() -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_all_reduces_start_before_the_last_backward_ends(split, monkeypatch) -> None:
     """When the first bucket goes out, the first layers have not had their last gradient yet."""
-    monkeypatch.setattr(bucketed_all_reduce, "FIRST_BUCKET_BYTES", 1 << 10)
-    monkeypatch.setattr(bucketed_all_reduce, "BUCKET_BYTES", 8 << 10)
+    monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 1 << 10)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 8 << 10)
     issued, ends = Issued(), []
     sums: list[Any] = []
-    found = bucketed_all_reduce.BucketedAllReduce.__init__
+    found = buckets.BucketedAllReduce.__init__
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
         found(self, *args, **kwargs)
@@ -127,8 +127,8 @@ def test_all_reduces_start_before_the_last_backward_ends(split, monkeypatch) -> 
         ends.append([bucket.flat.clone() for bucket in sums[0].buckets])
         return issued.all_reduce(flat, group, async_op)
 
-    monkeypatch.setattr(bucketed_all_reduce.BucketedAllReduce, "__init__", make)
-    monkeypatch.setattr(bucketed_all_reduce.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(buckets.BucketedAllReduce, "__init__", make)
+    monkeypatch.setattr(buckets.dist, "all_reduce", all_reduce)
     model = GptLayers(SPEC, torch.float64)
     run_step(model, even_cut(model, 1), ROWS, torch.float64, 2, split=split, groups={"stage 0": Group()})
     first, last = ends[0], ends[-1]

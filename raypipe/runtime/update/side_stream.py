@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,14 +23,13 @@ MAIN_PRIORITY, SIDE_PRIORITY = -1, 0
 """CUDA's, where smaller is more urgent; the default stream has 0, so a main stream of its own is needed."""
 
 
-class Done(Protocol):
+class Done(NamedTuple):
     """The end of work on the second stream."""
 
-    def wait(self) -> None:
-        """Let the main stream wait for it; raises what the work has raised, where that is known."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
+    wait: Callable[[], object]
+    """Lets the main stream wait for it; raises what the work has raised, where that is known."""
+    synchronize: Callable[[], object]
+    """Lets the host wait for it."""
 
 
 class SideStream(Protocol):
@@ -59,29 +58,12 @@ class ThreadStream:
 
     def run(self, work: Work, keep: Sequence[object] = ()) -> Done:
         """See SideStream.run."""
-        return _ThreadDone(self._pool.submit(_without_gradients, work))
+        done = self._pool.submit(torch.no_grad()(work))
+        return Done(done.result, done.result)
 
     def close(self) -> None:
         """See SideStream.close."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _without_gradients(work: Work) -> None:
-    with torch.no_grad():
-        work()
-
-
-class _ThreadDone:
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """See Done.wait."""
-        self._future.result()
-
-    def synchronize(self) -> None:
-        """See Done.synchronize."""
-        self._future.result()
 
 
 def make_stream(device: torch.device) -> Any:
@@ -135,7 +117,7 @@ class DeviceStream:
             work()
         end.record(self._stream)
         self._kept.append((end, keep))
-        return _DeviceDone(self._device, end)
+        return Done(lambda: current_stream(self._device).wait_event(end), lambda: end.synchronize())
 
     def close(self) -> None:
         """See SideStream.close."""
@@ -154,16 +136,3 @@ class ForkedStream(DeviceStream):
     def close(self) -> None:
         """See SideStream.close."""
         self._kept.clear()
-
-
-class _DeviceDone:
-    def __init__(self, device: torch.device, end: Any) -> None:
-        self._device, self._end = device, end
-
-    def wait(self) -> None:
-        """See Done.wait."""
-        current_stream(self._device).wait_event(self._end)
-
-    def synchronize(self) -> None:
-        """See Done.synchronize."""
-        self._end.synchronize()

@@ -11,8 +11,8 @@ import torch
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.late import side_updates
-from raypipe.runtime.late.side_stream import DeviceStream, ThreadStream
+from raypipe.runtime.update import late_updates
+from raypipe.runtime.update.side_stream import DeviceStream, ThreadStream
 from tests.runtime.host_waits import side_order
 from tests.runtime.runs.one_device import LR, even_cut, one_device
 
@@ -55,11 +55,11 @@ def trained(tied: bool, stages: int, held: dict[int, int] | None, order: str | N
             results.append(before.result())
         before = started
         if step == validates:
-            made.executor.commit()
-            assert not made.executor.late._held or not any(made.executor.late._held.values())
+            made.executor.updates.commit()
+            assert not made.executor.updates._held or not any(made.executor.updates._held.values())
     assert before is not None
     results.append(before.result())
-    made.executor.commit()
+    made.executor.updates.commit()
     made.executor.close()
     values = {name: p.detach().clone() for stage in made.stages for name, p in stage.named.items()}
     return [(r.loss_sum, r.norm_squared) for r in results], values
@@ -97,7 +97,7 @@ def test_a_joint_backward_and_a_validation_between_steps(monkeypatch) -> None:
 def test_a_main_stream_that_does_not_wait_is_found_out(forgets, monkeypatch) -> None:
     monkeypatch.setattr("raypipe.runtime.executor.executor.side_stream", lambda device: Slow())
     expected = trained(False, 4, None)
-    monkeypatch.setattr(side_updates.SideUpdates, forgets, lambda self, key: None)
+    monkeypatch.setattr(late_updates.SideUpdates, forgets, lambda self, key: None)
     if forgets == "before_backward":  # only a parameter that both streams add to has to be waited for
         assert_alike(trained(False, 4, {}), expected)
         return
@@ -157,7 +157,7 @@ def test_what_a_device_still_reads_lives_until_it_has_read_it(monkeypatch) -> No
         "make_stream": lambda _: Stream(), "current_stream": lambda _: Stream(), "make_event": event,
         "use": lambda stream: stream,
     }.items():  # fmt: skip
-        monkeypatch.setattr(f"raypipe.runtime.late.side_stream.{name}", stand_in)
+        monkeypatch.setattr(f"raypipe.runtime.update.side_stream.{name}", stand_in)
     side = DeviceStream(torch.device("cpu"))
     x = torch.ones(3)
     alive = weakref.ref(x)

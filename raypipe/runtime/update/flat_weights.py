@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raypipe.runtime.update.cast_sum import CastWork
-from raypipe.runtime.update.collective import Pending
-from raypipe.runtime.update.flat_collectives import start_all_gather, start_reduce_scatter
-from raypipe.runtime.update.flat_gradients import FlatGradients
+from raypipe.runtime.update.buckets import FlatGradients
+from raypipe.runtime.update.collectives import CastWork, Pending, start_all_gather, start_reduce_scatter
 
 # Where the elements of several parameters lie in one flat tensor that the members of a group divide evenly.
 

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raypipe.errors import RunError
-from raypipe.runtime.executor.step import MOST_STEPS
-from raypipe.runtime.update.collective import Push, wait_for
+from raypipe.runtime.update.collectives import Push, wait_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,6 @@ def agreed_steps(standings: Collection[Standing]) -> int:
 
 
 FIELDS = 3
-KEPT = 2 * MOST_STEPS
-"""Steps whose facts are kept: those of a call whose results may be lost, and of the call after it."""
 
 
 class Ledger:
@@ -82,9 +79,10 @@ class Ledger:
         world: the process group of all devices.
         keys: the stage replicas of this device, each of which is updated once a step.
         done: number of steps done so far.
+        kept: number of steps whose facts are kept: those of which the driver may have lost the results.
     """
 
-    def __init__(self, world: dist.ProcessGroup, keys: Collection[Hashable], done: int) -> None:
+    def __init__(self, world: dist.ProcessGroup, keys: Collection[Hashable], done: int, kept: int) -> None:
         self._world: dist.ProcessGroup | None = world
         self._keys = frozenset(keys)
         self._done = done
@@ -92,17 +90,19 @@ class Ledger:
         """The newest step that was told, from 0."""
         self._work: dist.Work | None = None
         self._found = torch.empty(0, dtype=torch.float64)
-        self._heard: deque[Facts] = deque(maxlen=KEPT)
+        self._heard: deque[Facts] = deque(maxlen=kept)
+        self.loss_sum, self.samples = 0.0, 0
+        """This device's share of the newest step's loss, and the samples in it."""
         self.begun = done
         """Number of steps begun."""
         self.updated: set[Hashable] = set()
         """The stage replicas whose update of the newest step that was told has been made."""
 
-    def tell(self, step: int, norm_squared: Tensor, loss_sum: float, samples: int) -> None:
+    def tell(self, step: int, norm_squared: Tensor) -> None:
         """Tell the others that this device's gradients of ``step`` are complete, and its share of the result."""
         assert self._world is not None
         ranks = self._world.size()
-        own = torch.tensor([float(norm_squared), loss_sum, float(samples)], dtype=torch.float64).repeat(ranks)
+        own = torch.tensor([float(norm_squared), self.loss_sum, float(self.samples)], dtype=torch.float64).repeat(ranks)
         self._done, self._told, self.updated = step, step, set()
         self._found = torch.empty_like(own)
         self._work = dist.all_to_all_single(self._found, own, group=self._world, async_op=True)

@@ -16,7 +16,7 @@ from raypipe.job import GptSpec
 from raypipe.job.spec import job_from
 from raypipe.models import GptLayers, LayeredModel, build_model
 from raypipe.runtime.backward.deferred import WeightQueue
-from raypipe.runtime.executor.weight_casts import Casts
+from raypipe.runtime.executor.casts import Casts
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.asynchronous import WHOLE, parts
 from raypipe.schedule.lowering.programs import programs
@@ -26,7 +26,7 @@ from tests.runtime.runs.one_device import even_cut, run_step
 from tests.runtime.runs.test_any_model import CASES, MICROBATCH, fields_of
 
 __all__ = ["one_thread"]
-HERE = "tests.runtime.executor.test_weight_casts"
+HERE = "tests.runtime.executor.test_casts"
 GPT = GptSpec(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64, dropout=0.1)
 MATRICES = 2 * 4 + 1
 """Of that GPT: four a block, and the tied one; the look-ups cast nothing."""

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from raypipe.errors import RunError
-from raypipe.runtime.executor.ledger import Standing, agreed_steps
+from raypipe.runtime.update.ledger import Standing, agreed_steps
 
 RUNNING, READY, AGREED, UPDATED = range(4)
 STEP = 7

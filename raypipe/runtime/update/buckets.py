@@ -1,0 +1,492 @@
+"""Gradients of a stage replica in flat buckets, each all-reduced as soon as its gradients are complete.
+
+A bucket is one contiguous tensor, and the gradients of its parameters are views of it from the first backward of a step
+to the update: nothing is copied before or after the all-reduce. (It is allocated anew in every step, because until the
+first backward its memory is better used for activations.) Buckets are filled from the last parameter to the first,
+roughly the order in which a backward completes gradients, and they are all-reduced in that order on every device,
+because a group's collectives must be issued in one order everywhere.
+
+Source: Li et al. 2020 (PyTorch Distributed, arXiv:2006.15704), sections 3.2.2 and 3.2.3.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from raypipe.plan.online.tune_first_k import FirstKTuner
+from raypipe.runtime.backward.waiting import LayerPeaks, WaitingOperands
+from raypipe.runtime.clocks.clock import Clock, Mark
+from raypipe.runtime.update.collectives import PendingSum, Push, start_all_reduce, wait_for
+from raypipe.schedule.families.out_of_order import HeldMemory
+
+FIRST_BUCKET_BYTES = 1 << 20
+"""A small first bucket starts the communication early."""
+BUCKET_BYTES = 25 << 20
+"""Large enough for a link's full bandwidth; torch's DistributedDataParallel uses the same size."""
+
+
+def buckets_of(parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each: int) -> list[FlatGradients]:
+    """Divide parameters into buckets of one dtype each, from the last parameter to the first."""
+    found: list[list[nn.Parameter]] = []
+    room = 0
+    for p in reversed(parameters):
+        size = p.numel() * p.element_size()
+        if not found or size > room or found[-1][0].dtype != p.dtype:
+            room = bytes_each if found else first_bytes
+            found.append([])
+        found[-1].append(p)
+        room -= size
+    return [FlatGradients(one) for one in found]
+
+
+class Piece(NamedTuple):
+    """A part of a bucket that one all-reduce sums: elements ``begin`` to ``end`` (exclusive) of a bucket."""
+
+    bucket: int
+    begin: int
+    end: int
+
+
+class BucketedAllReduce:
+    """Sums the gradients of one stage replica over its holders.
+
+    Args:
+        parameters: the parameters whose gradients are summed, in the same order on every holder.
+        group: the process group of the holders.
+        what: names the all-reduce in errors.
+        dtype: of the sums; None for that of the gradients.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, what: str, dtype: torch.dtype | None = None
+    ) -> None:
+        self.group, self.what, self.dtype = group, what, dtype
+        self.buckets = self.divide(parameters)
+        self.order: Sequence[Piece] = [Piece(n, 0, bucket.size) for n, bucket in enumerate(self.buckets)]
+        """What is summed one after the other."""
+        self._bucket_of: dict[Tensor, int] = {
+            p: number for number, bucket in enumerate(self.buckets) for p in bucket.parameters
+        }
+        self._open = False
+        self._missing: list[int] = []
+        """Per bucket, how many of its gradients are not complete yet; empty while nobody watches."""
+        self._left: Counter[Tensor] = Counter()
+        """Deferred computations that are still to come, by parameter."""
+        self._works: list[PendingSum] = []
+        self._seen: list[Mark] = []
+        self._started = 0
+
+    def divide(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
+        """Divide the parameters into buckets."""
+        return buckets_of(parameters, FIRST_BUCKET_BYTES, BUCKET_BYTES)
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+
+    def keep_memory(self) -> list[Tensor]:
+        """Let the buckets have the same memory in every step from now on; return the parameters."""
+        for bucket in self.buckets:
+            bucket.lasting = True
+        return list(self._bucket_of)
+
+    def open(self) -> None:
+        """Let gradients accumulate in the buckets from now on; does nothing if they do already."""
+        if not self._open:
+            self._open = True
+            for bucket in self.buckets:
+                bucket.open()
+
+    def leave(self) -> dist.ProcessGroup:
+        """Let go of the process group and of what is under way on it; return it."""
+        group = self.group
+        self.__dict__.pop("group", None)
+        self._works, self._seen, self._started, self._missing = [], [], 0, []
+        return group
+
+    def close(self) -> None:
+        """Drop the gradients, after the update."""
+        self._open = False
+        for bucket in self.buckets:
+            bucket.close()
+
+    @contextmanager
+    def watch_backward(self, postponed: Collection[Tensor] = ()) -> Iterator[None]:
+        """Start each bucket's all-reduce inside the block as soon as autograd has accumulated its last gradient.
+
+        The block must hold exactly one backward, the last one of the step for these parameters. ``postponed``: the
+        parameters to which something may be added after it; see ``expect``.
+        """
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        watched = [p for bucket in self.buckets for p in bucket.parameters if p not in postponed]
+        hooks = [p.register_post_accumulate_grad_hook(self._complete) for p in watched]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def expect(self, parameters: Iterable[Tensor], among: Collection[Tensor] | None = None) -> None:
+        """Announce the deferred gradients that ``computed`` will report; all others are complete now.
+
+        Args:
+            parameters: one entry for each deferred computation, so a parameter may be named several times.
+            among: the parameters that ``watch_backward`` has left out; None if it has watched nothing.
+        """
+        self._left = Counter(p for p in parameters if p in self._bucket_of)
+        if among is None:
+            self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        for p in self._bucket_of:
+            if p not in self._left and (among is None or p in among):
+                self._complete(p)
+
+    def computed(self, parameter: Tensor) -> None:
+        """Note that one of a parameter's deferred computations has been done; see ``expect``."""
+        if parameter in self._left:
+            self._left[parameter] -= 1
+            if not self._left[parameter]:
+                self._complete(parameter)
+
+    def _complete(self, parameter: Tensor) -> None:
+        bucket = self._bucket_of[parameter]
+        self._missing[bucket] -= 1
+        if not self._missing[bucket]:
+            self.completed(bucket)
+        while self._started < len(self.order) and not self._missing[self.order[self._started].bucket]:
+            self._start()
+
+    def completed(self, bucket: int) -> None:
+        """Note that all gradients of a bucket are complete."""
+
+    def start(self, beside: Tensor | None = None) -> None:
+        """Start the all-reduce of every bucket that has not been started yet, and that of ``beside``, in place."""
+        while self._started < len(self.order):
+            self._start()
+        if beside is not None:
+            self._all_reduce(beside)
+
+    def _start(self) -> None:
+        piece = self.order[self._started]
+        self._started += 1
+        bucket = self.buckets[piece.bucket]
+        bucket.open()  # also takes in what was computed elsewhere
+        self.issued(piece, self._all_reduce(bucket.flat[piece.begin : piece.end], self.dtype))
+
+    def issued(self, piece: Piece, work: PendingSum) -> None:
+        """Note that the all-reduce of a piece has been issued."""
+
+    def _all_reduce(self, flat: Tensor, dtype: torch.dtype | None = None) -> PendingSum:
+        work = start_all_reduce(flat, self.group, dtype)
+        if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
+            seen = self._seen  # of this step: a callback may come when the next one has begun
+            work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))
+        self._works.append(work)
+        return work
+
+    def finish(self, push: Push, clock: Clock) -> Mark:
+        """Wait for every started all-reduce.
+
+        Returns when the last one was complete; where the host's clock cannot say, when that was seen here.
+
+        Raises:
+            TransportError: another holder did not join in time.
+        """
+        for work in self._works:
+            wait_for(self.what, work, push)
+        end = max(self._seen) if self._seen else clock.mark()
+        self._works, self._seen, self._started, self._missing = [], [], 0, []
+        return end
+
+
+# Gradients that accumulate in one flat tensor, so that a collective needs no copy before or after it.
+
+
+class FlatGradients:
+    """The gradients of some parameters of one dtype, which are views of one flat tensor from ``open`` to ``close``.
+
+    Args:
+        parameters: in the order in which their gradients lie in the flat tensor.
+        size: elements of the flat tensor, if it is padded with zeros beyond the parameters' own.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], size: int | None = None) -> None:
+        self.parameters = tuple(parameters)
+        self._sizes = [p.numel() for p in parameters]
+        self._size = sum(self._sizes) if size is None else size
+        self._views: list[Tensor] = []
+        self.flat = torch.empty(0)
+        self.lasting = False
+        """Whether every step has the same memory; else it is allocated anew."""
+        self._kept: tuple[Tensor, list[Tensor]] | None = None
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat tensor."""
+        return self._size
+
+    @property
+    def opened(self) -> bool:
+        """Return whether gradients accumulate in the flat tensor now."""
+        return bool(self._views)
+
+    def open(self) -> None:
+        """Let gradients accumulate in the flat tensor; those that were computed elsewhere are copied into it."""
+        if not self._views and self._kept is not None:
+            self.flat, self._views = self._kept
+            self.flat.zero_()
+        elif not self._views:
+            first = self.parameters[0]
+            self.flat = torch.zeros(self._size, dtype=first.dtype, device=first.device)
+            parts = torch.split(self.flat[: sum(self._sizes)], self._sizes)
+            self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+        for p, view in zip(self.parameters, self._views, strict=True):
+            if p.grad is not view:
+                if p.grad is not None:
+                    view.copy_(p.grad)
+                p.grad = view
+
+    def close(self) -> Tensor:
+        """Drop the gradients; returns the flat tensor, which is freed unless somebody keeps it."""
+        for p in self.parameters:
+            p.grad = None
+        if self.lasting and self._views:
+            self._kept = self.flat, self._views
+        flat, self._views, self.flat = self.flat, [], torch.empty(0)
+        return flat
+
+
+# Gradients summed in pieces, the ones that the next forward needs first as early as the link allows.
+#
+# A bucket holds parameters of one block of the stage, so that a block can be updated when its own sums are in. Large
+# buckets are summed in pieces, so that a more urgent one need not wait for all of a large one. The pieces are issued in
+# an order that all holders compute alike (``prioritised_order``): first the order in which a backward completes them,
+# then the order of a priority queue, by what the holders have measured.
+
+
+PIECE_BYTES = 4 << 20
+"""Of the order of ByteScheduler's partitions: large enough for a link's bandwidth, small enough to be waited for."""
+
+
+def pieces_of(buckets: Sequence[FlatGradients], most_bytes: int) -> list[Piece]:
+    """Divide buckets into pieces of at most ``most_bytes``, in order."""
+    found = []
+    for number, bucket in enumerate(buckets):
+        each = max(1, most_bytes // bucket.parameters[0].element_size())
+        found += [Piece(number, at, min(at + each, bucket.size)) for at in range(0, bucket.size, each)]
+    return found
+
+
+class PrioritisedAllReduce(BucketedAllReduce):
+    """Sums the gradients of one stage replica over its holders.
+
+    Args:
+        blocks: the parameters of each block of the stage, in the order of its forward; the same on every holder.
+        group: the process group of the holders.
+        what: names the all-reduce in errors.
+        tuner: chooses how many blocks' weight gradients are postponed; None: none are.
+        dtype: of the sums; None for that of the gradients.
+        waiting: will hold, per weight, the bytes that its gradient waits for where it is postponed.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[nn.Parameter]],
+        group: dist.ProcessGroup,
+        what: str,
+        tuner: FirstKTuner | None = None,
+        dtype: torch.dtype | None = None,
+        waiting: WaitingOperands | None = None,
+    ) -> None:
+        self._blocks, self.tuner, self._waiting = blocks, tuner, WaitingOperands() if waiting is None else waiting
+        self._block_of: list[int] = []
+        """Per bucket."""
+        super().__init__([p for block in blocks for p in block], group, what, dtype)
+        self.pieces = pieces_of(self.buckets, PIECE_BYTES)
+        """In the order in which the next forward needs them."""
+        k = tuner.k if tuner is not None else 0
+        late = [piece for piece in self.pieces if self._block_of[piece.bucket] < k]
+        self.order = [*self.pieces[len(late) :][::-1], *late]
+        self._bytes = [
+            (piece.end - piece.begin) * self.buckets[piece.bucket].parameters[0].element_size() for piece in self.pieces
+        ]
+        self._works_of = defaultdict[int, list[PendingSum]](list)
+        self._complete_at: dict[int, float] = {}
+        self._held: HeldMemory | None = None
+        """What the step's last backward held, in steps whose report has use for it."""
+        self._issued_at: list[float] = []
+        self._begun: float | None = None
+        """When the last backward of the step began."""
+        self._ends: list[float] = []
+        """Ends of the steps since the holders told one another."""
+        self._steps = 0
+        self._told: tuple[dist.Work, Tensor] | None = None
+
+    def divide(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
+        """Divide the parameters into buckets of one dtype and one block each, in the order of the blocks."""
+        found = []
+        for number, block in enumerate(self._blocks):
+            by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
+            for p in block:
+                by_dtype[p.dtype].append(p)
+            found += [FlatGradients(some) for some in by_dtype.values()]
+            self._block_of += [number] * len(by_dtype)
+        return found
+
+    def begin_step(self) -> None:
+        """Take over the order that follows from what the holders told one another in the step before."""
+        self._hear()
+        self._waiting.watched = self.tuner is not None and self.tuner.wants_memory and self._reports(self._steps + 1)
+
+    def _hear(self) -> None:
+        if self._told is None:
+            return
+        (work, told), self._told = self._told, None
+        wait_for(self.what, work, lambda: False)
+        count = len(self.buckets)
+        ready, (per_byte, step_s) = told[:count].tolist(), told[count : count + 2].tolist()
+        if self.tuner is not None:
+            held = self._take_memory(told[count + 2 :])
+            by_block, sums = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
+            for bucket, at in enumerate(ready):
+                by_block[self._block_of[bucket]] = max(at, by_block[self._block_of[bucket]])
+            for piece, nbytes in zip(self.pieces, self._bytes, strict=True):
+                sums[self._block_of[piece.bucket]] += per_byte * nbytes
+            by_block = self.tuner.observe(self._steps, by_block, sums, step_s, held)
+            ready = [by_block[block] for block in self._block_of]
+        order = prioritised_order([ready[piece.bucket] for piece in self.pieces], [per_byte * n for n in self._bytes])
+        self.order = [self.pieces[n] for n in order]
+
+    @contextmanager
+    def watch_backward(self, postponed: Collection[Tensor] = ()) -> Iterator[None]:
+        """See BucketedAllReduce.watch_backward."""
+        self._begun = time.monotonic()
+        watched = self._waiting.watched
+        meter = LayerPeaks(self.buckets[0].flat.device, self._waiting, self._blocks) if watched else None
+        with super().watch_backward(postponed), meter or nullcontext():
+            yield
+        self._held = meter.found() if meter is not None else None
+
+    def expect(self, parameters: Iterable[Tensor], among: Collection[Tensor] | None = None) -> None:
+        """See BucketedAllReduce.expect."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+        super().expect(parameters, among)
+
+    def completed(self, bucket: int) -> None:
+        """See BucketedAllReduce.completed."""
+        self._complete_at[bucket] = time.monotonic()
+
+    def issued(self, piece: Piece, work: PendingSum) -> None:
+        """See BucketedAllReduce.issued."""
+        self._issued_at.append(time.monotonic())
+        self._works_of[piece.bucket].append(work)
+
+    def take(self, bucket: int, push: Push) -> FlatGradients:
+        """Wait for the sum of one bucket, and make it its parameters' gradients.
+
+        Raises:
+            TransportError: another holder did not join in time.
+        """
+        for work in self._works_of.pop(bucket, ()):
+            wait_for(self.what, work, push)
+        self.buckets[bucket].open()
+        return self.buckets[bucket]
+
+    def finish(self, push: Push, clock: Clock) -> Mark:
+        """See BucketedAllReduce.finish. Now and then the holders tell one another what they have measured."""
+        seen = self._seen
+        end = super().finish(push, clock)
+        self._steps += 1
+        self._ends.append(time.monotonic())
+        # In steps 1, 2, 4, 8, ...: the first ones are slow, and later ones may change with the machine's load. The
+        # host's clock cannot say when a GPU has completed a gradient; there, pieces go in the order of the backward.
+        if self._reports(self._steps):
+            begun = self._ends[-1] if self._begun is None else self._begun
+            ready = [max(0.0, self._complete_at.get(n, begun) - begun) for n in range(len(self.buckets))]
+            spent = _union(self._issued_at, sorted(seen)) / max(1, sum(self._bytes))
+            steps_s = [after - before for before, after in pairwise(self._ends)]
+            memory = self._tell_memory()
+            told = torch.tensor([*ready, spent, median(steps_s) if steps_s else 0.0, *memory], dtype=torch.float64)
+            self._ends = self._ends[-1:]
+            work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            assert work is not None
+            self._told = work, told
+        self._works_of.clear()
+        self._complete_at, self._held, self._issued_at, self._begun = {}, None, [], None
+        return end
+
+    def _reports(self, step: int) -> bool:
+        """Return whether the holders tell one another what they have measured until this step."""
+        return bool(self.buckets) and self.buckets[0].parameters[0].device.type == "cpu" and not step & (step - 1)
+
+    def _tell_memory(self) -> list[float]:
+        """Return what the holders tell one another of memory: what the backward held, per block, and what this device
+        has, as a number that is larger for less."""
+        if self.tuner is None or self.tuner.memory is None or not self.tuner.wants_memory:
+            return []
+        none = [0.0] * len(self._blocks)  # where nothing was watched: a schedule that splits the backward
+        held = self._held or HeldMemory(0.0, none, none, none)
+        return [held.above, *held.held, *held.apart, *held.waiting, -self.tuner.memory]
+
+    def _take_memory(self, told: Tensor) -> HeldMemory | None:
+        """Take in the most that any holder has told, per block; None if nobody has."""
+        count = len(self._blocks)
+        if self.tuner is None or not len(told) or not told[:count].any():
+            return None
+        above, *rows, less = told.tolist()
+        self.tuner.memory = -less
+        return HeldMemory(above, rows[:count], rows[count : 2 * count], rows[2 * count :])
+
+
+def _union(begins: Sequence[float], ends: Sequence[float]) -> float:
+    """Return how long at least one all-reduce was under way; both ascend, and no end comes before its begin."""
+    total, until = 0.0, float("-inf")
+    for begin, end in zip(begins, ends, strict=False):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+# The order in which the pieces of a stage's gradients are summed: as a priority queue on their link would serve them.
+#
+# All members of a process group must issue its collectives in one order, and they see their gradients complete at
+# slightly different times. So no queue decides while the step runs: from what all members have measured of an earlier
+# step, each of them computes the same order beforehand, and then issues the pieces in it, each when it is complete. A
+# queue that the members agree on piece by piece would need a message to all before each, behind the pieces on the link.
+#
+# Source: Peng et al. 2019 (ByteScheduler) for the queue; Oh et al. 2022 (OOO backprop), section 5.1.
+
+
+def prioritised_order(ready: Sequence[float], seconds: Sequence[float]) -> list[int]:
+    """Return the pieces in the order in which a link sends them that always takes the most urgent complete one.
+
+    Args:
+        ready: when each piece is complete, in seconds from any moment; the most urgent piece comes first.
+        seconds: how long the link takes for each.
+
+    >>> prioritised_order([3.0, 2.0, 1.0], [0.5, 0.5, 0.5]), prioritised_order([3.0, 2.0, 1.0], [1.0, 1.0, 4.0])
+    ([2, 1, 0], [2, 0, 1])
+    """
+    coming = sorted(range(len(ready)), key=lambda piece: (ready[piece], piece), reverse=True)
+    waiting: list[int] = []
+    order: list[int] = []
+    now = 0.0
+    while coming or waiting:
+        if not waiting:
+            now = max(now, ready[coming[-1]])
+        while coming and ready[coming[-1]] <= now:
+            heapq.heappush(waiting, coming.pop())
+        piece = heapq.heappop(waiting)
+        order.append(piece)
+        now += seconds[piece]
+    return order

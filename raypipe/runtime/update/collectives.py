@@ -1,0 +1,130 @@
+"""Collectives of gradients and weights: flat tensors, sums in another dtype, and waits that name what failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raypipe.errors import TransportError
+from raypipe.runtime.transport.channel import PUSH_EVERY_S
+
+# Waits for a collective while the device's own messages move on, and names the collective if it fails.
+
+
+Push = Callable[[], bool]
+"""Moves this device's own messages on; True while some are left that only another push can move."""
+
+
+class Pending(Protocol):
+    """The methods of ``torch.distributed.Work`` that are used here."""
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` would return at once."""
+
+    def wait(self) -> Any:
+        """Wait; raise RuntimeError if it failed."""
+
+
+class PendingSum(Pending, Protocol):
+    """One that can call back."""
+
+    def get_future(self) -> Any:
+        """Return what calls back when it is complete."""
+
+
+def wait_for(what: str, work: Pending, push: Push) -> None:
+    """Wait for a collective. A pending message of this device may be what the last member needs before it can join.
+
+    Raises:
+        TransportError: another member did not join in time; Gloo's own error names neither what was waited for nor for
+            whom.
+    """
+    while push() and not work.is_completed():
+        time.sleep(PUSH_EVERY_S)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise TransportError(
+            what, f"another holder did not join: {error}", "see which stage failed or hangs; train.message_timeout_s"
+        ) from error
+
+
+# Gradients summed in another dtype than their own: ``parallel.reduce_dtype``.
+
+
+class CastWork:
+    """A collective on a copy of a tensor in another dtype; ``wait`` casts the result back.
+
+    Rounds to nearest: once when the copy is made, and in every addition of the collective. So a sum of two members in
+    bfloat16 is that of their rounded gradients, rounded; with more, its last bits depend on the order of the additions,
+    which the backend chooses. All members get the same bits.
+
+    Args:
+        source: what is summed.
+        target: where the result goes: ``source``, or in a reduce-scatter this member's part of it.
+        dtype: of the sum.
+        start: starts the collective on a copy of ``source``; returns it and where its result will be.
+    """
+
+    def __init__(
+        self, source: Tensor, target: Tensor, dtype: torch.dtype, start: Callable[[Tensor], tuple[dist.Work, Tensor]]
+    ) -> None:
+        self._target = target
+        self._work, result = start(source.to(dtype))
+        self._result: Tensor | None = result
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` would return at once."""
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the collective, and cast its result back, once."""
+        self._work.wait()
+        if self._result is not None:
+            self._target.copy_(self._result)
+            self._result = None
+
+    def get_future(self) -> Any:
+        """Of the collective itself."""
+        return self._work.get_future()
+
+
+def start_all_reduce(flat: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> PendingSum:
+    """Start to sum a tensor over a group, in place.
+
+    ``dtype``: of the sum; None, or the tensor's own, for no cast.
+    """
+
+    def start(copy: Tensor) -> tuple[dist.Work, Tensor]:
+        work = dist.all_reduce(copy, group=group, async_op=True)
+        assert work is not None
+        return work, copy
+
+    if dtype is None or dtype == flat.dtype:
+        return start(flat)[0]
+    return CastWork(flat, flat, dtype, start)
+
+
+# Collectives on flat tensors, by the names that the installed torch has for them.
+
+
+# torch 2.13 renamed both, and warns about the old names; torch 2.9 has only those.
+_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def start_all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to fill ``whole`` with the members' shards in rank order."""
+    work: dist.Work = _GATHER(whole, shard, group=group, async_op=True)
+    return work
+
+
+def start_reduce_scatter(shard: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to sum ``whole`` over the members; each gets its own shard of the sum."""
+    work: dist.Work = _SCATTER(shard, whole, group=group, async_op=True)
+    return work

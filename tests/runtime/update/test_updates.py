@@ -1,0 +1,95 @@
+"""A device whose update can still be taken back finishes its step alone, or forgets it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raypipe.runtime.clocks.clock import HostClock
+from raypipe.runtime.update.norm import Shares
+from raypipe.runtime.update.policy import Trained
+from raypipe.runtime.update.shards import DeviceShards
+from raypipe.runtime.update.updates import Updates
+from raypipe.schedule.lowering.programs import Program, RunAhead
+
+KEY = (0, 0)
+LIMIT, SQUARE = 1.0, 12.0
+"""Of the norm, and the devices' sum of its square."""
+
+
+class Sync:
+    """One gradient of this device; another device has as much."""
+
+    complete = False
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        self.parameter, self.totals = parameter, dict[Any, Any]()
+
+    def begin_step(self, order: object) -> None:
+        self.parameter.grad = torch.full_like(self.parameter, 2.0)
+
+    def finish(self, push: object, clock: object) -> dict[Any, float]:
+        return {}
+
+    def norm_squared(self) -> torch.Tensor:
+        return torch.tensor(SQUARE, dtype=torch.float64)
+
+    def known_norm_squared(self, share: torch.Tensor) -> torch.Tensor:
+        return share
+
+    def scale(self, factor: float) -> None:
+        assert self.parameter.grad is not None
+        self.parameter.grad.mul_(factor)
+
+    def drop(self, key: object) -> None:
+        self.parameter.grad = None
+
+    def leave(self) -> list[Any]:
+        return []
+
+
+def pending(made: bool) -> tuple[Updates, torch.nn.Parameter]:
+    """Updates that wait for the other device's share of the norm, and the parameter; ``made``: its U has run."""
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    modules: Any = {KEY: SimpleNamespace(statistics=[])}
+    optimizers = {KEY: torch.optim.SGD([parameter], lr=0.1, momentum=0.9)}
+    sync: Any = Sync(parameter)
+    trained = Trained(modules, optimizers, sync, DeviceShards({}), 1, lambda: False, HostClock(), lambda: None)
+    updates = Updates(trained, Shares(None), LIMIT, "optimistic")
+    updates.ledger = SimpleNamespace(  # type: ignore[assignment]
+        begun=0, updated=set(), tell=lambda *_: None, wait=lambda push: None, heard=lambda: False
+    )
+    updates.begin_step(Program(0, (), {}, frozenset(), frozenset(), ahead=RunAhead(1, {})), 0, 0.1)
+    updates.before_updates(np.empty((0, 2)))
+    assert updates.pending
+    if made:
+        updates.update(KEY)
+        assert torch.equal(parameter, torch.full_like(parameter, 0.8))
+    assert updates.commit(wait=False) is None, "the others have not said that their gradients are complete"
+    return updates, parameter
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_step_is_finished_with_the_norms_of_all(made: bool) -> None:
+    updates, parameter = pending(made)
+    updates.leave()
+    updates.finish_alone([SQUARE, SQUARE])
+    clipped = 2.0 * LIMIT / (2 * SQUARE) ** 0.5
+    assert torch.allclose(parameter, torch.full_like(parameter, 1.0 - 0.1 * clipped), rtol=1e-6)
+    assert not updates.pending
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_a_step_is_forgotten(made: bool) -> None:
+    updates, parameter = pending(made)
+    updates.leave()
+    updates.finish_alone(None)
+    assert torch.equal(parameter, torch.ones_like(parameter))
+    assert not updates.pending
+    assert parameter.grad is None
+    assert not updates.optimizers[KEY].state
