@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from raypipe.capture.transformers_models import configuration
 from raypipe.data import known_fields, reads_bytes
 from raypipe.errors import SpecError, install
 from raypipe.files import expanded
 from raypipe.job import GivenSpec, GptSpec, HfSpec, JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models import random_keys
-from raypipe.models.sources.hugging_face import HuggingFace
+from raypipe.models.sources.hugging_face import HuggingFace, configuration
 from raypipe.models.sources.imported import Imported
 from raypipe.models.task import BYTES, NextToken
 from raypipe.observe.run_dir import RECORD

@@ -3,7 +3,7 @@
 Models of the transformers library build a mask tensor whenever they are traced, for no value may decide otherwise. On
 GPUs, ``scaled_dot_product_attention`` with a mask can't use FlashAttention, and every stage would make the mask again.
 
-A mask is replaced only where this is provably the same. It must be positional (``graph/values/positions.py``), and vary
+A mask is replaced only where this is provably the same. It must be positional (``graph/positions.py``), and vary
 along queries and keys alone. Then its values at the captured lengths, which are computed and compared, decide those for
 any batch and for all shorter lengths; ``OperationGraph.at_most`` keeps longer ones away. An additive mask must be
 exactly 0 where it shows, and -inf or the dtype's lowest value where it hides: in a causal row that always shows its own
@@ -12,82 +12,63 @@ position, both give a weight of exactly 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from raypipe.capture.decode import decode, resolve
-from raypipe.capture.encode import Encoded
-from raypipe.graph.calls import ATTENTION, Call, Plain, is_causal, mask_of, without_mask
-from raypipe.graph.captured_files import Notify
+from raypipe.capture.captured import Captured, Notify
+from raypipe.capture.stage_module import compute, decoded, resolve
 from raypipe.graph.dims import Dim, Sizes, evaluate, evaluate_all, symbols
-from raypipe.graph.flops import short_name
-from raypipe.graph.operations import OperationGraph, TensorType, needed, selected
-from raypipe.graph.values.positions import CONSTANT, Dims, is_size, varying_dims
+from raypipe.graph.operation_costs import short_name
+from raypipe.graph.operations import Operation, OperationGraph, Plain, needed, selected
+from raypipe.graph.positions import CONSTANT, Dims, varying_dims
 
 LONGEST = 16_384
 """Longest sequence for which a mask is computed: 256 MiB for each of its steps."""
 Kind = Literal["causal", "absent", "other"]
 
 
-def replace_masks(encoded: Encoded, constants: Mapping[str, Tensor], notify: Notify) -> Encoded:
+def replace_masks(captured: Captured, notify: Notify) -> Captured:
     """Return the model without the masks that are causal or show everything, and without what computed them.
 
     Args:
-        encoded: the model.
-        constants: its constant tensors.
+        captured: the model.
         notify: called with a sentence if a mask is too large to be computed here, and stays.
     """
-    graph, calls = encoded.graph, list(encoded.calls)
-    varying = varying_dims(graph, calls)
+    graph = captured.graph
+    operations, varying = list(graph.operations), varying_dims(graph)
     kinds: dict[int, Kind] = {}
-    at_most: dict[str, int] = {}
+    at_most: dict[str, int] = dict(graph.at_most)
     for number, operation in enumerate(graph.operations):
-        mask = mask_of(calls[number]) if operation.target == ATTENTION else None
-        if mask is None:
+        if (mask := operation.mask) is None:
             continue
         if mask not in kinds:
-            kinds[mask] = _kind(encoded, constants, mask, varying[mask], notify)
+            kinds[mask] = _kind(captured, mask, varying[mask], notify)
         kind = graph.operations[mask].type
-        lengths = (_length(graph, calls[number], 0), _length(graph, calls[number], 1))
+        lengths = (_length(graph, operation.args[0]), _length(graph, operation.args[1]))
         if kind is None or kinds[mask] == "other" or (kinds[mask] == "causal" and lengths != kind.shape[-2:]):
             continue
-        calls[number] = without_mask(calls[number], kinds[mask] == "causal")
+        operations[number] = operation.without_mask(kinds[mask] == "causal")
         at_most |= {s: graph.example[s] for dim in kind.shape[-2:] for s in symbols(dim) if s in graph.example}
-    if calls == list(encoded.calls):
-        return encoded
-    return _pruned(graph, calls, at_most)
+    plain = replace(graph, operations=tuple(operations), at_most=at_most)
+    plain = selected(plain, sorted(needed(plain)))
+    return Captured(plain, {name: value for name, value in captured.values.items() if name in plain.sources})
 
 
-def _length(graph: OperationGraph, call: Call, operand: int) -> Dim | None:
-    """Return the number of queries (operand 0) or keys (1)."""
-    given: Plain = call.args[operand]
-    kind = graph.operations[given["op"]].type if "op" in given else graph.sources[given["of"]].type
+def _length(graph: OperationGraph, given: Plain) -> Dim | None:
+    """Return the number of queries or keys that an operand of attention has."""
+    kind = graph.type_of(given.get("op", given.get("of")))
     return None if kind is None else kind.shape[-2]
-
-
-def _pruned(graph: OperationGraph, calls: list[Call], at_most: Mapping[str, int]) -> Encoded:
-    operations = [
-        replace(operation, operands=call.operands(), causal=operation.target == ATTENTION and is_causal(call))
-        for operation, call in zip(graph.operations, calls, strict=True)
-    ]
-    order = sorted(needed(operations, graph.outputs.values()))
-    kept, written, new = selected(operations, calls, order)
-    read = {name for operation in kept for name in operation.sources}
-    sources = {n: s for n, s in graph.sources.items() if n in read or s.kind in ("parameter", "input")}
-    outputs = {name: new[number] for name, number in graph.outputs.items()}
-    smaller = replace(graph, operations=kept, sources=sources, outputs=outputs, at_most={**graph.at_most, **at_most})
-    return Encoded(smaller, written)
 
 
 # ---- what a mask says
 
 
-def _kind(encoded: Encoded, constants: Mapping[str, Tensor], mask: int, varying: Dims | None, notify: Notify) -> Kind:
-    graph = encoded.graph
+def _kind(captured: Captured, mask: int, varying: Dims | None, notify: Notify) -> Kind:
+    graph = captured.graph
     operation = graph.operations[mask]
     if operation.type is None or len(operation.type.shape) < 2 or varying is None:
         return "other"
@@ -100,7 +81,7 @@ def _kind(encoded: Encoded, constants: Mapping[str, Tensor], mask: int, varying:
     if longest > LONGEST:
         notify(f"attention keeps its mask {operation.name}, for at length {longest} it is not compared with others")
         return "other"
-    value = computed(encoded, constants, mask, sizes)
+    value = computed(captured, mask, sizes)
     if value is None:
         return "other"
     hidden = _hidden(value.reshape(-1, *value.shape[-2:])[0])
@@ -122,55 +103,33 @@ def _hidden(mask: Tensor) -> Tensor | None:
     return hidden if bool((hidden | (mask == 0)).all()) else None
 
 
-def computed(encoded: Encoded, constants: Mapping[str, Tensor], wanted: int, sizes: Sizes) -> Tensor | None:
+def computed(captured: Captured, wanted: int, sizes: Sizes) -> Tensor | None:
     """Compute a positional result; None if it looks something up by a negative index."""
-    graph, calls = encoded.graph, encoded.calls
-    order: list[int] = []
-    todo = [wanted]
-    while todo:
-        number = todo.pop()
-        operation = graph.operations[number]
-        if number not in order and not is_size(operation):
-            order.append(number)
-            todo.extend([] if short_name(operation.target) in CONSTANT else operation.inputs)
-    order.sort()
-    last = {operand: number for number in order for operand in graph.operations[number].operands}
-    found: dict[int | str, Any] = {}
-    with torch.no_grad(), torch.device("cpu"):
-        for number in order:
-            name, operation, call = short_name(graph.operations[number].target), graph.operations[number], calls[number]
-            for operand in operation.operands:
-                if operand not in found:
-                    constant = constants.get(operand) if isinstance(operand, str) else None
-                    found[operand] = _given(encoded, operand, sizes) if constant is None else constant
-            args = [decode(arg, found, "cpu") for arg in call.args]
-            if name == "index" and any(bool((place < 0).any()) for place in args[1]):
-                return None
-            kwargs = {key: decode(arg, found, "cpu") for key, arg in call.kwargs.items()}
-            found[number] = resolve(operation.target)(*args, **kwargs)
-            for operand in set(operation.operands):
-                if last[operand] == number:
-                    del found[operand]
-    result: Tensor = found[wanted]
+    graph = captured.graph
+
+    def given(operand: int | str) -> Any:
+        operation = graph.operations[operand] if isinstance(operand, int) else None
+        if operation is None:
+            constant = captured.values.get(str(operand))
+            return any_of(operand) if constant is None else constant
+        if short_name(operation.target) == "sym_size":
+            kind = graph.type_of(operation.operands[0])
+            assert kind is not None, "only tensors have sizes"
+            return evaluate(kind.shape[operation.args[1]], sizes)
+        if short_name(operation.target) in CONSTANT:
+            args, kwargs = decoded(operation, {o: any_of(o) for o in operation.operands}, "cpu")
+            return resolve(operation.target)(*args, **kwargs)
+        return None
+
+    def any_of(operand: int | str) -> Any:
+        """Return a size, or for a tensor of which only the shape is read, any one of that shape."""
+        kind = graph.type_of(operand)
+        if kind is None:
+            return compute(graph, int(operand), given)
+        return torch.zeros((), dtype=getattr(torch, kind.dtype)).expand(evaluate_all(kind.shape, sizes))
+
+    def allowed(operation: Operation, args: Sequence[Any]) -> bool:
+        return short_name(operation.target) != "index" or not any(bool((place < 0).any()) for place in args[1])
+
+    result: Tensor | None = compute(graph, wanted, given, allowed)
     return result
-
-
-def _given(encoded: Encoded, operand: int | str, sizes: Sizes) -> Any:
-    """Return a size, or for a tensor of which only the shape is read, any one of that shape."""
-    graph = encoded.graph
-    kind = graph.operations[operand].type if isinstance(operand, int) else graph.sources[operand].type
-    if kind is not None:
-        return _any(kind, sizes)
-    assert isinstance(operand, int)
-    operation, call = graph.operations[operand], encoded.calls[operand]
-    if short_name(operation.target) == "sym_size":
-        (of,), dim = operation.operands, call.args[1]
-        read = graph.operations[of].type if isinstance(of, int) else graph.sources[of].type
-        assert read is not None, "only tensors have sizes"
-        return evaluate(read.shape[dim], sizes)
-    inner = {o: _given(encoded, o, sizes) for o in operation.operands}
-    return resolve(operation.target)(*(decode(arg, inner, "cpu") for arg in call.args))
-
-
-def _any(kind: TensorType, sizes: Sizes) -> Tensor:
-    return torch.zeros((), dtype=getattr(torch, kind.dtype)).expand(evaluate_all(kind.shape, sizes))

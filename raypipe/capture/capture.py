@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from raypipe.capture.attention_masks import replace_masks
-from raypipe.capture.blame import Blame, StoppedError, blame
-from raypipe.capture.captured import Captured
-from raypipe.capture.encode import Encoded, encode
+from raypipe.capture.captured import Captured, Notify, to_stderr
+from raypipe.capture.encode import encode
 from raypipe.capture.meta import tied_names
 from raypipe.capture.opaque import WHOLE, CannotRunAloneError
-from raypipe.capture.torch_export import export
+from raypipe.capture.torch_export import Blame, StoppedError, blame, export
+from raypipe.compat.torch_private import FakeTensor
+from raypipe.compat.torch_private import _pytree as pytree
 from raypipe.errors import CaptureError, nearest
-from raypipe.graph.captured_files import Notify, to_stderr
 from raypipe.graph.dims import symbols
 from raypipe.graph.operations import OperationGraph
 
@@ -75,11 +74,11 @@ def capture(
     ties = tied_names(module)
     classes = {path: f"{type(part).__module__}.{type(part).__qualname__}" for path, part in module.named_modules()}
 
-    def traced(given: Mapping[str, object], listed: list[str] | None) -> tuple[Any, Encoded]:
+    def traced(given: Mapping[str, object], listed: list[str] | None) -> tuple[Any, OperationGraph]:
         with told_if_slow(module, notify):
             made = export(module, given, dynamic, opaque, listed, rows)
         found = encode(made, ties, _wanted(made, outputs), classes)
-        check_sizes(found.graph)
+        check_sizes(found)
         return made, found
 
     if tied := _shares(ties, as_it_is):
@@ -91,8 +90,8 @@ def capture(
     while True:
         listed: list[str] | None = [] if stands_in else None
         try:
-            program, encoded = traced(inputs, listed)
-            if listed and traced(_one_sample_more(inputs), [])[1].calls != encoded.calls:
+            program, graph = traced(inputs, listed)
+            if listed and _calls(traced(_one_sample_more(inputs), [])[1]) != _calls(graph):
                 stands_in = False  # the model does something with how many samples there are
                 continue
             break
@@ -141,12 +140,14 @@ def capture(
             notify(words)
     values = {}
     stored = dict(module.named_buffers()) | {k: v for k, v in program.constants.items() if isinstance(v, Tensor)}
-    for name, source in encoded.graph.sources.items():
+    for name, source in graph.sources.items():
         if source.kind in ("buffer", "constant"):
             values[name] = _real(name, stored)
-    plain = replace_masks(encoded, values, notify)
-    read = plain.graph.sources.keys()
-    return Captured(plain.graph, plain.calls, {name: value for name, value in values.items() if name in read})
+    return replace_masks(Captured(graph, values), notify)
+
+
+def _calls(graph: OperationGraph) -> list[Any]:
+    return [(operation.args, operation.kwargs) for operation in graph.operations]
 
 
 def _one_sample_more(inputs: Mapping[str, object]) -> dict[str, object]:
@@ -212,7 +213,7 @@ def _shares(ties: Sequence[tuple[str, ...]], paths: Sequence[str]) -> str:
 
 def _real(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     value = tensors[name]
-    if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
+    if value.is_meta or isinstance(value, FakeTensor):
         raise CaptureError(name, NO_VALUE, "give the buffer its value in the constructor")
     return value.detach().clone()
 

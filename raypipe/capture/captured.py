@@ -1,21 +1,39 @@
-"""A captured model as data, and the cache from which processes that never capture anything read it."""
+"""A captured model as data, and the cache from which processes that never capture anything read it.
+
+The cache is a folder of JSON documents, each with a file of buffers and constants: below ``$RAYPIPE_CACHE_DIR``, else
+``$XDG_CACHE_HOME/raypipe``, else ``~/.cache/raypipe``. Nothing that is read is executed. torch's own form
+(``torch.export.save``) is not used: it holds the memory of every parameter, torch 2.13 cannot read back a program whose
+parameters have none, and what reads it brings the exporter. Files are written atomically; a damaged one is ignored with
+a notice, and written again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors import torch as safetensors
 from torch import Tensor
 
-from raypipe.graph.calls import Call
-from raypipe.graph.captured_files import Notify, load_operations, load_values, save, to_stderr
-from raypipe.graph.operations import OperationGraph, selected
+from raypipe.atomic_write import write_whole
+from raypipe.files import open_regular, read_regular
+from raypipe.graph.operations import OperationGraph
 
+Notify = Callable[[str], None]
 ROWS = 3
 """Rows of the data on which a whole model is tried, where it cannot be captured."""
+
+
+def to_stderr(message: str) -> None:
+    """Print a notice to stderr."""
+    print(message, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -23,18 +41,30 @@ class Captured:
     """A model's forward as data, from which any consecutive operations can be built as a module."""
 
     graph: OperationGraph
-    calls: tuple[Call, ...]
-    """Per operation, its arguments as plain data."""
     values: Mapping[str, Tensor]
     """Initial values of the buffers and constants that the operations read."""
 
 
-def reordered(captured: Captured, order: Sequence[int]) -> Captured:
-    """Return a captured model whose operation ``i`` is the former ``order[i]``; it can run in that order."""
-    graph = captured.graph
-    operations, calls, new = selected(graph.operations, captured.calls, order)
-    outputs = {name: new[number] for name, number in graph.outputs.items()}
-    return Captured(replace(graph, operations=operations, outputs=outputs), calls, captured.values)
+def cache_folder() -> Path:
+    """Return the folder of captured models."""
+    own = os.environ.get("RAYPIPE_CACHE_DIR")
+    if own:
+        return Path(own) / "captured"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raypipe" / "captured"
+
+
+@dataclass(frozen=True)
+class CapturedDocument:
+    """The content of a JSON file of the cache."""
+
+    graph: OperationGraph
+    values: str
+    """SHA-256 of the file of values."""
+    form: Literal[2] = 2
+    """Version of the format; another one is captured anew."""
+
+
+DOCUMENTS = TypeAdapter(CapturedDocument)
 
 
 def captured_once(
@@ -45,21 +75,45 @@ def captured_once(
     if kept is not None:
         return kept
     captured = capture()
-    values = {name: value.contiguous() for name, value in captured.values.items()}
-    save(key, captured.graph, captured.calls, safetensors.save(values), folder, notify)
+    save(key, captured, folder, notify)
     return captured
 
 
 def load_kept(key: str, folder: Path | None = None, notify: Notify = to_stderr) -> Captured | None:
-    """Read a captured model from the cache; None if it is missing or damaged."""
-    found = load_operations(key, folder, notify)
-    content = None if found is None else load_values(key, found[2], folder, notify)
-    if found is None or content is None:
-        return None
-    graph, calls, _ = found
+    """Read the captured model that is cached under ``key``; None if it is missing or damaged."""
+    path = (folder or cache_folder()) / f"{key}.json"
     try:
-        values = safetensors.load(content)
-    except SafetensorError as error:
-        notify(f"ignored {key}.safetensors: {error}")
+        content = read_regular(path)
+    except FileNotFoundError:
         return None
-    return Captured(graph, calls, values)
+    except OSError as error:
+        notify(f"ignored {path}: {error.strerror}")
+        return None
+    try:
+        document = DOCUMENTS.validate_json(content)
+        document.graph.check()
+        path = path.with_suffix(".safetensors")
+        with open_regular(path) as file:
+            stored = file.read()
+        if hashlib.sha256(stored).hexdigest() != document.values:
+            raise ValueError("it is not the one that was written")
+        return Captured(document.graph, safetensors.load(stored))
+    except OSError as error:
+        notify(f"ignored {path}: {error.strerror}")
+    except (ValueError, SafetensorError) as error:
+        first = next(iter(str(error).splitlines()), "")
+        notify(f"ignored {path}: it is damaged ({type(error).__name__}: {first})")
+    return None
+
+
+def save(key: str, captured: Captured, folder: Path | None = None, notify: Notify = to_stderr) -> None:
+    """Cache a captured model. If the folder cannot be written, a notice says so, and it is captured again next time."""
+    where = folder or cache_folder()
+    values = safetensors.save({name: value.contiguous() for name, value in captured.values.items()})
+    document = CapturedDocument(captured.graph, hashlib.sha256(values).hexdigest())
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        write_whole(where / f"{key}.safetensors", values)
+        write_whole(where / f"{key}.json", DOCUMENTS.dump_json(document))
+    except OSError as error:
+        notify(f"the captured model is not cached: {where}: {error.strerror}")

@@ -12,7 +12,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -20,14 +20,23 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from raypipe.capture.blame import Blame, StoppedError
-from raypipe.capture.decode import PYTHON_FUNCTIONS, resolve
 from raypipe.capture.opaque import TARGET as OPAQUE
-from raypipe.capture.torch_export import module_of
+from raypipe.capture.stage_module import PYTHON_FUNCTIONS, resolve
+from raypipe.capture.torch_export import Blame, StoppedError
+from raypipe.compat.torch_private import HigherOrderOperator, OpOverload
 from raypipe.errors import CaptureError
-from raypipe.graph.calls import ATTENTION, Call, Plain, dropout_of, is_causal
 from raypipe.graph.dims import Dim
-from raypipe.graph.operations import GETITEM, Operation, OperationGraph, Source, TensorType, needed, selected
+from raypipe.graph.operations import (
+    ATTENTION,
+    GETITEM,
+    Operation,
+    OperationGraph,
+    Plain,
+    Source,
+    TensorType,
+    needed,
+    selected,
+)
 
 _PYTHON_NAMES = {function: name for name, function in PYTHON_FUNCTIONS.items()}
 _CHECKS = {"aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten._assert_async.msg"}
@@ -44,17 +53,9 @@ _RECURRENT = {f"aten.{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn
 """Operations that torch marks as drawing random numbers, although they do so only with dropout."""
 
 
-@dataclass
-class Encoded:
-    """The operations of a program with their arguments."""
-
-    graph: OperationGraph
-    calls: tuple[Call, ...]
-
-
 def encode(
     program: ExportedProgram, tied: Sequence[tuple[str, ...]], outputs: Mapping[str, int], classes: Mapping[str, str]
-) -> Encoded:
+) -> OperationGraph:
     """Encode a program as operations.
 
     Args:
@@ -78,7 +79,6 @@ class _Encoder:
     tied: Sequence[tuple[str, ...]]
     classes: Mapping[str, str]
     operations: list[Operation] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
     sources: dict[str, Source] = field(default_factory=dict)
     tracked: list[bool] = field(default_factory=list)
     """Per operation, whether a gradient may flow through it."""
@@ -136,7 +136,7 @@ class _Encoder:
         target = node.target
         if target is operator.getitem:
             return self.item(node)
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, HigherOrderOperator):
             return self.region(node)
         name = _PYTHON_NAMES.get(target) or _operator_name(target)  # type: ignore[arg-type]
         if name is None:
@@ -227,23 +227,18 @@ class _Encoder:
         kind: TensorType | None,
         suffix: str = "",
     ) -> Plain:
-        call = Call(args, kwargs)
-        operands = call.operands()
-        path, _ = module_of(node)
         operation = Operation(
             name=node.name + suffix,
             target=target,
-            operands=operands,
+            args=tuple(args),
+            kwargs=kwargs,
             type=kind,
-            module=path,
+            module=module_of(node),
             source=_place(node),
-            random=_draws(target, call),
             mutates=_written(target, args),
-            equation=args[0] if target.startswith("aten.einsum") else "",
-            causal=target == ATTENTION and is_causal(call),
         )
-        self.operations.append(operation)
-        self.calls.append(call)
+        self.operations.append(replace(operation, random=_draws(operation)))
+        operands = operation.operands
         self.tracked.append(
             target != "aten.detach.default"
             and (kind is None or kind.floating)
@@ -284,7 +279,7 @@ class _Encoder:
 
     # ---- the end
 
-    def finish(self, outputs: Mapping[str, int]) -> Encoded:
+    def finish(self, outputs: Mapping[str, int]) -> OperationGraph:
         """Add the operations that write buffers, drop unused operations, and renumber."""
         returned: list[Plain] = []
         for spec, value in zip(self.program.graph_signature.output_specs, self.returned, strict=True):
@@ -303,30 +298,22 @@ class _Encoder:
                 )
                 raise CaptureError(f"output {name}", why, "leave it out of the wanted outputs")
             wanted[name] = value["op"]
-        return self.numbered(wanted)
-
-    def write_back(self, buffer: str, value: Plain) -> None:
-        """Append the operation that stores a buffer's new value; ``place`` puts it after all readers of the old one."""
-        name, path = f"{buffer.replace('.', '_')}_updated", buffer.rpartition(".")[0]
-        kind, operands = self.sources[buffer].type, (buffer, value["op"])
-        self.operations.append(Operation(name, "aten.copy_.default", operands, kind, module=path, mutates=(buffer,)))
-        self.calls.append(Call([{"of": buffer}, value], {}))
-
-    def numbered(self, outputs: dict[str, int]) -> Encoded:
-        """Keep only the operations that outputs and buffers need, move each write to its place, and renumber."""
-        order = sorted(needed(self.operations, outputs.values()), key=self.place)
-        operations, calls, new = selected(self.operations, self.calls, order)
-        read = {name for operation in operations for name in operation.sources}
         graph = OperationGraph(
-            operations=operations,
-            sources={n: s for n, s in self.sources.items() if n in read or s.kind in ("parameter", "input")},
-            outputs={name: new[number] for name, number in outputs.items()},
+            operations=tuple(self.operations),
+            sources=self.sources,
+            outputs=wanted,
             tied=tuple(group for group in self.tied if len(group) > 1),
             classes=self.classes,
             example=self.example,
             at_least=self.at_least(),
         )
-        return Encoded(graph, calls)
+        return selected(graph, sorted(needed(graph), key=self.place))
+
+    def write_back(self, buffer: str, value: Plain) -> None:
+        """Append the operation that stores a buffer's new value; ``place`` puts it after all readers of the old one."""
+        name, path = f"{buffer.replace('.', '_')}_updated", buffer.rpartition(".")[0]
+        args, kind = ({"of": buffer}, value), self.sources[buffer].type
+        self.operations.append(Operation(name, "aten.copy_.default", args, type=kind, module=path, mutates=(buffer,)))
 
     def at_least(self) -> dict[str, int]:
         """Return the lower bounds of symbolic sizes that the traced branches require.
@@ -345,19 +332,20 @@ class _Encoder:
         return number, 0
 
 
-def _draws(target: str, call: Call) -> bool:
+def _draws(operation: Operation) -> bool:
     """Return whether a call draws random numbers; attention without dropout does not, although torch marks it so."""
+    target, args = operation.target, operation.args
     if target == ATTENTION:
-        return bool(dropout_of(call))
+        return bool(operation.argument(4, "dropout_p", 0.0))
     if target == OPAQUE:
-        return bool(json.loads(call.args[1])["draws"])
+        return bool(json.loads(args[1])["draws"])
     if target in _RECURRENT:
-        _, layers, dropout, train = call.args[-6:-2] if target.endswith("input") else call.args[-5:-1]
+        _, layers, dropout, train = args[-6:-2] if target.endswith("input") else args[-5:-1]
         return bool(dropout and train and layers > 1)
     if target == "aten.rrelu.default":
-        return len(call.args) > 3 and bool(call.args[3])
+        return len(args) > 3 and bool(args[3])
     called = resolve(target)
-    return isinstance(called, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in called.tags
+    return isinstance(called, OpOverload) and torch.Tag.nondeterministic_seeded in called.tags
 
 
 def _written(target: str, args: Sequence[Plain]) -> tuple[str, ...]:
@@ -372,7 +360,7 @@ def _written(target: str, args: Sequence[Plain]) -> tuple[str, ...]:
 
 
 def _operator_name(target: object) -> str | None:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
     return f"{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
 
@@ -408,7 +396,14 @@ def _place(node: fx.Node) -> str:
     return ":".join(own[-1]) if own else ""
 
 
+def module_of(node: fx.Node) -> str:
+    """Return the path of the innermost module that called a node."""
+    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    unknown = "_empty_nn_module_stack_from_metadata_hook"
+    return next((path for path, kind in reversed(list(stack.values())) if kind != unknown), "")
+
+
 def _stop(node: fx.Node, why: str, fix: str) -> NoReturn:
-    path, _ = module_of(node)
+    path = module_of(node)
     where = ", ".join(part for part in (f"operation {node.name}", path and f"module {path}", _place(node)) if part)
     raise StoppedError(Blame(path, CaptureError(where, why, fix)))

@@ -11,14 +11,15 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from raypipe.compat.torch_private import TorchDispatchMode
 from raypipe.errors import CaptureError
 
 _UNINITIALISED = {
@@ -28,7 +29,8 @@ _UNINITIALISED = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-_patching = threading.RLock()
+patching = threading.RLock()
+"""Held while something of torch is replaced, which affects the whole process."""
 
 
 def build_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
@@ -43,7 +45,7 @@ def build_without_memory(build: Callable[[], nn.Module]) -> nn.Module:
         CaptureError: a parameter has no shape before the first forward.
     """
     try:
-        return _shaped(build_on_meta(build))
+        return _shaped(build_on_meta(build)[0])
     except Exception as error:  # also one that a source of models has made of torch's
         if not needs_values(error):
             raise
@@ -85,16 +87,15 @@ def same_randomness(seed: int) -> Iterator[None]:
             random.setstate(python_before)
 
 
-def build_on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def build_on_meta(build: Callable[[], nn.Module]) -> tuple[nn.Module, MadeParameters]:
     """Run a constructor with parameters on the meta device; it fails if it needs their values (``needs_values``)."""
     with (
-        _patching,
+        registrations(frozenset()) as made,
         same_randomness(0),
         loading_nothing(),
-        _meta_parameters(),
         _MetaForUninitialised(),  # type: ignore[no-untyped-call]
     ):
-        return build()
+        return build(), made
 
 
 @contextmanager
@@ -123,29 +124,61 @@ class _MetaForUninitialised(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
+class MadeParameters(NamedTuple):
+    """The parameters that a constructor makes, in order."""
+
+    parameters: list[nn.Parameter]
+    copied_from: dict[int, int]
+    """Per parameter that was made by copying another one, the number of that."""
+
+
 @contextmanager
-def _meta_parameters() -> Iterator[None]:
-    register = nn.Module.register_parameter
+def registrations(wanted: frozenset[int] | None) -> Iterator[MadeParameters]:
+    """Collect each parameter as it is registered or copied, and move all but the ``wanted`` to the meta device.
 
-    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-        register(module, name, param)
+    None moves none. A parameter that is registered again, because it is tied, is left as it is.
+    """
+    made: list[nn.Parameter] = []
+    copied_from: dict[int, int] = {}
+    known: dict[int, int] = {}
+    copy = nn.Parameter.__deepcopy__
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+    def moved(param: nn.Parameter) -> nn.Parameter:
+        if wanted is None or len(made) in wanted or param.is_meta:
+            return param
+        return nn.Parameter(param.detach().to("meta"), param.requires_grad)
+
+    def note(param: nn.Parameter) -> nn.Parameter:
+        known[id(param)] = len(made)
+        made.append(param)
+        return param
+
+    def registered(module: nn.Module, name: str, param: nn.Parameter) -> nn.Parameter:
+        return param if id(param) in known else note(moved(param))
+
+    def copying(param: nn.Parameter, memo: dict[int, Any]) -> Any:
+        if id(param) not in memo:
+            copied = memo[id(param)] = moved(copy(param, memo))  # type: ignore[no-untyped-call]
+            if id(param) in known:
+                copied_from[len(made)] = known[id(param)]
+            note(copied)
+        return memo[id(param)]
+
+    with patching:
+        hook = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]
+        nn.Parameter.__deepcopy__ = copying  # type: ignore[method-assign,assignment]
+        try:
+            yield MadeParameters(made, copied_from)
+        finally:
+            hook.remove()
+            nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign]
 
 
-def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
-    """Return all names of each parameter of a module, ordered by first names; a tied parameter has several."""
+def tied_names(module: nn.Module, buffers: bool = False) -> list[tuple[str, ...]]:
+    """Return all names of each parameter (and buffer), ordered by first names; a tied one has several."""
     names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(_identity(parameter), []).append(name)
+    everything = [*module.named_parameters(remove_duplicate=False)]
+    everything += [*module.named_buffers(remove_duplicate=False)] if buffers else []  # type: ignore[list-item]
+    for name, value in everything:
+        names.setdefault(id(value), []).append(name)
     return [tuple(group) for group in names.values()]
-
-
-def _identity(parameter: Tensor) -> int:
-    return id(parameter)

@@ -12,26 +12,26 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from raypipe.capture.captured import ROWS
-from raypipe.capture.structures import as_plain, like
+from raypipe.compat.torch_private import DisableTorchFunction, TorchDispatchMode, _BatchNorm, _disable_current_modes
+from raypipe.compat.torch_private import _pytree as pytree
 from raypipe.errors import CaptureError
 from raypipe.files import short
-from raypipe.graph.calls import Call
+from raypipe.graph.operations import Operation
 
 TARGET = "raypipe.module.default"
 WHOLE = ""
 """Path of the whole model, where it is one opaque module."""
 PLAIN = (bool, int, float, str, type(None))
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where a module keeps hooks that run with its forward or its backward."""
 LARGER: tuple[Callable[[int], int], ...] = (lambda n: n + 1, lambda n: 2 * n)
 """Sizes of the second trial run; twice as large where a length must be a multiple of something."""
 
@@ -184,9 +184,9 @@ def keeps_tensors_alone(call: str) -> bool:
     return bool(json.loads(call)["alone"])
 
 
-def learns(call: Call) -> bool:
+def learns(operation: Operation) -> bool:
     """Return whether this call of an opaque module updates running statistics."""
-    return bool(json.loads(call.args[1])["learns"])
+    return bool(json.loads(operation.args[1])["learns"])
 
 
 def _trial(
@@ -285,7 +285,7 @@ def _run(
 ) -> Any:
     """Return what the real copy of a module makes of these inputs."""
     where = f"module {path}" if path != WHOLE else "the model"
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng([]):
+    with _disable_current_modes(), DisableTorchFunction(), torch.no_grad(), torch.random.fork_rng([]):
         given = iter([t.clone() for t in inputs])
         args, kwargs = pytree.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], structure)
         before = {name: (buffer, buffer._version) for name, buffer in _kept_buffers(real)}
@@ -360,3 +360,69 @@ def flat_results(returned: Any, alone: bool = False) -> list[Tensor]:
     if alone:
         returned = tensors_alone(returned)
     return [x for x in pytree.tree_leaves(as_plain(returned)) if isinstance(x, Tensor)]
+
+
+# What models are given and return, taken apart into tensors and put together again.
+#
+# torch's pytrees know dicts, lists, tuples, named tuples, and classes that somebody has registered. A model may return
+# an instance of any dataclass (as diffusers' do, which are ordered dicts at the same time) or of another mapping.
+
+
+def as_plain(value: Any) -> Any:
+    """Return ``value`` with dicts in place of the dataclasses and mappings in it that torch's pytrees do not know."""
+    return pytree.tree_map(_plain, value)
+
+
+def _plain(value: Any) -> Any:
+    parts = _parts(value)
+    return value if parts is None else {name: as_plain(part) for name, part in parts.items()}
+
+
+def like(example: Any, plain: Any) -> Any:
+    """Return what ``as_plain(example)`` would be made of, with the values of ``plain``.
+
+    An instance is made by its class of its fields, or of one dict; where its class cannot, it stays a dict.
+    """
+    leaves, structure = pytree.tree_flatten(example)
+    return structure.unflatten(
+        [_like(old, new) for old, new in zip(leaves, structure.flatten_up_to(plain), strict=True)]
+    )
+
+
+def _like(example: Any, plain: Any) -> Any:
+    parts = _parts(example)
+    if parts is None:
+        return plain
+    made = {name: like(part, plain[name]) for name, part in parts.items()}
+    try:
+        return type(example)(made) if not is_dataclass(example) else replace(example, **made)  # type: ignore[type-var]
+    except Exception:  # of a class with a constructor of its own
+        return made
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    """Return the fields of a dataclass or the items of a mapping; None of anything else."""
+    if isinstance(value, type):
+        return None
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+# Alpha dropout is one operation of a graph as well. The exporter takes it apart where a model also writes in place, and
+# of the parts nobody could tell what they do in evaluation, where alpha dropout is the identity.
+
+
+@torch.library.custom_op("raypipe::alpha_dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def alpha_dropout(x: Tensor, p: float, channels: bool) -> Tensor:
+    """Represents alpha dropout, of whole channels or not, in an exported graph; it is traced but never run."""
+    raise RuntimeError("alpha dropout is not called through its operator")
+
+
+@alpha_dropout.register_fake
+def _fake_alpha_dropout(x: Tensor, p: float, channels: bool) -> Tensor:
+    return torch.empty_like(x)
+
+
+ALPHA_DROPOUT = alpha_dropout._opoverload
+"""The operation in a graph."""

@@ -1,25 +1,113 @@
-"""Build a module that runs some operations of a captured model."""
+"""Run operations of a captured model: as a module, or one result alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from raypipe.capture.captured import Captured
-from raypipe.capture.decode import decode, resolve
 from raypipe.capture.meta import build_without_memory
 from raypipe.capture.opaque import TARGET, WHOLE, arguments, flat_results, keeps_tensors_alone
 from raypipe.errors import CaptureError
-from raypipe.graph.calls import Call
 from raypipe.graph.liveness import inputs_read, runs_in
-from raypipe.graph.operations import Operation
+from raypipe.graph.operations import Operation, OperationGraph, Plain
 
 AS_IT_IS = "_as_it_is"
 """Path of the module that calls a whole model, where that cannot be captured."""
+
+
+_OPERATORS = ("add", "sub", "mul", "floordiv", "mod", "neg", "pow", "truediv", "eq", "ne", "lt", "le", "gt", "ge")
+PYTHON_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"operator.{n}": getattr(operator, n) for n in ("getitem", *_OPERATORS)},
+    **{f"torch.{n}": getattr(torch, n) for n in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not", "sym_ite")},
+    **{f"math.{n}": getattr(math, n) for n in ("ceil", "floor", "trunc")},
+}
+"""The functions besides torch's operators that a graph may call: arithmetic on sizes, and indexing."""
+
+
+def resolve(target: str) -> Callable[..., Any]:
+    """Return the function that a target's name denotes.
+
+    Raises:
+        CaptureError: the operator is not registered in this process.
+    """
+    if target in PYTHON_FUNCTIONS:
+        return PYTHON_FUNCTIONS[target]
+    library, name, overload = target.split(".")
+    try:
+        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
+    except AttributeError:
+        why, fix = "this operator is not registered with torch", "import the package that registers it"
+        raise CaptureError(target, why, fix) from None
+    return found
+
+
+def decoded(operation: Operation, operands: Mapping[int | str, Any], device: torch.device | str) -> Any:
+    """Return the positional and keyword arguments of an operation.
+
+    ``operands`` holds results by operation and sources by name; ``device`` is where new tensors are made.
+    """
+
+    def decode(value: Plain) -> Any:
+        if isinstance(value, list):
+            return [decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        ((key, content),) = value.items()
+        if key in ("op", "of"):
+            return operands[content]
+        if key == "float":
+            return float(content)
+        return torch.device(device) if key == "device" else getattr(torch, content)
+
+    return tuple(map(decode, operation.args)), {name: decode(value) for name, value in operation.kwargs.items()}
+
+
+def compute(
+    graph: OperationGraph,
+    wanted: int,
+    given: Callable[[int | str], Any],
+    allowed: Callable[[Operation, Sequence[Any]], bool] = lambda *_: True,
+) -> Any:
+    """Compute the result of one operation on the CPU, and forget every other as soon as it has been read.
+
+    Args:
+        graph: the model.
+        wanted: number of the operation.
+        given: returns the value of a source, or of an operation that is not to be computed; None of any other.
+        allowed: returns whether an operation may run on these positional arguments; if one may not, the result is None.
+    """
+    known: dict[int | str, Any] = {}
+    order: set[int] = set()
+    todo: list[int | str] = [wanted]
+    while todo:
+        operand = todo.pop()
+        if operand in known or operand in order:
+            continue
+        value = given(operand)
+        if value is not None:
+            known[operand] = value
+        elif isinstance(operand, int):
+            order.add(operand)
+            todo.extend(graph.operations[operand].operands)
+    last = {operand: number for number in sorted(order) for operand in graph.operations[number].operands}
+    with torch.no_grad(), torch.device("cpu"):
+        for number in sorted(order):
+            operation = graph.operations[number]
+            args, kwargs = decoded(operation, known, "cpu")
+            if not allowed(operation, args):
+                return None
+            known[number] = resolve(operation.target)(*args, **kwargs)
+            for operand in set(operation.operands):
+                if last[operand] == number:
+                    del known[operand]
+    return known[wanted]
 
 
 @dataclass(frozen=True)
@@ -71,7 +159,7 @@ def build_subgraph(
     made = fx.Graph()
     nodes: dict[int | str, fx.Node] = {n: made.placeholder(graph.operations[n].name) for n in arriving}
     read = list(dict.fromkeys(name for operation in operations for name in operation.sources))
-    opaque_calls = [captured.calls[n] for n, o in zip(order, operations, strict=True) if o.target == TARGET]
+    opaque_calls = [operation for operation in operations if operation.target == TARGET]
     in_opaque = _hold_opaque(root, opaque_calls, whole, torch.device(device))
     inputs = inputs_read(graph, span)
     nodes |= {name: made.placeholder(name) for name in inputs}
@@ -80,12 +168,10 @@ def build_subgraph(
             _hold(root, name, captured, torch.device(device))
             nodes[name] = made.get_attr(name)
     for number, operation in zip(order, operations, strict=True):
-        call = captured.calls[number]
         if operation.target == TARGET:
-            nodes[number] = _call_opaque(made, call, nodes, operation.name)
+            nodes[number] = _call_opaque(made, operation, nodes)
             continue
-        args = tuple(decode(arg, nodes, device) for arg in call.args)
-        kwargs = {key: decode(arg, nodes, device) for key, arg in call.kwargs.items()}
+        args, kwargs = decoded(operation, nodes, device)
         nodes[number] = made.create_node("call_function", resolve(operation.target), args, kwargs, operation.name)
     made.output(tuple(nodes[n] for n in leaving))
     module = fx.GraphModule(root, made)
@@ -100,7 +186,7 @@ def build_subgraph(
 
 
 def _hold_opaque(
-    root: nn.Module, calls: Sequence[Call], whole: Callable[[], nn.Module] | None, device: torch.device
+    root: nn.Module, calls: Sequence[Operation], whole: Callable[[], nn.Module] | None, device: torch.device
 ) -> set[str]:
     """Add the opaque modules that are called to ``root`` at their paths; return the names of their parameters."""
     names: set[str] = set()
@@ -143,11 +229,13 @@ def _adopt(module: fx.GraphModule, caller: nn.Module) -> None:
     module.__dict__["_buffers"] = model._buffers
 
 
-def _call_opaque(made: fx.Graph, call: Call, nodes: dict[int | str, fx.Node], name: str) -> fx.Node:
-    path, written, inputs, _ = call.args
-    args, kwargs = arguments(written, [decode(item, nodes, "cpu") for item in inputs])
-    returned = made.create_node("call_module", path or AS_IT_IS, args, kwargs, f"{name}_called")
-    return made.create_node("call_function", flat_results, (returned, keeps_tensors_alone(written)), {}, name)
+def _call_opaque(made: fx.Graph, operation: Operation, nodes: Mapping[int | str, fx.Node]) -> fx.Node:
+    (path, written, inputs), _ = decoded(
+        replace(operation, args=operation.args[:3]), nodes, "cpu"
+    )  # not its parameters
+    args, kwargs = arguments(written, inputs)
+    returned = made.create_node("call_module", path or AS_IT_IS, args, kwargs, f"{operation.name}_called")
+    return made.create_node("call_function", flat_results, (returned, keeps_tensors_alone(written)), {}, operation.name)
 
 
 def _container(root: nn.Module, path: str) -> nn.Module:

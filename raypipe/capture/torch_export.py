@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
-from typing import Any
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from raypipe.capture.opaque import opaque_modules
-from raypipe.capture.patches import (
-    fake_parameters,
-    gradient_hooks,
-    listed_samples,
-    module_casts,
-    own_backwards,
-    symbolic_sizes,
-    undecided_masks,
-    whole_alpha_dropout,
-    without_stand_ins,
-)
-from raypipe.capture.structures import as_plain
+from raypipe.capture.opaque import as_plain, opaque_modules
+from raypipe.capture.tracing import fake_parameters, traced, without_stand_ins
+from raypipe.compat.torch_private import FakeTensorMode, GuardOnDataDependentSymNode, ShapeEnv
+from raypipe.errors import CaptureError
+
+OWN = str(Path(__file__).parent)
+"""The code that captures, which is not to blame."""
 
 
 def export(
@@ -49,7 +44,7 @@ def export(
         inputs: the forward's arguments by name, tensors or plain values.
         dynamic: per input, the dimensions that may differ at run time.
         opaque: paths of submodules that are not traced.
-        listed: gets an entry for each list of the batch's samples, which then holds stand-ins (``listed_samples``);
+        listed: gets an entry for each list of the batch's samples, which then holds stand-ins (``tracing.traced``);
             without it, such a list fixes the number of samples.
         rows: rows of the data by the forward's arguments, on which an opaque whole model is tried.
     """
@@ -58,13 +53,7 @@ def export(
         opaque_modules(module, opaque, rows),
         _plain_outputs(module),
         fake_parameters(module, fake),
-        whole_alpha_dropout(),
-        undecided_masks(),
-        module_casts(),
-        symbolic_sizes(),
-        own_backwards(),
-        gradient_hooks(),
-        nullcontext() if listed is None else listed_samples(_samples(inputs), listed),
+        traced(_samples(inputs), listed),
         _quiet(),
     ):
         arguments = {
@@ -142,10 +131,58 @@ def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:
             yield part.graph
 
 
-def module_of(node: fx.Node) -> tuple[str, str]:
-    """Return path and class of the innermost module that called a node."""
-    stack: dict[str, Any] = node.meta.get("nn_module_stack") or {}
-    for path, kind in reversed(list(stack.values())):
-        if kind != "_empty_nn_module_stack_from_metadata_hook":
-            return path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-    return "", ""
+# The module and the line that stopped the capture, and the reason, from the exporter's exception.
+
+
+class Blame(NamedTuple):
+    """Where and why the capture stopped."""
+
+    module: str
+    """Path of the innermost module that was being called; "" for the model itself."""
+    error: CaptureError
+
+
+class StoppedError(Exception):
+    """Raised for an operation that cannot be encoded; ``capture`` then makes its module opaque."""
+
+    def __init__(self, blame: Blame) -> None:
+        super().__init__(blame)
+        self.blame = blame
+
+
+def blame(model: nn.Module, error: BaseException) -> Blame:
+    """Find the innermost module and the innermost line outside torch in an error's traceback."""
+    paths = {id(part): path for path, part in model.named_modules()}
+    module, place, code = "", "", ""
+    for frame, line in _frames(error.__traceback__):
+        called = frame.f_locals.get("self")
+        if isinstance(called, nn.Module) and id(called) in paths:
+            module, place, code = paths[id(called)], "", ""
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and not name.startswith(OWN):
+            place, code = f"{name}:{line}", linecache.getline(name, line).strip()
+    kind = type(model.get_submodule(module)).__name__
+    where = ", ".join(part for part in (f"{kind} {module}".strip(), place) if part)
+    return Blame(module, CaptureError(where, f"{_reason(error)}{code and f': {code}'}", _fix(error)))
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _on_values(error: BaseException) -> bool:
+    return isinstance(error, GuardOnDataDependentSymNode)
+
+
+def _reason(error: BaseException) -> str:
+    if _on_values(error):
+        return "what is done here depends on the values of a tensor"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).strip() or type(error).__name__
+
+
+def _fix(error: BaseException) -> str:
+    if _on_values(error):
+        return "use torch.where in place of a branch, or move these lines to a module of their own: it runs as it is"
+    return "use torch operations here, or move these lines to a module of their own: it runs as it is"

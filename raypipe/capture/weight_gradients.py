@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypipe.graph.calls import ATTENTION
 from raypipe.graph.dims import Sizes
-from raypipe.graph.flops import matrix_flops, short_name
-from raypipe.graph.operations import OperationGraph
+from raypipe.graph.operation_costs import matrix_flops, short_name
+from raypipe.graph.operations import ATTENTION, OperationGraph
 
 PLACES: dict[str, tuple[int, ...]] = (
     {"linear": (1, 2), "addmm": (0, 2, 1), "baddbmm": (0, 2, 1), "mm": (1, 0), "bmm": (1, 0), "matmul": (1, 0)}
@@ -35,8 +34,8 @@ def weight_expressions(graph: OperationGraph) -> tuple[bool, ...]:
     >>> from raypipe.graph.operations import Operation, Source, TensorType
     >>> square = TensorType((4, 4), "float32")
     >>> sources = {"w": Source("parameter", square, True), "x": Source("input", square)}
-    >>> t = Operation("t", "aten.t.default", ("w",), square)
-    >>> y = Operation("y", "aten.mm.default", ("x", 0), square)
+    >>> t = Operation("t", "aten.t.default", ({"of": "w"},), type=square)
+    >>> y = Operation("y", "aten.mm.default", ({"of": "x"}, {"op": 0}), type=square)
     >>> weight_expressions(OperationGraph((t, y), sources, {"y": 1}))
     (True, False)
     """
@@ -79,9 +78,3 @@ def split_flops(graph: OperationGraph, span: range, sizes: Sizes) -> tuple[float
         total += flops
         left += flops if short_name(graph.operations[number].target) not in PRODUCTS else 0.0
     return total, left
-
-
-def share_in_backward(graph: OperationGraph, sizes: Sizes) -> float:
-    """Return the share of the weight gradients' FLOPs that B computes even in a schedule with split backwards."""
-    total, left = split_flops(graph, range(len(graph.operations)), sizes)
-    return left / total if total else 0.0

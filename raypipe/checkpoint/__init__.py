@@ -6,8 +6,17 @@ model and not on the plan that wrote them: ``param/<layer>.<path>``, ``optim/<la
 checkpoint. Nothing is pickled.
 """
 
-from raypipe.checkpoint.best import LOSS, best, forget_best, keep_best, outcome
-from raypipe.checkpoint.read import Checkpoint, at_step, latest, open_checkpoint
+from raypipe.checkpoint.read import (
+    LOSS,
+    Checkpoint,
+    at_step,
+    best,
+    forget_best,
+    keep_best,
+    latest,
+    open_checkpoint,
+    outcome,
+)
 from raypipe.checkpoint.snapshot import Snapshot
 from raypipe.checkpoint.storage import Storage
 from raypipe.checkpoint.write import (

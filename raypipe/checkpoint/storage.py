@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.atomic_write import whole
-from raypipe.checkpoint.manifest import NAME
 from raypipe.checkpoint.read import open_checkpoint
+from raypipe.checkpoint.write import NAME
 from raypipe.errors import CheckpointError, SpecError
 
 KEY = "train.checkpoint_storage"

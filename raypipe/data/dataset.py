@@ -21,7 +21,7 @@ from raypipe.data.text import END, LINE, Corpus, prepare, prepare_lines
 from raypipe.data.text import LINES_META as LINES
 from raypipe.data.text import META as CORPUS
 from raypipe.errors import SpecError
-from raypipe.graph.values.placeholders import Placeholder
+from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec
 from raypipe.models.task import MASK, Task
 

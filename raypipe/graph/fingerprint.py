@@ -10,12 +10,12 @@ import hashlib
 import json
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +29,17 @@ MODEL_CODE = ROOMS / "models"
 """Folder of the code that builds the modules that are captured."""
 INSTALLED = {"site-packages", "dist-packages"}
 """Names of folders of installed packages, in any environment, since ``sys.path`` may contain several."""
+
+
+class Identity(NamedTuple):
+    """Everything a model's forward depends on; a cached capture is valid only while all of it is unchanged."""
+
+    says: Any
+    """The model's configuration or structure, as plain data."""
+    code: Sequence[Path]
+    """Source files, which are identified by their content."""
+    packages: Sequence[str]
+    """Installed packages, which are identified by their versions."""
 
 
 def fingerprint(asked: Mapping[str, Any], code: Iterable[Path], packages: Iterable[str] = ("torch",)) -> str:

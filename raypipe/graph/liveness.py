@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from raypipe.graph.flops import matrix_flops
-from raypipe.graph.operations import Operation, OperationGraph
+from raypipe.graph.operation_costs import matrix_flops
+from raypipe.graph.operations import OperationGraph
 from raypipe.graph.stages.links import Result
 
 
@@ -62,7 +62,14 @@ def crossing(graph: OperationGraph, starts: Sequence[int]) -> tuple[tuple[int, .
 
 def needed_replicated(graph: OperationGraph, numbers: Sequence[int]) -> list[int]:
     """Return the replicated operations that these operations need, directly or indirectly, in order."""
-    return sorted(_reached(graph.operations, numbers, replicated(graph)))
+    repeated = replicated(graph)
+    found: set[int] = set()
+    todo = list(numbers)
+    while todo:
+        new = {used for used in graph.operations[todo.pop()].inputs if repeated[used]} - found
+        found |= new
+        todo += new
+    return sorted(found)
 
 
 def between_spans(graph: OperationGraph, starts: Sequence[int]) -> tuple[tuple[int, ...], tuple[Result, ...]]:
@@ -97,14 +104,3 @@ def inputs_read(graph: OperationGraph, span: Sequence[int]) -> tuple[str, ...]:
     """Return the raw inputs of the model that a stage of ``span`` reads."""
     read = {name for n in runs_in(graph, span) for name in graph.operations[n].sources}
     return tuple(name for name in graph.inputs if name in read)
-
-
-def _reached(operations: Sequence[Operation], numbers: Sequence[int], follow: Sequence[bool]) -> set[int]:
-    found: set[int] = set()
-    todo = list(numbers)
-    while todo:
-        for used in operations[todo.pop()].inputs:
-            if follow[used] and used not in found:
-                found.add(used)
-                todo.append(used)
-    return found

@@ -2,20 +2,31 @@
 
 An operation reads *operands*: results of earlier operations, and the model's *sources* (its parameters, buffers,
 constants and raw inputs) by name. Shapes may depend on the sizes of the inputs (``dims``).
+
+Its arguments are JSON data, which can be read without executing any code. Results of operations are ``{"op": number}``;
+parameters, buffers, constants and raw inputs are ``{"of": name}``. Values that JSON cannot represent are
+``{"float": "inf"}``, ``{"dtype": "float32"}``, ``{"device": "cpu"}``, ``{"layout": ..}``, ``{"memory_format": ..}``.
+Other values are stored as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from raypipe.graph.calls import Call
-from raypipe.graph.dims import Dim, Sizes, count, symbols
+from raypipe.graph.dims import Dim, Sizes, bind, count
+
+Plain = Any
+"""JSON data."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 ITEM_BYTES |= {"int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16}
 """Bytes of one value, by dtype."""
+ATTENTION = "aten.scaled_dot_product_attention.default"
+"""Its arguments are (query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False), and by name ``scale`` and
+``enable_gqa``."""
 GETITEM = "operator.getitem"
 """Target of the operation that selects one result of an operation with several."""
 DETACHED = {"aten.detach.default", "aten.argmax.default", "aten.zeros_like.default", "aten.ones_like.default"}
@@ -50,7 +61,7 @@ class Source:
     """Whether it is a parameter that is trained."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Operation:
     """One call of the model's forward."""
 
@@ -58,9 +69,9 @@ class Operation:
     """Name given by torch, unique in the model."""
     target: str
     """The called function, as torch prints it: ``aten.linear.default``."""
-    operands: tuple[int | str, ...]
-    """Numbers of operations and names of sources in the order of the call, without plain numbers and flags."""
-    type: TensorType | None
+    args: tuple[Plain, ...]
+    kwargs: Mapping[str, Plain] = field(default_factory=dict)
+    type: TensorType | None = None
     """Type of its result; None for plain numbers and for operations with several results, whose items have types."""
     module: str = ""
     """Path of the innermost module that called it."""
@@ -70,10 +81,11 @@ class Operation:
     """Whether it draws random numbers, so that computing it twice gives two results."""
     mutates: tuple[str, ...] = ()
     """Names of the buffers that it writes in place (running statistics)."""
-    equation: str = ""
-    """The equation of an ``einsum``."""
-    causal: bool = False
-    """Whether it is attention in which every query sees only the keys up to its own position."""
+
+    @cached_property
+    def operands(self) -> tuple[int | str, ...]:
+        """Numbers of operations and names of sources in the order of the call, without plain numbers and flags."""
+        return tuple(_operands([*self.args, *self.kwargs.values()]))
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -84,6 +96,50 @@ class Operation:
     def sources(self) -> tuple[str, ...]:
         """Names of the sources it reads."""
         return tuple(operand for operand in self.operands if isinstance(operand, str))
+
+    def argument(self, place: int, name: str = "", default: Plain = None) -> Plain:
+        """Return an argument, given by place or by name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+    @property
+    def equation(self) -> str:
+        """Return the equation of an ``einsum``; "" for other operations."""
+        return str(self.args[0]) if self.target.startswith("aten.einsum") else ""
+
+    @property
+    def mask(self) -> int | None:
+        """Return the operation that computes the mask of an attention; None if no operation does."""
+        value = self.argument(3, "attn_mask") if self.target == ATTENTION else None
+        return value.get("op") if isinstance(value, dict) else None
+
+    @property
+    def causal(self) -> bool:
+        """Return whether it is attention in which a query sees no later key, other than by a mask."""
+        return self.target == ATTENTION and bool(self.argument(5, "is_causal", False))
+
+    def without_mask(self, causal: bool) -> Operation:
+        """Return the same attention without a mask, ``causal`` or not."""
+        args = (*self.args[:3], None, *self.args[4:]) if len(self.args) > 4 else self.args[:3]
+        kwargs = {name: value for name, value in self.kwargs.items() if name != "attn_mask"}
+        if len(args) > 5:
+            args = (*args[:5], causal, *args[6:])
+        elif causal:
+            kwargs["is_causal"] = True
+        return replace(self, args=args, kwargs=kwargs)
+
+
+def _operands(value: Plain) -> Iterator[int | str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _operands(item)
+    elif isinstance(value, dict):
+        yield from (content for key, content in value.items() if key in ("op", "of"))
+
+
+def _renumbered(value: Plain, new: Mapping[int, int]) -> Plain:
+    if isinstance(value, list):
+        return [_renumbered(item, new) for item in value]
+    return {"op": new[value["op"]]} if isinstance(value, dict) and "op" in value else value
 
 
 @dataclass(frozen=True)
@@ -157,15 +213,28 @@ class OperationGraph:
                 read.setdefault(block, set()).update(names)
         return {block: sum(self.parameters[name] for name in names) for block, names in read.items()}
 
+    def type_of(self, operand: int | str) -> TensorType | None:
+        """Return the type of an operation's result or of a source."""
+        return self.operations[operand].type if isinstance(operand, int) else self.sources[operand].type
+
     def parameters_of(self, operations: Sequence[Operation]) -> tuple[str, ...]:
         """Return the parameters that these operations read, each once, in the order of first use."""
         read = (name for operation in operations for name in operation.sources)
         return tuple(dict.fromkeys(name for name in read if self.sources[name].kind == "parameter"))
 
-    def grows(self, number: int) -> bool:
-        """Return whether the size of an operation's result depends on the sizes of the inputs."""
-        kind = self.operations[number].type
-        return kind is not None and any(symbols(dim) for dim in kind.shape)
+    def check(self) -> None:
+        """Check that operations read and return only what is there.
+
+        Raises:
+            ValueError: they do not.
+        """
+        for number, operation in enumerate(self.operations):
+            if any(isinstance(o, int) and not 0 <= o < number for o in operation.operands):
+                raise ValueError(f"{operation.name} reads a later operation")
+            if missing := set(operation.sources) - self.sources.keys():
+                raise ValueError(f"{operation.name} reads sources that do not exist ({sorted(missing)})")
+        if not all(0 <= number < len(self.operations) for number in self.outputs.values()):
+            raise ValueError("it returns operations that do not exist")
 
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Return the symbols' values for raw inputs of these shapes.
@@ -173,8 +242,6 @@ class OperationGraph:
         Raises:
             RequestError: as ``dims.bind``.
         """
-        from raypipe.graph.dims import bind
-
         return bind({name: self.sources[name].type.shape for name in self.inputs}, shapes)
 
 
@@ -205,25 +272,33 @@ def owner_among(blocks: frozenset[str], module: str) -> str:
     return next((p for n in range(1, len(parts) + 1) if (p := ".".join(parts[:n])) in blocks), "")
 
 
-def needed(operations: Sequence[Operation], outputs: Iterable[int]) -> set[int]:
+def needed(graph: OperationGraph) -> set[int]:
     """Return the operations that outputs and writes to buffers need, directly or indirectly."""
     keep: set[int] = set()
-    todo = [*outputs, *(n for n, o in enumerate(operations) if o.mutates)]
+    todo = [*graph.outputs.values(), *(n for n, o in enumerate(graph.operations) if o.mutates)]
     while todo:
         number = todo.pop()
         if number not in keep:
             keep.add(number)
-            todo.extend(operations[number].inputs)
+            todo.extend(graph.operations[number].inputs)
     return keep
 
 
-def selected(
-    operations: Sequence[Operation], calls: Sequence[Call], order: Sequence[int]
-) -> tuple[tuple[Operation, ...], tuple[Call, ...], dict[int, int]]:
-    """Return operations and calls in this order with their new numbers, and these by the old ones."""
+def selected(graph: OperationGraph, order: Sequence[int]) -> OperationGraph:
+    """Return a graph of these operations, in an order in which they can run, without sources that they do not read."""
     new = {old: position for position, old in enumerate(order)}
-    kept = tuple(
-        replace(operations[n], operands=tuple(new[o] if isinstance(o, int) else o for o in operations[n].operands))
-        for n in order
+    operations = tuple(
+        replace(
+            operation,
+            args=tuple(_renumbered(arg, new) for arg in operation.args),
+            kwargs={name: _renumbered(arg, new) for name, arg in operation.kwargs.items()},
+        )
+        for operation in (graph.operations[n] for n in order)
     )
-    return kept, tuple(calls[n].renumbered(new) for n in order), new
+    read = {name for operation in operations for name in operation.sources}
+    return replace(
+        graph,
+        operations=operations,
+        sources={n: s for n, s in graph.sources.items() if n in read or s.kind in ("parameter", "input")},
+        outputs={name: new[number] for name, number in graph.outputs.items()},
+    )

@@ -2,7 +2,7 @@
 
 It is counted operation by operation at the sizes of one sample, as eager PyTorch runs them: the bytes that forward and
 backward move, the FLOPs of products, and the tensors saved for the backward, in the item sizes that
-autocast gives them (``precision``). The loss is not an operation of the model; it is added to the last sub-graph.
+autocast gives them (``operation_costs``). The loss is not an operation of the model; it is added to the last sub-graph.
 """
 
 from __future__ import annotations
@@ -16,10 +16,23 @@ from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
 from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.dims import Sizes, count, evaluate_all
-from raypipe.graph.flops import MOVES_NOTHING, matrix_flops, operand_types, short_name
 from raypipe.graph.liveness import replicated
+from raypipe.graph.operation_costs import (
+    AUTOCAST_BYTES,
+    Autocast,
+    is_product,
+    is_view,
+    keeps_result,
+    kept_operands,
+    matrix_flops,
+    operand_types,
+    operand_width,
+    passes_on,
+    root,
+    short_name,
+    widths,
+)
 from raypipe.graph.operations import ITEM_BYTES, OperationGraph
-from raypipe.graph.precision import AUTOCAST_BYTES, Autocast, is_product, operand_width, widths
 from raypipe.graph.subgraphs import Subgraphs
 
 ATTENTION = "scaled_dot_product_attention"
@@ -67,7 +80,7 @@ class _Counted:
     def values(self, operand: int | str) -> int:
         """Return the number of elements of an operand."""
         if operand not in self._values:
-            kind = self.graph.operations[operand].type if isinstance(operand, int) else self.graph.sources[operand].type
+            kind = self.graph.type_of(operand)
             self._values[operand] = 0 if kind is None else count(kind.shape, self.one)
         return self._values[operand]
 
@@ -92,7 +105,7 @@ class _Counted:
 
     def entering(self, number: int, operand: int | str) -> float:
         """Return the bytes of a product's operand as the product reads it, after any cast."""
-        kind = self.graph.operations[operand].type if isinstance(operand, int) else self.graph.sources[operand].type
+        kind = self.graph.type_of(operand)
         if kind is None or not kind.floating:
             return self.bytes(operand)
         return float(self.values(operand) * (AUTOCAST_BYTES if self.autocast else ITEM_BYTES[kind.dtype]))
@@ -393,82 +406,6 @@ def _loss(c: _Counted, sums: _Sums) -> None:
         sums.loss += 2.0 * width * logits
 
 
-# The tensors that autograd saves for the backward of a captured operation.
-#
-# They follow from the operation's name. An operation without a rule saves the activations that it reads, as most
-# derivative formulas do. Source: PyTorch's ``tools/autograd/derivatives.yaml``.
-KEEPS_RESULT = {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
-KEEPS_RESULT |= {"tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", "relu", "relu_"}
-KEEPS_NOTHING = (
-    {"add", "add_", "sub", "sub_", "rsub", "neg", "cat", "stack", "clone", "contiguous"}
-    | {"copy", "to", "_to_copy", "sum", "mean", "masked_fill", "where", "dropout"}
-    | {"constant_pad_nd", "pad", "roll", "index_select", "repeat", "repeat_interleave", "embedding"}
-    | {"copy_to_group", "reduce_from_group", "gather_from_group", "rows_of_tensor_rank"}
-)
-"""Operations that are linear in their operands. What dropout and embedding do save is counted separately."""
-BILINEAR = {"mul", "mul_", "div", "div_", "matmul", "bmm", "mm", "baddbmm", "einsum", "linear", "addmm", "addbmm"}
-"""Operations that save an operand if the other operand has a gradient."""
-PASSES_ON = {"add", "add_", "sub", "sub_", "neg", "copy_to_group", "reduce_from_group", "masked_fill_"}
-"""Operations that pass their gradient on without a kernel of their own."""
-
-
-def root(graph: OperationGraph, number: int) -> int:
-    """Return the operation that owns the memory a view refers to; the results of one operation are separate."""
-    operation = graph.operations[number]
-    while is_view(graph, number) and operation.inputs:
-        before = graph.operations[operation.inputs[0]]
-        if before.type is None and short_name(before.target) not in MOVES_NOTHING:
-            break
-        number, operation = operation.inputs[0], before
-    return number
-
-
-def is_view(graph: OperationGraph, number: int) -> bool:
-    """Return whether an operation's result is a view of its input.
-
-    A reshape that joins an expanded dimension with the one before it is not a view but a copy, as for the keys and
-    values of grouped-query attention.
-    """
-    operation = graph.operations[number]
-    if short_name(operation.target) not in MOVES_NOTHING:
-        return False
-    before = graph.operations[operation.inputs[0]] if operation.inputs else operation
-    if short_name(operation.target) != "reshape" or short_name(before.target) != "expand" or not before.inputs:
-        return True
-    small, large = graph.operations[before.inputs[0]].type, before.type
-    if small is None or large is None or len(small.shape) != len(large.shape):
-        return False
-    grown = [d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
-    return all(d == 0 or large.shape[d - 1] == 1 for d in grown)
-
-
-def kept_operands(graph: OperationGraph, number: int) -> list[int]:
-    """Return the operands (numbers of operations) that an operation saves for its backward, as in its call."""
-    operation = graph.operations[number]
-    name = short_name(operation.target)
-    if not graph.requires_grad[number] or name in MOVES_NOTHING | KEEPS_NOTHING | KEEPS_RESULT:
-        return []
-    activations = [i for i in operation.inputs if _floating(graph, i)]
-    if name not in BILINEAR:
-        return activations
-    return [
-        i
-        for i in activations
-        if any(_wanted(graph, other) for other in operation.operands if other != i) or operation.inputs.count(i) > 1
-    ]
-
-
-def keeps_result(graph: OperationGraph, number: int) -> bool:
-    """Return whether an operation saves its result for its backward."""
-    return graph.requires_grad[number] and short_name(graph.operations[number].target) in KEEPS_RESULT
-
-
-def passes_on(graph: OperationGraph, number: int) -> bool:
-    """Return whether an operation's backward does almost nothing."""
-    name = short_name(graph.operations[number].target)
-    return not graph.requires_grad[number] or name in MOVES_NOTHING | PASSES_ON
-
-
 def unread_bytes(graph: OperationGraph, sharding: Subgraphs, one: Sizes) -> tuple[float, ...]:
     """Return, per sub-graph, the bytes that it receives, uses last, and that no operation saves for its backward.
 
@@ -490,13 +427,3 @@ def unread_bytes(graph: OperationGraph, sharding: Subgraphs, one: Sizes) -> tupl
         unread = {root(graph, n): kind for n in arriving if (kind := graph.operations[n].type) is not None}
         found.append(float(sum(t.bytes(one) for at, t in unread.items() if t.floating and at not in held)))
     return tuple(found)
-
-
-def _floating(graph: OperationGraph, number: int) -> bool:
-    kind = graph.operations[number].type
-    return kind is not None and kind.floating and bool(kind.shape)
-
-
-def _wanted(graph: OperationGraph, operand: int | str) -> bool:
-    """Return whether an operand requires a gradient."""
-    return graph.requires_grad[operand] if isinstance(operand, int) else graph.sources[operand].requires_grad

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from raypipe.errors import RequestError
-from raypipe.graph.flops import matrix_flops, short_name
 from raypipe.graph.liveness import crossing, replicated
+from raypipe.graph.operation_costs import matrix_flops, short_name
 from raypipe.graph.operations import OperationGraph
 
 SHARES_PER_BLOCK = 8

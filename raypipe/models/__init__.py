@@ -1,7 +1,7 @@
 """Models as lists of layers, and the tasks that they are trained for."""
 
 from raypipe.models.build import DTYPES, build_model
-from raypipe.models.gpt.layers import GptLayers, join_tied
+from raypipe.models.gpt import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
 from raypipe.models.layered import BodyEnds, Chain, CutTensor, LayeredModel, StageBody, TiedGroup, split_layers
 from raypipe.models.task import Field, Inputs, Lengths, Task, cross_entropy

@@ -12,28 +12,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from raypipe.capture.captured import ROWS, Captured, captured_once, reordered
+from raypipe.capture.captured import ROWS, Captured, captured_once
 from raypipe.capture.meta import build_without_memory
+from raypipe.compat.torch_private import _BatchNorm
 from raypipe.errors import SpecError, nearest
 from raypipe.graph.dims import evaluate_all
-from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint
+from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, Identity, fingerprint
 from raypipe.graph.operations import OperationGraph
-from raypipe.graph.stages.pieces import branch_order, piece_sharding
-from raypipe.graph.subgraphs import shard
 from raypipe.job import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models.captured import CapturedModel, Share
 from raypipe.models.given.read import given_model
-from raypipe.models.gpt.layers import GptLayers
+from raypipe.models.gpt import GptLayers
 from raypipe.models.layered import LayeredModel
-from raypipe.models.losses.function import end_with_loss, figures_of, loss_code, loss_function
+from raypipe.models.losses.function import (
+    capture_with_loss,
+    check_function,
+    end_with_loss,
+    figures_of,
+    loss_code,
+    loss_function,
+)
+from raypipe.models.losses.provided import LossFunction
 from raypipe.models.own_loss import LOSS, GivenLoss, OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
 from raypipe.models.sources.packed_rows import apart, check_apart, is_packed
-from raypipe.models.sources.source import Identity, LossFunction, ModelSource
 from raypipe.models.task import MASK, Field, Task
 from raypipe.tensor import Division, divide_module
 
@@ -52,7 +57,7 @@ def build_model(
 ) -> LayeredModel:
     """Build the layers of a job's model.
 
-    A model is captured once, and the result is cached for other processes and runs: see ``graph/captured_files.py``.
+    A model is captured once, and the result is cached for other processes and runs: see ``capture/captured.py``.
 
     Args:
         job: the job.
@@ -100,7 +105,7 @@ def _captured(
 ) -> CapturedModel:
     spec = kind.model_validate_json(record)
     arrays: Fields | None = None if given is None else dict(given)
-    source: ModelSource = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
+    source: HuggingFace | Imported = HuggingFace(spec) if isinstance(spec, HfSpec) else Imported(spec)
     packed = isinstance(spec, HfSpec) and is_packed(arrays or {})
     if packed:
         arrays = apart(arrays or {})
@@ -131,7 +136,6 @@ def _captured(
     def fresh() -> Captured:
         # torch.export and SymPy, which workers need not import
         from raypipe.capture.capture import capture
-        from raypipe.models.losses.capture_with_loss import capture_with_loss, check_function
 
         skeleton = build_without_memory(build)
         if function is None:
@@ -164,13 +168,7 @@ def _captured(
         task.figures = figures_of(*found.graph.outputs)
     if isinstance(task, GivenLoss):
         task.fit(_losses(found.graph, named, 2), _losses(found.graph, named, 3), fields)
-    if not branches:
-        return CapturedModel(found, shard(found.graph), task, source.values(whole), named, build, share)
-    one = found.graph.sizes({name: (1, *field.shape) for name, (_, field) in named.items()})
-    pieces = branch_order(found.graph, one)
-    ordered = reordered(found, [n for piece in pieces for n in piece])
-    layers = piece_sharding(ordered.graph, [len(piece) for piece in pieces])
-    return CapturedModel(ordered, layers, task, source.values(whole), named, build, share, found.graph)
+    return CapturedModel(found, task, source.values(whole), named, build, share, branches)
 
 
 def _check_loss(graph: OperationGraph) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,17 +14,15 @@ from torch import Tensor, fx, nn
 from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError, SpecError
-from raypipe.graph.calls import ATTENTION
 from raypipe.graph.dims import Sizes, evaluate_all
-from raypipe.graph.flops import forward_flops
 from raypipe.graph.liveness import between_spans, inputs_read
-from raypipe.graph.operations import Operation, OperationGraph, TensorType
-from raypipe.graph.sequence_flow import sequence_flow
+from raypipe.graph.operation_costs import forward_flops
+from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, selected
+from raypipe.graph.placeholders import placeholders
+from raypipe.graph.positions import sequence_flow
 from raypipe.graph.stages.links import Result
-from raypipe.graph.subgraphs import Subgraphs
-from raypipe.graph.values.placeholders import placeholders
-from raypipe.models.keyed_draws import Site
-from raypipe.models.keyed_operations import find_sites, key_random_operations, keyed_attention, random_shapes
+from raypipe.graph.subgraphs import shard
+from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
 from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
 from raypipe.models.running_statistics import (
@@ -32,7 +31,7 @@ from raypipe.models.running_statistics import (
     learn_statistics,
     uses_batch_statistics,
 )
-from raypipe.models.slices.attention import Dropped, causal_attention
+from raypipe.models.slices.attention import causal_attention
 from raypipe.models.slices.current import current_slice
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task
@@ -55,13 +54,12 @@ class CapturedModel(LayeredModel):
 
     Args:
         captured: the module's operations.
-        sharding: how these are divided into sub-graphs.
         task: the loss.
         values: start values of the parameters.
         fields: per raw input of the model, its name and its field in the data.
         build: constructs the module, for submodules that run opaquely.
         share: this process's share under tensor parallelism; None for the whole model.
-        written: the operations in the order of the model's code, which numbers random operations; None: as captured.
+        branches: keep parallel branches apart, each piece between two joins a layer (``graph.stages.pieces``).
 
     Raises:
         CaptureError: the model writes buffers other than batch norm's, or draws random numbers in a way that random
@@ -71,34 +69,38 @@ class CapturedModel(LayeredModel):
     def __init__(
         self,
         captured: Captured,
-        sharding: Subgraphs,
         task: Task,
         values: StartValues,
         fields: Mapping[str, tuple[str, Field]],
         build: Callable[[], nn.Module],
         share: Share | None = None,
-        written: OperationGraph | None = None,
+        branches: bool = False,
     ) -> None:
-        self.captured, self.sharding, self.task, self.values = captured, sharding, task, values
-        self.build = build
-        self.graph = graph = captured.graph
+        self.task, self.values, self.build = task, values, build
+        self.fields = {name: fields[name] for name in captured.graph.inputs}
+        written = captured.graph  # in the order of the model's code, which numbers random operations
+        if branches:
+            from raypipe.graph.stages.pieces import branch_order, piece_sharding  # networkx
+
+            pieces = branch_order(written, self.sizes(1, written))
+            captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))
+        self.captured, self.graph = captured, captured.graph
+        graph = self.graph
+        self.sharding = sharding = piece_sharding(graph, [len(p) for p in pieces]) if branches else shard(graph)
         self.drops_attention = any(o.random and o.target == ATTENTION for o in graph.operations)
         """Whether training drops weights of attention."""
         self.shortest_slice = max(graph.at_least.values(), default=1)
-        self.fields = {name: fields[name] for name in graph.inputs}
         self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
         self.edges = (*sharding.starts, sharding.end)
         self._handed_on, self._results = between_spans(graph, sharding.starts)
-        check_buffers(graph, captured.calls)
-        self.batch_statistics = task.of_microbatch or any(
-            uses_batch_statistics(o, call.args) for o, call in zip(graph.operations, captured.calls, strict=True)
-        )
+        check_buffers(graph)
+        self.batch_statistics = task.of_microbatch or any(map(uses_batch_statistics, graph.operations))
         one = self.sizes(1)
         self.placeholders = tuple(
-            found._replace(input=self.fields[found.input][0]) for found in placeholders(graph, captured.calls, one)
+            found._replace(input=self.fields[found.input][0]) for found in placeholders(graph, one)
         )
         whole = random_shapes(share.whole, self.sizes(2, share.whole)) if share is not None else None
-        self.sites = find_sites(written or graph, self.sizes(2), self.sizes(4), whole)
+        self.sites = find_sites(written, self.sizes(2), self.sizes(4), whole)
         if share is not None:
             self.division, self.shards = share.division, share.shards
         self.held = tuple(
@@ -179,7 +181,7 @@ class CapturedModel(LayeredModel):
         )
         key_random_operations(part.module, self.sites)
         if self.slices > 1:
-            run_on_slices(part.module, sequence_flow(self.graph, self.captured.calls))
+            run_on_slices(part.module, sequence_flow(self.graph))
         statistics = learn_statistics(part.module, self.captured.values)
         stage = CapturedBody(
             part.module,
@@ -211,7 +213,7 @@ class CapturedModel(LayeredModel):
         if not isinstance(self.task, NextToken) or self.batch_statistics:
             why = "the loss of a slice is known for the prediction of the next token alone"
             raise SpecError("parallel.slices", why, "use slices: 1, or a causal language model")
-        sequence_flow(self.graph, self.captured.calls)
+        sequence_flow(self.graph)
         names = {name for name, _ in self.fields.values()}
         length = equal_slices(self.positions, slices)
         if length < self.shortest_slice:
@@ -310,15 +312,13 @@ def run_on_slices(module: fx.GraphModule, along: dict[str, int | None]) -> None:
 
     Args:
         module: a stage, whose random operations are keyed.
-        along: per operation, the dimension of its result along which the sequence lies (``graph.sequence_flow``).
+        along: per operation, the dimension of its result along which the sequence lies (``graph.positions``).
     """
     for node in module.graph.nodes:
         if node.op != "call_function":
             continue
         if node.target is aten.scaled_dot_product_attention.default:
             node.target = _attention
-        elif node.target is keyed_attention:
-            node.target = _dropping_attention
         elif node.target in (aten.arange.default, aten.arange.start):
             node.target = _positions
         elif node.target is keyed_dropout:
@@ -338,23 +338,6 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     return causal_attention(query, key, value, scale, enable_gqa)
-
-
-def _dropping_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = True,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    site: Site,
-) -> Tensor:
-    if current_slice() is None:
-        return keyed_attention(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, site=site)
-    return causal_attention(query, key, value, scale, enable_gqa, Dropped(dropout_p, site))
 
 
 def _positions(*args: Any, **kwargs: Any) -> Tensor:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,6 +65,18 @@ def _fold64s(keys: Sequence[int], sites: Sequence[int]) -> NDArray[np.uint64]:
     folded = _mix64s(golden ^ _mix64s(np.array(keys, dtype=np.uint64)))
     mixed = _mix64s(np.array(sites, dtype=np.int64).astype(np.uint64))
     return _mix64s((folded + golden) ^ mixed[:, None])
+
+
+class Site(NamedTuple):
+    """The place of a random operation, and the layout of the tensor that it draws."""
+
+    number: int
+    batch_dim: int | None
+    """Dimension that holds the samples; None if there is none, then all samples of a step share the draw."""
+    divided_dim: int | None = None
+    """Dimension that is divided over tensor ranks; None if every rank has the whole tensor."""
+    longest: tuple[int, ...] | None = None
+    """Shape for one of the longest samples."""
 
 
 Keys = Sequence[int] | Tensor

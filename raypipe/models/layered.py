@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
+from raypipe.graph.placeholders import Placeholder
 from raypipe.graph.stages.links import Result, between_parts, live_after
-from raypipe.graph.values.placeholders import Placeholder
 from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, Task
 from raypipe.plan.cut.layers import LayerCut, Placement, fastest_cut

@@ -24,7 +24,6 @@ from torch import Tensor, fx, nn
 from raypipe.capture.opaque import TARGET as OPAQUE
 from raypipe.capture.opaque import learns
 from raypipe.errors import CaptureError, RunError
-from raypipe.graph.calls import Call
 from raypipe.graph.operations import Operation, OperationGraph
 from raypipe.models.keyed_random import current_keys, in_training
 
@@ -152,7 +151,7 @@ def move_all(statistics: Sequence[RunningStatistics], total: Tensor, step: int, 
         begin = end
 
 
-def check_buffers(graph: OperationGraph, calls: Sequence[Call]) -> None:
+def check_buffers(graph: OperationGraph) -> None:
     """Reject models that write buffers in other ways than batch norm does, or have batch norms in opaque modules.
 
     Raises:
@@ -163,14 +162,14 @@ def check_buffers(graph: OperationGraph, calls: Sequence[Call]) -> None:
         for name in operation.sources:
             users.setdefault(name, []).append(number)
     norms = {o.mutates[0].rpartition(".")[0] for o in graph.operations if o.target == BATCH_NORM and o.mutates}
-    for operation, call in zip(graph.operations, calls, strict=True):
-        if operation.target == OPAQUE and learns(call):
+    for operation in graph.operations:
+        if operation.target == OPAQUE and learns(operation):
             why = "cannot be captured, and holds a batch norm with running statistics"
             fix = (
                 "call each batch norm once in a forward and give it a momentum that is a number, or set "
                 "model.batch_norm: frozen"
             )
-            raise CaptureError(f"module {call.args[0]}", why, fix)
+            raise CaptureError(f"module {operation.args[0]}", why, fix)
         for name in operation.mutates:
             owner, _, leaf = name.rpartition(".")
             if owner in norms and leaf == COUNTER:
@@ -186,9 +185,9 @@ def check_buffers(graph: OperationGraph, calls: Sequence[Call]) -> None:
                 raise CaptureError(where, why, fix)
 
 
-def uses_batch_statistics(operation: Operation, arguments: Sequence[object]) -> bool:
+def uses_batch_statistics(operation: Operation) -> bool:
     """Return whether an operation's result for a sample depends on the other samples of its micro-batch."""
-    return operation.target == BATCH_NORM and bool(arguments[5])
+    return operation.target == BATCH_NORM and bool(operation.args[5])
 
 
 def learn_statistics(module: fx.GraphModule, start: Mapping[str, Tensor]) -> tuple[RunningStatistics, ...]:

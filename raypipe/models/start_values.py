@@ -10,21 +10,24 @@ it.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypipe.capture.meta import build_on_meta, loading_nothing, needs_values, same_randomness
+from raypipe.capture.meta import (
+    build_on_meta,
+    loading_nothing,
+    needs_values,
+    patching,
+    registrations,
+    same_randomness,
+)
+from raypipe.compat.torch_private import TorchDispatchMode
 from raypipe.errors import SpecError
 from raypipe.models.keyed_random import fold64
-
-_patching = threading.RLock()
-"""Guards the patches of ``torch.nn``, which affect the whole process."""
 
 
 class StartValues(Protocol):
@@ -74,7 +77,7 @@ class Constructed:
 
     def _values(self, parameters: Collection[str], kept: frozenset[int] | None, seed: int) -> dict[str, Tensor]:
         with (
-            _registrations(kept),
+            registrations(kept),
             same_randomness(seed),
             loading_nothing(),
             _same_draws(),
@@ -83,14 +86,6 @@ class Constructed:
             module = self.build()
         made_parameters = dict(module.named_parameters(remove_duplicate=False))
         return {name: made_parameters[name].detach() for name in parameters}
-
-
-class _Made(NamedTuple):
-    """The parameters that a constructor makes, in order."""
-
-    parameters: list[nn.Parameter]
-    copied_from: dict[int, int]
-    """Per parameter that was made by copying another one, the number of that."""
 
 
 class _Skeleton(NamedTuple):
@@ -119,12 +114,11 @@ def _learn(build: Callable[[], nn.Module]) -> _Skeleton:
         SpecError: it makes parameters that no start value can be drawn for.
     """
     try:
-        with _registrations(None) as made:
-            module = build_on_meta(build)
+        module, made = build_on_meta(build)
     except Exception as error:  # also one that a source of models has made of torch's
         if not needs_values(error):
             raise
-        with _registrations(None) as made, same_randomness(0):
+        with registrations(None) as made, same_randomness(0):
             module = build()
     first = {id(parameter): number for number, parameter in reversed(list(enumerate(made.parameters)))}
     numbers = {}
@@ -134,53 +128,6 @@ def _learn(build: Callable[[], nn.Module]) -> _Skeleton:
             raise SpecError("model", why, "assign it as an attribute, or call register_parameter")
         numbers[name] = first[id(parameter)]
     return _Skeleton(numbers, made.copied_from, frozenset(range(len(made.parameters))) - set(numbers.values()))
-
-
-@contextmanager
-def _registrations(wanted: frozenset[int] | None) -> Iterator[_Made]:
-    """Collect each parameter as it is registered or copied, and move all but the ``wanted`` to the meta device.
-
-    None moves none. A parameter that is registered again, because it is tied, is left as it is.
-    """
-    made: list[nn.Parameter] = []
-    copied_from: dict[int, int] = {}
-    known: dict[int, int] = {}
-    register, copy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
-
-    def noting(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is None or id(param) in known:
-            register(module, name, param)
-            return
-        if wanted is not None and len(made) not in wanted:
-            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
-        register(module, name, param)
-        # A patch of register_parameter below this one may have replaced it.
-        note(module._parameters[name])  # type: ignore[arg-type]
-
-    def copying(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-        if id(param) in memo:
-            found: nn.Parameter = memo[id(param)]
-            return found
-        copied: nn.Parameter = copy(param, memo)  # type: ignore[no-untyped-call]
-        if wanted is not None and len(made) not in wanted and not copied.is_meta:
-            copied = memo[id(param)] = nn.Parameter(copied.detach().to("meta"), copied.requires_grad)
-        if id(param) in known:
-            copied_from[len(made)] = known[id(param)]
-        note(copied)
-        return copied
-
-    def note(param: nn.Parameter) -> None:
-        known[id(param)] = len(made)
-        made.append(param)
-
-    with _patching:
-        nn.Module.register_parameter = noting  # type: ignore[method-assign,assignment]
-        nn.Parameter.__deepcopy__ = copying  # type: ignore[method-assign,assignment]
-        try:
-            yield _Made(made, copied_from)
-        finally:
-            nn.Module.register_parameter = register  # type: ignore[method-assign]
-            nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -204,7 +151,7 @@ def _same_draws() -> Iterator[None]:
             tensor.uniform_(low, high, generator=generator)
             return tensor.erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
 
-    with _patching:
+    with patching:
         owner._no_grad_trunc_normal_ = inverted
         for function, drawing in replaced:
             function.__code__ = drawing.__code__

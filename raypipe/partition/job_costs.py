@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from raypipe.capture.captured import Notify, to_stderr
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.kinds import of_kinds
 from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.profile import Profile
 from raypipe.cost.tensor import TensorRankWork, tensor_profile
 from raypipe.errors import CaptureError, SpecError
-from raypipe.graph.captured_files import Notify, to_stderr
 from raypipe.job.cluster import ClusterSpec
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec, load_job

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypipe.atomic_write import write_whole
+from raypipe.capture.captured import Notify, cache_folder, to_stderr
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.cost.profile import Slicing, load_profile
@@ -16,7 +17,6 @@ from raypipe.cost.stages import as_exchanged
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import RequestError
 from raypipe.files import read_json
-from raypipe.graph.captured_files import Notify, cache_folder, to_stderr
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
 from raypipe.job.cluster import load_cluster

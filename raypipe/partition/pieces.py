@@ -12,12 +12,12 @@ from raypipe.cost.gpt_work import gpt_work
 from raypipe.cost.profile import Slicing
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import CaptureError, SpecError
-from raypipe.graph.precision import ON_GPU, Autocast
+from raypipe.graph.operation_costs import ON_GPU, Autocast
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
-from raypipe.models.gpt.modules import make_layer, unset_parameters
+from raypipe.models.gpt import make_layer, unset_parameters
 from raypipe.models.task import Field
 from raypipe.partition.report import Crossing, ModelPiece
 

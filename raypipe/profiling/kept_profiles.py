@@ -1,6 +1,6 @@
 """A cache of quick profiles, so that a job's next start on the same devices need not measure everything again.
 
-It is beside the captured models (``graph.captured_files``). A key covers everything that a profile depends on and that
+It is beside the captured models (``capture.captured``). A key covers everything that a profile depends on and that
 is known without measuring. Whether the machine is still as fast is found by one measurement (``profile_job``).
 """
 
@@ -16,9 +16,9 @@ import ray
 import torch
 
 from raypipe.atomic_write import write_whole
+from raypipe.capture.captured import cache_folder
 from raypipe.cost.profile import Profile, load_profile
 from raypipe.errors import SpecError
-from raypipe.graph.captured_files import cache_folder
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 

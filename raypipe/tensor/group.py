@@ -1,4 +1,4 @@
-"""The tensor-parallel group of this process, and its collectives.
+"""The tensor-parallel group of this process, its collectives, and these as operators of torch.
 
 The processes of a device divide all stages of that device among them, so one group serves the whole process. Operations
 look the group up when they run, because a captured graph contains neither group nor rank.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -135,3 +135,187 @@ def all_reduced(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
         _current.meanwhile()
     wait()
     return x
+
+
+# The collectives inside a divided layer, as torch operators with gradients.
+#
+# They are operators because ``torch.export`` keeps those as nodes of the graph; it would trace into a Python autograd
+# function and keep only its forward. They look up their group when they run. DTensor was tried instead: it dispatches
+# every operation of the block through Python (about twice the time of these on small layers), and exporting it needs
+# the processes of the group.
+#
+# Source: Shoeybi et al. 2019, "Megatron-LM", section 3: ``copy_to_group`` is its f, ``reduce_from_group`` its g.
+
+
+@torch.library.custom_op("raypipe::copy_to_group", mutates_args=())
+def copy_to_group(x: Tensor) -> Tensor:
+    """Pass a tensor that every rank holds into divided layers; its gradient is summed over the group."""
+    return x.clone()
+
+
+@torch.library.custom_op("raypipe::reduce_from_group", mutates_args=())
+def reduce_from_group(x: Tensor) -> Tensor:
+    """All-reduce ``x`` over the group; the gradient is passed through to every rank."""
+    return summed(x)
+
+
+@torch.library.custom_op("raypipe::gather_from_group", mutates_args=())
+def gather_from_group(x: Tensor, length: int) -> Tensor:
+    """All-gather ``x`` along the last dimension, and truncate it to ``length``.
+
+    Every rank computes the same from the result, so each takes its own share of the gradient.
+    """
+    shares = current_group().all_gather(x.contiguous())
+    return torch.cat(shares, -1)[..., :length].clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("raypipe::rows_of_tensor_rank", mutates_args=())
+def rows_of_tensor_rank(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Map ids to row numbers within this rank's ``rows`` of a divided table.
+
+    Returns the row numbers, 0 for ids that other ranks hold, and a boolean mask of the ids that this rank holds.
+    """
+    local = ids - current_group().rank * rows
+    own = (local >= 0) & (local < rows)
+    return local.masked_fill(~own, 0), own
+
+
+def summed(x: Tensor) -> Tensor:
+    """Return the sum over the group in a new tensor."""
+    return all_reduced(x.clone(memory_format=torch.contiguous_format))
+
+
+@copy_to_group.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@reduce_from_group.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@gather_from_group.register_fake
+def _(x: Tensor, length: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], length))
+
+
+@rows_of_tensor_rank.register_fake
+def _(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
+
+
+def _copy_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    return summed(gradient)
+
+
+def _reduce_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _gather_setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.share = inputs[0].shape[-1]
+
+
+def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    first = current_group().rank * ctx.share
+    own = gradient[..., first : first + ctx.share]
+    return torch.nn.functional.pad(own, (0, ctx.share - own.shape[-1])), None
+
+
+copy_to_group.register_autograd(_copy_backward)
+reduce_from_group.register_autograd(_reduce_backward)
+gather_from_group.register_autograd(_gather_backward, setup_context=_gather_setup)
+
+
+class _Entered(threading.local):
+    """The tensor that last entered divided layers in this thread, and its copy."""
+
+    last: tuple[Tensor, Tensor] | None = None
+
+
+_entered = _Entered()
+
+
+def entered(x: Tensor) -> Tensor:
+    """Apply ``copy_to_group`` once for all layers that read the same tensor, as query, key and value do.
+
+    Their gradients are then summed in one all-reduce instead of three. The next ``left`` or ``gathered`` drops the
+    copy, so that it is not kept alive.
+    """
+    last = _entered.last
+    if last is not None and last[0] is x and last[1].requires_grad == (x.requires_grad and torch.is_grad_enabled()):
+        return last[1]
+    copy: Tensor = copy_to_group(x)
+    _entered.last = (x, copy)
+    return copy
+
+
+def left(partial: Tensor) -> Tensor:
+    """Apply ``reduce_from_group`` at the end of divided layers."""
+    _entered.last = None
+    total: Tensor = reduce_from_group(partial)
+    return total
+
+
+def gathered(share: Tensor, length: int) -> Tensor:
+    """Apply ``gather_from_group`` at the end of divided layers."""
+    _entered.last = None
+    whole: Tensor = gather_from_group(share, length)
+    return whole
+
+
+# Cross-entropy of logits that are divided over a group; it communicates three numbers per token, not a vocabulary.
+#
+# Source: Shoeybi et al. 2019, "Megatron-LM", section 3 (the fused loss of parallel logits).
+def divided_cross_entropy(
+    logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float = 0.0
+) -> Tensor:
+    """Return ``-log p(target)`` summed over all tokens, the same scalar on every rank of the group.
+
+    Args:
+        logits: ``[tokens, rows]``, this rank's ``rows`` of the vocabulary; on the last ranks some may be padding.
+        targets: int64 ``[tokens]``.
+        vocabulary: number of rows over all ranks, without padding.
+        ignored: target of tokens that are not counted.
+        smoothing: share of a target's probability that the whole vocabulary has evenly.
+    """
+    loss: Tensor = _DividedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, targets, vocabulary, ignored, smoothing
+    )
+    return loss
+
+
+class _DividedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float) -> Tensor:
+        rows = logits.shape[-1]
+        first = current_group().rank * rows
+        shifted = logits.clone()
+        known = max(0, vocabulary - first)
+        shifted[:, known:] = -torch.inf
+        largest = shifted.amax(-1)
+        all_reduced(largest, "max")
+        shifted -= largest.unsqueeze(-1)
+        local = targets - first
+        own = (local >= 0) & (local < rows)
+        local = local.masked_fill(~own, 0)
+        target_logits = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
+        all_logits = [shifted[:, :known].sum(-1)] if smoothing else []
+        powers = shifted.exp_()
+        sums = torch.stack([powers.sum(-1), target_logits, *all_logits])
+        all_reduced(sums)
+        counted = targets != ignored
+        ctx.known, ctx.smoothing, ctx.vocabulary = known, smoothing, vocabulary
+        ctx.save_for_backward(powers.div_(sums[0].unsqueeze(-1)), local, own, counted)
+        towards = (1 - smoothing) * sums[1] + smoothing / vocabulary * sums[2] if smoothing else sums[1]
+        return (sums[0].log() - towards).masked_fill(~counted, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        probabilities, local, own, counted = ctx.saved_tensors
+        gradient = probabilities.clone()
+        share = own.to(probabilities.dtype).mul_(ctx.smoothing - 1)
+        gradient.scatter_add_(-1, local.unsqueeze(-1), share.unsqueeze(-1))
+        gradient[:, : ctx.known] -= ctx.smoothing / ctx.vocabulary
+        return gradient.mul_(counted.unsqueeze(-1)).mul_(gradients[0]), None, None, None, None

@@ -18,9 +18,19 @@ from raypipe.data import declared_fields
 from raypipe.errors import RequestError, SpecError
 from raypipe.job import GivenSpec, HfSpec, JobSpec
 from raypipe.models import DTYPES
-from raypipe.models.given.refused import check_function
-from raypipe.models.given.root import ITEMS, LossOf, accepts_items, dtype_of, kept_in_evaluation, loss_in
-from raypipe.models.given.write import ScriptLoss, predicts, write_config, write_given
+from raypipe.models.given.check import check_function
+from raypipe.models.given.read import ITEMS
+from raypipe.models.given.write import (
+    LossOf,
+    ScriptLoss,
+    accepts_items,
+    dtype_of,
+    kept_in_evaluation,
+    loss_in,
+    predicts,
+    write_config,
+    write_given,
+)
 from raypipe.models.task import IGNORED, cross_entropy
 from raypipe.trainer.datasets import accepted
 
@@ -126,7 +136,7 @@ def without_peft(model: Any) -> Any:
 
 def _differs(model: Any, path: Path) -> str | None:
     """Return why workers could not construct a model from its configuration; None if they can."""
-    from raypipe.models.given.equal import difference
+    from raypipe.models.given.check import difference
     from raypipe.models.sources.hugging_face import HuggingFace
 
     if not (hasattr(model, "save_pretrained") and hasattr(model, "config")):

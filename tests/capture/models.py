@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from raypipe.capture.transformers_models import configuration
+from raypipe.models.sources.hugging_face import configuration
 from tests.capture.transformers_builder import builder
 
 SMALL = {

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from raypipe.capture import attention_masks
 from raypipe.capture.capture import capture
 from raypipe.capture.captured import Captured
-from raypipe.capture.encode import Encoded
 from raypipe.capture.meta import build_without_memory
 from raypipe.errors import RunError
-from raypipe.graph.calls import ATTENTION, mask_of
 from raypipe.graph.dims import evaluate_all
-from raypipe.graph.operations import Operation
+from raypipe.graph.operations import ATTENTION, Operation
+from raypipe.graph.positions import varying_dims
 from raypipe.graph.subgraphs import shard
-from raypipe.graph.values.positions import varying_dims
 from raypipe.job import job_from
 from raypipe.models import build_model
 from raypipe.models.keyed_random import random_keys
@@ -39,15 +37,14 @@ WITHOUT_MASK = {
 """How the attentions of each family are called where no padding mask is fed."""
 
 
-def kind(operation: Operation, call: object) -> str:
-    if mask_of(call) is not None:
+def kind(operation: Operation) -> str:
+    if operation.mask is not None:
         return "masked"
     return "causal" if operation.causal else "none"
 
 
 def in_order(captured: Captured) -> list[str]:
-    both = zip(captured.graph.operations, captured.calls, strict=True)
-    return [kind(o, call) for o, call in both if o.target == ATTENTION]
+    return [kind(o) for o in captured.graph.operations if o.target == ATTENTION]
 
 
 def kinds(captured: Captured) -> Mapping[str, int]:
@@ -264,24 +261,23 @@ CAPTURED: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 @pytest.mark.parametrize("name", ["as people write them", "mistral", "t5", *exhaustive("llama", "gpt2", "bert")])
 def test_positional_results_against_every_smaller_size(name, monkeypatch, one_thread):
     """A result for small sizes is the corner of that for large ones, and constant where it is said to be."""
-    monkeypatch.setattr("raypipe.capture.capture.replace_masks", lambda encoded, *_: encoded)
+    monkeypatch.setattr("raypipe.capture.capture.replace_masks", lambda captured, _: captured)
     model, data = CAPTURED[name]()
     captured = capture(model, data, dynamic=None if "input_ids" in data else {"x": (0, 1)})
-    encoded = Encoded(captured.graph, captured.calls)
     graph = captured.graph
     length = max(graph.example.values())
-    for number, dims in enumerate(varying_dims(graph, captured.calls)):
+    for number, dims in enumerate(varying_dims(graph)):
         if dims is None:
             continue
         kind = graph.operations[number].type
         assert kind is not None
-        large = attention_masks.computed(encoded, captured.values, number, graph.example)
+        large = attention_masks.computed(captured, number, graph.example)
         if large is None:
             continue
         for d in set(range(large.dim())) - dims:
             torch.testing.assert_close(large, large.narrow(d, 0, 1).expand_as(large), rtol=0, atol=0)
         for size in range(1, length):
             sizes = {n: min(value, size) for n, value in graph.example.items()}
-            small = attention_masks.computed(encoded, captured.values, number, sizes)
+            small = attention_masks.computed(captured, number, sizes)
             corner = large[tuple(slice(n) for n in evaluate_all(kind.shape, sizes))]
             torch.testing.assert_close(small, corner, rtol=0, atol=0)

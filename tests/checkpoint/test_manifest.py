@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.checkpoint import commit, latest, open_checkpoint, step_directory, write_shard
-from raypipe.checkpoint.manifest import save_manifest
+from raypipe.checkpoint.write import save_manifest
 from raypipe.errors import CheckpointError
 
 SHA = "0" * 64

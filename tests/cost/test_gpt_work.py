@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.cost.gpt_work import Software, gpt_work
 from raypipe.job import GptSpec
-from raypipe.models.gpt import modules as gpt
+from raypipe.models import gpt
 from raypipe.models.keyed_random import random_keys
 from raypipe.runtime.backward.split_backward import WeightQueue, defer_weight_gradients
 

@@ -9,7 +9,7 @@ import torch
 from raypipe.data import Corpus, declared_fields
 from raypipe.data.sample_order import BLOCK, permuted
 from raypipe.errors import SpecError
-from raypipe.graph.values.placeholders import Placeholder
+from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec
 from raypipe.job.spec import job_from
 from raypipe.models import build_model

@@ -25,7 +25,7 @@ def graph(rows, **weights):
     }
     operations = tuple(
         Operation(name, f"aten.{'linear' if set(operands) & set(weights) else 'add'}.default",
-                  tuple(numbers.get(o, o) for o in operands), FLOAT, module)
+                  tuple({"op": numbers[o]} if o in numbers else {"of": o} for o in operands), type=FLOAT, module=module)
         for name, operands, module in rows
     )  # fmt: skip
     classes = {module: "Block" for _, _, module in rows if module}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import raypipe
 from raypipe.errors import SpecError
-from raypipe.models.keyed_draws import keyed_uniform
+from raypipe.models.keyed_operations import keyed_uniform
 from raypipe.models.keyed_random import RandomKeys, with_keys
 from raypipe.trainer.given_model import model_section
 from tests.trainer.three_steps import arguments, assert_alike, bert, degrees, hugging_face, pipelined, plain, rows_of

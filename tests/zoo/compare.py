@@ -13,7 +13,7 @@ import torch
 
 from raypipe.capture.meta import build_without_memory
 from raypipe.capture.opaque import TARGET
-from raypipe.capture.weight_gradients import share_in_backward
+from raypipe.capture.weight_gradients import split_flops
 from raypipe.errors import RequestError
 from raypipe.models import build_model
 from raypipe.models.captured import CapturedModel
@@ -64,7 +64,8 @@ def compare(family: Family) -> Row:
         return Row(refused=str(error))
     row.capture_s = time.monotonic() - begun
     assert isinstance(model, CapturedModel)
-    row.left = share_in_backward(model.graph, model.sizes(1))
+    total, left = split_flops(model.graph, range(len(model.graph.operations)), model.sizes(1))
+    row.left = left / total if total else 0.0
     rows = model.task.complete(rows)
     wanted = None
     constants = {"return_loss": True} if family.model.get("task") == "contrastive" else {}
@@ -89,8 +90,8 @@ def compare(family: Family) -> Row:
                 [site.batch_dim for site in model.sites.values()],
                 constants,
                 [
-                    str(call.args[0])
-                    for operation, call in zip(model.graph.operations, model.captured.calls, strict=True)
+                    str(operation.args[0])
+                    for operation in model.graph.operations
                     if operation.target == TARGET and operation.random
                 ],
             )

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypipe.models import random_keys
-from raypipe.models.keyed_draws import keyed_uniform
+from raypipe.models.keyed_operations import keyed_uniform
 from raypipe.models.keyed_random import current_keys, fold64, keyed_dropout
 
 SEED, STEP = 3, 5

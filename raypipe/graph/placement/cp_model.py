@@ -20,8 +20,7 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from raypipe.graph.placement.placement import Event, Placement, TensorTransfer
-from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
-from raypipe.graph.placement.routes import Route, Routes
+from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph, Route, Routes
 
 TICKS = 1 << 26
 """Number of ticks in the longest makespan searched, if times are rounded."""
@@ -152,13 +151,10 @@ class _PlacementProgram:
         """Bound every start by the shortest times of the operation's predecessors and successors."""
         least = {name: min(sizes.values()) for name, sizes in self.size.items()}
         head = dict.fromkeys(least, 0)
-        tail = dict(least)
         position = {name: i for i, name in enumerate(self.graph.order)}
-        edges = sorted(self.graph.edges, key=lambda edge: position[edge[0]])
-        for source, target, _ in edges:
+        for source, target, _ in sorted(self.graph.edges, key=lambda edge: position[edge[0]]):
             head[target] = max(head[target], head[source] + least[source])
-        for source, target, _ in sorted(edges, key=lambda edge: -position[edge[1]]):
-            tail[source] = max(tail[source], least[source] + tail[target])
+        tail = self.graph.longest_paths(least)
         for name in least:
             self.model.add(self.start[name] >= head[name])
             self.model.add(self.makespan >= self.start[name] + tail[name])

@@ -1,16 +1,18 @@
-"""The placement problem as typed data: an operation graph, and the hardware graph it is placed on.
+"""The placement problem as typed data: an operation graph, the hardware graph it is placed on, and routes through it.
 
 Source: Pal et al. 2019, "Optimizing Multi-GPU Parallelization Strategies for Deep Learning Training", section 6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
+import networkx as nx
 from pydantic import Field
 
 from raypipe.errors import SpecError, nearest
@@ -80,6 +82,18 @@ class PlacementGraph(Spec):
             cycle = " -> ".join(error.args[1])
             raise SpecError("edges", f"the operations form a cycle: {cycle}", "remove one of these edges") from None
 
+    def longest_paths(
+        self, length: Mapping[str, float], transfer: Callable[[float], float] = lambda size: 0
+    ) -> dict[str, float]:
+        """Return the length of the longest path from each operation, with it, to the end; tensors take ``transfer``."""
+        after: dict[str, list[tuple[str, float]]] = {name: [] for name in length}
+        for source, target, size in self.edges:
+            after[source].append((target, size))
+        found: dict[str, float] = {}
+        for name in reversed(self.order):
+            found[name] = length[name] + max((transfer(size) + found[t] for t, size in after[name]), default=0)
+        return found
+
     def check(self) -> None:
         """Check what single fields cannot say.
 
@@ -136,25 +150,72 @@ class HardwareGraph(Spec):
         """
         known = [*self.names, *self.routers]
         _refuse_twins("nodes and routers", known)
-        neighbours: dict[str, set[str]] = {name: set() for name in known}
         for n, (a, b, _) in enumerate(self.links):
             for name in (a, b):
-                if name not in neighbours:
+                if name not in known:
                     raise SpecError(f"links.{n}", f'there is no node or router "{name}"', nearest(name, known))
             if a == b:
                 raise SpecError(f"links.{n}", f"joins {a} with itself", "give its two ends")
-            neighbours[a].add(b)
-            neighbours[b].add(a)
-        reached, todo = {self.names[0]}, [self.names[0]]
-        while todo:
-            new = neighbours[todo.pop()] - reached
-            reached |= new
-            todo += new
+        reached = nx.node_connected_component(Routes(self).network, self.names[0])
         lost = [name for name in self.names if name not in reached]
         if lost:
             raise SpecError(
                 "links", f"node {lost[0]} cannot be reached from node {self.names[0]}", "add a link between them"
             )
+
+
+class Hop(NamedTuple):
+    """One link of a route, in one direction."""
+
+    link: int
+    """Number of the link in the hardware file."""
+    source: str
+    target: str
+
+
+Route = tuple[Hop, ...]
+ORDER_ONLY = -1.0
+"""Size of an edge that only orders two operations: nothing travels."""
+
+
+class Routes:
+    """The routes between the nodes of one hardware graph."""
+
+    def __init__(self, hardware: HardwareGraph) -> None:
+        self.links: list[LinkSpec] = [link for _, _, link in hardware.links]
+        self.network = nx.MultiGraph()
+        self.network.add_nodes_from((*hardware.names, *hardware.routers))
+        self.network.add_edges_from((a, b, n) for n, (a, b, _) in enumerate(hardware.links))
+        self.fastest = cache(self._fastest)
+        self.seconds = cache(self._seconds)
+
+    def _fastest(self, source: str, target: str, size: float) -> Route:
+        """The route that takes a tensor of ``size`` bytes there first; empty if the nodes are the same."""
+
+        def best(a: str, b: str, between: Mapping[int, Any]) -> int:
+            return min(between, key=lambda n: self.links[n].seconds(max(size, 0.0)))
+
+        def seconds(a: str, b: str, between: Mapping[int, Any]) -> float:
+            return self.links[best(a, b, between)].seconds(max(size, 0.0))
+
+        places = nx.dijkstra_path(self.network, source, target, seconds)
+        return tuple(Hop(best(a, b, self.network[a][b]), a, b) for a, b in pairwise(places))
+
+    def _seconds(self, source: str, target: str, size: float) -> float:
+        """How long the fastest route takes: the sum over its links."""
+        if size == ORDER_ONLY:
+            return 0.0
+        return sum(self.links[hop.link].seconds(size) for hop in self.fastest(source, target, size))
+
+    def simple(self, source: str, target: str) -> Iterator[Route]:
+        """Yield all routes that visit no node or router twice."""
+        for edges in nx.all_simple_edge_paths(self.network, source, target):
+            yield tuple(Hop(link, a, b) for a, b, link in edges)
+
+
+def places(route: Route) -> list[str]:
+    """Return the nodes and routers that a route visits, including its ends."""
+    return [route[0].source, *(hop.target for hop in route)]
 
 
 def load_problem(graph: Path, hardware: Path) -> tuple[PlacementGraph, HardwareGraph]:

@@ -17,13 +17,14 @@ joins them, so what else the branches read does not depend on them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
+
+import networkx as nx
 
 from raypipe.errors import CaptureError
 from raypipe.graph.dims import Sizes
-from raypipe.graph.flops import forward_flops
 from raypipe.graph.liveness import crossing, replicated
+from raypipe.graph.operation_costs import forward_flops
 from raypipe.graph.operations import OperationGraph
 from raypipe.graph.subgraphs import Subgraphs, label
 
@@ -126,47 +127,25 @@ def _edges(graph: OperationGraph, home: Mapping[int, int]) -> set[tuple[int, int
     }
 
 
-@dataclass
 class _Contracted:
     """A graph of pieces, each named by one of its operations."""
 
-    members: dict[int, list[int]]
-    work: dict[int, float]
-    edges: set[tuple[int, int]]
-    small: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.small = GAIN * sum(self.work.values())
-
-    def neighbours(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """Per piece, the pieces before it and those after it."""
-        before: dict[int, set[int]] = {h: set() for h in self.members}
-        after: dict[int, set[int]] = {h: set() for h in self.members}
-        for a, b in self.edges:
-            before[b].add(a)
-            after[a].add(b)
-        return before, after
+    def __init__(self, members: dict[int, list[int]], work: dict[int, float], edges: set[tuple[int, int]]) -> None:
+        self.members, self.work = members, work
+        self.small = GAIN * sum(work.values())
+        self.graph = nx.DiGraph()
+        self.graph.add_nodes_from(members)
+        self.graph.add_edges_from(sorted(edges))
 
     def order(self) -> list[int]:
         """All pieces in an order in which they can run, near the model's own."""
-        before, after = self.neighbours()
-        waits = {h: len(found) for h, found in before.items()}
         first = {h: min(group) for h, group in self.members.items()}
-        ready = sorted((h for h, count in waits.items() if not count), key=first.__getitem__)
-        found: list[int] = []
-        while ready:
-            h = min(ready, key=first.__getitem__)
-            ready.remove(h)
-            found.append(h)
-            for later in after[h]:
-                waits[later] -= 1
-                if not waits[later]:
-                    ready.append(later)
-        if len(found) < len(self.members):
-            names = ", ".join(str(first[h]) for h, count in waits.items() if count)
+        try:
+            return list(nx.lexicographical_topological_sort(self.graph, first.__getitem__))
+        except nx.NetworkXUnfeasible:
+            names = ", ".join(str(first[h]) for h, _ in nx.find_cycle(self.graph))
             why = f"the pieces that begin with operations {names} wait for one another"
-            raise CaptureError("parallel.placement", why, "use placement: line, ring or v")
-        return found
+            raise CaptureError("parallel.placement", why, "use placement: line, ring or v") from None
 
     def join(self, group: Sequence[int]) -> None:
         """Make some pieces one."""
@@ -174,76 +153,44 @@ class _Contracted:
         for other in others:
             self.members[into] += self.members.pop(other)
             self.work[into] += self.work.pop(other)
-        self.edges = {
-            (a, b) for a, b in ((into if a in group else a, into if b in group else b) for a, b in self.edges) if a != b
-        }
+            nx.contracted_nodes(self.graph, into, other, self_loops=False, copy=False)
 
     def join_small_fork(self) -> bool:
         """Join the innermost branches that leave one piece and meet again, if running them side by side gains little;
         return whether there were any."""
-        before, after = self.neighbours()
         order = self.order()
-        joins = _post_dominators(order, after)
+        end = -1  # after every piece that nothing reads
+        backwards = self.graph.reverse()
+        backwards.add_edges_from((end, h) for h in self.graph if not self.graph.succ[h])
+        joins = nx.immediate_dominators(backwards, end)
         for fork in reversed(order):
             join = joins[fork]
-            if len(after[fork]) < 2 or join is None:
+            if len(self.graph.succ[fork]) < 2 or join == end:
                 continue
-            between, todo = set(), list(after[fork])
-            while todo:
-                h = todo.pop()
-                if h != join and h not in between:
-                    between.add(h)
-                    todo += after[h]
+            between = nx.descendants(self.graph, fork) - nx.descendants(self.graph, join) - {join}
             together = sum(self.work[h] for h in between | {join})
             light = together <= WHOLE / GAIN * self.small
-            if light and self._gain(between, order, before) <= self.small:
+            if light and self._gain(between, order) <= self.small:
                 self.join([h for h in order if h in between or h == join])
                 return True
         return False
 
-    def _gain(self, between: set[int], order: Sequence[int], before: Mapping[int, set[int]]) -> float:
+    def _gain(self, between: set[int], order: Sequence[int]) -> float:
         longest: dict[int, float] = {}
         for h in order:
             if h in between:
-                longest[h] = self.work[h] + max((longest.get(p, 0.0) for p in before[h]), default=0.0)
+                longest[h] = self.work[h] + max((longest.get(p, 0.0) for p in self.graph.pred[h]), default=0.0)
         return sum(self.work[h] for h in between) - max(longest.values(), default=0.0)
 
     def join_row(self) -> bool:
         """Join a light piece with the only one that reads it; return whether there was any."""
-        before, after = self.neighbours()
         nothing = NOTHING / GAIN * self.small
-        for a, later in after.items():
-            if len(later) != 1:
+        for a in self.graph:
+            if len(self.graph.succ[a]) != 1:
                 continue
-            (b,) = later
+            (b,) = self.graph.succ[a]
             light = self.work[b] <= nothing or self.work[a] + self.work[b] <= self.small
-            if self.work[a] <= nothing or (len(before[b]) == 1 and light):
+            if self.work[a] <= nothing or (len(self.graph.pred[b]) == 1 and light):
                 self.join((a, b))
                 return True
         return False
-
-
-def _post_dominators(order: Sequence[int], after: Mapping[int, set[int]]) -> dict[int, int | None]:
-    """Per piece, the first piece that all paths from it go through; None where there is none."""
-    found: dict[int, int | None] = {}
-    depth: dict[int | None, int] = {None: 0}
-    for h in reversed(order):
-        common: int | None = None
-        ways = list(after[h])
-        if ways:
-            common = ways[0]
-            for other in ways[1:]:
-                a, b = common, other
-                x: int | None = a
-                y: int | None = b
-                while x != y:
-                    if depth[x] >= depth[y]:
-                        x = found[x] if x is not None else None
-                    else:
-                        y = found[y] if y is not None else None
-                common = x
-                if common is None:
-                    break
-        found[h] = common
-        depth[h] = depth[common] + 1
-    return found

@@ -11,15 +11,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from raypipe.capture.captured import Captured, load_kept, reordered
+from raypipe.capture.captured import Captured, load_kept
 from raypipe.errors import SpecError
 from raypipe.files import read_json
-from raypipe.graph.calls import Call
-from raypipe.graph.stages.pieces import branch_order, piece_sharding
-from raypipe.graph.subgraphs import shard
 from raypipe.job import GivenSpec, HfSpec
 from raypipe.models.captured import CapturedModel
-from raypipe.models.given.root import ITEMS
 from raypipe.models.own_loss import OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.task import IGNORED, Field, Inputs, Labels, Task
@@ -28,6 +24,8 @@ GRAPH, ABOUT, WEIGHTS = "operations", "given.json", "weights.safetensors"
 """Files of the folder; the operations are two files, as in the cache of captured models."""
 LOGITS, LOSS, SUM = "logits", "loss", "sum"
 """What the graph ends with: what the task's loss is computed from, the loss itself, or a sum of losses of labels."""
+ITEMS = "num_items_in_batch"
+"""Argument with which the Trainer tells a loss how many labels its whole mini-batch has."""
 AGAIN = "train again from the script, which writes it"
 
 
@@ -83,14 +81,7 @@ def _given(
         if name not in fields:
             raise SpecError("data", f"holds no {name}, which the model was captured with", f"add an array {name}")
     named = {name: (name, fields[name]) for name in found.graph.inputs}
-    values = GivenValues(folder)
-    if not branches:
-        return CapturedModel(found, shard(found.graph), task, values, named, _never)
-    one = found.graph.sizes({name: (1, *field.shape) for name, (_, field) in named.items()})
-    pieces = branch_order(found.graph, one)
-    ordered = reordered(found, [n for piece in pieces for n in piece])
-    layers = piece_sharding(ordered.graph, [len(piece) for piece in pieces])
-    return CapturedModel(ordered, layers, task, values, named, _never, None, found.graph)
+    return CapturedModel(found, task, GivenValues(folder), named, _never, branches=branches)
 
 
 def read_captured(folder: Path) -> tuple[Captured, dict[str, Any]]:
@@ -173,12 +164,9 @@ def without_items(found: Captured, where: str) -> tuple[Captured, bool]:
     operation = graph.operations[last]
     if readers != [last] or operation.target != _DIVISION or operation.operands[-1] != ITEMS:
         raise SpecError(where, f"uses {ITEMS} for more than a division of the whole loss", FIX)
-    calls = list(found.calls)
     operations = list(graph.operations)
-    operations[last] = replace(operation, target=_SAME, operands=operation.operands[:1])
-    calls[last] = Call([calls[last].args[0]], {})
-    plain = replace(graph, operations=tuple(operations), sources=sources)
-    return replace(found, graph=plain, calls=tuple(calls)), True
+    operations[last] = replace(operation, target=_SAME, args=operation.args[:1], kwargs={})
+    return replace(found, graph=replace(graph, operations=tuple(operations), sources=sources)), True
 
 
 class SummedLoss(OwnLoss):

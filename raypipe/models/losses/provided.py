@@ -7,7 +7,7 @@ and ``rejected_attention_mask`` of the same shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from raypipe.errors import SpecError
 from raypipe.models.task import IGNORED, MASK, at_least_float32
 
 Figures = dict[str, Tensor]
+LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, Tensor]]]
+"""A loss, of the model and a batch by name; it may return figures beside it (``losses.function``)."""
 KINDS = ("chosen", "rejected")
 REFERENCE = "reference_{}_logps"
 """Name of the log-probabilities that the frozen reference gives to the labels of a text."""

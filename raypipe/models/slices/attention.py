@@ -29,8 +29,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypipe.errors import RunError
-from raypipe.models.keyed_draws import Site
-from raypipe.models.keyed_random import RandomKeys, current_keys, dropout_mask, halves_at, in_training, with_keys
+from raypipe.models.keyed_random import (
+    RandomKeys,
+    Site,
+    current_keys,
+    dropout_mask,
+    halves_at,
+    in_training,
+    with_keys,
+)
 from raypipe.models.slices.current import SliceCache, SliceRun, current_slice, slice_run
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raypipe.errors import SpecError, install
 from raypipe.files import read_json
 from raypipe.job.model_spec import ADAPTERS, LoraSpec
-from raypipe.models.sources.tensor_files import TensorFiles
+from raypipe.models.sources.saved_values import TensorFiles
 from raypipe.models.start_values import StartValues
 
 ORIGINAL = ".original_module."

@@ -1,9 +1,12 @@
-"""Models of the transformers library: choose their class and task, and read their start values."""
+"""Models of the transformers library: their configuration, their class and task, and their start values."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,14 @@ from torch import nn
 
 from raypipe.capture.meta import build_without_memory
 from raypipe.compat.transformers_private import construct
-from raypipe.errors import SpecError, install
+from raypipe.errors import SpecError, install, nearest
 from raypipe.files import short
-from raypipe.graph.fingerprint import transformers_code
+from raypipe.graph.fingerprint import Identity, transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
-from raypipe.models.losses.provided import contrastive
+from raypipe.models.losses.provided import LossFunction, contrastive
 from raypipe.models.sources.adapters import AdapterValues, SavedAdapters, with_adapters, without_adapters
 from raypipe.models.sources.saved_values import Saved
-from raypipe.models.sources.source import Identity, LossFunction
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import (
     BYTES,
@@ -81,8 +83,6 @@ class HuggingFace:
 
     def __init__(self, spec: HfSpec) -> None:
         try:
-            from raypipe.capture.transformers_models import configuration
-
             self.config = configuration(spec.hf, spec.config)
         except ImportError:
             raise SpecError("model.hf", "needs transformers, which is not installed", install("hf")) from None
@@ -201,8 +201,6 @@ class HuggingFace:
         """Return what the saved model has, where the directory names another class than the job takes."""
         import transformers
 
-        from raypipe.capture.transformers_models import saved_config
-
         saved = (saved_config(Path(self.spec.hf)).get("architectures") or [None])[0]
         if saved is None or saved == self.kind.__name__ or not hasattr(transformers, saved):
             return None
@@ -299,3 +297,97 @@ def _check(problem: str, count: int, labels: Field) -> None:
 
 def _name(labels: Field) -> str:
     return str(labels.dtype).removeprefix("torch.")
+
+
+# Configurations: a model is named by its type (``gpt2``), which gets the library's default configuration with the given
+# changes, or by a local directory with a ``config.json``. Nothing is downloaded.
+_TAKEN = re.compile(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)""")
+_READ = re.compile(r"""\bconfig\.(\w+)(?!\w|\s*=[^=])|attr\(\s*(?:self\.)?config,\s*["'](\w+)""")
+
+
+def configuration(model: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """Make the configuration of a model type or of a local directory, with changes, and with the KV cache off.
+
+    Raises:
+        SpecError: the library does not know the type, or a key of its configuration.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    make: Callable[..., Any]
+    if Path(model).is_dir():
+        make = partial(AutoConfig.from_pretrained, model, local_files_only=True)
+    elif model in CONFIG_MAPPING_NAMES:
+        make = partial(AutoConfig.for_model, model)
+    else:
+        why = f'"{model}" is neither a model type nor a local directory'
+        raise SpecError("model.hf", why, nearest(model, CONFIG_MAPPING_NAMES))
+    config = _made(make, model)
+    known = _known(config, Path(model))
+    for key in changes or {}:
+        if key not in known:
+            raise SpecError(f"model.config.{key}", f"{model} has no such key", nearest(key, known))
+    if changes:
+        config = _made(partial(make, **changes), model, "model.config")
+    for part in (config, config.get_text_config()):  # a language model inside another has a switch of its own
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(
+            config, "pad_token_id", None
+        )  # as in the published checkpoints of these types
+    return config
+
+
+def _known(config: Any, directory: Path) -> set[str]:
+    """Return the keys that a configuration may have.
+
+    These are the declared ones, older names that the constructor converts into these (``rope_theta``), those of the
+    directory's own file, and those that the type's code reads though no class declares them, such as ``head_dim``. A
+    configuration made of several is read in its parts, whose keys are not its own.
+    """
+    kind = type(config)
+    known = {*config.to_dict(), *config.attribute_map, *inspect.signature(kind).parameters}
+    known |= {"num_labels"} if hasattr(config, "id2label") else set()  # kept as a table of names
+    if (directory / "config.json").is_file():
+        known |= set(saved_config(directory))
+    named = [vars(owner).get(name) for owner in kind.__mro__ for name in ("__init__", "__post_init__")]
+    taken = {key for function in named for key in _keys_taken(function)}
+    rope = _keys_taken(getattr(kind, "convert_rope_params_to_dict", None))
+    known |= taken | rope if hasattr(config, "rope_parameters") else taken - rope
+    if not config.sub_configs:
+        for file in Path(inspect.getfile(kind)).parent.glob("model*.py"):
+            known |= {key for pair in _READ.findall(file.read_text(encoding="utf-8")) for key in pair if key}
+    other = kind.model_type, "self", "args", "kwargs"
+    return {key for key in known if key[0] != "_" and key not in other and not callable(getattr(kind, key, None))}
+
+
+def _keys_taken(function: Any) -> set[str]:
+    """Return the names that a function of transformers takes out of its ``kwargs``."""
+    if not inspect.isfunction(function) or not function.__module__.startswith("transformers."):
+        return set()
+    try:
+        return set(_TAKEN.findall(inspect.getsource(function)))
+    except OSError:  # made by a decorator
+        return set()
+
+
+def saved_config(directory: Path) -> dict[str, Any]:
+    """Return the content of a directory's ``config.json`` as transformers reads it: numbers may be infinite."""
+    from transformers import PreTrainedConfig
+
+    found: dict[str, Any] = PreTrainedConfig.get_config_dict(str(directory), local_files_only=True)[0]
+    return found
+
+
+def _made(make: Callable[[], Any], model: str, where: str = "model.hf") -> Any:
+    try:
+        return make()
+    except Exception as error:  # the library and its dependencies raise many classes
+        if not (Path(model) / "config.json").is_file() and Path(model).is_dir():
+            run = (Path(model) / "checkpoints").is_dir()
+            fix = f"export it: raypipe export {model} -o DIR, and give DIR" if run else "give a directory that has one"
+            what = "is a run of raypipe and not a model" if run else "holds no model"
+            raise SpecError(where, f"{model} {what} that transformers reads: it has no config.json", fix) from None
+        first = " ".join(str(error).split()) or type(error).__name__
+        raise SpecError(where, f"{model}: {short(first, 300)}", "correct the configuration") from None

@@ -19,9 +19,9 @@ from torch import nn
 from raypipe.capture.meta import build_without_memory
 from raypipe.errors import RaypipeError, SpecError, nearest
 from raypipe.files import short
-from raypipe.graph.fingerprint import module_code, structure
+from raypipe.graph.fingerprint import Identity, module_code, structure
 from raypipe.job import ImportSpec
-from raypipe.models.sources.source import Identity, LossFunction
+from raypipe.models.losses.provided import LossFunction
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import Field, Labels, NextToken, Pixels, Task, Values
 

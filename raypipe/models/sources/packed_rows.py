@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from raypipe.capture.captured import Captured
-from raypipe.capture.decode import decode, resolve
 from raypipe.capture.opaque import TARGET as OPAQUE
+from raypipe.capture.stage_module import compute
 from raypipe.errors import SpecError
-from raypipe.graph.calls import ATTENTION, mask_of
 from raypipe.graph.dims import Dim, evaluate, evaluate_all, symbols
-from raypipe.graph.flops import short_name
-from raypipe.graph.operations import Operation, TensorType
-from raypipe.graph.values.positions import is_size
+from raypipe.graph.operation_costs import short_name
+from raypipe.graph.operations import ATTENTION, Operation, TensorType
+from raypipe.graph.positions import is_size
 from raypipe.models.task import MASK, POSITIONS, Field
 
 TOKENS = 11
@@ -73,7 +72,7 @@ class _PackedRow:
     """The values of a graph for two packed rows, with scores of 0."""
 
     def __init__(self, captured: Captured) -> None:
-        self.graph, self.calls, self.values = captured.graph, captured.calls, captured.values
+        self.graph, self.values = captured.graph, captured.values
         shape = self.graph.sources[POSITIONS].type.shape
         inputs = [self.graph.sources[name].type.shape for name in self.graph.inputs]
         self.tokens = {dim for each in inputs if len(each) == len(shape) for dim in each[1:]}
@@ -83,7 +82,7 @@ class _PackedRow:
             for name, value in self.graph.example.items()
         }
         self.length = evaluate(shape[-1], self.sizes)
-        self.found: dict[int | str, Any] = {}
+        self.found: dict[int, Any] = {}
         document = torch.arange(self.length) // _DOCUMENT
         self.positions = (torch.arange(self.length) % _DOCUMENT).expand(evaluate_all(shape, self.sizes))
         self.others = document.unsqueeze(1) != document
@@ -97,8 +96,7 @@ class _PackedRow:
             inner = [i for i in operation.inputs if mixed[i]]
             is_softmax = name in _SOFTMAX and kind is not None and self._is_square(kind)
             if operation.target == ATTENTION:
-                mask = mask_of(self.calls[number])
-                apart = mask is not None and self._hides(self._value(mask))
+                apart = operation.mask is not None and self._hides(self._value(operation.mask))
             elif is_softmax:
                 apart = self._hides(self._value(inner[0]))
             elif operation.target == OPAQUE:
@@ -161,39 +159,20 @@ class _PackedRow:
 
     def _value(self, wanted: int) -> Any:
         """Compute a result, with everything that is learned equal to 0; None if it cannot be computed."""
-        todo, needed = [wanted], set[int]()
-        while todo:
-            number = todo.pop()
-            if number not in needed and number not in self.found:
-                needed.add(number)
-                todo.extend(() if self._is_zero(number) else self.graph.operations[number].inputs)
-        with torch.no_grad(), torch.device("cpu"):
+        if wanted not in self.found:
             try:
-                for number in sorted(needed):
-                    self.found[number] = self._computed(number)
+                self.found[wanted] = compute(self.graph, wanted, self._given)
             except Exception:  # whatever torch raises for shapes and dtypes; then nothing is shown of it
-                return None
+                self.found[wanted] = None
         return self.found[wanted]
 
-    def _is_zero(self, number: int) -> bool:
-        operation = self.graph.operations[number]
-        return operation.type is not None and short_name(operation.target) in _LARGE
-
-    def _computed(self, number: int) -> Any:
-        operation, call = self.graph.operations[number], self.calls[number]
-        if self._is_zero(number):
-            assert operation.type is not None
-            return self._zeros(operation.type)
-        given = self.found | {name: self._source(name) for name in operation.sources}
-        args = [decode(arg, given, "cpu") for arg in call.args]
-        kwargs = {key: decode(arg, given, "cpu") for key, arg in call.kwargs.items()}
-        return resolve(operation.target)(*args, **kwargs)
-
-    def _source(self, name: str) -> Tensor:
-        if name == POSITIONS:
+    def _given(self, operand: int | str) -> Tensor | None:
+        if operand == POSITIONS:
             return self.positions
-        known = self.values.get(name)
-        return self._zeros(self.graph.sources[name].type) if known is None else known
-
-    def _zeros(self, kind: TensorType) -> Tensor:
+        if isinstance(operand, str) and operand in self.values:
+            return self.values[operand]
+        kind = self.graph.type_of(operand)
+        large = isinstance(operand, int) and short_name(self.graph.operations[operand].target) in _LARGE
+        if kind is None or not (large or isinstance(operand, str)):
+            return None
         return torch.zeros((), dtype=getattr(torch, kind.dtype)).expand(evaluate_all(kind.shape, self.sizes))

@@ -25,7 +25,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from raypipe.capture.weight_gradients import GATHERS, PLACES
-from raypipe.graph.flops import short_name
+from raypipe.graph.operation_costs import short_name
 from raypipe.runtime.backward.deferred import (
     Closure,
     WeightQueue,
@@ -35,7 +35,7 @@ from raypipe.runtime.backward.deferred import (
     deferred_operation,
     deferred_product,
 )
-from raypipe.tensor.divided_layers import RowParallel, VocabularyParallel, plain_product
+from raypipe.tensor.divide import RowParallel, VocabularyParallel, plain_product
 
 __all__ = ["Closure", "WeightQueue", "defer_weight_gradients"]
 QUEUE = "_weight_queue"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import ray
 
 from raypipe.checkpoint import ShardInfo
-from raypipe.checkpoint.manifest import put
+from raypipe.checkpoint.write import put
 from raypipe.errors import CheckpointError, ClusterError
 from raypipe.files import sha256
 from raypipe.runtime.setup.communicators import own_address

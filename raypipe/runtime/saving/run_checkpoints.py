@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.checkpoint import LOSS, ShardInfo, best, commit, forget_best, keep_best, step_directory
-from raypipe.checkpoint.manifest import NAME
+from raypipe.checkpoint.write import NAME
 from raypipe.errors import DivergenceError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog

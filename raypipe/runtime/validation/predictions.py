@@ -13,7 +13,7 @@ from torch import Tensor
 
 from raypipe.models import Inputs, Task
 from raypipe.models.task import IGNORED
-from raypipe.tensor.collective_operators import gather_from_group
+from raypipe.tensor.group import gather_from_group
 
 Array = NDArray[Any]
 Preprocess = Callable[[Tensor, Tensor], Tensor]

@@ -33,7 +33,7 @@ from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates
 from raypipe.tensor import Division, SoloGroup, group_of_thread
-from raypipe.tensor.divided_layers import RowParallel
+from raypipe.tensor.divide import RowParallel
 from tests.runtime.runs.one_device import Fixed
 
 ROWS, SEQUENCE = 4, 8

@@ -21,21 +21,21 @@ SEQUENCE = 2048
 
 def work() -> None:
     """What the measured process does: capture, unless it is kept, and shard."""
-    from raypipe.graph.captured_files import load_operations
+    from raypipe.capture.captured import load_kept
     from raypipe.graph.fingerprint import fingerprint, transformers_code
     from raypipe.graph.subgraphs import shard
 
     began = time.perf_counter()
     packages = ("torch", "transformers")
     key = fingerprint({"hf": "gpt2", "config": GPT3, "sequence": SEQUENCE}, transformers_code("gpt2"), packages)
-    kept = load_operations(key)
+    kept = load_kept(key)
     if kept is not None:
-        graph = kept[0]
+        graph = kept.graph
     else:
         from raypipe.capture.capture import capture
         from raypipe.capture.captured import captured_once
         from raypipe.capture.meta import build_without_memory
-        from raypipe.capture.transformers_models import configuration
+        from raypipe.models.sources.hugging_face import configuration
         from tests.capture.transformers_builder import builder, example_inputs
 
         config = configuration("gpt2", GPT3)

@@ -24,7 +24,7 @@ from raypipe.checkpoint import (
     step_directory,
     write_shard,
 )
-from raypipe.checkpoint.manifest import NAME, save_manifest
+from raypipe.checkpoint.write import NAME, save_manifest
 from tests.bench.safety.files import changed
 from tests.bench.safety.trial import expect
 

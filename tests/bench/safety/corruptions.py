@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raypipe.checkpoint import latest, open_checkpoint
-from raypipe.checkpoint.manifest import NAME
+from raypipe.checkpoint.write import NAME
 from raypipe.errors import CheckpointError
 from tests.bench.command import options
 from tests.bench.safety import checkpoints

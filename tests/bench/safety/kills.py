@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from raypipe.checkpoint import latest, open_checkpoint
-from raypipe.checkpoint.manifest import NAME
+from raypipe.checkpoint.write import NAME
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from tests.job_files import write_job
 from tests.processes import session_of

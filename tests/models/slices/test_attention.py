@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raypipe.models.keyed_draws import Site
-from raypipe.models.keyed_operations import keyed_attention
+from raypipe.models.keyed_operations import Site, keyed_attention
 from raypipe.models.keyed_random import random_keys
 from raypipe.models.slices import attention
 from raypipe.models.slices.attention import Dropped, causal_attention

@@ -70,7 +70,7 @@ STAGE = """
 import sys
 import torch
 from raypipe.job import GptSpec
-from raypipe.models.gpt.layers import GptLayers
+from raypipe.models.gpt import GptLayers
 model = GptSpec(type="gpt", layers=2, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.0)
 stage = GptLayers(model, torch.float64).build_stage([0, 1, 2, 3], 0)
 assert all(p.dtype == torch.float64 and p.device.type == "cpu" and p.isfinite().all() for p in stage.parameters())

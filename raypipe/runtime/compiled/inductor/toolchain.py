@@ -7,7 +7,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from raypipe.graph.captured_files import cache_folder
+from raypipe.capture.captured import cache_folder
 
 
 def missing_toolchain() -> str | None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypipe.errors import CaptureError
-from raypipe.graph.sequence_flow import sequence_flow
+from raypipe.graph.positions import sequence_flow
 from raypipe.job.spec import job_from
 from raypipe.models import build_model
 
@@ -65,7 +65,7 @@ def flow(name: str, folder):
     job = job_from(
         {
             "name": "small", "model": {
-                "import": "tests.graph.test_sequence_flow:Small", "args": {"name": name}, "task": "causal-lm",
+                "import": "tests.graph.test_positions:Small", "args": {"name": name}, "task": "causal-lm",
                 "sequence": 12,
             },
             "data": {"type": "bytes", "path": str(folder)}, "train": {"steps": 1, "batch": 4},
@@ -73,7 +73,7 @@ def flow(name: str, folder):
         }
     )  # fmt: skip
     model = build_model(job, None)
-    return sequence_flow(model.graph, model.captured.calls)
+    return sequence_flow(model.graph)
 
 
 @pytest.mark.parametrize("name", FINE)

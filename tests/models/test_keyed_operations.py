@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from raypipe.models import keyed_draws, random_keys
-from raypipe.models.keyed_draws import Site, keyed_uniform
+from raypipe.models import keyed_operations, random_keys
+from raypipe.models.keyed_operations import KEYED, Site, keyed_uniform
 
+aten = torch.ops.aten
 COUNT = 40_000
 
 
@@ -54,15 +55,15 @@ def test_uniform_numbers_are_uniform() -> None:
 @pytest.mark.parametrize(
     ("draw", "mean", "deviation"),
     [
-        (lambda p, x: keyed_draws.randn_like(p, x), 0.0, 1.0),
-        (lambda p, x: keyed_draws.normal_like(p, x, 2.0, 3.0), 2.0, 3.0),
-        (lambda p, x: keyed_draws.rand_like(p, x), 0.5, math.sqrt(1 / 12)),
-        (lambda p, x: keyed_draws.uniform_like(p, x, -1.0, 3.0), 1.0, math.sqrt(16 / 12)),
-        (lambda p, x: keyed_draws.exponential_like(p, x, 2.0), 0.5, 0.5),
-        (lambda p, x: keyed_draws.bernoulli_like(p, x, 0.3), 0.3, math.sqrt(0.21)),
-        (lambda p, x: keyed_draws.integers(p, 2, 6, x.shape, dtype=torch.float64), 3.5, math.sqrt(15 / 12)),
-        (lambda p, x: keyed_draws.alpha_dropout(p, torch.randn_like(x), 0.2, False), 0.0, 1.0),
-        (lambda p, x: keyed_draws.feature_dropout(p, torch.ones(1, COUNT, 2), 0.2)[..., 0], 1.0, 0.5),
+        (lambda p, x: KEYED[aten.randn_like.default](p, x), 0.0, 1.0),
+        (lambda p, x: KEYED[aten.normal_functional.default](p, x, 2.0, 3.0), 2.0, 3.0),
+        (lambda p, x: KEYED[aten.rand_like.default](p, x), 0.5, math.sqrt(1 / 12)),
+        (lambda p, x: KEYED[aten.uniform.default](p, x, -1.0, 3.0), 1.0, math.sqrt(16 / 12)),
+        (lambda p, x: KEYED[aten.exponential.default](p, x, 2.0), 0.5, 0.5),
+        (lambda p, x: KEYED[aten.bernoulli.p](p, x, 0.3), 0.3, math.sqrt(0.21)),
+        (lambda p, x: KEYED[aten.randint.low](p, 2, 6, x.shape, dtype=torch.float64), 3.5, math.sqrt(15 / 12)),
+        (lambda p, x: keyed_operations.alpha_dropout(p, torch.randn_like(x), 0.2, False), 0.0, 1.0),
+        (lambda p, x: keyed_operations.feature_dropout(p, torch.ones(1, COUNT, 2), 0.2)[..., 0], 1.0, 0.5),
     ],
     ids=["randn", "normal", "rand", "uniform", "exponential", "bernoulli", "randint", "alpha", "channels"],
 )
@@ -79,19 +80,19 @@ def test_a_draw_is_its_mean_in_evaluation() -> None:
     x = torch.randn(2, 5)
     place = Site(0, 0)
     with random_keys(3, 0, [0, 1], training=False):
-        kept = keyed_draws.bernoulli_like(place, torch.empty(2, 1), 0.7).div_(0.7)
+        kept = KEYED[aten.bernoulli.p](place, torch.empty(2, 1), 0.7).div_(0.7)
         assert torch.equal(x * kept, x)  # stochastic depth is the identity
-        assert torch.equal(keyed_draws.alpha_dropout(place, x, 0.3, False), x)
-        assert torch.equal(keyed_draws.feature_dropout(place, x, 0.3), x)
-        assert not keyed_draws.randn_like(place, x).any()
-        torch.testing.assert_close(keyed_draws.rrelu(place, x, 0.1, 0.3, True), torch.rrelu(x, 0.1, 0.3, False))
-        floor = keyed_draws.keep_mask(0.7 + keyed_draws.rand(place, [2, 1]), 0.7)
+        assert torch.equal(keyed_operations.alpha_dropout(place, x, 0.3, False), x)
+        assert torch.equal(keyed_operations.feature_dropout(place, x, 0.3), x)
+        assert not KEYED[aten.randn_like.default](place, x).any()
+        torch.testing.assert_close(keyed_operations.rrelu(place, x, 0.1, 0.3, True), torch.rrelu(x, 0.1, 0.3, False))
+        floor = keyed_operations.keep_mask(0.7 + KEYED[aten.rand.default](place, [2, 1]), 0.7)
         torch.testing.assert_close(x.div(0.7) * floor, x)
 
 
 def test_single_precision_numbers_stay_below_one() -> None:
     with random_keys(3, 1, [0], training=True):
-        found = keyed_draws.rand(Site(0, 0), [1, COUNT], dtype=torch.float32)
+        found = KEYED[aten.rand.default](Site(0, 0), [1, COUNT], dtype=torch.float32)
     assert found.dtype == torch.float32
     assert float(found.max()) < 1
     assert torch.equal(found * 2**24, (found * 2**24).floor())

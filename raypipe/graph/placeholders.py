@@ -6,13 +6,11 @@ in an eager forward that both are equally many; the exporter drops that check.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from raypipe.graph.calls import Call, Plain
 from raypipe.graph.dims import Sizes, evaluate_all
-from raypipe.graph.operations import OperationGraph
+from raypipe.graph.operations import OperationGraph, Plain
 
 _RESHAPES = {"aten.unsqueeze.default", "aten.expand.default", "aten.expand_as.default", "aten.to.dtype"}
 
@@ -27,14 +25,14 @@ class Placeholder(NamedTuple):
     """How many of it a sample has to have."""
 
 
-def placeholders(graph: OperationGraph, calls: Sequence[Call], one: Sizes) -> tuple[Placeholder, ...]:
+def placeholders(graph: OperationGraph, one: Sizes) -> tuple[Placeholder, ...]:
     """Find the tokens whose number in a sample is fixed by shapes; ``one`` are the graph's sizes for one sample."""
     found = []
-    for operation, call in zip(graph.operations, calls, strict=True):
+    for operation in graph.operations:
         if operation.target != "aten.masked_scatter.default":
             continue
-        into, mask, features = call.args
-        compared = _compared(calls, graph, mask)
+        into, mask, features = operation.args
+        compared = _compared(graph, mask)
         kinds = [graph.operations[value["op"]].type for value in (into, features) if "op" in value]
         if compared is None or len(kinds) != 2 or None in kinds:
             continue
@@ -43,10 +41,10 @@ def placeholders(graph: OperationGraph, calls: Sequence[Call], one: Sizes) -> tu
     return tuple(dict.fromkeys(found))
 
 
-def _compared(calls: Sequence[Call], graph: OperationGraph, mask: Plain) -> tuple[str, int] | None:
+def _compared(graph: OperationGraph, mask: Plain) -> tuple[str, int] | None:
     """Return the raw input and the number that a mask compares it with; None of any other mask."""
     while isinstance(mask, dict) and "op" in mask:
-        target, args = graph.operations[mask["op"]].target, calls[mask["op"]].args
+        target, args = graph.operations[mask["op"]].target, graph.operations[mask["op"]].args
         if target == "aten.eq.Scalar":
             of = args[0].get("of") if isinstance(args[0], dict) else None
             if of is None or graph.sources[of].kind != "input" or not isinstance(args[1], int):

@@ -1,0 +1,254 @@
+"""Costs of single operations, from their names and shapes: FLOPs, item sizes under autocast, and saved tensors.
+
+Three tables of torch's are restated here, since the planner counts without torch and at sizes that are symbolic while a
+model is captured; tests hold them against what torch does.
+
+A multiply-add of a matrix product or convolution counts two; other operations count one per value written. Of causal
+attention, only the half of the scores that is not masked counts. The backward of a matrix product costs twice its
+forward: once for the input's gradient, and once for the weight's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from raypipe.graph.dims import Sizes, evaluate_all
+from raypipe.graph.operations import ITEM_BYTES, Operation, OperationGraph, TensorType
+
+MOVES_NOTHING = (
+    {"view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t"}
+    | {"unsqueeze", "squeeze", "slice", "select", "split", "chunk", "unbind", "detach"}
+    | {"alias", "flatten", "unflatten", "getitem", "sym_size", "numpy_T", "mT"}
+)
+"""Operations that usually return a view of their input."""
+
+
+def forward_flops(graph: OperationGraph, number: int, sizes: Sizes) -> float:
+    """Count the floating-point operations of one forward of an operation."""
+    operation = graph.operations[number]
+    product = matrix_flops(graph, operation, sizes)
+    if product is not None:
+        return product / 2 if operation.causal else product
+    if operation.type is None or not operation.type.floating or short_name(operation.target) in MOVES_NOTHING:
+        return 0.0
+    return float(prod(evaluate_all(operation.type.shape, sizes)))
+
+
+def matrix_flops(graph: OperationGraph, operation: Operation, sizes: Sizes) -> float | None:
+    """Count the floating-point operations of a matrix product, attention or convolution; None for other operations.
+
+    Those of attention are of all scores.
+    """
+    name = short_name(operation.target)
+    shapes = [evaluate_all(t.shape, sizes) if t is not None else () for t in operand_types(graph, operation)]
+    if name in ("scaled_dot_product_attention", "_scaled_dot_product_attention_math"):
+        *batch, queries, width = shapes[0]
+        return 2.0 * prod(batch) * queries * shapes[1][-2] * (width + shapes[2][-1])
+    if operation.target == "raypipe.module.default":  # an opaque module counts as one product with each of its matrices
+        matrices = [
+            prod(s) for o, s in zip(operation.operands, shapes, strict=True) if isinstance(o, str) and len(s) > 1
+        ]
+        return 2.0 * sum(matrices) * prod(shapes[0][:-1])
+    if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # each step multiplies by every matrix once
+        return 2.0 * prod(shapes[0][:-1]) * sum(prod(s) for s in shapes[1:] if len(s) == 2)
+    if operation.type is None:
+        return None
+    written = prod(evaluate_all(operation.type.shape, sizes))
+    if name == "linear":
+        return 2.0 * written * shapes[1][-1]
+    if name in ("mm", "bmm", "matmul", "mv", "dot", "_grouped_mm", "grouped_mm_fallback"):
+        return 2.0 * written * shapes[0][-1]
+    if name in ("addmm", "baddbmm", "addbmm", "addmv"):
+        return 2.0 * written * shapes[1][-1]
+    if name == "einsum":
+        return _einsum(operation.equation, shapes)
+    if name in ("convolution", "conv1d", "conv2d", "conv3d", "_convolution"):
+        return 2.0 * written * prod(shapes[1][1:])
+    if name.startswith("conv_transpose"):
+        return 2.0 * prod(shapes[0]) * prod(shapes[1][1:])
+    return None
+
+
+def _einsum(equation: str, shapes: list[tuple[int, ...]]) -> float:
+    """Count a multiply-add per combination of all indices, which is exact for two operands, the usual case."""
+    length: dict[str, int] = {}
+    for term, shape in zip(equation.replace(" ", "").split("->")[0].split(","), shapes, strict=False):
+        before, dots, after = term.partition("...")
+        rest = len(shape) - len(before) - len(after)
+        labels = [*before, *(f".{i}" for i in range(rest if dots else 0)), *after]
+        for label, size in zip(labels, shape, strict=False):
+            length[label] = max(length.get(label, 1), size)
+    return 2.0 * prod(length.values())
+
+
+def operand_types(graph: OperationGraph, operation: Operation) -> list[TensorType | None]:
+    """Return the type of each operand."""
+    return [graph.type_of(operand) for operand in operation.operands]
+
+
+def short_name(target: str) -> str:
+    """Return an operation's name without its library and overload.
+
+    >>> short_name("aten.linear.default"), short_name("operator.getitem")
+    ('linear', 'getitem')
+    """
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
+
+
+# The item size of every result when a model runs: as captured, or as 16-bit autocast makes it.
+AUTOCAST_BYTES = 2
+"""Bytes per value of products under autocast."""
+PRODUCTS = frozenset(
+    {"linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "addbmm", "mv", "addmv", "einsum"}
+    | {"convolution", "_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"}
+    | {"conv_transpose3d", "scaled_dot_product_attention", "_scaled_dot_product_attention_math"}
+)
+IN_FLOAT32 = frozenset(
+    {"layer_norm", "group_norm", "batch_norm", "softmax", "_softmax", "_safe_softmax", "log_softmax", "pow", "rsqrt"}
+)
+IN_FLOAT32 |= {"exp", "log", "sum", "prod", "cumsum", "norm", "reciprocal", "softplus", "tan", "erfinv", "cosh", "sinh"}
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The rules of 16-bit autocast on a kind of device; other operations run in their operands' widest dtype."""
+
+    products: frozenset[str]
+    """Operations that run in 16 bits."""
+    in_float32: frozenset[str]
+    """Operations that run in float32."""
+
+
+ON_GPU = Autocast(PRODUCTS, IN_FLOAT32)
+ON_CPU = Autocast(
+    PRODUCTS - {"mv", "addmv", "convolution", "_convolution", "_scaled_dot_product_attention_math"},
+    frozenset({"prod"}),
+)
+"""The two lists are torch's own (``aten/src/ATen/autocast_mode.h``). A CPU's norms, softmax and powers run in the dtype
+that arrives: GELU written out (``gelu_new``) takes half the bytes there."""
+
+
+def is_product(operation: Operation, autocast: Autocast) -> bool:
+    """Return whether autocast runs an operation in 16 bits."""
+    return short_name(operation.target) in autocast.products
+
+
+def widths(graph: OperationGraph, autocast: Autocast | None) -> tuple[int, ...]:
+    """Return, per operation, the bytes per value of its result; 0 if it is not a tensor.
+
+    ``autocast`` is that of the device, if the model runs under it. An operation with several results, such as a split,
+    has the item size of its operands.
+    """
+    found: list[int] = []
+    for operation in graph.operations:
+        kind = operation.type
+        own = 0 if kind is None else ITEM_BYTES[kind.dtype]
+        name = short_name(operation.target)
+        as_captured = autocast is None or name in autocast.in_float32 or (kind is not None and not kind.floating)
+        if kind is not None and as_captured:
+            found.append(own)
+        elif autocast is not None and name in autocast.products:
+            found.append(AUTOCAST_BYTES)
+        else:
+            read = [operand_width(graph, found, operand) for operand in operation.operands]
+            found.append(max((w for w in read if w), default=own))
+    return tuple(found)
+
+
+def operand_width(graph: OperationGraph, results: Sequence[int], operand: int | str) -> int:
+    """Return the bytes per value of a floating-point operand, before any cast; 0 for others and for scalar tensors."""
+    kind = graph.type_of(operand)
+    if isinstance(operand, int) and kind is None:
+        return results[operand]
+    if kind is None or not kind.floating or not kind.shape:
+        return 0
+    return results[operand] if isinstance(operand, int) else ITEM_BYTES[kind.dtype]
+
+
+# The tensors that autograd saves for the backward of a captured operation.
+#
+# They follow from the operation's name. An operation without a rule saves the activations that it reads, as most
+# derivative formulas do. Source: PyTorch's ``tools/autograd/derivatives.yaml``.
+KEEPS_RESULT = {"softmax", "_softmax", "_safe_softmax", "log_softmax", "_log_softmax"}
+KEEPS_RESULT |= {"tanh", "sigmoid", "exp", "sqrt", "rsqrt", "reciprocal", "relu", "relu_"}
+KEEPS_NOTHING = (
+    {"add", "add_", "sub", "sub_", "rsub", "neg", "cat", "stack", "clone", "contiguous"}
+    | {"copy", "to", "_to_copy", "sum", "mean", "masked_fill", "where", "dropout"}
+    | {"constant_pad_nd", "pad", "roll", "index_select", "repeat", "repeat_interleave", "embedding"}
+    | {"copy_to_group", "reduce_from_group", "gather_from_group", "rows_of_tensor_rank"}
+)
+"""Operations that are linear in their operands. What dropout and embedding do save is counted separately."""
+BILINEAR = {"mul", "mul_", "div", "div_", "matmul", "bmm", "mm", "baddbmm", "einsum", "linear", "addmm", "addbmm"}
+"""Operations that save an operand if the other operand has a gradient."""
+PASSES_ON = {"add", "add_", "sub", "sub_", "neg", "copy_to_group", "reduce_from_group", "masked_fill_"}
+"""Operations that pass their gradient on without a kernel of their own."""
+
+
+def root(graph: OperationGraph, number: int) -> int:
+    """Return the operation that owns the memory a view refers to; the results of one operation are separate."""
+    operation = graph.operations[number]
+    while is_view(graph, number) and operation.inputs:
+        before = graph.operations[operation.inputs[0]]
+        if before.type is None and short_name(before.target) not in MOVES_NOTHING:
+            break
+        number, operation = operation.inputs[0], before
+    return number
+
+
+def is_view(graph: OperationGraph, number: int) -> bool:
+    """Return whether an operation's result is a view of its input.
+
+    A reshape that joins an expanded dimension with the one before it is not a view but a copy, as for the keys and
+    values of grouped-query attention.
+    """
+    operation = graph.operations[number]
+    if short_name(operation.target) not in MOVES_NOTHING:
+        return False
+    before = graph.operations[operation.inputs[0]] if operation.inputs else operation
+    if short_name(operation.target) != "reshape" or short_name(before.target) != "expand" or not before.inputs:
+        return True
+    small, large = graph.operations[before.inputs[0]].type, before.type
+    if small is None or large is None or len(small.shape) != len(large.shape):
+        return False
+    grown = [d for d, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
+    return all(d == 0 or large.shape[d - 1] == 1 for d in grown)
+
+
+def kept_operands(graph: OperationGraph, number: int) -> list[int]:
+    """Return the operands (numbers of operations) that an operation saves for its backward, as in its call."""
+    operation = graph.operations[number]
+    name = short_name(operation.target)
+    if not graph.requires_grad[number] or name in MOVES_NOTHING | KEEPS_NOTHING | KEEPS_RESULT:
+        return []
+    activations = [i for i in operation.inputs if _floating(graph, i)]
+    if name not in BILINEAR:
+        return activations
+    return [
+        i
+        for i in activations
+        if any(_wanted(graph, other) for other in operation.operands if other != i) or operation.inputs.count(i) > 1
+    ]
+
+
+def keeps_result(graph: OperationGraph, number: int) -> bool:
+    """Return whether an operation saves its result for its backward."""
+    return graph.requires_grad[number] and short_name(graph.operations[number].target) in KEEPS_RESULT
+
+
+def passes_on(graph: OperationGraph, number: int) -> bool:
+    """Return whether an operation's backward does almost nothing."""
+    name = short_name(graph.operations[number].target)
+    return not graph.requires_grad[number] or name in MOVES_NOTHING | PASSES_ON
+
+
+def _floating(graph: OperationGraph, number: int) -> bool:
+    kind = graph.operations[number].type
+    return kind is not None and kind.floating and bool(kind.shape)
+
+
+def _wanted(graph: OperationGraph, operand: int | str) -> bool:
+    """Return whether an operand requires a gradient."""
+    return graph.requires_grad[operand] if isinstance(operand, int) else graph.sources[operand].requires_grad

@@ -1,1 +1,0 @@
-"""Values of tensors that follow from the graph alone."""

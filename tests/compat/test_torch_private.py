@@ -1,0 +1,54 @@
+"""Private names of torch: each is there, and in one module alone."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from raypipe.compat import torch_private
+from raypipe.compat.torch_private import CHECKED, NAMES
+
+ROOT = Path(__file__).parents[2]
+CLEAN = ("capture", "graph", "models", "tensor", "checkpoint")
+"""Rooms that take them from the module."""
+PRIVATE = re.compile(r"torch\.(_|utils\._|fx\.experimental|nn\.modules\.[a-z]+\._)")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_installed_torch_has_it(name: str) -> None:
+    one = NAMES[name]
+    found = getattr(importlib.import_module(one.module), name, None)
+    assert found is not None, f"torch {torch.__version__}, checked with {CHECKED}: {one.without}"
+    assert getattr(torch_private, name) is found
+
+
+def test_a_name_that_moved_says_what_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NAMES, "Moved", NAMES["FakeTensor"])
+    with pytest.raises(ImportError, match=r"has no torch\._subclasses\.fake_tensor\.Moved .*no model can be captured"):
+        torch_private.Moved  # noqa: B018
+    with pytest.raises(AttributeError):
+        torch_private.Unknown  # noqa: B018
+
+
+@pytest.mark.parametrize("path", sorted(p for room in CLEAN for p in (ROOT / "raypipe" / room).rglob("*.py")), ids=str)
+def test_nothing_else_uses_one(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        used = [name for name in names if PRIVATE.match(name)]
+        assert not used, f"{path}: {used} belongs into raypipe/compat/torch_private.py"
+
+
+def test_importing_the_module_brings_no_torch() -> None:
+    code = "import sys; import raypipe.compat.torch_private; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
