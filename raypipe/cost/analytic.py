@@ -1,7 +1,6 @@
 """Compute a profile from a description of the devices, without measuring.
 
-Matrix products run at the share of peak that large products reach and pay a fixed overhead per layer, so that
-efficiency rises with the micro-batch and saturates. Everything else moves bytes at memory bandwidth.
+``cost.kernels`` times the kernels of each layer; this adds what a process and its communicators hold, and the links.
 """
 
 from __future__ import annotations
@@ -9,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypipe.cost.gpt_work import SOFTWARE, gpt_work
+from raypipe.cost.kernels import Kernels
 from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.memory.parameter import parameter_bytes
-from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, Slicing, TaskTimes
+from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, Reserved, Slicing, TaskTimes
 from raypipe.errors import SpecError
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
-from raypipe.job.field_types import arithmetic
 from raypipe.job.model_spec import GptSpec
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Default micro-batch sizes of a profile."""
 
@@ -32,6 +31,7 @@ def analytic_profile(
     tied: int = 0,
     trained_tied: int | None = None,
     slicing: Slicing | None = None,
+    compiled: bool = False,
 ) -> Profile:
     """Compute the costs of a model's layers on a cluster's devices.
 
@@ -45,26 +45,21 @@ def analytic_profile(
         tied: parameter values that the first and last layer share; ignored for a GPT, which says so itself.
         trained_tied: those of ``tied`` that are trained; None: all.
         slicing: how the model runs in slices of a sequence; ignored for a GPT, which does.
+        compiled: ``train.compile`` fuses kernels.
 
     Raises:
         SpecError: the device has no peak for this dtype, or there are no layers or sizes to profile.
     """
     device = cluster.device
-    peaks: dict[str, float] = {str(k): v for k, v in device.peak_tflops.items()}
-    products = arithmetic(dtype)
-    if products not in peaks:
-        raise SpecError(
-            "train.dtype", f"{device.name} has no peak_tflops for {products}", f"use {' or '.join(peaks)}, or add one"
-        )
     if not sizes or min(sizes) < 1:
         raise SpecError("sizes", f"{list(sizes)} are not valid micro-batch sizes", "give whole numbers from 1")
     works = tuple(model) if isinstance(model, Sequence) else gpt_work(model, dtype, SOFTWARE[cluster.software])
     if not works:
         raise SpecError("model", "has no layers", "give at least one")
-    shares: dict[str, float] = {str(k): v for k, v in device.efficiency_by_dtype.items()}
+    kernels = Kernels.of(device, dtype, SOFTWARE[cluster.software], compiled)
     if isinstance(model, GptSpec):
         slicing = Slicing(positions=model.sequence)
-    rate = peaks[products] * 1e12 * shares.get(products, device.efficiency)
+    base_bytes, reserved = _reserved(device)
     return Profile(
         source="analytic",
         device=device.name,
@@ -75,11 +70,13 @@ def analytic_profile(
         devices_per_host=cluster.devices_per_host,
         host_links=cluster.host_links,
         memory_bytes=device.memory_gib * GIB,
-        base_bytes=(1 - device.usable) * device.memory_gib * GIB,
-        layers=tuple(_layer(work, device, rate, sizes) for work in works),
+        base_bytes=base_bytes,
+        reserved=reserved,
+        communication_share=device.communication_processors / (device.multiprocessors or 1),
+        layers=tuple(_layer(work, kernels, sizes) for work in works),
         tied_parameters=_tied(model, tied),
         trained_tied_parameters=trained_tied,
-        update_s_per_parameter=update_bytes(optimizer, momentum, dtype) / (device.memory_gb_s * 1e9),
+        update_s_per_parameter=update_bytes(optimizer, momentum, dtype) / kernels.bytes_s,
         inside=_link(cluster.inside),
         between=_link(cluster.between),
         collective=_path(cluster.collective) if cluster.collective else None,
@@ -99,6 +96,23 @@ def update_bytes(optimizer: str, momentum: bool, dtype: str) -> int:
         return each.gradient + 2 * (each.weight + each.optimizer)  # gradients are read, all else read and written
     # gradient to float32; the step; master to weight
     return (each.gradient + each.master) + (3 * each.master + 2 * each.optimizer) + (each.master + each.weight)
+
+
+def _reserved(device: DeviceModel) -> tuple[float, Reserved]:
+    """Return what a device's process takes, and what else no tensor can have; a figure that users give is all of it."""
+    if device.usable_gib is not None:
+        return (device.memory_gib - device.usable_gib) * GIB, Reserved()
+    found = device.reserved
+    if found is None:
+        return (1 - device.usable) * device.memory_gib * GIB, Reserved()
+    channels = found.channels * found.channel_mib * MIB
+    return found.context_mib * MIB, Reserved(
+        libraries_bytes=found.workspace_mib * MIB,
+        fragmentation_bytes=found.fragmentation * device.memory_gib * GIB,
+        headroom_bytes=found.headroom * device.memory_gib * GIB,
+        group_bytes=2 * channels,  # of a ring, two neighbours
+        edge_bytes=channels,
+    )
 
 
 def _tied(model: GptSpec | Sequence[LayerWork], given: int) -> int:
@@ -122,28 +136,34 @@ def _path(path: CollectiveModel) -> CollectivePath:
     )
 
 
-def _layer(work: LayerWork, device: DeviceModel, rate: float, sizes: Sequence[int]) -> LayerProfile:
-    rates = (rate, device.memory_gb_s * 1e9, device.layer_overhead_us * 1e-6)
+def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int]) -> LayerProfile:
     times: dict[int, TaskTimes] = {}
     for size in sorted(set(sizes)):
-        f, b, w = (e.seconds(size, *rates) for e in (work.forward, work.input_grad, work.weight_grad))
+        f, b, w = (
+            kernels.seconds(task, size, backward=task is not work.forward)
+            for task in (work.forward, work.input_grad, work.weight_grad)
+        )
         times[size] = TaskTimes(forward=f, input_grad=b, weight_grad=w, joint=b + w, recompute=f)
+    kept, workspace = work.kept_bytes, work.workspace_bytes
+    if kernels.fused:
+        kept = kept if work.fused_kept_bytes is None else work.fused_kept_bytes
+        workspace = workspace if work.fused_workspace_bytes is None else work.fused_workspace_bytes
     return LayerProfile(
         name=work.name,
         parameters=work.parameters,
         trained_parameters=work.trained_parameters,
         times=times,
-        kept_bytes=work.kept_bytes,
+        kept_bytes=kept,
         unread_input_bytes=work.unread_input_bytes,
         kept_fixed_bytes=work.kept_fixed_bytes,
         cast_bytes=work.cast_bytes,
         waiting_bytes=work.waiting_bytes,
         output_bytes=work.output_bytes,
         output_floats=work.output_floats,
-        workspace_bytes=work.workspace_bytes,
+        workspace_bytes=workspace,
         workspace_fixed_bytes=work.workspace_fixed_bytes,
         split_workspace_bytes=work.split_workspace_bytes,
-        attention_share=work.forward.attention_share(max(sizes), *rates),
-        attention_grad_share=work.input_grad.attention_share(max(sizes), *rates),
+        attention_share=kernels.attention_share(work.forward, max(sizes)),
+        attention_grad_share=kernels.attention_share(work.input_grad, max(sizes), backward=True),
         key_value_bytes=work.key_value_bytes,
     )

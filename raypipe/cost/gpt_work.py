@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raypipe.cost.layer_work import LayerWork, TaskWork
-from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH
+from raypipe.cost.layer_work import LayerWork, TaskWork, linear_products
+from raypipe.job.field_types import FP8, WEIGHT_WIDTH, WIDTH
 from raypipe.job.model_spec import GptSpec
 
-STATISTIC = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4, "bfloat16-true": 4}
+STATISTIC = {"float32": 4, "float64": 8, "bfloat16": 4, "float16": 4, "bfloat16-true": 4, FP8: 4}
 """Bytes of one value of a norm's mean, of attention's log-sum-exp, or of a log-probability."""
 FUSED_BACKWARD = 2.5
 """FLOPs of fused attention's backward over its forward's: four products instead of two, and the scores recomputed (Dao
@@ -38,12 +38,19 @@ class Software:
     """Biases and layout changes of the heads are fused into other kernels. Otherwise they are separate copies."""
     autocast: bool = True
     """Products are 16-bit over float32 weights and residual stream. Otherwise everything has the products' dtype."""
+    attention: str = "flash"
+    """Which of a device's attention kernels runs (``DeviceModel.attention``)."""
+    cast_bytes: int = 6
+    """Bytes to cast an activation or gradient to FP8: it is read in bfloat16 for its largest value, read again, and
+    written twice, once transposed for the weight gradient (torchao, ``testing/training/roofline_utils.py``,
+    tensorwise). TransformerEngine's delayed scaling takes the largest value of earlier steps. Weights are cast once a
+    step."""
 
 
 RAYPIPE = Software()
 PYTORCH_2020 = Software(fused_attention=False, keyed_dropout=False, fused_tanh_gelu=False, fused_copies=False)
 """PyTorch 1 as of 2020; ``tests/cost/test_published_blocks.py`` compares it with published figures."""
-MEGATRON = Software(keyed_dropout=False, autocast=False)
+MEGATRON = Software(keyed_dropout=False, autocast=False, attention="cudnn", cast_bytes=4)
 """Fused kernels on 16-bit weights; the memory reported for ZeroPP's code base implies that it works this way."""
 SOFTWARE: dict[str, Software] = {"raypipe": RAYPIPE, "pytorch-2020": PYTORCH_2020, "megatron": MEGATRON}
 """Software by the name that a cluster file uses."""
@@ -113,24 +120,56 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         forward += 8 * e * scores + (2 * e + 1) * scores * (drop > 0)
         backward += 9 * e * scores + (2 * e + 1) * scores * (drop > 0)
         kept += (e + (e + 1 if drop else 0)) * scores
+    ahead, inputs, grads = zip(
+        linear_products(s, h, 3 * h),
+        linear_products(s, h, h, second=True),
+        linear_products(s, h, 4 * h),
+        linear_products(s, 4 * h, h, second=True),
+        strict=True,
+    )
+    # Fused: norm; sum and norm; GELU; sum. The backward computes them again: it reads inputs and gradients of outputs,
+    # and writes gradients of inputs. A norm's statistics and its output are not kept, nor is the GELU's output. A mask
+    # is written once and read once.
+    fused, masks = not scores, drop * mask_kept
+    fused_forward = ((m + e) + (2 * m + e + m + e) + 8 * e + (2 * m + e) + masks) * stream if fused else None
+    fused_backward = ((e + 2 * m) + (2 * e + 4 * m) + 12 * e + 2 * m + masks) * stream if fused else None
     return LayerWork(
         name="block",
         parameters=matrices + 13 * h,  # biases of 3 + 1 + 4 + 1, two norms of 2 each
         forward=TaskWork(
-            flops=linear + attention, operands=operands, weights=weights, traffic=forward, attention=attention
+            flops=linear + attention,
+            operands=operands,
+            weights=weights,
+            traffic=forward,
+            fused_traffic=fused_forward,
+            attention=attention,
+            positions=s,
+            products=ahead,
+            quantized=7.0 * stream,
         ),
         input_grad=TaskWork(
             flops=linear + attention_back,
             operands=operands,
             weights=weights,
             traffic=backward,
+            fused_traffic=fused_backward,
             overhead=0.8,
             attention=attention_back,
+            positions=s,
+            products=inputs,
+            quantized=9.0 * stream,
         ),
         weight_grad=TaskWork(
-            flops=linear, operands=operands, weights=3.0 * matrices * m, traffic=9.0 * e * stream, overhead=0.3
+            flops=linear,
+            operands=operands,
+            weights=3.0 * matrices * m,
+            traffic=9.0 * e * stream,
+            fused_traffic=0.0,  # sums of biases' gradients join other kernels
+            overhead=0.3,
+            products=grads,
         ),
         kept_bytes=kept,
+        fused_kept_bytes=(2 * m + 8 * e + masks) * stream + heads * stat * s if fused else None,
         cast_bytes=matrices * e if narrow else 0,
         waiting_bytes=16.0 * e * stream,  # both sides of the four products
         output_bytes=m * stream,
@@ -167,6 +206,7 @@ def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     e, m, stat = WIDTH[dtype], master_width(dtype, software), STATISTIC[dtype]
     narrow = e != m
     matrix = model.vocabulary * h
+    ahead, inputs, grads = linear_products(s, h, model.vocabulary, linear=False)
     product = TaskWork(
         flops=2.0 * s * h * model.vocabulary,
         operands=float(e * (s * h + logits)),
@@ -178,7 +218,12 @@ def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         name="head",
         parameters=matrix + 2 * h,
         forward=TaskWork(
-            flops=product.flops, operands=product.operands, weights=product.weights, traffic=norm + loss, overhead=0.4
+            flops=product.flops,
+            operands=product.operands,
+            weights=product.weights,
+            traffic=norm + loss,
+            overhead=0.4,
+            products=(ahead,),
         ),
         input_grad=TaskWork(
             flops=product.flops,
@@ -186,8 +231,11 @@ def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
             weights=product.weights,
             overhead=0.4,
             traffic=3 * m * s * h + 4 * stat * logits,
+            products=(inputs,),
         ),
-        weight_grad=TaskWork(flops=product.flops, operands=product.operands, weights=3.0 * m * matrix, overhead=0.3),
+        weight_grad=TaskWork(
+            flops=product.flops, operands=product.operands, weights=3.0 * m * matrix, overhead=0.3, products=(grads,)
+        ),
         kept_bytes=m * s * h + e * s * h + stat * logits + 2 * stat * s + 8 * s,
         cast_bytes=matrix * e if narrow else 0,
         waiting_bytes=e * (s * h + logits),

@@ -1,12 +1,55 @@
 """The work of a layer for one sample, in operations and bytes: the costs of a model before a machine is chosen.
 
 Sizes are in bytes, and a multiply-add counts as two operations. Everything grows with the number of samples except
-fields named fixed or weights.
+fields named fixed or weights. ``cost.kernels`` says how long a device takes for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+
+class Product(NamedTuple):
+    """A matrix product of one sample: ``rows x depth`` times ``depth x columns``."""
+
+    rows: int
+    columns: int
+    depth: int
+    grows: Literal["rows", "depth"] = "rows"
+    """The dimension that further samples of a micro-batch are added to."""
+    linear: bool = False
+    """It is a product of a linear layer inside the model, which ``train.dtype: fp8`` computes in FP8. The head is
+    none: TransformerEngine's and torchao's users keep it in bfloat16."""
+    divided: Literal["rows", "columns", "depth"] = "columns"
+    """The dimension that tensor parallelism divides."""
+
+    @property
+    def flops(self) -> float:
+        """Return the operations, for one sample."""
+        return 2.0 * self.rows * self.columns * self.depth
+
+    def shared(self, size: int) -> Product:
+        """Return a tensor rank's share in a group of ``size``."""
+        return self._replace(**{self.divided: max(1, getattr(self, self.divided) // size)})
+
+
+def linear_products(
+    tokens: int, inputs: int, outputs: int, second: bool = False, linear: bool = True
+) -> tuple[Product, Product, Product]:
+    """Return the products of a linear layer's forward, input gradient and weight gradient.
+
+    Args:
+        tokens: rows of one sample.
+        inputs, outputs: width of what it reads and writes.
+        second: of a pair of layers that tensor parallelism divides, it is the one whose input is divided.
+        linear: ``Product.linear``.
+    """
+    return (
+        Product(tokens, outputs, inputs, linear=linear, divided="depth" if second else "columns"),
+        Product(tokens, inputs, outputs, linear=linear, divided="columns" if second else "depth"),
+        Product(outputs, inputs, tokens, "depth", linear, "columns" if second else "rows"),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,34 +57,29 @@ class TaskWork:
     """The work of one task of one layer."""
 
     flops: float = 0.0
-    """Operations of its matrix products, per sample."""
+    """Operations of its matrix products and of its attention, per sample."""
     operands: float = 0.0
     """Bytes of activations that the products read and write, per sample."""
     weights: float = 0.0
     """Bytes of parameters and their gradients that are read and written, whatever the size of the micro-batch."""
     traffic: float = 0.0
     """Bytes that memory-bound kernels read and write, per sample: norms, activations, sums, attention's softmax."""
+    fused_traffic: float | None = None
+    """``traffic`` where chains of such kernels are fused, as a compiler does; None: as much."""
     attention: float = 0.0
     """The part of ``flops`` that is causal attention."""
+    full_attention: float = 0.0
+    """The part of ``flops`` that is fused attention without a causal mask."""
+    positions: int = 0
+    """Keys of each sequence that attention reads."""
     overhead: float = 1.0
     """Time of launches and half-filled kernels, relative to the overhead of a transformer block's forward."""
-
-    def seconds(self, samples: int, flops_s: float, bytes_s: float, overhead_s: float) -> float:
-        """Return the seconds for a micro-batch: products on the roofline (Williams et al. 2009), then memory traffic.
-
-        Args:
-            samples: size of the micro-batch.
-            flops_s: rate of large products, in operations per second.
-            bytes_s: memory bandwidth, in bytes per second.
-            overhead_s: overhead of a transformer block's forward, in seconds.
-        """
-        products = max(self.flops * samples / flops_s, (self.operands * samples + self.weights) / bytes_s)
-        return overhead_s * self.overhead + products + self.traffic * samples / bytes_s
-
-    def attention_share(self, samples: int, flops_s: float, bytes_s: float, overhead_s: float) -> float:
-        """Return the share of ``seconds`` that is causal attention, at the rate of large products."""
-        whole = self.seconds(samples, flops_s, bytes_s, overhead_s)
-        return min(1.0, self.attention * samples / flops_s / whole) if whole else 0.0
+    fused_overhead: float | None = None
+    """``overhead`` where kernels are fused; None: as much."""
+    products: tuple[Product, ...] = ()
+    """The products of which ``flops`` knows the shapes."""
+    quantized: float = 0.0
+    """Values of activations, or of gradients, that FP8 products need cast, per sample."""
 
     @property
     def attention_operations(self) -> float:
@@ -60,6 +98,8 @@ class LayerWork:
     input_grad: TaskWork
     weight_grad: TaskWork
     kept_bytes: float
+    fused_kept_bytes: float | None = None
+    """``kept_bytes`` where a compiler fuses kernels and computes their results again; None: as much."""
     unread_input_bytes: float = 0.0
     kept_fixed_bytes: float = 0.0
     cast_bytes: float = 0.0
@@ -67,6 +107,8 @@ class LayerWork:
     output_bytes: float
     output_floats: float | None = None
     workspace_bytes: float = 0.0
+    fused_workspace_bytes: float | None = None
+    """``workspace_bytes`` where kernels are fused; None: as much."""
     workspace_fixed_bytes: float = 0.0
     split_workspace_bytes: float | None = None
     key_value_bytes: float = 0.0

@@ -14,7 +14,6 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from raypipe.cost.hosts import Hosts
-from raypipe.cost.noise import Noise
 from raypipe.job.field_types import Devices, Positive, ReduceDtype, Spec
 from raypipe.job.reading import load_json
 from raypipe.job.spec import JobSpec
@@ -23,6 +22,53 @@ Seconds = Annotated[float, Field(ge=0, le=1e9)]
 """Times, bytes and counts are bounded so that sums of many do not overflow; 1e9 s are thirty years."""
 Bytes = Annotated[float, Field(ge=0, le=1e21)]
 Count = Annotated[int, Field(ge=0, le=10**18)]
+LIMIT = 0.1
+"""Disturbances above this share cause a warning, because plans differ by less."""
+
+
+class Noise(Spec):
+    """How wrong the times of a profile may be. On a quiet machine each figure is a few hundredths."""
+
+    stolen: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the measured tasks' time in which other processes had the cores, so that the tasks' threads did not
+    run. It is the largest over micro-batch sizes and devices, and 0 on GPUs."""
+    drift: Annotated[float, Field(ge=0)] = 0.0
+    """Relative difference between the times of the same tasks at the end of the measurement and before."""
+    again: Annotated[int, Field(ge=0)] = 0
+    """Number of micro-batch sizes that were measured again because of noise."""
+
+    @property
+    def worst(self) -> float:
+        """The larger of the two shares."""
+        return max(self.stolen, self.drift)
+
+    def warning(self) -> str | None:
+        """Return a warning to print, or None if the noise is within ``LIMIT``.
+
+        >>> print(Noise(stolen=0.46, drift=0.02).warning())
+        warning: the measured times may be wrong: other processes had the cores for 46% of the time; measure again on \
+a quiet machine
+        """
+        if self.worst <= LIMIT:
+            return None
+        return f"warning: the measured times may be wrong: {self.cause()}; measure again on a quiet machine"
+
+    def cause(self) -> str:
+        """Return the larger disturbance as a sentence.
+
+        >>> Noise(stolen=0.1, drift=0.2).cause()
+        'the same tasks took 20% more or less time at the end'
+        """
+        if self.stolen >= self.drift:
+            return f"other processes had the cores for {self.stolen:.0%} of the time"
+        return f"the same tasks took {self.drift:.0%} more or less time at the end"
+
+    def sentence(self) -> str:
+        """Return all figures as a sentence, for the notes of a table."""
+        return (
+            f"other processes had the cores for {self.stolen:.1%} of the time, the same tasks took {self.drift:.1%} "
+            f"more or less at the end; {self.again} sizes measured again"
+        )
 
 
 class TaskTimes(Spec):
@@ -151,6 +197,26 @@ class CollectivePath(LinkFit):
     """Pieces in flight at the same time."""
 
 
+class Reserved(Spec):
+    """Memory of a device that no tensor can have, beside what its process takes; see ``DeviceModel.reserved``."""
+
+    libraries_bytes: Bytes = 0.0
+    """Workspaces of libraries and pools of graphs."""
+    fragmentation_bytes: Bytes = 0.0
+    """Gaps of the allocator where the device is full."""
+    headroom_bytes: Bytes = 0.0
+    """Memory that plans leave free."""
+    group_bytes: Bytes = 0.0
+    """Buffers of a communicator of a group."""
+    edge_bytes: Bytes = 0.0
+    """Buffers of a communicator between two stages, where it receives."""
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Return what does not depend on the plan."""
+        return self.libraries_bytes + self.fragmentation_bytes + self.headroom_bytes
+
+
 class CollectiveFit(Spec):
     """Measured cost of one collective at one group size."""
 
@@ -225,6 +291,10 @@ class Profile(Spec):
     """Memory of a device's process before it holds a parameter: code, and the graph of a captured model."""
     code_bytes: Bytes = 0.0
     """Memory that kernels keep for one micro-batch size: oneDNN compiles code for each shape of a product."""
+    reserved: Reserved = Reserved()
+    """Memory that no tensor can have, beside these; nothing of a measured process, which holds it already."""
+    communication_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of a device's processors that a collective takes from the tasks that run beside it."""
     layers: Annotated[tuple[LayerProfile, ...], Field(strict=False, min_length=1)]
     tied_parameters: Count = 0
     """Values of matrices that the first and the last layer share; they are counted in both and held once by a stage
@@ -314,8 +384,8 @@ class Profile(Spec):
 
     @property
     def process_bytes(self) -> float:
-        """Return what a device's process takes beside the model."""
-        return self.base_bytes + self.code_bytes
+        """Return what a device's process takes beside the model, and what is kept free."""
+        return self.base_bytes + self.code_bytes + self.reserved.fixed_bytes
 
     def at_speed(self, factor: float) -> Profile:
         """Return the profile with compute ``factor`` times as slow; links and collectives do not change."""

@@ -78,16 +78,27 @@ def with_sharding(
         return seconds("all_reduce", size, layout)
 
     gather, scatter = [0.0] * len(cut), [0.0] * len(cut)
+    # Gathers and reduce-scatters run beside tasks of other stages and take some of the device's processors from them.
+    # They are charged to the tasks of their own stage, of which they slow down no more than there is: a gather for the
+    # forward, one for the backward, a sum.
+    forward, inputs = list(costs.forward), list(costs.input_grad)
+    taken = profile.communication_share
     all_reduce, update = list(costs.all_reduce), list(costs.update)
     for stage, layers in enumerate(cut):
         if sharding.levels[stage]:
             values = trained_parameters(profile, layers)
             gather[stage] = over_group("all_gather", stage, values * width)
             scatter[stage] = over_group("reduce_scatter", stage, values * reduced)
+            if sharding.levels[stage] == 3:
+                forward[stage] += taken * min(forward[stage], gather[stage])
+                back = inputs[stage] + costs.weight_grad[stage]
+                inputs[stage] += taken * min(back, gather[stage] + scatter[stage])
             all_reduce[stage] = between_groups(stage, values * reduced / group)
             update[stage] -= profile.update_s_per_parameter * values * (1 - 1 / group)
     return replace(
         costs,
+        forward=tuple(forward),
+        input_grad=tuple(inputs),
         gather=tuple(gather),
         reduce_scatter=tuple(scatter),
         all_reduce=tuple(all_reduce),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raypipe.cost.analytic import SIZES, analytic_profile
 from raypipe.cost.collectives import Kind, Layout, collective_seconds
@@ -23,6 +23,9 @@ from raypipe.errors import SpecError
 from raypipe.job.cluster import ClusterSpec
 from raypipe.job.field_types import WIDTH
 from raypipe.job.model_spec import GptSpec
+
+DIVIDED = ("flops", "operands", "weights", "traffic", "attention", "full_attention", "quantized")
+"""Fields of ``TaskWork`` of which a tensor rank has its share; the overhead of kernels stays."""
 
 
 class TensorRankWork(NamedTuple):
@@ -100,13 +103,17 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
 
 
 def share(work: LayerWork, replicated: LayerWork, size: int) -> LayerWork:
-    """Return a rank's work: all of ``replicated``, and 1/size of the remainder. The overhead of kernels stays."""
+    """Return a rank's work: all of ``replicated``, and 1/size of the remainder."""
     found: dict[str, object] = {}
     for field in fields(LayerWork):
         a, b = getattr(work, field.name), getattr(replicated, field.name)
         if isinstance(a, TaskWork):
-            parts = {f.name: _part(getattr(a, f.name), getattr(b, f.name), size) for f in fields(TaskWork)}
-            found[field.name] = TaskWork(**{**parts, "overhead": a.overhead})
+            parts: dict[str, Any] = {name: _part(getattr(a, name), getattr(b, name), size) for name in DIVIDED}
+            fused = a.fused_traffic
+            if fused is not None:
+                fused = _part(fused, min(fused, b.traffic), size)
+            products = tuple(product.shared(size) for product in a.products)
+            found[field.name] = replace(a, **parts, fused_traffic=fused, products=products)
         elif field.name in ("parameters", "trained_parameters"):
             found[field.name] = None if a is None else round(_part(a, b or 0, size))
         elif isinstance(a, int | float):
@@ -130,6 +137,8 @@ def tensor_profile(
     momentum: bool = False,
     tied: int = 0,
     trained_tied: int | None = None,
+    compiled: bool = False,
+    overlapped: bool = False,
 ) -> Profile:
     """Compute the profile of a cluster whose devices are tensor-parallel groups; see ``analytic_profile``.
 
@@ -148,6 +157,10 @@ def tensor_profile(
         optimizer, momentum: as in ``train``.
         tied: parameter values of a rank's share that first and last layer share; ignored for a GPT.
         trained_tied: those of ``tied`` that are trained; None: all.
+        compiled: ``train.compile`` fuses kernels.
+        overlapped: exchanges run beside the products that read or make their tensors, in as many parts as the group
+            has devices, of which one has nothing beside it: user buffers of TransformerEngine, asynchronous tensor
+            parallelism of PyTorch (Wang et al. 2023). Raypipe's own runtime has none of that.
 
     Raises:
         SpecError: the heads or the devices are not divisible by ``size``, or ``sub_pipelined`` without an even
@@ -167,7 +180,8 @@ def tensor_profile(
     if sub_pipelined:
         sizes = [n for n in sizes if n % 2 == 0]
     parts = sorted({n // 2 for n in sizes}) if sub_pipelined else sizes
-    plain = analytic_profile([m.work for m in tensor_ranks], cluster, dtype, parts, optimizer, momentum)
+    works = [m.work for m in tensor_ranks]
+    plain = analytic_profile(works, cluster, dtype, parts, optimizer, momentum, compiled=compiled)
     layout = Layout.of(range(size), Hosts(cluster.devices_per_host))
 
     def exchanged(kind: Kind, each: Sequence[float], samples: int) -> float:
@@ -180,7 +194,13 @@ def tensor_profile(
             ahead += exchanged("all_gather", tensor_rank.gathers, samples)
             back = exchanged("all_reduce", tensor_rank.backward_all_reduces, samples)
             exchanges = {"forward": ahead, "recompute": ahead, "input_grad": back, "joint": back, "weight_grad": 0.0}
-            if sub_pipelined:
+            if overlapped:
+                taken = plain.communication_share
+                total = {
+                    name: max(getattr(t, name) + taken * added, added) + added / size
+                    for name, added in exchanges.items()
+                }
+            elif sub_pipelined:
                 total = {name: 2 * max(getattr(t, name), added) for name, added in exchanges.items()}
             else:
                 total = {name: getattr(t, name) + added for name, added in exchanges.items()}
@@ -193,6 +213,7 @@ def tensor_profile(
     return plain.model_copy(
         update={
             "layers": tuple(timed(*pair) for pair in zip(plain.layers, tensor_ranks, strict=True)),
+            "base_bytes": plain.base_bytes + (plain.reserved.group_bytes if size > 1 else 0.0),
             "tied_parameters": tied,
             "trained_tied_parameters": trained_tied,
             "devices": cluster.devices // size,

@@ -13,9 +13,11 @@ from functools import cached_property
 from math import prod
 
 from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
-from raypipe.cost.layer_work import LayerWork, TaskWork
+from raypipe.cost.kernels import BLOCK
+from raypipe.cost.layer_work import LayerWork, Product, TaskWork, linear_products
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.dims import Sizes, count, evaluate_all
+from raypipe.graph.fused_work import FusionRules, fused_work
 from raypipe.graph.liveness import replicated
 from raypipe.graph.operation_costs import (
     AUTOCAST_BYTES,
@@ -36,9 +38,9 @@ from raypipe.graph.operations import ITEM_BYTES, OperationGraph
 from raypipe.graph.subgraphs import Subgraphs
 
 ATTENTION = "scaled_dot_product_attention"
-BLOCK = 12
-"""Number of kernels in a GPT block's forward, the unit of overhead: two norms, four products, attention, a GELU, two
-dropouts and two additions."""
+LINEAR = {"linear", "addmm", "mm", "matmul"}
+"""Products whose shape is that of a linear layer if they read one matrix of parameters."""
+COLLECTIVES = {"copy_to_group", "reduce_from_group", "gather_from_group"}
 INPUT_GRAD, WEIGHT_GRAD = 0.8, 0.3
 """Overhead of the input and the weight gradient relative to the forward, as for the built-in GPT's blocks."""
 LABEL = 8
@@ -121,6 +123,16 @@ class _Sums:
     """The part of ``forward_flops`` that is causal attention."""
     input_attention: float = 0.0
     """The same of ``input_flops``."""
+    full_attention: float = 0.0
+    """The part of ``forward_flops`` that is fused attention without a causal mask."""
+    positions: int = 0
+    """Keys that attention reads."""
+    products: tuple[list[Product], list[Product], list[Product]] = field(default_factory=lambda: ([], [], []))
+    """Of linear layers, in the forward, the input gradient and the weight gradient."""
+    read: dict[int | str, int] = field(default_factory=dict)
+    """Values of the activations that linear layers read, each once."""
+    written: int = 0
+    """Values that linear layers write."""
     key_values: float = 0.0
     """Bytes of the keys and values that causal attention reads."""
     weight_flops: float = 0.0
@@ -156,6 +168,10 @@ class _Sums:
         """Add what another's forward does, without its backward and what is kept for that."""
         self.forward_flops += other.forward_flops
         self.attention += other.attention
+        self.full_attention += other.full_attention
+        self.positions = max(self.positions, other.positions)
+        self.products[0].extend(other.products[0])
+        self.read |= other.read
         self.operands += other.operands
         self.traffic += other.traffic
         self.kernels += other.kernels
@@ -169,8 +185,20 @@ def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: fl
     sums = _Sums()
     for i in span:
         _count(counted, i, sums)
-    if number == sharding.count - 1:
-        _loss(counted, sums)
+    fused = fused_work(_fusion(counted), span)
+    fused_traffic, fused_back, fused_kept, last = (
+        fused.forward,
+        fused.backward,
+        fused.kept,
+        number == sharding.count - 1,
+    )
+    aside, largest = sums.aside, max(sums.largest, sums.scores)
+    if last:
+        logits = _loss(counted, sums)
+        # One kernel reads the logits twice; one of the backward writes their gradient.
+        fused_traffic, fused_back, fused_kept = fused_traffic + 2 * logits, fused_back + 2 * logits, fused_kept + logits
+        largest = max(largest, logits)
+    ahead, inputs, grads = (tuple(p._replace(linear=not last) for p in each) for each in sums.products)
     names = graph.parameters_of([graph.operations[i] for i in span])
     wide = max((ITEM_BYTES[graph.sources[n].type.dtype] for n in names), default=4)
     matrices = sum(sums.matrices.values())
@@ -184,7 +212,7 @@ def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: fl
     overhead = sums.kernels / BLOCK
     gradient = max([n * (wide + AUTOCAST_BYTES if cast else wide) for n in gradients.values()], default=0.0)
     fixed = max([gradient, *tables.values()])
-    cut = sharding.cuts[number] if number < sharding.count - 1 else ()
+    cut = () if last else sharding.cuts[number]
     behind = [kind for i in cut if (kind := graph.operations[i].type) is not None]
     work = LayerWork(
         name=f"{number} {sharding.labels[number]}",
@@ -195,16 +223,27 @@ def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: fl
             operands=sums.operands,
             weights=read,
             traffic=sums.traffic,
+            fused_traffic=fused_traffic,
             overhead=overhead,
+            fused_overhead=fused.kernels / BLOCK,
             attention=sums.attention,
+            full_attention=sums.full_attention,
+            positions=sums.positions,
+            products=ahead,
+            quantized=0.0 if last else sum(sums.read.values()),
         ),
         input_grad=TaskWork(
             flops=sums.input_flops,
             operands=sums.back_operands,
             weights=read if sums.input_flops else 0.0,
             traffic=sums.back_traffic,
+            fused_traffic=fused_back,
             overhead=INPUT_GRAD * overhead if backward or not names else 0.0,
             attention=sums.input_attention,
+            full_attention=FUSED_BACKWARD * sums.full_attention if backward else 0.0,
+            positions=sums.positions,
+            products=inputs,
+            quantized=0.0 if last else float(sums.written),
         ),
         # The gradient of an embedding is a whole table, mostly zeros, which is accumulated.
         weight_grad=TaskWork(
@@ -213,8 +252,10 @@ def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: fl
             weights=3 * wide * sum(gradients.values()) + 4 * sum(tables.values()),
             traffic=sums.weight_traffic,
             overhead=WEIGHT_GRAD * overhead if trained else 0.0,
+            products=grads,
         ),
         kept_bytes=sum(sums.kept.values()) + sums.aside,
+        fused_kept_bytes=fused_kept + aside,
         cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
         unread_input_bytes=unread,
         waiting_bytes=sums.waiting + sums.looked_up,
@@ -223,6 +264,7 @@ def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: fl
         output_floats=float(sum(kind.bytes(counted.one) for kind in behind if kind.floating)),
         # The gradient of the head's weight is made after those of the loss have been freed.
         workspace_bytes=max(sums.largest, sums.scores, sums.loss),
+        fused_workspace_bytes=largest,
         workspace_fixed_bytes=max(0.0, fixed - sums.loss),
         split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
         key_value_bytes=sums.key_values,
@@ -311,6 +353,14 @@ def _product(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
     for name in matrices:
         sums.matrices[str(name)] = c.values(name)
     back = sum(graph.requires_grad[o] for o in operation.inputs)
+    if len(matrices) == 1 and c.name(i) in LINEAR and operation.type is not None and c.values(i):
+        outputs = evaluate_all(operation.type.shape, c.one)[-1]
+        ahead, inputs, grads = linear_products(c.values(i) // outputs, round(flops / (2 * c.values(i))), outputs)
+        trained = graph.sources[str(matrices[0])].requires_grad
+        for each, product, made in zip(sums.products, (ahead, inputs, grads), (True, back, trained), strict=True):
+            each.extend([product] * bool(made))
+        sums.read |= {o: c.values(o) for o in read}
+        sums.written += c.values(i) if back or trained else 0
     if back:
         times = 1 if matrices else min(back, 2)
         sums.input_flops += times * flops
@@ -333,6 +383,7 @@ def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
     shapes = [evaluate_all(t.shape, c.one) for t in operand_types(graph, operation)[:3] if t is not None]
     *batch, queries, _ = shapes[0]
     width = c.widths[i]
+    sums.positions = max(sums.positions, shapes[1][-2])
     if operation.random:
         scores = prod(batch) * queries * shapes[1][-2]
         mask_moved, mask_kept = mask_bytes(width, RAYPIPE)
@@ -348,7 +399,9 @@ def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
         share = 0.5 if operation.causal else 1.0  # masked scores are not computed
         sums.forward_flops += share * flops
         sums.input_flops += share * FUSED_BACKWARD * flops
-        if operation.causal:
+        if not operation.causal:
+            sums.full_attention += flops
+        else:
             sums.attention += share * flops
             sums.input_attention += share * FUSED_BACKWARD * flops
             sums.key_values += sum(c.entering(i, o) for o in operation.operands[1:3])
@@ -392,8 +445,31 @@ def _statistic(c: _Counted, i: int) -> int:
     return 8 if kind is not None and kind.dtype == "float64" else 4
 
 
-def _loss(c: _Counted, sums: _Sums) -> None:
-    """Add the cross-entropy of the model's output: cast to float32 under autocast, log-softmax, and backward."""
+def _fusion(c: _Counted) -> FusionRules:
+    """Return what fusing needs to know of the operations."""
+    graph = c.graph
+
+    def size(i: int) -> float:
+        return 0.0 if c.replicated[i] else c.bytes(i)
+
+    def alone(i: int) -> bool:
+        name = c.name(i)
+        return name in COLLECTIVES or name == "embedding" or matrix_flops(graph, graph.operations[i], c.one) is not None
+
+    def keeps(i: int) -> list[int]:
+        results = keeps_result(graph, i) or c.name(i) == ATTENTION
+        kept = [o for o in kept_operands(graph, i) if not c.replicated[root(graph, o)]]
+        return [*kept, *([i] if results and graph.requires_grad[i] else [])]
+
+    return FusionRules(graph, alone, lambda i: root(graph, i), keeps, size)
+
+
+def _loss(c: _Counted, sums: _Sums) -> float:
+    """Add the cross-entropy of the model's output: cast to float32 under autocast, log-softmax, and backward.
+
+    Return the bytes of the outputs.
+    """
+    found = 0.0
     for output in c.graph.outputs.values():
         kind = c.graph.operations[output].type
         if kind is None or not kind.shape:
@@ -404,6 +480,8 @@ def _loss(c: _Counted, sums: _Sums) -> None:
         sums.back_traffic += 4 * width * logits
         sums.aside += width * logits + LABEL * (logits // max(1, evaluate_all(kind.shape, c.one)[-1]))
         sums.loss += 2.0 * width * logits
+        found += c.bytes(output)
+    return found
 
 
 def unread_bytes(graph: OperationGraph, sharding: Subgraphs, one: Sizes) -> tuple[float, ...]:

@@ -10,18 +10,51 @@ from pydantic import Field, model_validator
 
 from raypipe.errors import SpecError
 from raypipe.files import shipped, short
-from raypipe.job.field_types import MOST_DEVICES, Devices, Positive, Spec
+from raypipe.job.field_types import MOST, MOST_DEVICES, Devices, Positive, Spec
 from raypipe.job.reading import checked, parse_yaml, read_text
 
 Above = Annotated[float, Field(gt=1e-9, le=1e9)]
 """Figures of machines, in the units of their keys: far from any real one, and none whose sums overflow."""
-Dtype = Literal["float32", "float64", "bfloat16", "float16"]
+Fraction = Annotated[float, Field(gt=1e-9, le=1)]
+Overhead = Annotated[float, Field(ge=0, le=1e9)]
+Dtype = Literal["float32", "float64", "bfloat16", "float16", "float8"]
+AttentionKernel = Literal["flash", "cudnn"]
 Software = Literal["raypipe", "pytorch-2020", "megatron"]
 
 EXAMPLE = "cluster/devices/a100.yaml"
 """A complete cluster file that errors point to."""
 DEVICES = "devices"
 """The folder of device descriptions in ``cluster/``."""
+
+
+class AttentionModel(Spec):
+    """How fast an attention kernel is with a causal mask and long sequences, of which only the unmasked half counts.
+
+    In shares of the device's peak for the arithmetic.
+    """
+
+    forward: Fraction
+    """Share of the peak in the forward."""
+    backward: Fraction
+    """Share of the peak in the backward."""
+
+
+class ReservedModel(Spec):
+    """Memory that tensors cannot have."""
+
+    context_mib: Overhead
+    """Memory of a process before its first tensor: the driver's context, and the code of loaded kernels."""
+    workspace_mib: Overhead = 0.0
+    """Workspaces of the libraries of products, and pools of CUDA graphs."""
+    channels: Positive = 16
+    """Channels of a communicator."""
+    channel_mib: Overhead = 0.0
+    """Buffers of a channel for each neighbour from which it receives: a device has two in a group's rings and trees,
+    and one in a communicator between two stages."""
+    fragmentation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the memory that lies in gaps of the allocator where the device is full."""
+    headroom: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the memory that plans leave free."""
 
 
 class DeviceModel(Spec):
@@ -33,16 +66,35 @@ class DeviceModel(Spec):
     memory_gib: Above
     """Device memory in GiB."""
     usable: Annotated[float, Field(gt=0, le=1)] = 0.94
-    """Share of the memory that tensors can use; the driver's context, libraries and fragmentation take the rest."""
+    """Share of the memory that tensors can use; the driver's context, libraries and fragmentation take the rest. Not
+    read where ``reserved`` says what these take, or ``usable_gib`` what is left."""
+    usable_gib: Above | None = None
+    """GiB that tensors can use, if you know: nothing else is then reserved. null: as ``reserved`` or ``usable``
+    says."""
+    reserved: ReservedModel | None = None
+    """Memory that context, libraries, communicators and the allocator take, item by item; null: as ``usable`` says."""
     peak_tflops: Annotated[dict[Dtype, Above], Field(min_length=1)]
     """Peak matrix throughput by dtype, in 10^12 operations per second; a multiply-add counts as two."""
     memory_gb_s: Above
     """Memory bandwidth in 10^9 bytes per second."""
-    efficiency: Annotated[float, Field(gt=1e-9, le=1)]
+    memory_efficiency: Fraction = 1.0
+    """Share of ``memory_gb_s`` that kernels reach which only move memory."""
+    efficiency: Fraction
     """Share of the peak that large matrix products reach."""
-    efficiency_by_dtype: Annotated[dict[Dtype, Annotated[float, Field(gt=1e-9, le=1)]], Field(default_factory=dict)]
+    efficiency_by_dtype: Annotated[dict[Dtype, Fraction], Field(default_factory=dict)]
     """``efficiency`` of dtypes for which it differs."""
-    layer_overhead_us: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    multiprocessors: Positive | None = None
+    """Processors, each of which computes one tile of a product at a time: products are then timed by their shapes, and
+    attention by its kernel. null: products of a layer are timed together, attention among them."""
+    attention: Annotated[dict[AttentionKernel, AttentionModel], Field(default_factory=dict)]
+    """With ``multiprocessors``: speed of attention kernels. ``flash`` is what PyTorch runs, ``cudnn`` Megatron."""
+    launch_us: Overhead = 0.0
+    """With ``multiprocessors``: time in which the host starts one kernel, so that small layers wait for the host."""
+    compiled_launch_us: Overhead = 0.0
+    """The same where a compiler has made the kernels."""
+    communication_processors: Annotated[int, Field(ge=0, le=MOST)] = 0
+    """Of ``multiprocessors``, those that a collective beside computation takes from it."""
+    layer_overhead_us: Overhead = 0.0
     """Fixed time of a layer's forward in microseconds: kernel launches, and products too small to fill the device. A
     layer of x operations reaches the share x / (x + overhead * efficiency * peak) of the efficiency."""
 
@@ -50,7 +102,7 @@ class DeviceModel(Spec):
 class LinkModel(Spec):
     """A link. A message of n bytes takes ``latency + n / bandwidth``."""
 
-    latency_us: Annotated[float, Field(ge=0, le=1e9)]
+    latency_us: Overhead
     """Latency in microseconds."""
     bandwidth_gb_s: Above
     """Bandwidth in one direction, in 10^9 bytes per second."""
@@ -221,7 +273,20 @@ def cluster_from(mapping: object, where: str = "cluster") -> ClusterSpec:
     """Check a cluster given as plain data (as YAML gives it); ``where`` names its origin in errors."""
     found = checked(mapping, ClusterSpec, where, EXAMPLE)
     _check_number(found.devices, f"{where}: hosts")
+    for group in (found, *found.other_hosts):
+        _check_parts(group.device, where)
     return found
+
+
+def _check_parts(device: DeviceModel, where: str) -> None:
+    """Check that what is a part of another figure is no more than that."""
+    if device.usable_gib is not None and device.usable_gib > device.memory_gib:
+        why = f"{device.usable_gib:g} GiB of a memory of {device.memory_gib:g}"
+        raise SpecError(f"{where}: device.usable_gib", why, f"use at most {device.memory_gib:g}")
+    taken, most = device.communication_processors, device.multiprocessors or 0
+    if taken and taken >= most:
+        fix = f"use fewer than {most}" if most else "give multiprocessors too"
+        raise SpecError(f"{where}: device.communication_processors", f"{taken} of {most} multiprocessors", fix)
 
 
 def _check_number(devices: int, where: str) -> None:

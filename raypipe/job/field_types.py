@@ -21,7 +21,9 @@ WireDtype = Literal["bfloat16", "float16", "float32"]
 """Dtypes that messages may be cast to."""
 ReduceDtype = Literal["float32", "bfloat16"]
 """Dtypes in which gradients may be summed."""
-WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bfloat16-true": 2}
+FP8 = "fp8"
+"""The ``train.dtype`` whose linear layers compute in FP8; all else of it is that of bfloat16-true."""
+WIDTH = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "bfloat16-true": 2, FP8: 2}
 """Bytes of a value that products read and write, by dtype or ``train.dtype``."""
 WEIGHT_WIDTH = {**WIDTH, "bfloat16": 4, "float16": 4}
 """Bytes of a weight, of its gradient and of a value of the residual stream, by ``train.dtype``: under 16-bit autocast
@@ -31,10 +33,10 @@ they stay float32."""
 def arithmetic(dtype: str) -> str:
     """Return the dtype of the matrix products of ``train.dtype``.
 
-    >>> arithmetic("bfloat16-true")
-    'bfloat16'
+    >>> arithmetic("bfloat16-true"), arithmetic("fp8")
+    ('bfloat16', 'float8')
     """
-    return dtype.removesuffix("-true")
+    return "float8" if dtype == FP8 else dtype.removesuffix("-true")
 
 
 class Spec(BaseModel):

@@ -56,7 +56,7 @@ class JobSpec(Spec):
 
 def reduce_dtype(train: TrainSpec, parallel: ParallelSpec) -> ReduceDtype | None:
     """Return the dtype in which gradients are summed over replicas; None if it is their own."""
-    own = {"bfloat16-true": "bfloat16", "bfloat16": "float32"}.get(train.dtype, train.dtype)
+    own = train.crossing_dtype
     return parallel.reduce_dtype if parallel.reduce_dtype != own else None
 
 

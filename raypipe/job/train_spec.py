@@ -122,9 +122,10 @@ class TrainSpec(Spec):
     checkpoint and on with the data after that step's. No checkpoint ever holds such a number."""
     seed: Count = 0
     """Seed of the initial weights, the order of the data and dropout."""
-    dtype: Literal["float32", "float64", "bfloat16", "bfloat16-true"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16", "bfloat16-true", "fp8"] = "float32"
     """Precision of training. ``bfloat16`` is autocast over float32 weights. ``bfloat16-true`` has weights, activations
-    and gradients in bfloat16; the optimizer updates float32 master weights, which are rounded to the weights."""
+    and gradients in bfloat16; the optimizer updates float32 master weights, which are rounded to the weights. ``fp8``
+    is for planning alone: as ``bfloat16-true``, with the products of linear layers in FP8."""
     tf32: bool = False
     """On GPUs: compute float32 products and convolutions in TF32, faster and with 10 bits of mantissa instead of 23."""
     deterministic: bool = False
@@ -226,7 +227,7 @@ class TrainSpec(Spec):
     @property
     def crossing_dtype(self) -> str:
         """Dtype of floating-point tensors between stages: that of the weights, which autocast does not change."""
-        return {"bfloat16": "float32", "bfloat16-true": "bfloat16"}.get(self.dtype, self.dtype)
+        return {"bfloat16": "float32", "bfloat16-true": "bfloat16", "fp8": "bfloat16"}.get(self.dtype, self.dtype)
 
     @property
     def needs_norm(self) -> bool:

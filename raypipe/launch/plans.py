@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raypipe.cost.gpt_work import RAYPIPE
+from raypipe.cost.kernels import Kernels
 from raypipe.errors import RequestError, ScheduleError, SpecError
 from raypipe.graph.dims import count
 from raypipe.graph.stages.links import check_order, stage_ends
 from raypipe.graph.subgraph_work import captured_work
-from raypipe.job.field_types import arithmetic
 from raypipe.job.parallel_spec import JOBS_OWN
 from raypipe.job.requested_schedule import Cut, base_schedule, is_file, named_layers
 from raypipe.job.spec import JobSpec
@@ -177,15 +178,8 @@ def layer_costs(job: JobSpec, model: LayeredModel, machine: ClusterSpec) -> Laye
 
     if not isinstance(model, CapturedModel):
         raise SpecError("parallel.placement", "the model is a chain without branches", "use line")
-    device, kind = machine.device, arithmetic(job.train.dtype)
     link = machine.inside if machine.devices_per_host > 1 or machine.hosts == 1 else machine.between
-    shares = {str(name): share for name, share in device.efficiency_by_dtype.items()}
-    peaks = {str(name): peak for name, peak in device.peak_tflops.items()}
-    rates = (
-        peaks[kind] * 1e12 * shares.get(kind, device.efficiency),
-        device.memory_gb_s * 1e9,
-        device.layer_overhead_us * 1e-6,
-    )
+    kernels = Kernels.of(machine.device, job.train.dtype, RAYPIPE)
     samples = job.parallel.microbatch
     works = [each.work for each in captured_work(model.graph, model.sharding, model.sizes(1))]
     tensors = model.tensors(range(len(model.results)), samples)
@@ -194,9 +188,9 @@ def layer_costs(job: JobSpec, model: LayeredModel, machine: ClusterSpec) -> Laye
         results=model.results,
         result_bytes=tuple(sizes),
         gradient_bytes=tuple(size * t.differentiable for size, t in zip(sizes, tensors, strict=True)),
-        forward=tuple(w.forward.seconds(samples, *rates) for w in works),
-        input_grad=tuple(w.input_grad.seconds(samples, *rates) for w in works),
-        weight_grad=tuple(w.weight_grad.seconds(samples, *rates) for w in works),
+        forward=tuple(kernels.seconds(w.forward, samples) for w in works),
+        input_grad=tuple(kernels.seconds(w.input_grad, samples, backward=True) for w in works),
+        weight_grad=tuple(kernels.seconds(w.weight_grad, samples, backward=True) for w in works),
         latency_s=link.latency_us * 1e-6,
         bytes_per_s=link.bandwidth_gb_s * 1e9,
     )

@@ -69,6 +69,8 @@ def build_model(
         SpecError: the model does not exist, does not fit its data, or cannot be divided.
         CaptureError: the model cannot be captured.
     """
+    if job.train.dtype not in DTYPES:
+        raise SpecError("train.dtype", f"{job.train.dtype} is for planning alone", "train with bfloat16-true")
     division, parallel = None, job.parallel if parallel is None else parallel
     if tensor_rank is not None and parallel.tensor > 1:
         division = Division(parallel.tensor, tensor_rank, parallel.tensor_table)

@@ -15,7 +15,7 @@ from raypipe.plan.choose import Decision, Row, label
 from raypipe.plan.decision_json import recompute_word, schedule_of, terms_beside
 from raypipe.plan.plan import sharded
 from raypipe.plan.predict.prediction import Prediction
-from raypipe.plan.reasons import gib
+from raypipe.plan.reasons import GIB
 from raypipe.schedule.passes import add_updates, place_gradient_sync
 from raypipe.schedule.shape import NEUTRAL
 from raypipe.simulate.engine import simulate
@@ -34,7 +34,8 @@ def ranked_table(decision: Decision) -> Table:
     """Return a table with one row per candidate, the chosen one first."""
     shared = any(row.prediction.candidate.tensor > 1 for row in decision.rows)
     across = "D x W x T" if shared else "D x W"
-    headings = ("", "schedule", across, "B", "N", "details", "step", "samples/s", "bubbles", "memory", "why")
+    memory = ("GiB: planned", "reserved", "free")
+    headings = ("", "schedule", across, "B", "N", "details", "step", "samples/s", "bubbles", *memory, "why")
     table = text_table(headings, left=("schedule", "details", "why"))
     for number, row in enumerate(decision.rows):
         table.add_row(*_cells(number + 1, row, shared), style="" if row.prediction.fits else "dim")
@@ -54,7 +55,7 @@ def _cells(number: int, row: Row, shared: bool) -> list[str]:
         seconds(p.step_s),
         f"{p.throughput:,.4g}",
         f"{p.bubble_ratio:.1%}",
-        gib(max(p.memory_bytes)),
+        *(f"{size / GIB:.1f}" for size in (p.memory[p.fullest].planned, p.memory[p.fullest].reserved, -p.excess)),
         row.why,
     ]
 

@@ -11,10 +11,13 @@ from pydantic import ValidationError
 
 from raypipe.capture.capture import capture
 from raypipe.capture.meta import build_without_memory
+from raypipe.cost.gpt_work import RAYPIPE
+from raypipe.cost.kernels import Kernels
 from raypipe.errors import RequestError, SpecError
-from raypipe.graph.placement.from_model import Backward, DeviceRates, placement_graph
+from raypipe.graph.placement.from_model import Backward, placement_graph
 from raypipe.graph.placement.problem import PlacementGraph
 from raypipe.job.cluster import load_cluster
+from raypipe.job.field_types import WIDTH
 from raypipe.job.model_spec import ImportSpec
 from raypipe.models.sources.imported import Imported
 from raypipe.partition.this_machine import this_machine
@@ -49,15 +52,10 @@ def graph_of_model(
     """
     machine = this_machine(dtype, 1) if cluster is None else load_cluster(cluster).of_one_kind(str(cluster))
     device = machine.device
-    peaks = {str(k): v for k, v in device.peak_tflops.items()}
+    peaks = [name for name in map(str, device.peak_tflops) if name in WIDTH]
     if dtype not in peaks:
         raise SpecError("--dtype", f"{device.name} has no peak_tflops for {dtype}", f"use {' or '.join(peaks)}")
-    shares = {str(k): v for k, v in device.efficiency_by_dtype.items()}
-    rates = DeviceRates(
-        peaks[dtype] * 1e12 * shares.get(dtype, device.efficiency),
-        device.memory_gb_s * 1e9,
-        device.layer_overhead_us * 1e-6,
-    )
+    kernels = Kernels.of(device, dtype, RAYPIPE)
     try:
         build = Imported(ImportSpec.model_validate({"import": function})).build
     except ValidationError:
@@ -75,7 +73,7 @@ def graph_of_model(
     one = captured.graph.sizes(
         {name: (1, *shape) for name, (shape, _) in read.items() if name in captured.graph.inputs}
     )
-    return placement_graph(captured.graph, one, batch, rates, bytes_per_parameter, backward, merge)
+    return placement_graph(captured.graph, one, batch, kernels, bytes_per_parameter, backward, merge)
 
 
 def _input(text: str) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:

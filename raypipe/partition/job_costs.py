@@ -45,6 +45,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
             tied=tied,
             trained_tied=trained_tied,
             slicing=slicing,
+            compiled=train.compile == "inductor",
         )
         for kind in cluster.kinds
     ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from raypipe.atomic_write import write_whole
 from raypipe.capture.captured import Notify, cache_folder, to_stderr
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.layer_work import LayerWork, TaskWork
+from raypipe.cost.layer_work import LayerWork, Product, TaskWork
 from raypipe.cost.profile import Slicing, load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
@@ -20,6 +20,7 @@ from raypipe.files import read_json
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
 from raypipe.job.cluster import load_cluster
+from raypipe.job.field_types import FP8
 from raypipe.job.requested_schedule import base_schedule
 from raypipe.partition.report import Crossing, ModelPiece, Partition, make_partition
 from raypipe.partition.this_machine import this_machine
@@ -72,6 +73,8 @@ def job_pieces(job: JobSpec) -> JobPieces:
         SpecError: the model does not divide.
         CaptureError: it cannot be captured.
     """
+    if job.train.dtype == FP8:  # for planning alone: the same operations, of which some compute in FP8
+        job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": "bfloat16-true"})})
     key = pieces_key(job)
     kept = None if key is None else load_pieces(key)
     if kept is not None:
@@ -93,7 +96,7 @@ def job_pieces(job: JobSpec) -> JobPieces:
 #
 # Only for models whose code and configuration can be told without running any of it: the built-in GPT needs no keeping,
 # and what a function builds is known only once it has run.
-KEPT_AS = 3
+KEPT_AS = 4
 """Version of what is kept; increased when it changes, so that older pieces are no longer found."""
 
 
@@ -175,5 +178,8 @@ def _tensor_rank(item: list[Any]) -> TensorRankWork:
 
 
 def _work(item: dict[str, Any]) -> LayerWork:
-    efforts = {key: TaskWork(**item[key]) for key in ("forward", "input_grad", "weight_grad")}
-    return LayerWork(**{**item, **efforts})
+    tasks = {}
+    for key in ("forward", "input_grad", "weight_grad"):
+        products = tuple(Product(*product) for product in item[key]["products"])
+        tasks[key] = TaskWork(**{**item[key], "products": products})
+    return LayerWork(**{**item, **tasks})

@@ -68,12 +68,14 @@ def used_up(p: Prediction) -> set[str]:
 def device_gib(profile: Profile, need: float) -> float:
     """Return the device memory in GiB, rounded up to tenths, that holds a plan of ``need`` bytes.
 
-    ``need`` includes the profile's ``base_bytes``. On a described device these are a fixed share of its memory, so they
-    grow with the device; measured ones stay as they are.
+    ``need`` includes what the process takes and what is kept free. On a described device fragmentation and headroom,
+    or where these are not described all of it, are a fixed share of the memory, so they grow with the device; the rest,
+    and measured ones, stay as they are.
     """
     if profile.source == "analytic" and profile.memory_bytes:
-        share = profile.base_bytes / profile.memory_bytes
-        need = (need - profile.base_bytes) / (1 - share) if share < 1 else need
+        grows = profile.reserved.fragmentation_bytes + profile.reserved.headroom_bytes or profile.base_bytes
+        share = grows / profile.memory_bytes
+        need = (need - grows) / (1 - share) if share < 1 else need
     return ceil(10 * need / GIB * (1 - 1e-12)) / 10
 
 

@@ -12,8 +12,7 @@ import ray
 
 from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.memory import parameter_bytes
-from raypipe.cost.noise import LIMIT
-from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
+from raypipe.cost.profile import LIMIT, LayerProfile, Profile, TaskTimes
 from raypipe.data import declared_fields, known_fields
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec

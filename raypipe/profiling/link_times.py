@@ -8,8 +8,7 @@ from statistics import fmean
 
 import ray
 
-from raypipe.cost.collectives import Kind
-from raypipe.cost.fit import Timed, TimedCollective
+from raypipe.cost.collectives import Kind, Timed, TimedCollective
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
 

@@ -18,11 +18,10 @@ from statistics import fmean
 
 import ray
 
-from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
+from raypipe.cost.collectives import Timed, TimedCollective, fit, fit_link
 from raypipe.cost.hosts import Hosts, devices_on_hosts
 from raypipe.cost.kinds import of_kinds
-from raypipe.cost.noise import LIMIT, Noise
-from raypipe.cost.profile import LinkFit, Profile, Slicing, TakenFor
+from raypipe.cost.profile import LIMIT, LinkFit, Noise, Profile, Slicing, TakenFor
 from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec

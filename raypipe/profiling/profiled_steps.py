@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.cost.noise import LIMIT
+from raypipe.cost.profile import LIMIT
 from raypipe.models import LayeredModel
 from raypipe.plan.online.calibrate import typical
 from raypipe.schedule.ir import Schedule, StageGraph, Task

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.cost.analytic import SIZES, analytic_profile, update_bytes
+from raypipe.cost.kernels import Kernels
 from raypipe.cost.layer_work import TaskWork
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
@@ -52,10 +53,9 @@ def test_by_hand(machine):
 def test_half_of_the_efficiency_where_the_overhead_says_so():
     """A layer of x operations reaches x / (x + overhead * rate) of the rate."""
     rate, overhead = 1e12, 5e-3
+    kernels = Kernels(flops_s=rate, bytes_s=1e18, overhead_s=overhead)
     for samples, share in ((1, 0.5), (3, 0.75), (9, 0.9)):
-        assert TaskWork(flops=5e9).seconds(samples, rate, 1e18, overhead) == pytest.approx(
-            5e9 * samples / (rate * share)
-        )
+        assert kernels.seconds(TaskWork(flops=5e9), samples) == pytest.approx(5e9 * samples / (rate * share))
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)

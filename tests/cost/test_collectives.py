@@ -6,8 +6,19 @@ from fractions import Fraction
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.collectives import MODELS, Layout, along, best, collective_seconds, from_measured, terms
-from raypipe.cost.fit import Timed, TimedCollective, fit, fit_link
+from raypipe.cost.collectives import (
+    MODELS,
+    Layout,
+    Timed,
+    TimedCollective,
+    along,
+    best,
+    collective_seconds,
+    fit,
+    fit_link,
+    from_measured,
+    terms,
+)
 from raypipe.cost.hosts import Hosts
 from raypipe.cost.profile import CollectiveFit, CollectivePath, LinkFit
 from raypipe.errors import SpecError
@@ -216,6 +227,17 @@ def test_over_hosts(profile):
     assert sum(half) == pytest.approx(levels, rel=1e-2)
     assert collective_seconds(profile, "all_reduce", gigabyte, Layout(1, 1)) == 0
     assert collective_seconds(profile, "all_reduce", 0, Layout(4, 8)) == 0
+
+
+def test_rings_over_all_cards(profile):
+    """A card for each of eight devices: as many rings, which enter a host side by side."""
+    rails = profile.model_copy(update={"host_links": 8})
+    seconds = collective_seconds(rails, "all_gather", 1e9, Layout(4, 8))
+    assert seconds == pytest.approx(31 / 32 / 80, rel=0.04)  # 31 steps' latencies
+    shared = collective_seconds(rails, "all_gather", 1e9, Layout(4, 4), sharing=2)  # two groups of four on each host
+    assert shared == pytest.approx(15 / 16 / 40, rel=0.02)
+    fast = rails.model_copy(update={"between": LinkFit(alpha_s=1e-5, beta_s_per_byte=1e-12)})
+    assert collective_seconds(fast, "all_gather", 1e9, Layout(4, 8)) > 7 / 8 / 100  # a device's own link remains
 
 
 def test_collectives_may_take_another_path_than_messages(profile):

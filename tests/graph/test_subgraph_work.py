@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.gpt_work import gpt_work
+from raypipe.cost.gpt_work import MEGATRON, gpt_work
+from raypipe.cost.kernels import Kernels
 from raypipe.cost.profile import Slicing
 from raypipe.cost.stages import costs_of
 from raypipe.cost.tensor import divided_gpt, tensor_profile
 from raypipe.data import declared_fields
+from raypipe.errors import SpecError
 from raypipe.graph.liveness import replicated
 from raypipe.graph.operation_costs import ON_CPU
 from raypipe.job import DataSpec, GptSpec, JobSpec, job_from
@@ -25,6 +27,7 @@ from raypipe.models import build_model
 from raypipe.models.captured import CapturedModel
 from raypipe.models.keyed_random import random_keys
 from raypipe.partition.job_costs import divided_profile, job_profile
+from raypipe.partition.partition_job import job_pieces
 from raypipe.partition.pieces import VARYING, slicing_of, tensor_ranks_of
 from raypipe.plan.candidate import slice_counts
 from raypipe.plan.choose import choose
@@ -33,6 +36,7 @@ from raypipe.tensor import SoloGroup, group_of_thread
 from tests.exhaustive import exhaustive
 
 ROOT = Path(__file__).parents[2]
+KERNELS = Kernels(flops_s=1e12, bytes_s=1e12, overhead_s=1e-5)
 SAMPLES = 2
 SEQUENCE = 16
 NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -183,7 +187,7 @@ def test_frozen_weights_have_no_gradients_and_layers_before_the_first_trained_on
     for i, (work, before) in enumerate(zip(works, usual, strict=True)):
         saved = saved_bytes(model, i, False)
         assert saved == pytest.approx(SAMPLES * work.kept_bytes, abs=8 * SEQUENCE), work.name
-        backward, weights = (each.seconds(8, 1e12, 1e12, 1e-5) for each in (work.input_grad, work.weight_grad))
+        backward, weights = (KERNELS.seconds(each, 8) for each in (work.input_grad, work.weight_grad))
         assert (backward == 0.0) == (i < first)
         assert (weights == 0.0) == (i != first)
         assert work.weight_grad.flops < 0.1 * before.weight_grad.flops or not before.weight_grad.flops
@@ -251,6 +255,37 @@ def test_a_member_of_a_group_computes_holds_and_sums_what_the_formulas_say() -> 
         for what in ("forward", "input_grad", "weight_grad"):
             block_s = sum(getattr(layer.times[64], what) for layer in ours.layers[3:5])  # the second block's
             assert block_s == pytest.approx(getattr(theirs.layers[2].times[64], what), rel=0.08), what
+
+
+def test_fused_kernels_of_a_captured_gpt2_are_those_of_the_gpt() -> None:
+    """What they move and keep, and the shapes of the products, of a block between others."""
+    length, hidden = 256, 1024
+    config = {"n_layer": 3, "n_embd": hidden, "n_head": 8, "vocab_size": 512, "n_positions": length,
+              "activation_function": "gelu", **NO_DROPOUT}  # fmt: skip
+    job = job_of("gpt2", config, length, dtype="bfloat16-true")
+    model = build_model(job, declared_fields(job.data), tensor_rank=0)
+    attention, mlp = (rank.work for rank in tensor_ranks_of(job, model)[3:5])
+    shape = GptSpec(layers=3, hidden=hidden, heads=8, sequence=length, vocabulary=512)
+    block = gpt_work(shape, "bfloat16-true", MEGATRON)[2]
+    for task in ("forward", "input_grad", "weight_grad"):
+        ours, theirs = [getattr(attention, task), getattr(mlp, task)], getattr(block, task)
+        assert sorted(p[:4] for each in ours for p in each.products) == sorted(p[:4] for p in theirs.products)
+        assert sum(each.quantized for each in ours) == theirs.quantized
+        known = sum(p.flops for each in ours for p in each.products) + sum(each.attention for each in ours)
+        assert known == pytest.approx(sum(each.flops for each in ours))
+        if task != "weight_grad":
+            assert sum(each.fused_traffic or 0.0 for each in ours) == pytest.approx(theirs.fused_traffic, rel=0.15)
+    assert (attention.fused_kept_bytes or 0) + (mlp.fused_kept_bytes or 0) == pytest.approx(
+        block.fused_kept_bytes, rel=0.05
+    )
+
+
+def test_fp8_plans_and_does_not_train() -> None:
+    job = job_of("gpt2", {**GPT2, **NO_DROPOUT}, dtype="fp8")
+    wide = job.model_copy(update={"train": job.train.model_copy(update={"dtype": "bfloat16-true"})})
+    assert job_pieces(job) == job_pieces(wide)
+    with pytest.raises(SpecError, match="fp8 is for planning alone"):
+        build_model(job, declared_fields(job.data))
 
 
 def test_slices_of_a_captured_gpt2_take_what_those_of_the_gpt_take() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from raypipe.cost.noise import LIMIT, Noise
+from raypipe.cost.profile import LIMIT, Noise
 from raypipe.profiling.effort import QUICK, THOROUGH, Effort
 from raypipe.profiling.profile_job import measure_again
 from raypipe.profiling.profiled_steps import Samples, charge, drift, measured_step, own_seconds, stolen, task_times

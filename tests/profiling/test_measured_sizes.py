@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from raypipe.cost.noise import Noise
+from raypipe.cost.profile import Noise
 from raypipe.observe.progress import Notes
 from raypipe.profiling.effort import QUICK, THOROUGH, Effort
 from raypipe.profiling.profile_job import measure_sizes

@@ -11,8 +11,7 @@ import pytest
 
 from raypipe.cli import run
 from raypipe.cost.gpt_work import gpt_work
-from raypipe.cost.noise import Noise
-from raypipe.cost.profile import Profile
+from raypipe.cost.profile import Noise, Profile
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, job_from
 from raypipe.models import GptLayers

@@ -24,7 +24,15 @@ from pydantic import BaseModel
 from raypipe.atomic_write import write_whole
 from raypipe.cli import VERBS, verb_function
 from raypipe.job import DataSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec, ParallelSpec, TrainSpec
-from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, HostGroup, LinkModel
+from raypipe.job.cluster import (
+    AttentionModel,
+    ClusterSpec,
+    CollectiveModel,
+    DeviceModel,
+    HostGroup,
+    LinkModel,
+    ReservedModel,
+)
 from raypipe.job.field_types import MOST, Spec
 from raypipe.job.train_spec import GroupSpec
 from raypipe.trainer.library import CONSTRUCTOR, METHODS, SECTIONS, LibraryRow
@@ -90,6 +98,8 @@ CLUSTER_SECTIONS: dict[str, type[Spec]] = {
     "The file": ClusterSpec,
     "other_hosts": HostGroup,
     "device": DeviceModel,
+    "device.reserved": ReservedModel,
+    "device.attention: of each kernel": AttentionModel,
     "inside, between": LinkModel,
     "collective": CollectiveModel,
 }

@@ -20,7 +20,7 @@ from raypipe.cost.kinds import process_bytes
 from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.memory.stage import StageMemory, shares_input, stage_memory
 from raypipe.cost.memory.terms import DeviceMemory
-from raypipe.cost.profile import Profile
+from raypipe.cost.profile import Profile, Reserved
 from raypipe.cost.stages import Cut, check_cut, gradient_width, reduced_width
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, SHARDED, WEIGHT_GRADIENTS
@@ -75,6 +75,7 @@ def device_memory(
     setting = _Setting(
         schedule=schedule,
         base=process_bytes(profile, schedule.devices, copies),
+        reserved=profile.reserved,
         stages=[
             stage_memory(profile, layers, samples, each, split=s in split, recomputed=recomputed)
             for s, layers in enumerate(cut)
@@ -90,12 +91,35 @@ def device_memory(
         cast_share=0.0 if profile.reduce_dtype is None else reduced_width(profile) / gradient_width(profile.dtype),
         beside_shards=beside_shards,
     )
+    communicators = _communicators(profile, schedule, setting.holders, copies)
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
     messages = held_messages(schedule, [profile.layers[layers[-1]].sent_bytes * samples for layers in cut])
     return tuple(
-        _fullest(setting, device, own, versions[device] if versions is not None else 0, heads[device], messages[device])
+        replace(
+            _fullest(
+                setting, device, own, versions[device] if versions is not None else 0, heads[device], messages[device]
+            ),
+            communicators=communicators[device],
+        )
         for device, own in enumerate(held(schedule))
     )
+
+
+def _communicators(profile: Profile, schedule: Schedule, holders: Sequence[int], copies: int) -> list[float]:
+    """Return the bytes of each device's communicators: one that all devices share, one of each stage's holders, and one
+    from each neighbour, for activations and for gradients."""
+    each = profile.reserved
+    everyone = schedule.devices * copies > 1
+    found = [each.group_bytes * everyone] * schedule.devices
+    for device, own in enumerate(held(schedule)):
+        found[device] += each.group_bytes * len({holders[s] for s, _ in own if holders[s] > 1})
+        edges = set()
+        for s, replica in own:
+            row = schedule.placement[replica]
+            edges |= {("F", row[s - 1])} if s else set()
+            edges |= {("B", row[s + 1])} if s + 1 < len(row) else set()
+        found[device] += each.edge_bytes * sum(other != device for _, other in edges)
+    return found
 
 
 @dataclass(frozen=True)
@@ -104,7 +128,8 @@ class _Setting:
 
     schedule: Schedule
     base: Sequence[float]
-    """Per device."""
+    """Per device, with what is reserved."""
+    reserved: Reserved
     stages: Sequence[StageMemory]
     shares_input: Sequence[bool]
     reads: Sequence[float]
@@ -146,7 +171,10 @@ def _fullest(
     more = [s for s, replica in own if replica != primary]
     moments = _Moments(
         DeviceMemory(
-            base=setting.base[device],
+            base=setting.base[device] - setting.reserved.fixed_bytes,
+            libraries=setting.reserved.libraries_bytes,
+            fragmentation=setting.reserved.fragmentation_bytes,
+            headroom=setting.reserved.headroom_bytes,
             weights=sum(shares[s].weights + shares[s].frozen for s in first),
             optimizer=sum(shares[s].optimizer for s in first),
             inputs=max((setting.reads[s] for s, _ in own), default=0.0),

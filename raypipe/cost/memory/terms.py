@@ -8,6 +8,10 @@ from dataclasses import dataclass, fields
 RECOMPUTE, SMALLER, FEWER, STAGES = "recompute", "smaller micro-batches", "fewer of them in flight", "more stages"
 WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "base": ("the process itself and what no tensor can fill take", ("devices with more memory",)),
+    "libraries": ("workspaces of libraries take", ("devices with more memory",)),
+    "communicators": ("buffers of communicators take", ("fewer neighbours",)),
+    "fragmentation": ("gaps of the allocator may take", ("devices with more memory",)),
+    "headroom": ("the headroom is", ("a larger device.usable_gib in the cluster file",)),
     "weights": ("weights take", (STAGES,)),
     "gradients": ("gradients take", (STAGES,)),
     "optimizer": ("optimizer state takes", (STAGES, "a simpler optimizer")),
@@ -26,6 +30,8 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gathered": ("gathered weights of sharded stages take", (STAGES, "gathering them for fewer tasks at a time")),
 }
 """Per term: what it is, and what would make it smaller."""
+RESERVED = ("base", "libraries", "communicators", "fragmentation", "headroom")
+"""Terms that are kept from tensors, whatever the plan puts on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +39,15 @@ class DeviceMemory:
     """Bytes of one device at its fullest moment, by what they are for."""
 
     base: float = 0.0
-    """What the process takes before the model."""
+    """What the process takes before the model: context and code."""
+    libraries: float = 0.0
+    """Workspaces of libraries, pools of graphs."""
+    communicators: float = 0.0
+    """Buffers of the communicators that the device's neighbours and groups need."""
+    fragmentation: float = 0.0
+    """Gaps of the allocator where the device is full."""
+    headroom: float = 0.0
+    """Memory that plans leave free."""
     weights: float = 0.0
     """Weights of the stages that the device holds for one direction."""
     gradients: float = 0.0
@@ -62,9 +76,18 @@ class DeviceMemory:
     @property
     def total(self) -> float:
         """The sum of all terms."""
+        return self.reserved + self.planned
+
+    @property
+    def reserved(self) -> float:
+        """Return what is kept from tensors."""
+        return self.base + self.libraries + self.communicators + self.fragmentation + self.headroom
+
+    @property
+    def planned(self) -> float:
+        """Return what the plan puts on the device."""
         return (
-            self.base
-            + self.weights
+            self.weights
             + self.gradients
             + self.optimizer
             + self.versions
@@ -86,7 +109,7 @@ class DeviceMemory:
     @property
     def largest(self) -> str:
         """Name of the largest term that a plan can change."""
-        return max(list(self.terms().items())[1:], key=lambda item: item[1])[0]
+        return max((item for item in self.terms().items() if item[0] not in RESERVED), key=lambda item: item[1])[0]
 
     def sentence(self, capacity: float | None = None, without: Collection[str] = ()) -> str:
         """Say which term is the largest; if the capacity does not suffice, also by how much and what would help.
@@ -99,7 +122,7 @@ class DeviceMemory:
         needs 4.00 GiB, 2.00 GiB more than there are: activations of micro-batches in flight take 3.00 GiB; recompute, \
 smaller micro-batches or fewer of them in flight would lower that
         """
-        name = "base" if capacity is not None and self.base >= capacity else self.largest
+        name = "base" if capacity is not None and self.reserved >= capacity else self.largest
         what, known = WORDS[name]
         most = f"{what} {_gib(self.terms()[name])}"
         if capacity is None or self.total <= capacity:

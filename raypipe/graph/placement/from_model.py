@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
+from raypipe.cost.kernels import Kernels
 from raypipe.errors import CaptureError
 from raypipe.graph.dims import Sizes
 from raypipe.graph.operations import OperationGraph
@@ -24,22 +25,11 @@ Backward = Literal["joint", "split", "none"]
 BACKWARDS: tuple[Backward, ...] = get_args(Backward)
 
 
-class DeviceRates(NamedTuple):
-    """The rates at which one device computes and moves data."""
-
-    flops_s: float
-    """Large matrix products, floating-point operations per second."""
-    bytes_s: float
-    """Memory bandwidth, bytes per second."""
-    overhead_s: float
-    """Launches and half-filled kernels of a transformer block's forward."""
-
-
 def placement_graph(
     graph: OperationGraph,
     one: Sizes,
     samples: int,
-    rates: DeviceRates,
+    kernels: Kernels,
     bytes_per_parameter: float = 16.0,
     backward: Backward = "joint",
     merge: bool = True,
@@ -50,7 +40,7 @@ def placement_graph(
         graph: the captured model.
         one: sizes of inputs that hold one sample.
         samples: batch of the step.
-        rates: the device.
+        kernels: those of the device.
         bytes_per_parameter: what a parameter occupies: itself, its gradient, optimizer state.
         backward: ``joint``: the two gradients of an operation are one; ``split``: they are two, and that of the
             parameters may run later; ``none``: a forward only.
@@ -90,7 +80,7 @@ def placement_graph(
             operations.append(
                 PlacementOperation(
                     name=f"{names[h]} {kind}",
-                    seconds=sum(effort.seconds(samples, *rates) for effort in efforts),
+                    seconds=sum(kernels.seconds(effort, samples, backward=kind != "F") for effort in efforts),
                     memory_bytes=memory if kind == "F" else 0.0,
                     colocate=names[h] if len(kinds) > 1 else None,
                 )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from raypipe.checkpoint import open_checkpoint
+from raypipe.cost.profile import Reserved
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, load_cluster
 from raypipe.partition.job_costs import job_profile
@@ -93,7 +94,7 @@ def test_a_llama_whose_sequences_fit_in_slices_alone(stage_pool, text_folder, tm
     sizes = {"batch": 2, "steps": 2}
     job = make_job(model, text, wanted, **sizes)
     described = job_profile(job, load_cluster(Path("cluster/devices/h100.yaml")))
-    small = described.model_copy(update={"memory_bytes": 15e6, "base_bytes": 0.0})
+    small = described.model_copy(update={"memory_bytes": 15e6, "base_bytes": 0.0, "reserved": Reserved()})
     with pytest.raises(SpecError, match="no plan fits"):
         choose(make_job(model, text, {**wanted, "slices": 1}, **sizes), small, 2, search_s=0)
     plan = choose(job, small, 2, search_s=0).plan

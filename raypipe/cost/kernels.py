@@ -1,0 +1,170 @@
+"""How long one device takes for a task's kernels: products by their shape, attention by its kernel, the rest by bytes.
+
+A product takes the longest of three times. Its operations go at the rate that large products keep up, which the power
+limit holds below the peak. Its tiles, one for each of the device's processors at a time, go at the peak: while
+processors idle in the last wave, the others clock higher. Its bytes go at the memory's bandwidth. Devices whose
+description has no ``multiprocessors`` take the plain roofline over all products of a task together, with one fixed
+overhead per layer.
+
+Sources: NVIDIA, Matrix Multiplication Background User's Guide (tiles, waves); Williams et al. 2009 (roofline); Shah et
+al. 2024, FlashAttention-3, figures 5 and 6 (attention). The figures of a device are in ``cluster/devices/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+from raypipe.cost.gpt_work import Software
+from raypipe.cost.layer_work import Product, TaskWork
+from raypipe.errors import SpecError
+from raypipe.job.cluster import DeviceModel
+from raypipe.job.field_types import FP8, WIDTH, arithmetic
+
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.85))
+"""Tiles of cuBLAS and their rates. NVIDIA's guide finds 256 x 128 and 128 x 256 the most efficient; a quadratic one
+reads 4/3 as many operands for each operation, and its 0.85 is an estimate."""
+PIPELINE = 256
+"""Length of inner dimension that a tile takes to fill its pipeline and to write its result: four stages of 64, as
+CUTLASS's kernels for Hopper have. An estimate."""
+HALF_SPEED = 270
+"""Positions at which causal attention reaches half of its rate for long sequences. FlashAttention-3, figure 5, causal,
+head dimension 128: 298, 319, 333, 335 TFLOP/s of FlashAttention-2 and 484, 518, 529, 539 of cuDNN at 2, 4, 8 and 16
+thousand positions."""
+WITHOUT_MASK = 1.1
+"""Rate of attention without a mask over that of causal attention: 370 to 335, and 595 to 539, in the same figure."""
+BLOCK = 12
+"""Kernels of a transformer block's forward, the unit of ``TaskWork.overhead``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The speed of one device's kernels for one arithmetic."""
+
+    flops_s: float
+    """Rate that large products keep up, in operations per second."""
+    peak_s: float = 0.0
+    """Peak, at which tiles go."""
+    bytes_s: float
+    """Memory bandwidth, in bytes per second."""
+    overhead_s: float = 0.0
+    """Fixed time of a transformer block's forward."""
+    multiprocessors: int = 0
+    """Processors, each of which computes one tile of a product at a time; 0: products go by the plain roofline."""
+    linear_flops_s: float = 0.0
+    """``flops_s`` of linear layers, if another: in FP8."""
+    linear_peak_s: float = 0.0
+    """``peak_s`` of linear layers, if another."""
+    attention_s: tuple[float, float] = (0.0, 0.0)
+    """Rates of causal attention over long sequences, forward and backward; 0: that of products."""
+    launch_s: float = 0.0
+    """Time in which the host starts one kernel: a task is no shorter than all of its launches."""
+    width: int = 2
+    """Bytes of a value of a product."""
+    cast_bytes: int = 0
+    """Bytes moved to cast a value for a product in FP8."""
+    fused: bool = False
+    """A compiler fuses memory-bound kernels."""
+
+    @staticmethod
+    def of(device: DeviceModel, dtype: str, software: Software, compiled: bool = False) -> Kernels:
+        """Return the kernels of a described device.
+
+        Args:
+            device: the description.
+            dtype: ``train.dtype``.
+            software: the framework: which attention kernel runs, how values are cast.
+            compiled: whether a compiler fuses kernels.
+
+        Raises:
+            SpecError: the device has no peak for this dtype.
+        """
+        peaks = {str(name): 1e12 * tflops for name, tflops in device.peak_tflops.items()}
+        shares = {str(name): share for name, share in device.efficiency_by_dtype.items()}
+        own = "bfloat16" if dtype == FP8 else arithmetic(dtype)
+        for needed in (own, arithmetic(dtype)):
+            if needed not in peaks:
+                fix = f"use {' or '.join(peaks)}, or add one"
+                raise SpecError("train.dtype", f"{device.name} has no peak_tflops for {needed}", fix)
+        kernel = next((found for name, found in device.attention.items() if name == software.attention), None)
+        narrow = arithmetic(FP8)
+        return Kernels(
+            flops_s=peaks[own] * shares.get(own, device.efficiency),
+            peak_s=peaks[own],
+            linear_flops_s=peaks[narrow] * shares.get(narrow, device.efficiency) if dtype == FP8 else 0.0,
+            linear_peak_s=peaks[narrow] if dtype == FP8 else 0.0,
+            bytes_s=device.memory_gb_s * 1e9 * device.memory_efficiency,
+            overhead_s=device.layer_overhead_us * 1e-6,
+            multiprocessors=device.multiprocessors or 0,
+            attention_s=(0.0, 0.0) if kernel is None else (kernel.forward * peaks[own], kernel.backward * peaks[own]),
+            launch_s=(device.compiled_launch_us if compiled else device.launch_us) * 1e-6,
+            width=WIDTH[dtype],
+            cast_bytes=software.cast_bytes,
+            fused=compiled and device.multiprocessors is not None,
+        )
+
+    def seconds(self, task: TaskWork, samples: int, backward: bool = False) -> float:
+        """Return the seconds of a task of a layer for a micro-batch of so many samples."""
+        if not self.multiprocessors:
+            products = max(task.flops * samples / self.flops_s, (task.operands * samples + task.weights) / self.bytes_s)
+            return self.overhead_s * task.overhead + products + task.traffic * samples / self.bytes_s
+        shaped = sum(self._product(product, samples) for product in task.products)
+        known = sum(product.flops for product in task.products) + task.attention + task.full_attention
+        other = max(0.0, task.flops - known) * samples / self.flops_s
+        # Weights that products read or write are in their own bytes; the rest is casts and sums of gradients.
+        own = sum(_weights(product) for product in task.products) * self.width
+        traffic, overhead = task.traffic, task.overhead
+        if self.fused:
+            traffic = traffic if task.fused_traffic is None else task.fused_traffic
+            overhead = overhead if task.fused_overhead is None else task.fused_overhead
+        if self.linear_flops_s:
+            traffic += self.cast_bytes * task.quantized
+        moved = (traffic * samples + max(0.0, task.weights - own)) / self.bytes_s
+        busy = shaped + other + self.attention(task, samples, backward) + moved
+        return max(busy, BLOCK * overhead * self.launch_s) + self.overhead_s * overhead
+
+    def attention(self, task: TaskWork, samples: int, backward: bool = False, causal: bool = False) -> float:
+        """Return the seconds of fused attention; ``causal``: without that which has no mask."""
+        rate = self.attention_s[backward] * task.positions / (task.positions + HALF_SPEED) or self.flops_s
+        full = 0.0 if causal else task.full_attention / WITHOUT_MASK
+        return (task.attention + full) * samples / rate
+
+    def attention_share(self, task: TaskWork, samples: int, backward: bool = False) -> float:
+        """Return the share of ``seconds`` that is causal attention."""
+        whole = self.seconds(task, samples, backward)
+        return min(1.0, self.attention(task, samples, backward, causal=True) / whole) if whole else 0.0
+
+    def _product(self, product: Product, samples: int) -> float:
+        m, n, k, grows, linear, _ = product
+        m, k = (m * samples, k) if grows == "rows" else (m, k * samples)
+        rate, peak, read = self.flops_s, self.peak_s, self.width
+        if linear and self.linear_flops_s:
+            rate, peak, read = self.linear_flops_s, self.linear_peak_s, 1
+        moved = (read * (m * k + k * n) + self.width * m * n) / self.bytes_s
+        return max(2.0 * m * n * k / rate, tiled_operations(m, n, k, self.multiprocessors) / peak, moved)
+
+
+@lru_cache(maxsize=65536)
+def tiled_operations(m: int, n: int, k: int, processors: int) -> float:
+    """Return the operations of whole waves that compute this product, with the tile that suits it best.
+
+    >>> tiled_operations(2048, 8192, 8192, 128) / (2 * 2048 * 8192 * 8192)  # two full waves
+    1.03125
+    """
+    return min(
+        ceil(ceil(m / rows) * ceil(n / columns) / processors)
+        * processors
+        * 2.0
+        * rows
+        * columns
+        * (k + PIPELINE)
+        / rate
+        for rows, columns, rate in TILES
+    )
+
+
+def _weights(product: Product) -> int:
+    """Return the values of a product's matrix that does not grow with the micro-batch."""
+    inner = product.depth if product.grows == "rows" else product.rows
+    return inner * product.columns

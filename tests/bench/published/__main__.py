@@ -1,0 +1,78 @@
+"""Published tokens/s per GPU and memory beside raypipe's prediction of the same layout.
+
+Run: ``python -m tests.bench.published`` (``--merits``: the orders of merit alone; ``--only N ...``: these rows). A few
+seconds on one core, and half a minute for models that have not been captured yet. The device files' figures come from
+data sheets and kernel benchmarks; none is fitted to these rows. Ends with status 1 above its limits, or where another
+one wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from statistics import median
+
+from tests.bench.published.merits import merits
+from tests.bench.published.predict import layout, parts, predict, reserved_gib, rows, tokens_per_gpu
+
+HEAD = ["", "model", "GPUs", "layout", "tokens/s/GPU", "published", "error", "GiB", "published", "error"]
+
+
+MEDIAN, WORST, MEMORY = 0.10, 0.25, 0.10
+"""Limits of the errors."""
+
+
+def compared(only: list[int]) -> tuple[str, bool]:
+    """Return the table of all rows, or of some, with its summary, and whether it is within the limits."""
+    lines, errors, memory = [HEAD, ["---"] * len(HEAD)], list[float](), list[float]()
+    for number, row in enumerate(rows(), start=1):
+        if only and number not in only:
+            continue
+        shape = f"T{row.tensor} P{row.pipeline}x{row.chunks} D{row.replicas} {row.precision} {row.note}".strip()
+        if row.refused:
+            lines.append(
+                [str(number), row.model, str(row.gpus), row.refused, "", f"{row.tokens_per_s_per_gpu:g}", *[""] * 4]
+            )
+            continue
+        asked = layout(row)
+        found = predict(asked)
+        ours, need = tokens_per_gpu(asked, found), reserved_gib(asked, found)
+        errors.append(ours / row.tokens_per_s_per_gpu - 1)
+        cells = [f"{need:.1f}", "", ""]
+        if row.memory_gib is not None:
+            memory.append(need / row.memory_gib - 1)
+            cells[1:] = f"{row.memory_gib:g}", f"{memory[-1]:+.0%}"
+        busy, idle, beside = (f"{part / found.step_s:.0%}" for part in parts(found))
+        shape += f" (busy {busy}, idle {idle}, beside {beside})"
+        lines.append([
+            str(number), row.model, str(row.gpus), shape, f"{ours:.0f}", f"{row.tokens_per_s_per_gpu:g}",
+            f"{errors[-1]:+.0%}", *cells,
+        ])  # fmt: skip
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    sizes = list(map(abs, errors))
+    summary = f"tokens/s/GPU: {len(sizes)} rows, median error {median(sizes):.1%}, worst {max(sizes):.1%}"
+    if memory:
+        summary += f"; memory: {len(memory)} rows, worst {max(map(abs, memory)):.1%}"
+    within = median(sizes) <= MEDIAN and max(sizes) <= WORST and max(map(abs, memory), default=0) <= MEMORY
+    return f"{text}\n\n{summary}", within
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.published", description=__doc__)
+    parser.add_argument("--merits", action="store_true", help="print the orders of merit alone")
+    parser.add_argument("--only", type=int, nargs="*", default=[], help="rows to compare")
+    asked = parser.parse_args()
+    right = True
+    if not asked.merits:
+        text, right = compared(asked.only)
+        print(text)
+    if not asked.only:
+        text = merits()
+        print(text)
+        right = right and "| NO |" not in text
+    sys.exit(not right)
+
+
+if __name__ == "__main__":
+    main()

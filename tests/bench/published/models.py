@@ -1,0 +1,124 @@
+"""The models of the published rows as work per layer: a few layers are captured, and the middle one is repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from raypipe.cost.gpt_work import MEGATRON, gpt_work
+from raypipe.cost.layer_work import LayerWork, TaskWork
+from raypipe.job import GptSpec, job_from
+from raypipe.partition.partition_job import job_pieces
+
+LLAMA_3 = {"vocab_size": 128256, "max_position_embeddings": 131072, "rope_theta": 500000.0}
+LLAMA_2 = {"vocab_size": 32000, "max_position_embeddings": 4096}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model of the rows, in Hugging Face's words; GPT-3 is the built-in GPT."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_values: int = 0
+    inner: int = 0
+    """Width of the MLP; 0: a GPT, four times the hidden one."""
+    vocabulary: tuple[tuple[str, Any], ...] = ()
+    lora: tuple[str, ...] = ()
+    """Layers with an adapter."""
+
+
+MODELS = {
+    "llama3.1-8b": Model(
+        layers=32, hidden=4096, heads=32, key_values=8, inner=14336, vocabulary=tuple(LLAMA_3.items())
+    ),
+    "llama3.1-70b": Model(
+        layers=80, hidden=8192, heads=64, key_values=8, inner=28672, vocabulary=tuple(LLAMA_3.items())
+    ),
+    "llama3.1-405b": Model(
+        layers=126, hidden=16384, heads=128, key_values=8, inner=53248, vocabulary=tuple(LLAMA_3.items())
+    ),
+    "llama2-13b": Model(
+        layers=40, hidden=5120, heads=40, key_values=40, inner=13824, vocabulary=tuple(LLAMA_2.items())
+    ),
+    "llama2-70b": Model(layers=80, hidden=8192, heads=64, key_values=8, inner=28672, vocabulary=tuple(LLAMA_2.items())),
+    "gpt3-5b": Model(layers=24, hidden=4096, heads=32),
+    "gpt3-175b": Model(layers=96, hidden=12288, heads=96),
+}
+"""Meta's and OpenAI's published shapes; GPT-3's 5B, and its dropout, as in NeMo-Framework-Launcher's recipes."""
+MODELS["llama-6b"] = replace(MODELS["llama3.1-8b"], layers=24)  # 6.1 without the second of its two tables
+MODELS["llama3-70b"] = MODELS["llama3.1-70b"]
+MODELS["llama3-70b-lora"] = replace(MODELS["llama3-70b"], lora=("all-linear",))
+# NeMo's default: ``lora_tuning.target_modules: [attention_qkv]`` of dimension 32.
+MODELS["llama2-70b-lora"] = replace(MODELS["llama2-70b"], lora=("q_proj", "k_proj", "v_proj"))
+GPT_VOCABULARY = 51200
+"""Of 50257 tokens, padded so that tensor parallelism divides them."""
+
+
+@lru_cache
+def works(name: str, sequence: int) -> tuple[LayerWork, ...]:
+    """Return the work of the embedding, of each block, and of the head."""
+    model = MODELS[name]
+    if not model.inner:
+        shape = GptSpec(
+            layers=model.layers, hidden=model.hidden, heads=model.heads, sequence=sequence, vocabulary=GPT_VOCABULARY,
+            activation="gelu-tanh", dropout=0.1,
+        )  # fmt: skip
+        return tuple(gpt_work(shape, "bfloat16-true", MEGATRON))
+    config = {
+        "hidden_size": model.hidden, "num_hidden_layers": 2, "num_attention_heads": model.heads,
+        "num_key_value_heads": model.key_values, "intermediate_size": model.inner, **dict(model.vocabulary),
+    }  # fmt: skip
+    named = "all-linear" if model.lora == ("all-linear",) else list(model.lora)
+    lora = {"r": 32, "lora_alpha": 32.0, "target_modules": named} if model.lora else None
+    job = job_from({
+        "name": name, "model": {"hf": "llama", "config": config, "sequence": sequence, "lora": lora},
+        "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 1, "dtype": "bfloat16-true"},
+    })  # fmt: skip
+    pieces = [rank.work for rank in job_pieces(job).tensor_ranks]
+    embedding, *inner, head = pieces
+    block = joined(inner[len(inner) // 2 :])
+    return (embedding, *(replace(block, name=f"block.{i}") for i in range(model.layers)), head)
+
+
+def added(a: TaskWork, b: TaskWork) -> TaskWork:
+    """Return the work of two tasks that run one after the other."""
+    fused = {
+        name: sum(getattr(t, plain) if getattr(t, name) is None else getattr(t, name) for t in (a, b))
+        for name, plain in (("fused_traffic", "traffic"), ("fused_overhead", "overhead"))
+    }
+    summed = ("flops", "operands", "weights", "traffic", "attention", "full_attention", "overhead", "quantized")
+    return TaskWork(
+        **{name: getattr(a, name) + getattr(b, name) for name in summed},
+        **fused,
+        positions=max(a.positions, b.positions),
+        products=a.products + b.products,
+    )
+
+
+def joined(parts: Sequence[LayerWork]) -> LayerWork:
+    """Return the work of layers that follow one another as one layer."""
+    found = parts[0]
+    for part in parts[1:]:
+        tasks = {
+            name: added(getattr(found, name), getattr(part, name)) for name in ("forward", "input_grad", "weight_grad")
+        }
+        largest = {
+            f.name: max(getattr(found, f.name) or 0.0, getattr(part, f.name) or 0.0)
+            for f in fields(LayerWork)
+            if "workspace" in f.name
+        }
+        summed = {
+            name: (getattr(found, name) or 0) + (getattr(part, name) or 0)
+            for name in (
+                "parameters", "trained_parameters", "kept_bytes", "fused_kept_bytes", "kept_fixed_bytes", "cast_bytes",
+                "waiting_bytes", "key_value_bytes",
+            )
+        }  # fmt: skip
+        found = replace(
+            found, **tasks, **largest, **summed, output_bytes=part.output_bytes, output_floats=part.output_floats
+        )
+    return found

@@ -1,0 +1,343 @@
+"""From a published row to raypipe's prediction of that very layout.
+
+What raypipe has no key for is translated into the work of a layer, as the trainer of the row does it: activations that
+are recomputed block by block, sequence parallelism, collectives of tensor parallelism beside its products.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from raypipe.cost.analytic import analytic_profile, update_bytes
+from raypipe.cost.layer_work import LayerWork, TaskWork
+from raypipe.cost.profile import Profile
+from raypipe.cost.stages import with_reduce_dtype
+from raypipe.cost.tensor import TensorRankWork, share, tensor_profile
+from raypipe.job import load_cluster
+from raypipe.job.cluster import ClusterSpec
+from raypipe.job.parallel_spec import Innermost
+from raypipe.job.train_spec import TrainSpec
+from raypipe.plan.candidate import Candidate
+from raypipe.plan.predict.form import Form
+from raypipe.plan.predict.prediction import Cut, Prediction
+from raypipe.plan.predict.predictor import Predictor
+from raypipe.schedule.shape import Grid
+from tests.bench.published.models import MODELS, added, works
+
+ROWS = Path(__file__).parent / "rows.json"
+GIB = 2**30
+Recompute = Literal["none", "selective", "full"]
+TITAN = "torchtitan"
+FOREACH = 92
+"""Bytes a parameter of AdamW by PyTorch's ``foreach`` kernels, torchtitan's default in 2024: decay 8, first moment 12,
+second 8 + 12, its root and two sums with it 24, the step 16, and 12 to clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A published measurement and its layout."""
+
+    source: str
+    model: str
+    gpus: int
+    precision: str
+    batch: int
+    microbatch: int | None
+    sequence: int
+    tensor: int
+    pipeline: int
+    context: int
+    chunks: int
+    expert: int
+    sharded: int | None
+    tokens_per_s_per_gpu: float
+    memory_gib: float | None = None
+    model_tflops_per_gpu: float | None = None
+    note: str = ""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel copies."""
+        return self.gpus // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def refused(self) -> str:
+        """Why raypipe cannot express the layout; empty if it can."""
+        if self.model not in MODELS:
+            return "a model with experts: not expressible yet"
+        return "context parallelism: not expressible yet" if self.context > 1 else ""
+
+
+def rows() -> tuple[Row, ...]:
+    """Read the published rows."""
+    return tuple(Row(**row) for row in json.loads(ROWS.read_text())["rows"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model is trained: a row's layout, with what rows leave to their trainer."""
+
+    model: str
+    sequence: int
+    batch: int
+    microbatch: int
+    dtype: str
+    cluster: str
+    devices: int
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    shard: Literal["none", "zero1", "zero2", "zero3"] = "zero1"
+    recompute: Recompute = "none"
+    compiled: bool = True
+    compiled_head: bool = True
+    """torchtitan compiles blocks alone (``apply_compile``, December 2024), raypipe and Megatron fuse the loss too."""
+    megatron: bool = False
+    """Megatron's kernels: attention by cuDNN."""
+    overlapped: bool = False
+    """Collectives of tensor parallelism run beside its products."""
+    float32_sums: bool = False
+    """Gradients are summed in float32, over micro-batches too where weights stay gathered."""
+    foreach: bool = False
+    """The optimizer's operations are kernels of their own."""
+    schedule: str = "1f1b"
+    between_gb_s: float | None = None
+    """Bandwidth of a card between hosts, if another than the cluster file's."""
+    innermost: Innermost = "stages"
+    balanced: bool = False
+    """Stages as raypipe cuts them, by time; else blocks are dealt out evenly, as the rows' trainers do."""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel copies."""
+        return self.devices // (self.tensor * self.pipeline)
+
+
+def layout(row: Row) -> Layout:
+    """Return the layout of a row. What it does not say follows its trainer's defaults."""
+    titan, note = row.source.startswith(TITAN), row.note
+    megatron = "Megatron" in row.source or row.source.startswith("NeMo 24")
+    whole = row.pipeline == 1 and row.sharded is not None
+    # torchtitan's default: as many micro-batches as pipeline ranks.
+    microbatch = row.microbatch or row.batch // (row.replicas * row.pipeline)
+    return Layout(
+        model=row.model,
+        sequence=row.sequence,
+        batch=row.batch,
+        microbatch=microbatch,
+        dtype="fp8" if row.precision == "fp8" else "bfloat16-true",
+        cluster="h100-96gb" if titan else "h100",
+        devices=row.gpus,
+        tensor=row.tensor,
+        pipeline=row.pipeline,
+        chunks=row.chunks,
+        # FSDP divides weights where all blocks are on each device; with pipelines torchtitan keeps them gathered.
+        shard="zero3" if whole else "none" if row.replicas == 1 else "zero1",
+        # AutoModel runs PyTorch's eager kernels, and its plan would not fit without recomputation.
+        recompute="selective"
+        if "selective" in note
+        else "full"
+        if "full" in note or not (titan or megatron)
+        else "none",
+        compiled="compile" in note or megatron,
+        compiled_head=not titan,
+        megatron=megatron,
+        # ``ub_tp_comm_overlap``: on in NeMo-Framework-Launcher's GPT-3 and in Megatron Bridge, off in its Llama 2.
+        overlapped="async" in note or row.model.startswith("gpt3") or "Bridge" in row.source,
+        float32_sums=titan,
+        foreach=titan,
+        schedule="1f1b",
+    )
+
+
+def checkpointed(work: LayerWork, arriving: float, how: Recompute) -> LayerWork:
+    """Return a block whose activations are computed again in its own backward.
+
+    ``full``: all but its input. ``selective``: torchtitan's selection by operation: attention's result, and that of
+    every second product, are kept as well.
+    """
+    if how == "none" or not work.forward.products:
+        return work
+    forward, kept = work.forward, arriving
+    if how == "selective":
+        # Values of attention's result and its statistics are those of the block's stream and heads.
+        saved = sum(2.0 * p.rows * p.columns for p in forward.products[::2])
+        again = forward.products[1::2]
+        kept += saved + arriving
+        attention = forward.attention + forward.full_attention
+        flops = sum(p.flops for p in again)
+        forward = replace(
+            forward,
+            flops=flops,
+            attention=0.0,
+            full_attention=0.0,
+            products=again,
+            operands=forward.operands * flops / max(1.0, forward.flops - attention),
+        )
+    live = work.kept_bytes if work.fused_kept_bytes is None else work.fused_kept_bytes
+    return replace(
+        work,
+        input_grad=added(forward, work.input_grad),
+        kept_bytes=kept,
+        fused_kept_bytes=kept,
+        workspace_bytes=work.workspace_bytes + max(0.0, work.kept_bytes - kept),
+        fused_workspace_bytes=(work.fused_workspace_bytes or work.workspace_bytes) + max(0.0, live - kept),
+    )
+
+
+def megatrons(work: LayerWork, head: bool) -> LayerWork:
+    """Return a layer as Megatron runs it: gradients are summed in float32 by the products that make them, and its loss
+    is a chain of operations in float32 (``_VocabParallelCrossEntropy``: 38 bytes a logit there, 14 back)."""
+    found = replace(
+        work, weight_grad=replace(work.weight_grad, weights=work.weight_grad.weights + 2.0 * work.parameters)
+    )
+    if not head:
+        return found
+    logits = float(work.forward.products[0].rows * work.forward.products[0].columns)
+    there = replace(work.forward, traffic=38 * logits, fused_traffic=38 * logits)
+    back = replace(work.input_grad, traffic=14 * logits, fused_traffic=14 * logits)
+    return replace(found, forward=there, input_grad=back)
+
+
+def moving(task: TaskWork, size: float) -> TaskWork:
+    """Return a task that moves so many bytes more."""
+    fused = None if task.fused_traffic is None else task.fused_traffic + size
+    return replace(task, traffic=task.traffic + size, fused_traffic=fused)
+
+
+def gathered(work: LayerWork) -> LayerWork:
+    """Return a layer whose weights FSDP2 gathers: it copies them out of what was gathered, twice, and gradients into
+    what is reduced, in float32."""
+    values = float(work.parameters)
+    there = replace(work.forward, weights=work.forward.weights + 2 * 2 * values)
+    back = replace(work.input_grad, weights=work.input_grad.weights + (2 * 2 + 2 + 4) * values)
+    return replace(work, forward=there, input_grad=back)
+
+
+def cluster_of(layout: Layout) -> ClusterSpec:
+    """Return the cluster that a layout runs on."""
+    found = load_cluster(f"cluster/devices/{layout.cluster}.yaml").resized(layout.devices)
+    changes: dict[str, object] = {"software": "megatron" if layout.megatron else "raypipe"}
+    if layout.between_gb_s is not None:
+        changes["between"] = found.between.model_copy(update={"bandwidth_gb_s": layout.between_gb_s})
+    return found.model_copy(update=changes)
+
+
+def divided(work: LayerWork, size: int, copied: bool) -> TensorRankWork:
+    """Return a rank's share where sequences are divided between a block's products (Korthikanti et al. 2022).
+
+    Of each pair of products the second is divided along its inputs, and what lies between blocks along the sequence; so
+    all of a block's work divides, and each all-reduce is a reduce-scatter and a gather, in the same time. ``copied``:
+    sequences are the second dimension, and PyTorch's functional collectives copy what they gather or scatter along it.
+    """
+    none = TaskWork(overhead=0.0)
+    nothing = LayerWork(
+        name="", parameters=0, forward=none, input_grad=none, weight_grad=none, kept_bytes=0.0, output_bytes=0.0
+    )
+    stream = work.output_bytes
+    shared = share(work, nothing, size)
+    sums = (stream, stream) if work.forward.attention else (stream,) * bool(stream)
+    if copied and work.forward.attention:  # two of each, read and written
+        shared = replace(
+            shared, forward=moving(shared.forward, 8 * stream), input_grad=moving(shared.input_grad, 8 * stream)
+        )
+    return TensorRankWork(shared, sums, sums if work.forward.attention else ())
+
+
+def profile_of(layout: Layout, cluster: ClusterSpec) -> Profile:
+    """Return the profile of a layout's model, a layer for each block."""
+    layers = list(works(layout.model, layout.sequence))
+    layers = [
+        checkpointed(
+            work, layers[i - 1].output_bytes if i else 0.0, layout.recompute if 0 < i < len(layers) - 1 else "none"
+        )
+        for i, work in enumerate(layers)
+    ]
+    if layout.megatron:
+        layers = [megatrons(work, head=work is layers[-1]) for work in layers]
+    if layout.shard == "zero3":
+        layers = list(map(gathered, layers))
+
+    def made(compiled: bool) -> Profile:
+        sizes = [layout.microbatch]
+        if layout.tensor == 1:
+            return analytic_profile(layers, cluster, layout.dtype, sizes, compiled=compiled)
+        ranks = [divided(work, layout.tensor, not layout.megatron) for work in layers]
+        return tensor_profile(
+            ranks, cluster, layout.dtype, layout.tensor, sizes, compiled=compiled, overlapped=layout.overlapped
+        )
+
+    found = made(layout.compiled)
+    if layout.compiled and not layout.compiled_head:
+        found = found.model_copy(update={"layers": (*found.layers[:-1], made(False).layers[-1])})
+    if layout.foreach:
+        found = found.model_copy(
+            update={
+                "update_s_per_parameter": found.update_s_per_parameter * FOREACH / update_bytes("adamw", False, "fp8")
+            }
+        )
+    return with_reduce_dtype(found, "float32" if layout.float32_sums else None)
+
+
+class GivenCut(Predictor):
+    """Predicts with blocks dealt out evenly, as the rows' trainers do."""
+
+    def cut(self, c: Candidate, form: Form | None = None) -> Cut:
+        """Return the layers of each stage."""
+        return even_cut(len(self.profile.layers), (c.form if form is None else form).stages)
+
+
+@lru_cache
+def even_cut(layers: int, stages: int) -> Cut:
+    """Deal blocks out evenly; embedding and head go with the first and the last."""
+    if stages > layers - 2:
+        return tuple(range(i, i + 1) for i in range(layers))
+    edges = [round(s * (layers - 2) / stages) + 1 for s in range(stages + 1)]
+    edges[0], edges[-1] = 0, layers
+    return tuple(range(a, b) for a, b in pairwise(edges))
+
+
+def predict(layout: Layout) -> Prediction:
+    """Predict the step and the memory of a layout."""
+    cluster = cluster_of(layout)
+    profile = profile_of(layout, cluster)
+    grid = Grid(
+        layout.pipeline,
+        layout.replicas,
+        layout.microbatch,
+        layout.batch // (layout.replicas * layout.microbatch),
+        layout.tensor,
+    )
+    chunks, schedule = layout.chunks, layout.schedule
+    if layout.pipeline == 1 and layout.shard == "zero3":  # one stage for each layer, as FSDP wraps them
+        chunks, schedule = len(profile.layers), "interleaved-1f1b"
+    elif chunks > 1:
+        schedule = "interleaved-1f1b"
+    c = Candidate.on(grid, schedule, chunks=chunks, shard=layout.shard, update="wait", innermost=layout.innermost)
+    train = TrainSpec(steps=1, batch=layout.batch, dtype=layout.dtype, clip=1.0)  # type: ignore[arg-type]
+    judge = (Predictor if layout.balanced else GivenCut)(profile, train, len(profile.layers))
+    return judge.time(judge.predict(c, timed=True), final=True)
+
+
+def tokens_per_gpu(layout: Layout, found: Prediction) -> float:
+    """Return tokens per second and GPU."""
+    return layout.batch * layout.sequence / found.step_s / layout.devices
+
+
+def reserved_gib(layout: Layout, found: Prediction) -> float:
+    """Return what PyTorch's allocator has reserved: the plan's tensors, workspaces of libraries, and its gaps."""
+    device = found.memory[found.fullest]
+    gaps = device.fragmentation / found.capacity * (device.planned - device.weights - device.optimizer)
+    wider = device.gradients if layout.float32_sums and layout.pipeline > 1 else 0.0
+    return (device.planned + device.libraries + gaps + wider) / GIB
+
+
+def parts(found: Prediction) -> Sequence[float]:
+    """Return seconds of a step: compute tasks, what devices idle among them, and what comes beside them."""
+    return found.busy_s, found.compute_s - found.busy_s, found.step_s - found.compute_s
