@@ -21,8 +21,7 @@ from raypipe.models import Inputs
 from raypipe.models.keyed_random import RandomKeys
 from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.backward.split_backward import Closure
-from raypipe.runtime.compiled.program import StageProgram
-from raypipe.runtime.compiled.stage import CompiledStage, span_of
+from raypipe.runtime.compiled.program import CompiledStage, StageProgram, span_of
 from raypipe.runtime.executor.computation import CompiledForward, Forward
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.device_graphs import CudaGraphs, DeviceGraphs, GraphError

@@ -12,8 +12,7 @@ import torch
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers, keyed_random
-from raypipe.runtime.compiled.program import CompiledPiece, StageProgram
-from raypipe.runtime.compiled.stage import CompiledStage
+from raypipe.runtime.compiled.program import CompiledPiece, CompiledStage, StageProgram
 from raypipe.runtime.graphs.slot import FixedGradients, Slot
 from raypipe.runtime.graphs.tasks import TaskGraphs
 from raypipe.runtime.update.buckets import FlatGradients
