@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
 
+from raypipe.compat.torch_private import _pytree
 from raypipe.runtime.backward.waiting import WaitingOperands
 
 
@@ -235,7 +235,7 @@ def deferred_operation(
         parameters: the parameters that the weights are, or are made of.
         args, kwargs: of the call.
     """
-    leaves, structure = pytree.tree_flatten((list(args), kwargs))
+    leaves, structure = _pytree.tree_flatten((list(args), kwargs))
     weights = {i: leaves[i] for i in places if isinstance(leaves[i], Tensor) and leaves[i].requires_grad}
     trained = tuple(p for p in parameters if p.requires_grad)
     noted = CONVOLUTION in str(function) and leaves[1].is_leaf
@@ -282,7 +282,7 @@ class _Deferred(torch.autograd.Function):
             used[i] = (work.queue.cast(w) if product and w.is_leaf else w).detach().requires_grad_()
         for i, x in (*zip(work.activations, inputs, strict=True), *used.items()):
             given[i] = x
-        args, kwargs = pytree.tree_unflatten(given, work.structure)
+        args, kwargs = _pytree.tree_unflatten(given, work.structure)
         with torch.enable_grad():
             made = work.function(*args, **kwargs)
         results = [made] if isinstance(made, Tensor) else list(made)

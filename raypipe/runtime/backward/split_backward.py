@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from raypipe.capture.weight_gradients import GATHERS, PLACES
+from raypipe.compat.torch_private import _pytree
 from raypipe.graph.operation_costs import short_name
 from raypipe.runtime.backward.deferred import (
     Closure,
@@ -223,12 +223,12 @@ def name_of(node: fx.Node) -> str:
 
 
 def _leaves(node: fx.Node) -> list[Any]:
-    found: list[Any] = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
+    found: list[Any] = _pytree.tree_leaves((list(node.args), dict(node.kwargs)))
     return found
 
 
 def _owners(node: fx.Node) -> list[int]:
     """Return, per flattened argument, the argument that it is part of; -1 for keywords'."""
-    counts = [len(pytree.tree_leaves(arg)) for arg in node.args]
+    counts = [len(_pytree.tree_leaves(arg)) for arg in node.args]
     owners = [i for i, count in enumerate(counts) for _ in range(count)]
-    return owners + [-1] * len(pytree.tree_leaves(dict(node.kwargs)))
+    return owners + [-1] * len(_pytree.tree_leaves(dict(node.kwargs)))

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from raypipe.compat import torch_private
+from raypipe.compat.torch_private import FakeTensorMode
 from raypipe.runtime.compiled.cut import Cut, GraphPiece, cut, forward_alone
 from raypipe.runtime.compiled.layout import GraphLayout, Interface
 from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, opaque
@@ -48,20 +49,17 @@ def compile_graph(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -
     Raises:
         Exception: whatever Inductor raises.
     """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
-
     register_fallbacks(graph.graph)
     output = next(iter(reversed(graph.graph.nodes)))
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     inputs = [value(node) for node in graph.graph.nodes if node.op == "placeholder"]
     checks = os.environ.get(CHECKS) == "1"
     with (
-        torch._guards.tracing(torch._guards.TracingContext(fake)),
+        torch_private.tracing(torch_private.TracingContext(fake)),
         torch.no_grad(),
-        config.patch(size_asserts=checks, alignment_asserts=checks),
+        torch_private._inductor.config.patch(size_asserts=checks, alignment_asserts=checks),
     ):
-        return compile_fx_inner(graph, inputs, is_backward=backward, is_inference=False)
+        return torch_private.compile_fx_inner(graph, inputs, is_backward=backward, is_inference=False)
 
 
 def source_of(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -> str:

@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from raypipe.compat.torch_private import OpOverload, _functorch, _pytree, min_cut_rematerialization_partition
 from raypipe.runtime.compiled.layout import Gradient, InputSlot, Interface
 from raypipe.runtime.compiled.trace import CAST, JointGraph, is_view, value
 
@@ -113,7 +111,7 @@ def _halves(joint: JointGraph, budget: float) -> tuple[fx.GraphModule, fx.GraphM
     casts = range(joint.given, joint.given + len(joint.casts))
 
     def halves(share: float) -> tuple[int, tuple[fx.GraphModule, fx.GraphModule]]:
-        with functorch.patch(activation_memory_budget=share):
+        with _functorch.config.patch(activation_memory_budget=share):
             made = min_cut_rematerialization_partition(
                 joint.graph,
                 None,
@@ -294,7 +292,7 @@ def _transposes(node: fx.Node) -> bool:
         return True
     if node.target not in (aten.permute.default, aten.transpose.int) or value(node).dim() != 2:
         return False
-    dims = [dim % 2 for dim in pytree.tree_leaves(node.args[1:])]
+    dims = [dim % 2 for dim in _pytree.tree_leaves(node.args[1:])]
     return dims == [1, 0] or (node.target is aten.transpose.int and dims[0] != dims[1])
 
 
@@ -351,7 +349,7 @@ def results(graph: fx.Graph) -> list[fx.Node | None]:
 
 def is_product(node: fx.Node) -> bool:
     """Return whether a node costs floating-point operations that torch counts: products, convolutions, attention."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._overloadpacket in flop_registry
+    return isinstance(node.target, OpOverload) and node.target._overloadpacket in flop_registry
 
 
 def base_of(node: fx.Node) -> fx.Node:

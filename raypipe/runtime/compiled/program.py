@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypipe.compat.torch_private import _foreach_add_
 from raypipe.errors import RunError
 from raypipe.models import Inputs
 from raypipe.models.keyed_random import RandomKeys
@@ -92,7 +93,7 @@ def _add(gradients: Sequence[Gradient], parameters: Sequence[Tensor], values: Se
             sums.append(total)
             added.append(value)
     if sums:
-        torch._foreach_add_(sums, added)
+        _foreach_add_(sums, added)
 
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]

@@ -31,6 +31,7 @@ from torch import fx, nn
 
 import raypipe
 from raypipe.atomic_write import write_whole
+from raypipe.compat import torch_private
 from raypipe.models import build_model
 from raypipe.models.task import Task
 from raypipe.runtime.compiled.needs import Needs, StageNeeds, opaque
@@ -185,11 +186,9 @@ class StoredStages:
 
 def function_of(source: str) -> Compiled:
     """Return the function of a module that Inductor has generated; its kernels lie in torch's cache."""
-    import torch._inductor.config as inductor
-    from torch._inductor.codecache import PyCodeCache
-
-    inductor.cpp.vec_isa_ok = True  # whoever compiled it on this processor has tried its vector instructions
-    function: Compiled = PyCodeCache.load(source).call
+    # Whoever compiled it on this processor has tried its vector instructions.
+    torch_private._inductor.config.cpp.vec_isa_ok = True
+    function: Compiled = torch_private.PyCodeCache.load(source).call
     return function
 
 

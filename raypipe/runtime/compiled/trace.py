@@ -15,13 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._inductor import lowering  # noqa: F401 - the decomposition of max pooling takes it to be imported
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
+from raypipe.compat.torch_private import (
+    FakeTensorMode,
+    OpOverload,
+    ShapeEnv,
+    _pytree,
+    constrain_to_fx_strides,
+    lowerings,
+    make_fallback,
+    make_fx,
+    select_decomp_table,
+)
 from raypipe.models import Inputs, Task
 from raypipe.models.keyed_random import with_keys
 from raypipe.runtime.compiled.layout import TRACED_STEP, GraphLayout, RandomPlaces, TracedKeys
@@ -33,7 +38,7 @@ aten = torch.ops.aten
 
 def is_view(node: fx.Node) -> bool:
     """Return whether a node's result is its first argument's memory in another shape, which costs nothing to redo."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return node.op == "call_function" and isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def value(node: fx.Node) -> Tensor:
@@ -199,7 +204,7 @@ def _traced(function: Any, primals: list[Tensor], tangents: list[Tensor], rounds
 
 
 def _in_place(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 # Rewrites of a joint graph before it is cut: what hides that its parts run at different times is taken apart.
@@ -308,7 +313,7 @@ def fall_back(graph: fx.Graph) -> int:
     """Have PyTorch's kernels compute what is in a lower precision than float64; return the number of nodes."""
     count = 0
     for node in graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target in EXACT or is_view(node):
+        if not isinstance(node.target, OpOverload) or node.target in EXACT or is_view(node):
             continue
         if any(_lower(one.meta.get("val")) for one in (node, *node.all_input_nodes)) and node.all_input_nodes:
             node.meta[FALLS_BACK] = True
@@ -318,14 +323,10 @@ def fall_back(graph: fx.Graph) -> int:
 
 def register_fallbacks(graph: fx.Graph) -> None:
     """Make the operations that are to fall back known to Inductor, which else expects them to be decomposed."""
-    from torch._inductor.lowering import constrain_to_fx_strides, lowerings, make_fallback
-
     nodes = (node for node in graph.nodes if node.op == "call_function")  # inputs have the meta of what they were
     for target in {node.target for node in nodes if FALLS_BACK in node.meta}:
         if target not in lowerings:
-            make_fallback(  # type: ignore[no-untyped-call]
-                target, constrain_to_fx_strides, warn=False, override_decomp=True
-            )
+            make_fallback(target, constrain_to_fx_strides, warn=False, override_decomp=True)
 
 
 def _unless_lower(decompose: Callable[..., Any]) -> Callable[..., Any]:
@@ -336,5 +337,5 @@ def _unless_lower(decompose: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lower(values: Any) -> bool:
-    tensors = (x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
+    tensors = (x for x in _pytree.tree_leaves(values) if isinstance(x, Tensor))
     return any(x.is_floating_point() and x.dtype != torch.float64 for x in tensors)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypipe.compat.torch_private import _foreach_copy_, _foreach_zero_
 from raypipe.models import Inputs
 from raypipe.models.keyed_random import RandomKeys, holding_counters
 from raypipe.runtime.backward.deferred import Closure
@@ -72,7 +73,7 @@ class FixedGradients:
                 own.copy_(p.grad)
             p.grad = own
         if fresh:
-            torch._foreach_zero_(fresh)
+            _foreach_zero_(fresh)
         found = [p.grad for p in parameters]
         assert all(gradient is not None for gradient in found), "whoever sums gradients has opened them"
         return [gradient for gradient in found if gradient is not None]
@@ -135,7 +136,7 @@ class Slot:
         Raises:
             CaptureError: it cannot be captured.
         """
-        torch._foreach_copy_([self._given[i] for i in self._copied], [given[i] for i in self._copied])
+        _foreach_copy_([self._given[i] for i in self._copied], [given[i] for i in self._copied])
         if self._forward is None:
             pieces = self._program.pieces
             piece = pieces.forward if keeps or pieces.forward_only is None else pieces.forward_only
@@ -157,7 +158,7 @@ class Slot:
         """Take the gradients of the outputs, for the backward that comes next."""
         if not self._tangents:
             self._tangents = [torch.empty_like(x) for x in tangents]
-        torch._foreach_copy_(self._tangents, list(tangents))
+        _foreach_copy_(self._tangents, list(tangents))
 
     def backward(self, whole: bool) -> list[Tensor | None]:
         """Run the backward that follows the forward, with ``whole`` also for the weights.
