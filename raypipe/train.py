@@ -151,7 +151,7 @@ def _check_slices(
 
 def _check_compiler(job: JobSpec) -> None:
     """Raise an error if the job wants stages compiled and this host cannot."""
-    from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
+    from raypipe.runtime.compiled.toolchain import missing_toolchain
 
     if job.train.compile == "inductor" and (why := missing_toolchain()) is not None:
         raise SpecError(

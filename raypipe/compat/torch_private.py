@@ -28,6 +28,8 @@ CHECKED = "2.13"
 
 _CAPTURE = "no model can be captured; jobs with ``model: {type: gpt}`` run"
 _BUILD = "no model but ``type: gpt`` can be constructed"
+_COMPILE = "no stage can be compiled; ``train.compile: none`` runs"
+_GRAPHS = "no CUDA graphs; ``train.cuda_graphs: none`` runs"
 NAMES = (
     PrivateName("torch._C", "DisableTorchFunction", "trial runs of opaque modules beside an export", _CAPTURE),
     PrivateName("torch._subclasses.fake_tensor", "FakeTensor", "finds buffers without a value", _CAPTURE),
@@ -70,6 +72,35 @@ NAMES = (
     ),
     PrivateName("torch._C._nn", "_parse_to", "modules that are cast in a forward (Switch Transformers)", _CAPTURE),
     PrivateName("torch.utils", "_pytree", "takes apart what models are given and return", _BUILD),
+    PrivateName("torch._inductor.codecache", "PyCodeCache", "loads a stored program", _COMPILE),
+    PrivateName("torch._guards", "TracingContext", "compiles a piece under its stage's fake mode", _COMPILE),
+    PrivateName("torch", "_foreach_add_", "adds a compiled stage's weight gradients in one call", _COMPILE),
+    PrivateName("torch", "_foreach_copy_", "copies the inputs of a CUDA graph in one call", _GRAPHS),
+    PrivateName("torch", "_foreach_zero_", "clears the gradients that CUDA graphs add to in one call", _GRAPHS),
+    PrivateName("torch", "_functorch", "the share of the activations to keep, of the partitioner", _COMPILE),
+    PrivateName(
+        "torch", "_inductor", "settings: programs without checks, vector instructions that are known to work", _COMPILE
+    ),
+    PrivateName("torch._inductor.compile_fx", "compile_fx_inner", "compiles a graph of ATen operations", _COMPILE),
+    PrivateName(
+        "torch._inductor.lowering", "constrain_to_fx_strides", "operations that round as in eager mode", _COMPILE
+    ),
+    PrivateName(
+        "torch._inductor.lowering",
+        "lowerings",
+        "the same; decompositions take the module to be imported",
+        _COMPILE,
+    ),
+    PrivateName("torch._inductor.lowering", "make_fallback", "operations that round as in eager mode", _COMPILE),
+    PrivateName("torch.fx.experimental.proxy_tensor", "make_fx", "traces a stage's forward and backward", _COMPILE),
+    PrivateName(
+        "torch._functorch.partitioners",
+        "min_cut_rematerialization_partition",
+        "chooses what a forward keeps",
+        _COMPILE,
+    ),
+    PrivateName("torch._inductor.decomposition", "select_decomp_table", "the operations that Inductor knows", _COMPILE),
+    PrivateName("torch._guards", "tracing", "compiles a piece under its stage's fake mode", _COMPILE),
 )
 _BY_NAME = {one.name: one for one in NAMES}
 

@@ -159,11 +159,11 @@ class StageProfiler(StageWorker):
             setup = replace(setup, data=own)
         self.setup(setup)
         if setup.job.train.compile == "inductor":  # a layer that cannot be compiled runs eagerly, as in training
-            from raypipe.runtime.compiled.in_process import InProcess
+            from raypipe.runtime.compiled.compiler import InProcess
             from raypipe.runtime.worker.compilation import Compilation  # these import the compiler
 
             # Here, because layers are many and small: a process for each would take longer than they do.
-            here = InProcess(self.setup_data, self.executor)
+            here = InProcess.of_run(self.setup_data, self.executor)
             Compilation(self.setup_data, self.executor, here, waits=True).begin()
         channel = FakeChannel(self.device)
         self.executor.senders = {1: channel}

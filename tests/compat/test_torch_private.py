@@ -16,9 +16,10 @@ from raypipe.compat import PrivateName, torch_private
 from raypipe.compat.torch_private import CHECKED, NAMES
 
 ROOT = Path(__file__).parents[2]
-CLEAN = ("capture", "graph", "models", "tensor", "checkpoint")
+ROOMS = "capture graph models tensor checkpoint runtime/backward runtime/compiled runtime/graphs runtime/stage"
+CLEAN = ROOMS.split()
 """Rooms that take them from the module."""
-PRIVATE = re.compile(r"torch\.(_|utils\._|fx\.experimental|nn\.modules\.[a-z]+\._)")
+PRIVATE = re.compile(r"torch\.(_(?!_version__)|utils\._|fx\.experimental|nn\.modules\.[a-z]+\._)")
 
 
 @pytest.mark.parametrize("one", NAMES, ids=lambda one: one.name)

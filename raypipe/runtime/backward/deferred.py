@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch.autograd.graph import get_gradient_edge
 
+from raypipe.compat.torch_private import _pytree
 from raypipe.runtime.backward.waiting import WaitingOperands
 
 
@@ -99,51 +100,39 @@ def accumulate_product(weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor
         accumulate(bias, gy.sum(0))
 
 
-def _linear_weight_grad(weight: Tensor, bias: Tensor | None, x: Tensor, gy: Tensor) -> None:
-    gy2, x2 = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
-    accumulate_product(weight, bias, gy2.t(), x2, gy2)
-
-
-def _keep(
-    ctx: Any, x: Tensor, y: Tensor, used: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue
-) -> Tensor:
-    """Save what the backward of ``y`` needs; return ``y``.
-
-    Under autocast the product ran in y's dtype, so x is saved in it, as autograd would. Tensors are saved through
-    ``save_for_backward`` so that autograd detects when they are overwritten in place.
-    """
-    ctx.save_for_backward(x.to(y.dtype), used)
-    ctx.x_dtype = x.dtype
-    ctx.weight, ctx.bias, ctx.queue = weight, bias, queue
-    return y
-
-
-def _leave(ctx: Any, compute: Callable[[], None]) -> None:
-    """Append the computation to the queue, if weight or bias requires a gradient."""
-    trained = tuple(p for p in (ctx.weight, ctx.bias) if p is not None and p.requires_grad)
-    if trained:
-        ctx.queue.current.append(Closure(compute, trained))
-
-
 class _DeferredLinear(torch.autograd.Function):
-    """``F.linear`` with deferred gradients of weight and bias."""
+    """``F.linear`` with deferred gradients of weight and bias; ``flipped``: the weight is ``[inside, outside]``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool, queue: WeightQueue) -> Tensor:
         used = queue.cast(weight)
-        y = F.linear(x, used, None if bias is None else queue.cast(bias))
-        return _keep(ctx, x, y, used, weight, bias, queue)
+        y = F.linear(x, used.t() if flipped else used, None if bias is None else queue.cast(bias))
+        # Under autocast the product ran in y's dtype, so x is saved in it, as autograd would. Tensors are saved through
+        # ``save_for_backward`` so that autograd detects when they are overwritten in place.
+        ctx.save_for_backward(x.to(y.dtype), used)
+        ctx.x_dtype = x.dtype
+        ctx.weight, ctx.bias, ctx.flipped, ctx.queue = weight, bias, flipped, queue
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (gy,) = grads
-        weight, bias = ctx.weight, ctx.bias
+        weight, bias, flipped = ctx.weight, ctx.bias, ctx.flipped
         x, used = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1]
-        _leave(ctx, lambda: _linear_weight_grad(weight, bias, x, gy))
+
+        def weight_grad() -> None:
+            gy2, x2 = gy.reshape(-1, gy.shape[-1]), x.reshape(-1, x.shape[-1])
+            a, b = (x2, gy2) if flipped else (gy2, x2)
+            accumulate_product(weight, bias, a.t(), b, gy2)
+
+        trained = tuple(p for p in (weight, bias) if p is not None and p.requires_grad)
+        if trained:
+            ctx.queue.current.append(Closure(weight_grad, trained))
         gx = None
         if ctx.needs_input_grad[0]:
-            gx = gy.matmul(used.to(gy.dtype)).to(ctx.x_dtype)
-        return gx, None, None, None
+            back = used.to(gy.dtype)
+            gx = gy.matmul(back.t() if flipped else back).to(ctx.x_dtype)
+        return gx, None, None, None, None
 
 
 class _DeferredEmbedding(torch.autograd.Function):
@@ -173,73 +162,22 @@ class _DeferredEmbedding(torch.autograd.Function):
         return None, None, None, None
 
 
-class _DeferredProduct(torch.autograd.Function):
-    """``bias + x @ weight`` with deferred gradients of both: x ``[rows, inside]``, weight ``[inside, outside]``."""
-
-    @staticmethod
-    def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
-        used = queue.cast(weight)
-        y = torch.addmm(queue.cast(bias), x, used)
-        return _keep(ctx, x, y, used, weight, bias, queue)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (gy,) = grads
-        weight, bias = ctx.weight, ctx.bias
-        x, used = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1]
-        _leave(ctx, lambda: accumulate_product(weight, bias, x.t(), gy, gy))
-        gx = gy.mm(used.to(gy.dtype).t()).to(ctx.x_dtype) if ctx.needs_input_grad[1] else None
-        return None, gx, None, None
-
-
-class _DeferredConvolution(torch.autograd.Function):
-    """A convolution with deferred gradients of weight and bias; ``settings``: stride, padding, dilation, groups."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, settings: tuple[Any, ...], queue: WeightQueue
-    ) -> Tensor:
-        stride, padding, dilation, groups = settings
-        used = queue.cast(weight)
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]  # by the names that autocast knows
-        used_bias = None if bias is None else queue.cast(bias)
-        y = convolve(x, used, used_bias, stride, padding, dilation, groups)
-        ctx.settings = settings
-        return _keep(ctx, x, y, used, weight, bias, queue)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (gy,) = grads
-        weight, bias = ctx.weight, ctx.bias
-        x, used = ctx.saved_tensors[0].detach(), ctx.saved_tensors[1]
-        stride, padding, dilation, groups = ctx.settings
-
-        def gradients(want: list[bool]) -> Any:
-            sizes = None if bias is None else list(bias.shape)
-            return torch.ops.aten.convolution_backward(
-                gy, x, used.to(gy.dtype), sizes, stride, padding, dilation, False, [0] * len(stride), groups, want
-            )
-
-        def weight_grad() -> None:
-            _, gw, gb = gradients([False, weight.requires_grad, bias is not None and bias.requires_grad])
-            if gw is not None:
-                accumulate(weight, gw)
-            if gb is not None:
-                accumulate(bias, gb)
-
-        _leave(ctx, weight_grad)
-        gx = gradients([True, False, False])[0].to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        return gx, None, None, None, None
-
-
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
 
 
-def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue) -> Tensor:
-    """Compute ``F.linear(x, weight, bias)``; the gradients of weight and bias are deferred to ``queue``."""
-    y = _apply(_DeferredLinear, x, weight, bias, queue) if queue.defers(weight) else F.linear(x, weight, bias)
+def deferred_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue, flipped: bool = False
+) -> Tensor:
+    """Compute ``F.linear(x, weight, bias)``; the gradients of weight and bias are deferred to ``queue``.
+
+    With ``flipped`` the weight is ``[inside, outside]``: the result is ``bias + x @ weight``.
+    """
+    if queue.defers(weight):
+        y = _apply(_DeferredLinear, x, weight, bias, flipped, queue)
+    else:
+        y = F.linear(x, weight.t() if flipped else weight, bias)
     return queue.note(weight, x, y)
 
 
@@ -250,33 +188,6 @@ def deferred_embedding(ids: Tensor, weight: Tensor, padding: int | None, queue: 
     else:
         y = F.embedding(ids, weight, padding)
     return queue.note(weight, ids, y)
-
-
-def deferred_product(bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
-    """Compute ``bias + x @ weight`` for a vector ``bias``; the gradients of both are deferred to ``queue``."""
-    y = _apply(_DeferredProduct, bias, x, weight, queue) if queue.defers(weight) else torch.addmm(bias, x, weight)
-    return queue.note(weight, x, y)
-
-
-def deferred_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    queue: WeightQueue,
-) -> Tensor:
-    """Compute ``F.conv1d``, ``conv2d`` or ``conv3d``; the gradients of weight and bias are deferred to ``queue``."""
-    dims = weight.dim() - 2
-    each = tuple([values[0]] * dims if len(values) == 1 else list(values) for values in (stride, padding, dilation))
-    if queue.defers(weight):
-        y = _apply(_DeferredConvolution, x, weight, bias, (*each, groups), queue)
-    else:
-        convolve: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
-        y = convolve(x, weight, bias, *each, groups)
-    return queue.note(weight, x, y)
 
 
 # Any other operation, where there is no function of its own above.
@@ -290,6 +201,8 @@ def deferred_convolution(
 
 GROUPED = "transformers.grouped_mm_fallback"
 """transformers' grouped product; its own backward computes both gradients in one operation."""
+CONVOLUTION = "aten.conv"
+"""How the names of convolutions begin, whose first arguments are an input and a weight."""
 
 
 class _Work(NamedTuple):
@@ -322,11 +235,13 @@ def deferred_operation(
         parameters: the parameters that the weights are, or are made of.
         args, kwargs: of the call.
     """
-    leaves, structure = pytree.tree_flatten((list(args), kwargs))
+    leaves, structure = _pytree.tree_flatten((list(args), kwargs))
     weights = {i: leaves[i] for i in places if isinstance(leaves[i], Tensor) and leaves[i].requires_grad}
     trained = tuple(p for p in parameters if p.requires_grad)
+    noted = CONVOLUTION in str(function) and leaves[1].is_leaf
     if not weights or not torch.is_grad_enabled() or not all(map(queue.defers, trained)):
-        return function(*args, **kwargs)
+        made = function(*args, **kwargs)
+        return queue.note(leaves[1], leaves[0], made) if noted else made
     if GROUPED in str(function):
         x, weight, offs = leaves[:3]
         return _DeferredGrouped.apply(x, trained[0], offs, _Box(weight, trained, queue))  # type: ignore[no-untyped-call]
@@ -337,6 +252,8 @@ def deferred_operation(
     work = _Work(function, structure, tuple(leaves), weights, activations, trained, queue)
     # A parameter is an argument without a gradient, so that the result requires one even if no activation does.
     results = _Deferred.apply(work, trained[0], *(leaves[i] for i in activations))  # type: ignore[no-untyped-call]
+    if noted:
+        queue.note(leaves[1], leaves[0], results[0])
     return results[0] if len(results) == 1 else results
 
 
@@ -365,23 +282,25 @@ class _Deferred(torch.autograd.Function):
             used[i] = (work.queue.cast(w) if product and w.is_leaf else w).detach().requires_grad_()
         for i, x in (*zip(work.activations, inputs, strict=True), *used.items()):
             given[i] = x
-        args, kwargs = pytree.tree_unflatten(given, work.structure)
+        args, kwargs = _pytree.tree_unflatten(given, work.structure)
         with torch.enable_grad():
             made = work.function(*args, **kwargs)
         results = [made] if isinstance(made, Tensor) else list(made)
-        ctx.work, ctx.inputs, ctx.used, ctx.results = work, inputs, used, results
+        # Edges of the graph, so that results whose memory nobody else needs are freed.
+        ctx.ends = [get_gradient_edge(y) if y.requires_grad else None for y in results]
+        ctx.work, ctx.inputs, ctx.used = work, inputs, used
         ctx.set_materialize_grads(False)
         return tuple(y.detach() for y in results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         work: _Work = ctx.work
-        pairs = [(y, g) for y, g in zip(ctx.results, grads, strict=True) if g is not None and y.requires_grad]
+        pairs = [(end, g) for end, g in zip(ctx.ends, grads, strict=True) if g is not None and end is not None]
         inputs, used = ctx.inputs, ctx.used
-        ctx.results = ctx.inputs = ctx.used = ctx.work = None
+        ctx.ends = ctx.inputs = ctx.used = ctx.work = None
         if not pairs:
             return None, None, *(None for _ in inputs)
-        ends, given = [y for y, _ in pairs], [g for _, g in pairs]
+        ends, given = [end for end, _ in pairs], [g for _, g in pairs]
         back: Sequence[Tensor | None] = ()
         if inputs:
             back = torch.autograd.grad(ends, inputs, given, retain_graph=True, allow_unused=True)

@@ -7,9 +7,9 @@ runs the closures, in any order. (PyTorch's pipelining walks the autograd graph 
 layers are among them on purpose: one kernel computes both of a norm's gradients, so splitting it would cost more than
 its weight gradient.
 
-In a captured graph, operations are deferred in the same way: ``linear``, ``addmm`` (transformers' Conv1D),
-``embedding`` and convolutions, where weight and bias are themselves parameters; other products, and weights that are
-made of parameters, by ``deferred.deferred_operation``.
+In a captured graph, operations are deferred in the same way: ``linear``, ``addmm`` (transformers' Conv1D) and
+``embedding``, where weight and bias are themselves parameters; convolutions, other products, and weights that are made
+of parameters, by ``deferred.deferred_operation``.
 
 Source: zero-bubble pipeline parallelism (the split) and out-of-order backprop section 3 (why dW may be deferred).
 """
@@ -22,18 +22,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from raypipe.capture.weight_gradients import GATHERS, PLACES
+from raypipe.compat.torch_private import _pytree
 from raypipe.graph.operation_costs import short_name
 from raypipe.runtime.backward.deferred import (
     Closure,
     WeightQueue,
-    deferred_convolution,
     deferred_embedding,
     deferred_linear,
     deferred_operation,
-    deferred_product,
 )
 from raypipe.tensor.divide import RowParallel, VocabularyParallel, plain_product
 
@@ -95,33 +93,17 @@ def _linear(queue: WeightQueue, x: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 def _product(queue: WeightQueue, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return deferred_product(bias, x, weight, queue)
+    return deferred_linear(x, weight, bias, queue, flipped=True)
 
 
 def _embedding(queue: WeightQueue, weight: Tensor, ids: Tensor, padding: int = -1) -> Tensor:
     return deferred_embedding(ids, weight, padding if padding >= 0 else None, queue)
 
 
-def _convolution(
-    queue: WeightQueue,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = (1,),
-    padding: Any = (0,),
-    dilation: Any = (1,),
-    groups: int = 1,
-) -> Tensor:
-    return deferred_convolution(x, weight, bias, stride, padding, dilation, groups, queue)
-
-
 OPERATIONS: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
     aten.linear.default: (_linear, (1, 2)),
     aten.addmm.default: (_product, (0, 2)),
     aten.embedding.default: (_embedding, (0,)),
-    aten.conv1d.default: (_convolution, (1, 2)),
-    aten.conv2d.default: (_convolution, (1, 2)),
-    aten.conv3d.default: (_convolution, (1, 2)),
 }
 """Per operation, the function that runs it deferred, and the positions of arguments that must be parameters or None."""
 
@@ -241,12 +223,12 @@ def name_of(node: fx.Node) -> str:
 
 
 def _leaves(node: fx.Node) -> list[Any]:
-    found: list[Any] = pytree.tree_leaves((list(node.args), dict(node.kwargs)))
+    found: list[Any] = _pytree.tree_leaves((list(node.args), dict(node.kwargs)))
     return found
 
 
 def _owners(node: fx.Node) -> list[int]:
     """Return, per flattened argument, the argument that it is part of; -1 for keywords'."""
-    counts = [len(pytree.tree_leaves(arg)) for arg in node.args]
+    counts = [len(_pytree.tree_leaves(arg)) for arg in node.args]
     owners = [i for i, count in enumerate(counts) for _ in range(count)]
-    return owners + [-1] * len(pytree.tree_leaves(dict(node.kwargs)))
+    return owners + [-1] * len(_pytree.tree_leaves(dict(node.kwargs)))

@@ -1,31 +1,79 @@
-"""Compile the stages of one device: trace each, cut it, compile the pieces that its programs run."""
+"""Compile the stages of one device: trace each, cut it, and compile the pieces that its programs run with Inductor.
+
+Inductor's cache lies in raypipe's cache directory. It is torch's own: keyed by the graph, the shapes, torch's version
+and the options, safe to share between processes, and so between the stages of a device and the devices of a host, whose
+identical kernels are built once.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import groupby
+from typing import Any, TypeVar
 
+import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
-from raypipe.runtime.compiled.inductor.toolchain import use_cache
+from raypipe.compat import torch_private
+from raypipe.compat.torch_private import FakeTensorMode
+from raypipe.runtime.compiled.cut import Cut, GraphPiece, cut, forward_alone
+from raypipe.runtime.compiled.layout import GraphLayout, Interface
 from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, opaque
-from raypipe.runtime.compiled.program import Compiled, CompiledPiece, Pieces, StageProgram
-from raypipe.runtime.compiled.stage import CompiledStage, span_of
-from raypipe.runtime.compiled.tracing.cut import Cut, GraphPiece, cut, forward_alone
-from raypipe.runtime.compiled.tracing.joint import JointGraph, trace, trace_validation
-from raypipe.runtime.compiled.tracing.rewrite import prepare
+from raypipe.runtime.compiled.program import CompiledStage, Outcome, StagePart, span_of
+from raypipe.runtime.compiled.toolchain import use_cache
+from raypipe.runtime.compiled.trace import JointGraph, prepare, register_fallbacks, trace, value
 from raypipe.runtime.executor.compile_report import CutReport, StageReport, first_line
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.gradients import StageKey
 
-Build = Callable[[fx.GraphModule, FakeTensorMode, bool], Compiled]
-"""Compiles a graph; the last argument says whether it is of a backward."""
+Build = Callable[[fx.GraphModule, FakeTensorMode, bool], Any]
+"""Compiles a graph, to a function or to the source of one; the last argument says whether it is of a backward."""
+CHECKS = "TORCHINDUCTOR_SIZE_ASSERTS"
+"""Torch's variable: with 1, programs check the size, strides and alignment of every tensor in every call."""
+Data = TypeVar("Data", GraphLayout, Interface)
+
+
+def compile_graph(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -> Any:
+    """Compile a graph without operations in place, whose outputs are a flat tuple of tensors, with Inductor.
+
+    Outputs have the strides that they have in eager mode, since another piece is compiled for them. A piece's tensors
+    are laid out alike in every call: their shapes are compared before it runs (``StageProgram.fits``), what arrives is
+    made contiguous, parameters stay as they are, and the rest comes from other pieces. So programs do not check their
+    tensors, which takes some forty calls for a layer of a transformer, unless ``CHECKS`` asks for it.
+
+    Raises:
+        Exception: whatever Inductor raises.
+    """
+    register_fallbacks(graph.graph)
+    output = next(iter(reversed(graph.graph.nodes)))
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    inputs = [value(node) for node in graph.graph.nodes if node.op == "placeholder"]
+    checks = os.environ.get(CHECKS) == "1"
+    with (
+        torch_private.tracing(torch_private.TracingContext(fake)),
+        torch.no_grad(),
+        torch_private._inductor.config.patch(size_asserts=checks, alignment_asserts=checks),
+    ):
+        return torch_private.compile_fx_inner(graph, inputs, is_backward=backward, is_inference=False)
+
+
+def source_of(graph: fx.GraphModule, fake: FakeTensorMode, backward: bool) -> str:
+    """Compile a graph; return the Python module that computes it, whose kernels lie in torch's cache.
+
+    Raises:
+        ValueError: it holds constants that are no part of its source.
+        Exception: whatever Inductor raises.
+    """
+    compiled = compile_graph(graph, fake, backward)
+    if compiled.constants or any(node.op == "get_attr" for node in graph.graph.nodes):
+        raise ValueError("it holds constants that a stored program cannot have")
+    code: str = compiled.source_code
+    return code
 
 
 @dataclass
@@ -71,46 +119,53 @@ def trace_stage(module: StageModule, needs: StageNeeds) -> TracedStage:
     Raises:
         Exception: whatever torch raises for operations that it cannot trace.
     """
-    parts = []
-    for example in needs.examples:
-        joint = trace(module, example)
-        prepare(joint)
-        parts.append((example, joint, cut(joint, needs.budget)))
-    validation, reason = [], None
+    parts = [
+        (example, joint, cut(joint, needs.budget)) for example in needs.examples for joint in [_joint(module, example)]
+    ]
+    traced = TracedStage(module, needs, parts, [])
     try:
         for example in needs.validation:
-            joint = trace_validation(module, example)
-            prepare(joint)
-            validation.append((example, joint, forward_alone(joint)))
+            joint = _joint(module, example)
+            traced.validation.append((example, joint, forward_alone(joint)))
     except Exception as error:  # the stage trains compiled all the same
-        validation, reason = [], first_line(error)
-    return TracedStage(module, needs, parts, validation, reason)
+        traced.validation, traced.eager_validation = [], first_line(error)
+    return traced
 
 
-def compile_stage(traced: TracedStage, build: Build = compile_graph) -> CompiledStage:
-    """Compile a traced stage.
+def _joint(module: StageModule, example: Example) -> JointGraph:
+    joint = trace(module, example)
+    prepare(joint)
+    return joint
+
+
+def compile_parts(traced: TracedStage, build: Build = compile_graph) -> list[StagePart]:
+    """Compile the pieces that a stage's programs run, and its forwards in validations as far as they can be.
 
     Raises:
         Exception: whatever Inductor raises.
     """
-    use_cache()
-    compiled = CompiledStage()
-    for example, joint, pieces in traced.parts:
-        built = _built(joint, pieces, traced.needed, build)
-        program = StageProgram(traced.module, joint, built, shapes_of(example, joint))
-        compiled.programs.setdefault(span_of(example.segment), []).append(program)
+    parts = [
+        _part(example, joint, wanted_pieces(pieces, traced.needed), build) for example, joint, pieces in traced.parts
+    ]
     try:
-        for example, joint, piece in traced.validation:
-            only = Pieces(CompiledPiece(piece, build(piece.graph, joint.fake, False)))
-            compiled.validation.append(StageProgram(traced.module, joint, only, shapes_of(example, joint)))
-    except Exception as error:
-        compiled.validation, traced.eager_validation = [], first_line(error)
-    return compiled
+        return parts + [_part(example, joint, {"forward": piece}, build) for example, joint, piece in traced.validation]
+    except Exception as error:  # the stage trains compiled all the same
+        traced.eager_validation = first_line(error)
+        return parts
 
 
-def shapes_of(example: Example, joint: JointGraph) -> tuple[TensorSpec, ...]:
-    """Return the shapes of the tensors that arrive and of the raw inputs."""
-    return (*example.arrived, *(example.inputs[name] for name in joint.inputs))
+def _part(example: Example, joint: JointGraph, pieces: dict[str, GraphPiece], build: Build) -> StagePart:
+    shapes = (*example.arrived, *(example.inputs[name] for name in joint.inputs))
+    built = {
+        name: (_data(Interface, piece), build(piece.graph, joint.fake, name not in ("forward", "forward_only")))
+        for name, piece in pieces.items()
+    }
+    return StagePart(span_of(example.segment), _data(GraphLayout, joint), shapes, built, not example.training)
+
+
+def _data(kind: type[Data], whole: Data) -> Data:
+    """Return what a joint graph or a piece is without its graph."""
+    return kind(**{one.name: getattr(whole, one.name) for one in fields(kind)})
 
 
 def wanted_pieces(pieces: Cut, needed: Needed) -> dict[str, GraphPiece]:
@@ -125,40 +180,60 @@ def wanted_pieces(pieces: Cut, needed: Needed) -> dict[str, GraphPiece]:
     return {name: piece for name, piece in wanted.items() if piece is not None}
 
 
-def _built(joint: JointGraph, pieces: Cut, needed: Needed, build: Build) -> Pieces:
-    made = {
-        name: CompiledPiece(piece, build(piece.graph, joint.fake, name not in ("forward", "forward_only")))
-        for name, piece in wanted_pieces(pieces, needed).items()
-    }
-    return Pieces(**made)
+class InProcess:
+    """Compiles the stages of a device in its own process: traced before the first step, compiled in a thread.
 
-
-class StageCompiler:
-    """Compiles the stages of a device in its own process, for what they need; ``build`` compiles a graph."""
+    So it is done on GPUs, whose programs are not stored: another process would need the GPU to make them. And so it is
+    done where layers are measured, without a thread.
+    """
 
     def __init__(self, executor: Executor, needs: Needs, build: Build = compile_graph) -> None:
-        self.executor, self.needs, self.build = executor, needs, build
-        self._began: dict[StageKey, float] = {}
+        self.executor, self._needs, self._build = executor, needs, build
+        self.traced: dict[StageKey, TracedStage] = {}
+        self._seconds: dict[StageKey, float] = {}
+        """What tracing took."""
 
-    def trace(self, key: StageKey) -> TracedStage | StageReport:
-        """Trace and cut one stage; return a report instead where it cannot be."""
-        began = self._began[key] = time.monotonic()
-        module = self.executor.modules[key]
-        reason = opaque(module)
-        if reason is None:
-            try:
-                return trace_stage(module, self.needs.of(key))
-            except Exception as error:  # torch raises anything at all; eager runs instead
-                reason = first_line(error)
-        return StageReport(*key, time.monotonic() - began, reason)
+    @classmethod
+    def of_run(cls, setup: Setup, executor: Executor, build: Build = compile_graph) -> InProcess:
+        """Return that of a device of a run."""
+        return cls(executor, Needs.of_run(setup, executor), build)
 
-    def compile(self, key: StageKey, traced: TracedStage) -> tuple[CompiledStage | None, StageReport]:
-        """Compile a traced stage."""
+    def begin(self, keys: Sequence[StageKey]) -> list[StageReport]:
+        """Trace the stages: a trace sets the module's queue, which a running step uses. Return those that fail."""
+        refused = []
+        for key in keys:
+            began = time.monotonic()
+            module = self.executor.modules[key]
+            reason = opaque(module)
+            if reason is None:
+                try:
+                    self.traced[key] = trace_stage(module, self._needs.of(key))
+                except Exception as error:  # torch raises anything at all; eager runs instead
+                    reason = first_line(error)
+            self._seconds[key] = time.monotonic() - began
+            if reason is not None:
+                refused.append(StageReport(*key, self._seconds[key], reason))
+        return refused
+
+    def find(self) -> Outcome:
+        """Compile the stages."""
+        use_cache()
+        return [(key, *self._compile(key, traced)) for key, traced in self.traced.items()]
+
+    def _compile(self, key: StageKey, traced: TracedStage) -> tuple[CompiledStage | None, StageReport]:
+        began, needs = time.monotonic(), traced.needs
         try:
-            compiled = compile_stage(traced, self.build)
+            compiled = CompiledStage.of(traced.module, compile_parts(traced, self._build))
         except Exception as error:  # as above
-            return None, StageReport(*key, time.monotonic() - self._began[key], first_line(error))
-        seconds = time.monotonic() - self._began[key]
-        needs = traced.needs
+            return None, StageReport(*key, self._seconds[key] + time.monotonic() - began, first_line(error))
+        seconds = self._seconds[key] + time.monotonic() - began
         counts = needs.lengths, needs.eager_share, len(needs.validation)
         return compiled, StageReport.of(key, seconds, traced.kept, *counts)
+
+    @property
+    def compiles(self) -> bool:
+        """Return whether there are stages to compile: none is stored."""
+        return bool(self.traced)
+
+    def close(self) -> None:
+        """Nothing can be given up: a thread compiles to the end."""

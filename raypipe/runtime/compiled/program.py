@@ -6,24 +6,95 @@ stage are one autograd function each (``in_graph``), since autograd joins them t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import accumulate as running_sums
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raypipe.compat.torch_private import _foreach_add_
 from raypipe.errors import RunError
 from raypipe.models import Inputs
 from raypipe.models.keyed_random import RandomKeys
-from raypipe.runtime.compiled.accumulate import Accumulation
-from raypipe.runtime.compiled.inductor.unchecked import unchecked
-from raypipe.runtime.compiled.layout import GraphLayout, Interface
+from raypipe.runtime.backward.deferred import Closure, accumulate
+from raypipe.runtime.backward.segments import Segment
+from raypipe.runtime.compiled.layout import Gradient, GraphLayout, Interface
+from raypipe.runtime.executor.compile_report import StageReport
+from raypipe.runtime.executor.computation import CompiledForward, Forward
+from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import OwnGraph, StageModule
 from raypipe.runtime.transport.channel import Payload, TensorSpec
+from raypipe.runtime.update.gradients import StageKey
+
+Outputs = Callable[[], Sequence[Tensor]]
+"""Returns the outputs of a piece."""
+
+
+class Accumulation:
+    """Adds the weight gradients that a piece computes.
+
+    Products, which cost as much as all else in W, have a closure each; all others are added by one call.
+    """
+
+    def __init__(self, gradients: Sequence[Gradient]) -> None:
+        self._products = [(one.parameter, one.first, one.second) for one in gradients if one.second is not None]
+        self._others = tuple(one for one in gradients if one.second is None)
+
+    def ready(self, values: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Closure]:
+        """Return closures that add the gradients, whose values are there.
+
+        Args:
+            values: the outputs of the piece.
+            parameters: the stage's, in order; those of another weight version where the forward ran on one.
+        """
+        return self._closures(parameters, lambda: values)
+
+    def later(self, compute: Outputs, parameters: Sequence[Tensor]) -> list[Closure]:
+        """Return closures of which the first computes the values: ``compute`` is called once, when W runs."""
+        if not self._products and not self._others:
+            return []
+        held: list[Sequence[Tensor]] = []
+        first = Closure(lambda: held.append(compute()), ())
+        return [first, *self._closures(parameters, lambda: held[0])]
+
+    def _closures(self, parameters: Sequence[Tensor], values: Outputs) -> list[Closure]:
+        closures = []
+        for number, first, second in self._products:
+            parameter = parameters[number]
+            closures.append(Closure(partial(_add_product, parameter, values, first, second), (parameter,)))
+        if self._others:
+            of = tuple(parameters[one.parameter] for one in self._others)
+            closures.append(Closure(lambda: _add(self._others, of, values()), of))
+        return closures
+
+
+def _add_product(parameter: Tensor, values: Outputs, first: int, second: int) -> None:
+    """Add a product to a parameter's gradient: in one pass, without a temporary of its size, where dtypes allow."""
+    made, total = values(), parameter.grad
+    a, b = made[first], made[second]
+    if total is not None and total.dtype == a.dtype == b.dtype:
+        total.addmm_(a, b)
+    else:
+        accumulate(parameter, a.mm(b.to(a.dtype)))
+
+
+def _add(gradients: Sequence[Gradient], parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Add gradients that are there to their parameters'."""
+    sums, added = [], []
+    for one, parameter in zip(gradients, parameters, strict=True):
+        value, total = values[one.first], parameter.grad
+        if total is None:
+            accumulate(parameter, value.clone() if one.shared else value)
+        else:
+            sums.append(total)
+            added.append(value)
+    if sums:
+        _foreach_add_(sums, added)
+
 
 Compiled = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes the inputs in a list, which it empties; returns the outputs."""
@@ -31,27 +102,12 @@ Values = dict[str, Sequence[Tensor] | Mapping[int, Tensor]]
 """Tensors by source and number; see ``Slot``."""
 
 
+@dataclass
 class CompiledPiece:
-    """A piece and what computes it.
+    """A piece and what computes it."""
 
-    Args:
-        piece: what its inputs and outputs mean.
-        run: computes it. Of a function that Inductor has generated, the first call is checked, later ones are not.
-    """
-
-    def __init__(self, piece: Interface, run: Compiled) -> None:
-        self.piece = piece
-        self.run = run
-        self._checked = run  # kept: a graph of Inductor's that ends takes parts of its function with it
-        later = unchecked(run)
-        if later is not run:
-
-            def first(given: list[Tensor]) -> Sequence[Tensor]:
-                made = run(given)
-                self.run = later
-                return made
-
-            self.run = first
+    piece: Interface
+    run: Compiled
 
     @cached_property
     def accumulation(self) -> Accumulation:
@@ -104,7 +160,7 @@ class StageProgram:
         slots = {slot for piece in backward for slot in piece.slots if slot.source == "given"}
         self.read_again = tuple(sorted(slot.number for slot in slots))
         """The forward's inputs that a backward reads, by number."""
-        received = accumulate(module.gives_gradient, initial=0)
+        received = running_sums(module.gives_gradient, initial=0)
         places = [place if gives else None for place, gives in zip(received, module.gives_gradient, strict=False)]
         self.tangents = tuple(
             (n, place) for n, (place, one) in enumerate(zip(places, layout.differentiable, strict=False)) if one
@@ -322,3 +378,78 @@ class _Run(torch.autograd.Function):
         }
         back = iter(program.run_backward(values, ctx.parameters))
         return None, None, None, None, *(next(back) if takes else None for takes in program.takes_gradient)
+
+
+# A stage that has compiled programs: which of them runs, and what runs eagerly instead.
+
+
+Span = tuple[int, int] | None
+"""First part of a segment and the end (exclusive); None for a whole stage."""
+
+
+def span_of(segment: Segment | None) -> Span:
+    """Return the span of a segment."""
+    return None if segment is None else (segment.begin, segment.end)
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """The pieces of a stage, or of a segment of it, compiled for one shape of micro-batches."""
+
+    span: Span
+    layout: GraphLayout
+    shapes: tuple[TensorSpec, ...]
+    pieces: dict[str, tuple[Interface, Any]]
+    """By the names of ``Pieces``: inputs and outputs, and what computes it, a function or the source of one. Those that
+    the schedule has no use for are missing."""
+    validates: bool = False
+    """Whether it is the stage's forward in validations."""
+
+
+@dataclass
+class CompiledStage:
+    """The programs of one stage replica. Whatever they do not fit runs eagerly."""
+
+    programs: dict[Span, list[StageProgram]] = field(default_factory=dict)
+    validation: list[StageProgram] = field(default_factory=list)
+    """Whole forwards in which nothing is dropped; see ``Example.training``."""
+
+    @classmethod
+    def of(
+        cls, module: StageModule, parts: Iterable[StagePart], load: Callable[[Any], Compiled] = lambda run: run
+    ) -> CompiledStage:
+        """Return a stage of compiled parts; ``load`` returns the function that computes a piece."""
+        made = cls()
+        for part in parts:
+            pieces = Pieces(**{name: CompiledPiece(piece, load(run)) for name, (piece, run) in part.pieces.items()})
+            program = StageProgram(module, part.layout, pieces, part.shapes)
+            programs = made.validation if part.validates else made.programs.setdefault(part.span, [])
+            programs.append(program)
+        return made
+
+    def find(self, arrived: Payload, inputs: Inputs, segment: Segment | None) -> Forward | None:
+        """Return the program for these tensors; None if they have other shapes than any was compiled for."""
+        program = fitting(self.programs.get(span_of(segment), ()), arrived, inputs)
+        return program if program is None or segment is None else program.in_graph
+
+    def find_validation(self, arrived: Payload, inputs: Inputs) -> Forward | None:
+        """Return the program of a validation for these tensors; None if there is none."""
+        return fitting(self.validation, arrived, inputs)
+
+
+def fitting(programs: Iterable[StageProgram], arrived: Payload, inputs: Inputs) -> StageProgram | None:
+    """Return the program that was compiled for tensors of these shapes."""
+    return next((program for program in programs if program.fits(arrived, inputs)), None)
+
+
+def swap_in(executor: Executor, ready: Mapping[StageKey, CompiledForward]) -> None:
+    """Run these stages compiled from the next step on, and all others eagerly."""
+    for key, module in executor.modules.items():
+        was, now = key in executor.computation.compiled, key in ready
+        if was != now:
+            module.defers = now or module.splits
+    executor.computation.compiled = dict(ready)
+
+
+Outcome = list[tuple[StageKey, CompiledStage | None, StageReport]]
+"""What became of stages that were to be compiled."""

@@ -24,7 +24,7 @@ from raypipe.data.sample_order import Split
 from raypipe.models.keyed_random import Keys, RandomKeys, holding_counters
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.clocks.clock import Mark, Spans
-from raypipe.runtime.compiled.traced_keys import RandomPlaces
+from raypipe.runtime.compiled.layout import RandomPlaces
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StartedStep
 from raypipe.runtime.graphs.device_graphs import CudaGraphs, DeviceGraphs, Graph, GraphError

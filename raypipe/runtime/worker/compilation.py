@@ -1,9 +1,9 @@
 """When a device runs its stages compiled.
 
-A run starts eagerly. A thread waits for the compiled programs, which other processes make (``stored``), loads them and
-says so; when all devices have theirs, the driver has them swap between two steps, all before the same one. Some runs
-wait for the programs before the first step instead (``job.spec.compiles_first``). A device that replaces one that died
-keeps the others waiting, so there it waits for what is stored already, and compiles the rest beside the next steps.
+A run starts eagerly. A thread waits for the compiled programs, which Ray tasks make (``stored``), loads them and says
+so; when all devices have theirs, the driver has them swap between two steps, all before the same one. Some runs wait
+for the programs before the first step instead (``job.spec.compiles_first``). A device that replaces one that died keeps
+the others waiting, so there it waits for what is stored already, and compiles the rest beside the next steps.
 
 With ``auto``, a device times some eager steps before it swaps and some compiled ones after, and keeps what is faster.
 It decides that by itself, because its results are the same either way.
@@ -11,16 +11,15 @@ It decides that by itself, because its results are the same either way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import compiles_first, needs_compiled
-from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
-from raypipe.runtime.compiled.stage import CompiledStage, swap_in
-from raypipe.runtime.compiled.stored.stored_stages import Outcome, StoredStages
+from raypipe.runtime.compiled.program import CompiledStage, Outcome, swap_in
+from raypipe.runtime.compiled.stored import StoredStages
+from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor.compile_report import CompileState, StageReport
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.tasks import TaskGraphs, task_graphs
@@ -28,25 +27,11 @@ from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.gradients import StageKey
 from raypipe.schedule.passes.sync import BY_LAYER
 
+if TYPE_CHECKING:
+    from raypipe.runtime.compiled.compiler import InProcess
+
 MEASURED = 5
 """Steps that each way is timed for."""
-
-
-class StageSource(Protocol):
-    """Where compiled stages come from."""
-
-    def begin(self, keys: Sequence[StageKey]) -> list[StageReport]:
-        """Begin to compile stages; return those that cannot be."""
-
-    def find(self) -> Outcome:
-        """Wait for the compiled stages."""
-
-    @property
-    def compiles(self) -> bool:
-        """Return whether some of the stages that were begun are not stored."""
-
-    def close(self) -> None:
-        """Give up what is under way."""
 
 
 class Compilation:
@@ -65,7 +50,7 @@ class Compilation:
         self,
         setup: Setup,
         executor: Executor,
-        source: StageSource | None = None,
+        source: StoredStages | InProcess | None = None,
         waits: bool = False,
         graphs: TaskGraphs | None = None,
         replaces: bool = False,
@@ -176,9 +161,9 @@ def refusal(parallel: ParallelSpec) -> str | None:
     return missing_toolchain()
 
 
-def _source(setup: Setup, executor: Executor) -> StageSource:
+def _source(setup: Setup, executor: Executor) -> StoredStages | InProcess:
     if executor.settings.device.type == "cpu":
         return StoredStages(setup, executor)
-    from raypipe.runtime.compiled.in_process import InProcess  # it imports the compiler: seconds of CPU time
+    from raypipe.runtime.compiled.compiler import InProcess  # it imports the compiler: seconds of CPU time
 
-    return InProcess(setup, executor)
+    return InProcess.of_run(setup, executor)

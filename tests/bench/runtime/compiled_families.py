@@ -26,8 +26,8 @@ from raypipe.data import declared_fields, open_data, prepare_data
 from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
 from raypipe.runtime.compiled.compiler import TracedStage
-from raypipe.runtime.compiled.tracing.cut import Cut, GraphPiece
-from raypipe.runtime.compiled.tracing.graphs import ancestors, is_product, results, value
+from raypipe.runtime.compiled.cut import Cut, GraphPiece, ancestors, is_product, results
+from raypipe.runtime.compiled.trace import value
 from tests.bench.accuracy.compiled_losses import NAMES, models
 from tests.bench.runtime.compiled_stages import activation_bytes
 from tests.runtime.compiled.pieces import compiled_device

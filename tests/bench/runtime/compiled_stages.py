@@ -33,10 +33,9 @@ from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_dir import STOP, ask
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-from raypipe.runtime.compiled.compiler import TracedStage
-from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
+from raypipe.runtime.compiled.compiler import TracedStage, compile_graph
+from raypipe.runtime.compiled.cut import Cut
 from raypipe.runtime.compiled.needs import Example
-from raypipe.runtime.compiled.tracing.cut import Cut
 from tests.runtime.compiled.pieces import compiled_device
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -12,28 +13,35 @@ from torch import Tensor, fx, nn
 
 from raypipe.runtime.backward.deferred import (
     WeightQueue,
-    deferred_convolution,
     deferred_embedding,
     deferred_linear,
-    deferred_product,
+    deferred_operation,
 )
 from raypipe.runtime.backward.split_backward import defer_weight_gradients
 
 Call = Callable[..., Tensor]
 CONV = {"stride": [2], "padding": [1], "dilation": [1], "groups": 2}
+
+
+def convolution(dims: int, x: Tensor, w: Tensor, b: Tensor | None, queue: WeightQueue) -> Tensor:
+    """A deferred convolution, as a captured graph calls it."""
+    function = (torch.ops.aten.conv1d, torch.ops.aten.conv2d, torch.ops.aten.conv3d)[dims - 1].default
+    given = [[value] * dims for value in (2, 1, 1)]
+    parameters = [p for p in (w, b) if p is not None]
+    return deferred_operation(queue, function, range(1, 1 + len(parameters)), parameters, (x, w, b, *given, 2), {})
+
+
 CASES: dict[str, tuple[Call, Call, tuple[int, ...], tuple[int, ...], tuple[int, ...] | None]] = {
     # plain, deferred, shape of input, weight, bias
     "linear": (F.linear, deferred_linear, (3, 4, 6), (5, 6), (5,)),
     "linear without bias": (F.linear, deferred_linear, (4, 6), (5, 6), None),
-    "product": (lambda x, w, b: torch.addmm(b, x, w), lambda x, w, b, q: deferred_product(b, x, w, q),
-                (4, 6), (6, 5), (5,)),
-    "convolution 1d": (lambda x, w, b: F.conv1d(x, w, b, **CONV),
-                       lambda x, w, b, q: deferred_convolution(x, w, b, *CONV.values(), q), (2, 4, 9), (6, 2, 3), (6,)),
-    "convolution 2d": (lambda x, w, b: F.conv2d(x, w, b, **CONV),
-                       lambda x, w, b, q: deferred_convolution(x, w, b, *CONV.values(), q),
+    "product": (lambda x, w, b: torch.addmm(b, x, w), partial(deferred_linear, flipped=True), (4, 6), (6, 5), (5,)),
+    "convolution 1d": (lambda x, w, b: F.conv1d(x, w, b, **CONV), lambda x, w, b, q: convolution(1, x, w, b, q),
+                       (2, 4, 9), (6, 2, 3), (6,)),
+    "convolution 2d": (lambda x, w, b: F.conv2d(x, w, b, **CONV), lambda x, w, b, q: convolution(2, x, w, b, q),
                        (2, 4, 9, 7), (6, 2, 3, 3), (6,)),
     "convolution 3d without bias": (lambda x, w, b: F.conv3d(x, w, b, **CONV),
-                                    lambda x, w, b, q: deferred_convolution(x, w, b, *CONV.values(), q),
+                                    lambda x, w, b, q: convolution(3, x, w, b, q),
                                     (2, 4, 5, 4, 3), (6, 2, 3, 3, 3), None),
 }  # fmt: skip
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, fx
 
 from raypipe.models import LayeredModel
-from raypipe.runtime.compiled.compiler import StageCompiler, TracedStage
+from raypipe.runtime.compiled.compiler import InProcess, TracedStage
 from raypipe.runtime.compiled.needs import Needs
-from raypipe.runtime.compiled.program import Compiled
-from raypipe.runtime.compiled.stage import swap_in
+from raypipe.runtime.compiled.program import Compiled, swap_in
 from raypipe.runtime.executor.compile_report import StageReport
 from tests.runtime.runs.one_device import LR, OneDevice, Outcome, one_device
 
@@ -29,18 +28,11 @@ def compiled_device(
     """A device whose stages are compiled where they can be; ``variant``: as ``one_device``'s."""
     made = one_device(model, cut, rows, dtype, microbatch, **variant)
     needs = Needs(made.executor, [made.program], 0, budget, (made.evaluate, 1) if validates else None)
-    compiler = StageCompiler(made.executor, needs, build)
-    found = {key: compiler.trace(key) for key in made.executor.modules}
-    traced = {key: one for key, one in found.items() if isinstance(one, TracedStage)}
-    reports = [one for one in found.values() if isinstance(one, StageReport)]
-    ready = {}
-    for key, one in traced.items():
-        stage, report = compiler.compile(key, one)
-        reports.append(report)
-        if stage is not None:
-            ready[key] = stage
-    swap_in(made.executor, ready)
-    return made, list(traced.values()), reports
+    source = InProcess(made.executor, needs, build)
+    reports = source.begin(list(made.executor.modules))
+    outcome = source.find()
+    swap_in(made.executor, {key: stage for key, stage, _ in outcome if stage is not None})
+    return made, list(source.traced.values()), [*reports, *(report for *_, report in outcome)]
 
 
 def step_of(made: OneDevice, step: int = 5) -> Outcome:

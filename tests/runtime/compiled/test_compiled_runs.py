@@ -11,7 +11,7 @@ import pytest
 from raypipe.errors import SpecError
 from raypipe.observe.run_dir import STOP, ask
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
+from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.train import prepare_run
 from tests.runtime.runs.plain_training import plain_losses, plain_val_loss
 from tests.runtime.runs.small_runs import drive, small_job

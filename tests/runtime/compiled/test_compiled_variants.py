@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
+from raypipe.runtime.compiled.toolchain import missing_toolchain
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import drive, small_job
 

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
-from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
-from raypipe.runtime.compiled.tracing.lower_precision import FALLS_BACK, fall_back, keeps_rounding, undecomposed
+from raypipe.runtime.compiled.compiler import compile_graph
+from raypipe.runtime.compiled.toolchain import missing_toolchain
+from raypipe.runtime.compiled.trace import FALLS_BACK, fall_back, keeps_rounding, undecomposed
 
 
 def router_and_norm(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,6 +62,6 @@ def test_models_in_one_precision_are_decomposed() -> None:
 @pytest.mark.slow
 def test_what_traces_imports_what_decompositions_take_for_granted() -> None:
     """Max pooling's looks for Inductor's lowerings without importing them; nothing else has in a process of its own."""
-    code = "import torch, raypipe.runtime.compiled.tracing.joint; torch._inductor.lowering"
+    code = "import torch, raypipe.runtime.compiled.trace; torch._inductor.lowering"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,29 +1,29 @@
-"""Compiled stages on disk: what is read computes what was written, and whatever changes a stage changes its key."""
+"""Compiled stages in the store: what is read computes what was written; whatever changes a stage changes its key."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import ray
 import torch
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.compiled.compiler import trace_stage
-from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
+from raypipe.runtime.compiled import stored
+from raypipe.runtime.compiled.compiler import CHECKS, compile_parts, source_of, trace_stage
 from raypipe.runtime.compiled.needs import Needs
-from raypipe.runtime.compiled.stage import swap_in
-from raypipe.runtime.compiled.stored import stored_stages
-from raypipe.runtime.compiled.stored.document import DOCUMENT, is_sound, read_stage, write_stage
-from raypipe.runtime.compiled.stored.helper import compiled_parts
-from raypipe.runtime.compiled.stored.request import Request
-from raypipe.runtime.compiled.stored.stored_stages import stage_key
+from raypipe.runtime.compiled.program import CompiledStage, swap_in
+from raypipe.runtime.compiled.stored import StoredStages, function_of, read_stage, stage_key, write_stage
+from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor.compile_report import CutReport
 from tests.runtime.compiled.pieces import assert_same, step_of
 from tests.runtime.runs.one_device import OneDevice, even_cut, one_device
@@ -43,28 +43,36 @@ def device(spec: GptSpec = SPEC, split: bool = True, dtype: torch.dtype = torch.
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing_toolchain() is not None, reason=str(missing_toolchain()))
-def test_what_is_read_computes_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("split", [False, True], ids=["joint", "B and W"])
+def test_what_is_read_computes_what_was_written(split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes, strides and alignment are those that it was compiled for, which is checked here in every call."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
-    made, plain = device(split=False), device(split=False)
-    key, module, folder = (1, 0), made.executor.modules[1, 0], tmp_path / "stored"
-    traced = trace_stage(module, Needs(made.executor, [made.program]).of(key))
-    write_stage(folder, compiled_parts(traced), traced.kept)
-    found = read_stage(folder, module)
-    assert found is not None
-    assert is_sound(folder)
-    assert found[1] == traced.kept
-    swap_in(made.executor, {key: found[0]})
-    assert_same(step_of(made), step_of(plain))
+    monkeypatch.setenv(CHECKS, "1")
+    made, plain = device(split=split), device(split=split)
+    needs, ready = Needs(made.executor, [made.program]), {}
+    for key, module in made.executor.modules.items():
+        traced, path = trace_stage(module, needs.of(key)), tmp_path / str(key)
+        parts = compile_parts(traced, source_of)
+        assert all("assert_size_stride(" in part.pieces["forward"][1] for part in parts)
+        write_stage(path, (parts, traced.kept))
+        found = read_stage(path)
+        assert found is not None
+        assert found[1] == traced.kept
+        ready[key] = CompiledStage.of(module, found[0], function_of)
+    swap_in(made.executor, ready)
+    for step in (5, 6):
+        assert_same(step_of(made, step), step_of(plain, step))
 
-    code = next(folder.glob("*.py"))
-    code.write_text(code.read_text() + "\n")
-    assert read_stage(folder, module) is None, "a module is not what was written"
-    assert not is_sound(folder)
-    (folder / DOCUMENT).write_text('{"parts": [{"span": null}]}')
-    assert read_stage(folder, module) is None
-    assert read_stage(tmp_path / "missing", module) is None
-    assert not is_sound(folder)
-    assert not is_sound(tmp_path / "missing")
+
+def test_what_is_damaged_or_missing_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "stage"
+    assert read_stage(path) is None
+    write_stage(path, ([], CutReport(("a",), 1, 2)))
+    assert read_stage(path) == ([], CutReport(("a",), 1, 2))
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:-12] + bytes([whole[-12] ^ 1]) + whole[-11:], b"", b"not a stage"):
+        path.write_bytes(damaged)
+        assert read_stage(path) is None
 
 
 def test_whatever_changes_a_stage_changes_its_key() -> None:
@@ -109,7 +117,7 @@ KEY_OF_A_LOSS = """
 from raypipe.models.own_loss import OwnLoss
 from raypipe.models.own_loss import GivenLoss
 from raypipe.models.task import Labels
-from raypipe.runtime.compiled.stored.stored_stages import _described
+from raypipe.runtime.compiled.stored import _described
 loss = GivenLoss(Labels(), ["labels", "pixel_values", "weights"])
 loss.reads = frozenset(["labels", "weights", "pixel_values", "mask"])
 print(_described(loss))
@@ -136,26 +144,86 @@ def test_another_length_has_another_key() -> None:
     assert len(keys) == 3
 
 
+@dataclass
+class RunSetup:
+    """What ``Setup`` says of a run's compilation."""
+
+    job: Any
+    parallel: Any
+    train: Any
+    cut: Any = ((0, 1), (2, 3))
+    done: int = 0
+    samples: Any = None
+
+
+def stages_of(made: OneDevice, begin: Callable[..., Any], limit_s: float = 60.0) -> StoredStages:
+    """The stages of a device as its worker has them compiled; ``begin`` begins a task."""
+    train = SimpleNamespace(dtype="float64", compile_timeout_s=limit_s, eval_every=0)
+    job, parallel = SimpleNamespace(model=SPEC, train=train), SimpleNamespace(activation_memory_budget=1.0)
+    setup = RunSetup(job, parallel, {0: made.program})
+    return StoredStages(cast(Any, setup), made.executor, begin)
+
+
 def test_a_damaged_stage_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Request] = []
+    asked: list[Path] = []
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(stored_stages, "HelperProcess", asked.append)
     made = device()
-    job = SimpleNamespace(
-        model=SPEC,
-        train=SimpleNamespace(dtype="float64", compile_timeout_s=60.0, eval_every=0),
-    )
-    parallel, cut = SimpleNamespace(activation_memory_budget=1.0), ((0, 1), (2, 3))
-    setup = cast(Any, SimpleNamespace(job=job, parallel=parallel, cut=cut, train={0: made.program}, done=0))
 
     def begin() -> None:
-        assert stored_stages.StoredStages(setup, made.executor).begin([(0, 0)]) == []
+        source = stages_of(made, lambda *request: asked.append(request[-1]))
+        assert source.begin([(0, 0)]) == []
+        assert source.compiles == (path is None or read_stage(path) is None)
 
+    path: Path | None = None
     begin()
-    (request,) = asked
-    write_stage(request.folder, [], CutReport((), 0, 0))
+    (path,) = asked
+    assert path is not None
+    path.parent.mkdir()
+    write_stage(path, ([], CutReport((), 0, 0)))
     begin()
     assert len(asked) == 1, "it is stored"
-    (request.folder / DOCUMENT).write_text("{")
+    path.write_text("{")
     begin()
-    assert [one.folder for one in asked] == [request.folder, request.folder]
+    assert asked == [path, path]
+
+
+def refuses(*request: Any) -> str:
+    return "InductorError: no kernel"
+
+
+def dies(*request: Any) -> str:
+    os._exit(3)
+
+
+def takes_long(*request: Any) -> str:
+    time.sleep(60)
+    return "too late"
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    ("compiler", "limit_s", "reason"),
+    [
+        (refuses, 60.0, "InductorError: no kernel"),
+        (dies, 60.0, "the task that compiles it has failed"),
+        (takes_long, 1.0, "train.compile_timeout_s"),
+    ],
+)
+def test_a_task_that_fails_or_takes_too_long_leaves_the_stage_eager(
+    compiler: Callable[..., str], limit_s: float, reason: str,
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(stored, "compile_stage", compiler)
+    source = stages_of(device(), stored.begin_task, limit_s)
+    began = time.monotonic()
+    assert source.begin([(0, 0)]) == []
+    ((_, stage, report),) = source.find()
+    assert stage is None
+    assert reason in str(report.reason)
+    assert time.monotonic() - began < 50
+    (task,) = source._tasks.values()
+    if compiler is takes_long:
+        with pytest.raises(ray.exceptions.RayError):
+            ray.get(task, timeout=30)
+    source.close()  # nothing is left to end

@@ -12,8 +12,11 @@ from torch import Tensor
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers, LayeredModel, build_model
 from raypipe.runtime.compiled import compiler
-from raypipe.runtime.compiled.stage import CompiledStage
+from raypipe.runtime.compiled.needs import Example
+from raypipe.runtime.compiled.program import CompiledStage
+from raypipe.runtime.compiled.trace import JointGraph
 from raypipe.runtime.executor.step import StepResult
+from raypipe.runtime.stage.stage import StageModule
 from tests.exhaustive import ONLY, exhaustive
 from tests.runtime.compiled.pieces import compiled_device, step_of
 from tests.runtime.runs.one_device import OneDevice, even_cut, one_device
@@ -144,10 +147,14 @@ def test_samples_of_their_own_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_where_it_cannot_be_traced_validation_alone_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("no such operation\nin validation")
+    trace = compiler.trace
 
-    monkeypatch.setattr(compiler, "trace_validation", fails)
+    def fails(module: StageModule, example: Example) -> JointGraph:
+        if not example.training:
+            raise RuntimeError("no such operation\nin validation")
+        return trace(module, example)
+
+    monkeypatch.setattr(compiler, "trace", fails)
     model, rows = gpt()
     cut = even_cut(model, 2)
     made, _, reports = compiled_device(model, cut, rows, torch.float64, 2, validates=True)

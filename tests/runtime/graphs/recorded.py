@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from raypipe.runtime.compiled import traced_keys
+from raypipe.runtime.compiled import layout
 from raypipe.runtime.graphs.device_graphs import GraphError
 from raypipe.runtime.update.side_stream import Done
 
@@ -254,7 +254,7 @@ class RecordedGraphs:
         self._streams: list[LateStream] = []
         self.captures = self.replays = self.operations = 0
         self.capturing = False
-        OPAQUE[torch.ops.raypipe.keyed_halves.default] = traced_keys._keyed_halves
+        OPAQUE[torch.ops.raypipe.keyed_halves.default] = layout._keyed_halves
 
     def warm_up(self, work: Callable[[], object]) -> None:
         work()

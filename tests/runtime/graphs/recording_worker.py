@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from raypipe.runtime.compiled.in_process import InProcess
+from raypipe.runtime.compiled.compiler import InProcess
 from raypipe.runtime.executor.compile_report import StageReport
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.step_executor import StepExecutor
@@ -38,7 +38,7 @@ class RecordingWorker(StageWorker):
         return DeviceShares(None) if alone else super()._shares(alone, setup)
 
     def compile_stages(self, waits: bool = False) -> list[StageReport]:
-        source = InProcess(self.setup_data, self.executor, interpreted)
+        source = InProcess.of_run(self.setup_data, self.executor, interpreted)
         self.compilation = Compilation(
             self.setup_data, self.executor, source, waits=waits, graphs=TaskGraphs(self.graphs)
         )

@@ -11,7 +11,7 @@ import torch
 from raypipe.job import GptSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
+from raypipe.runtime.compiled.compiler import compile_graph
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.graphs.device_graphs import CudaGraphs, GraphError
 from raypipe.runtime.graphs.step_executor import StepExecutor

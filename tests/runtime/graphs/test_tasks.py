@@ -12,10 +12,8 @@ import torch
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers, keyed_random
-from raypipe.runtime.compiled.program import CompiledPiece, StageProgram
-from raypipe.runtime.compiled.stage import CompiledStage
-from raypipe.runtime.graphs.slot import FixedGradients, Slot
-from raypipe.runtime.graphs.tasks import TaskGraphs
+from raypipe.runtime.compiled.program import CompiledPiece, CompiledStage, StageProgram
+from raypipe.runtime.graphs.tasks import FixedGradients, Slot, TaskGraphs
 from raypipe.runtime.update.buckets import FlatGradients
 from tests.exhaustive import exhaustive
 from tests.runtime.compiled.pieces import compiled_device

@@ -15,10 +15,9 @@ from torch._dynamo.utils import counters
 from raypipe.job import GptSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.compiled.in_process import InProcess
-from raypipe.runtime.compiled.inductor.compile_graph import compile_graph
-from raypipe.runtime.compiled.inductor.toolchain import missing_toolchain
-from raypipe.runtime.compiled.stored.stored_stages import Outcome
+from raypipe.runtime.compiled.compiler import InProcess, compile_graph
+from raypipe.runtime.compiled.program import Outcome
+from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor.compile_report import StageReport
 from raypipe.runtime.update.gradients import StageKey
 from raypipe.runtime.worker.compilation import MEASURED, Compilation, refusal
@@ -50,7 +49,7 @@ def test_the_faster_way_is_kept_and_losses_do_not_change(compiled_s: float) -> N
         Any,
         SimpleNamespace(job=SimpleNamespace(train=train), parallel=parallel(), train={0: made.program}, done=0),
     )
-    compilation = Compilation(setup, made.executor, InProcess(setup, made.executor, interpreted))
+    compilation = Compilation(setup, made.executor, InProcess.of_run(setup, made.executor, interpreted))
     assert compilation.begin() == []
     assert compilation.state == "compiling"
     assert compilation._pending is not None
@@ -115,7 +114,7 @@ def test_others_do_not_wait_for_a_replacement_to_compile(
     made, source = device(), Begun(not stored)
     train = SimpleNamespace(compile="inductor", compile_first=True, deterministic=bits_matter, cuda_graphs="none")
     setup = cast(Any, SimpleNamespace(job=SimpleNamespace(train=train), parallel=parallel()))
-    compilation = Compilation(setup, made.executor, source, replaces=replaces)
+    compilation = Compilation(setup, made.executor, cast(Any, source), replaces=replaces)
     compilation._refused = None  # whatever this host has of a compiler
     compilation.begin()
     assert (compilation.state == "compiling") == beside

@@ -14,30 +14,18 @@ Source: Qi et al. 2023 (zero bubble), section 2, for B and W; Chen et al. 2016 a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
 
+from raypipe.compat.torch_private import OpOverload, _functorch, _pytree, min_cut_rematerialization_partition
 from raypipe.runtime.compiled.layout import Gradient, InputSlot, Interface
-from raypipe.runtime.compiled.tracing.graphs import (
-    ancestors,
-    base_of,
-    extract,
-    is_product,
-    is_view,
-    nbytes,
-    results,
-    tuples_with_items,
-    value,
-)
-from raypipe.runtime.compiled.tracing.joint import JointGraph
-from raypipe.runtime.compiled.tracing.rewrite import CAST
+from raypipe.runtime.compiled.trace import CAST, JointGraph, is_view, value
 
 aten = torch.ops.aten
 
@@ -70,7 +58,7 @@ class Cut:
 
 
 def cut(joint: JointGraph, budget: float = 1.0) -> Cut:
-    """Cut a joint graph (``rewrite.prepare``) into pieces.
+    """Cut a joint graph (``trace.prepare``) into pieces.
 
     Args:
         joint: the graph.
@@ -102,7 +90,7 @@ def cut(joint: JointGraph, budget: float = 1.0) -> Cut:
 
 
 def forward_alone(joint: JointGraph) -> GraphPiece:
-    """Return the piece of a stage that is traced without a backward (``trace_validation``)."""
+    """Return the piece of a stage that is traced without a backward (``Example.training``)."""
     graph = joint.graph.graph
     given = [node.name for node in graph.nodes if node.op == "placeholder"]
     outputs = [node for node in results(graph) if node is not None]
@@ -123,7 +111,7 @@ def _halves(joint: JointGraph, budget: float) -> tuple[fx.GraphModule, fx.GraphM
     casts = range(joint.given, joint.given + len(joint.casts))
 
     def halves(share: float) -> tuple[int, tuple[fx.GraphModule, fx.GraphModule]]:
-        with functorch.patch(activation_memory_budget=share):
+        with _functorch.config.patch(activation_memory_budget=share):
             made = min_cut_rematerialization_partition(
                 joint.graph,
                 None,
@@ -304,7 +292,7 @@ def _transposes(node: fx.Node) -> bool:
         return True
     if node.target not in (aten.permute.default, aten.transpose.int) or value(node).dim() != 2:
         return False
-    dims = [dim % 2 for dim in pytree.tree_leaves(node.args[1:])]
+    dims = [dim % 2 for dim in _pytree.tree_leaves(node.args[1:])]
     return dims == [1, 0] or (node.target is aten.transpose.int and dims[0] != dims[1])
 
 
@@ -319,3 +307,65 @@ def _transposed(node: fx.Node) -> fx.Node:
         made = node.graph.call_function(aten.permute.default, (node, [1, 0]))
     made.meta = {**node.meta, "val": value(node).t()}
     return made
+
+
+# What the cut needs of graphs.
+
+
+def ancestors(ends: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Return the nodes that ``ends`` are computed from, and ``ends``; nothing behind those in ``stop``."""
+    found: set[fx.Node] = set()
+    todo = list(ends)
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            if node not in stop:
+                todo += node.all_input_nodes
+    return found
+
+
+def extract(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
+    """Return the part of a module that computes ``outputs`` from ``inputs``, both nodes of its graph."""
+    needed = ancestors(outputs, set(inputs))
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = dict(node.meta)
+    for node in module.graph.nodes:
+        if node in needed and node not in made:
+            made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[node] for node in outputs))
+    graph.lint()
+    return fx.GraphModule(module, graph)
+
+
+def results(graph: fx.Graph) -> list[fx.Node | None]:
+    """Return what a graph returns, a flat sequence."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return list(output.args[0])
+
+
+def is_product(node: fx.Node) -> bool:
+    """Return whether a node costs floating-point operations that torch counts: products, convolutions, attention."""
+    return isinstance(node.target, OpOverload) and node.target._overloadpacket in flop_registry
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the node whose memory a node's result is."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def tuples_with_items(nodes: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes with all results of those that have several."""
+    items = {user for node in nodes for user in node.users if user.target is operator.getitem}
+    return nodes | items
+
+
+def nbytes(nodes: Iterable[fx.Node]) -> int:
+    """Return the bytes of the nodes' tensors; views of one tensor count once."""
+    bases: Mapping[fx.Node, fx.Node] = {base_of(node): node for node in nodes}
+    return sum(value(base).numel() * value(base).element_size() for base in bases)
