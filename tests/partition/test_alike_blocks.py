@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.job.load import job_from
-from raypipe.job.spec import JobSpec
+from raypipe.job import JobSpec, job_from
 from raypipe.partition.alike_blocks import alike_blocks
 from raypipe.partition.partition_job import JobPieces, job_pieces
 
