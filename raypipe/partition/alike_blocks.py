@@ -15,10 +15,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from raypipe.capture.meta import build_without_memory
-from raypipe.capture.transformers_models import configuration
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.job import HfSpec, JobSpec
-from raypipe.models.sources.hugging_face import HuggingFace
+from raypipe.models.sources.hugging_face import HuggingFace, configuration
 from raypipe.partition.report import ModelPiece
 
 DEEP = 12
