@@ -70,18 +70,28 @@ def autoconfigure(
         ),
     ] = None,
     search: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Time to search orders for the best placements.")
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time to search orders for the best placements, at most.")
     ] = 3.0,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, metavar="SECONDS", help="Time after which the best plan so far is taken [12, of processor time]."
+        ),
+    ] = None,
 ) -> None:
     """Choose the schedule, pipeline depth, replicas, micro-batch size and further options for a job. Without --cluster
     and --profile, plan for the running Ray cluster or else this machine, after a short profile."""
+    from raypipe.cli._shared.planning import watched
     from raypipe.job import load_job
+    from raypipe.observe.progress import stderr_console
     from raypipe.observe.tables import batches_document, batches_table
     from raypipe.plan.choose import POLICIES, choose
     from raypipe.plan.decision_json import as_json
     from raypipe.plan.hybrid import load_epochs
     from raypipe.plan.time_to_target import rank_batches
+    from raypipe.plan.watch import BUDGET_S
     from raypipe.profiling.profile_and_plan import as_profiled, choose_budget, with_budget
+    from raypipe.search.budget import Budget
 
     for word in allow or ():
         if word not in ALLOWED:
@@ -90,13 +100,14 @@ def autoconfigure(
         raise RequestError("--policy", f'"{policy}" is unknown', nearest(policy, POLICIES))
     if cluster is not None and profile is not None:
         raise RequestError("--cluster", "a profile already describes its cluster", "give either --cluster or --profile")
-    if not search <= DAY_S:
-        raise RequestError("--search", f"{search:g} is not a valid time", f"give seconds from 0 to {DAY_S:g}")
+    for name, given_s in (("--search", search), ("--budget", budget)):
+        if given_s is not None and not given_s <= DAY_S:
+            raise RequestError(name, f"{given_s:g} is not a valid time", f"give seconds from 0 to {DAY_S:g}")
     if out is not None:
         check_writable(out)
     spec = load_job(job, override or ())
     table = None if epochs is None else load_epochs(epochs)
-    each_s = search if table is None else search / len(table.epochs)
+    share = 1.0 if table is None else 1 / len(table.epochs)
     given = None if cluster is profile is None else _given_costs(spec, cluster, profile, devices)
     if given is not None:
         spec = as_profiled(spec, given[0])
@@ -112,16 +123,19 @@ def autoconfigure(
         return taken[budget]
 
     def plan(one: JobSpec, costs: Profile) -> Decision:
-        return choose(
-            one,
-            costs,
-            devices,
-            top=top,
-            asynchronous="asynchronous" in (allow or ()),
-            policy=policy,
-            search_s=each_s,
-            shared={} if given is None else given[1],
-        )
+        seconds = Budget(share * BUDGET_S) if budget is None else Budget(share * budget, wall=True)
+        with watched(seconds, stderr_console()) as watch:
+            return choose(
+                one,
+                costs,
+                devices,
+                top=top,
+                asynchronous="asynchronous" in (allow or ()),
+                policy=policy,
+                search_s=share * search,
+                shared={} if given is None else given[1],
+                watch=watch,
+            )
 
     def plan_for(one: JobSpec) -> Decision:
         if given is not None:

@@ -116,6 +116,9 @@ class HfSpec(CapturedSpec):
     format."""
     config: dict[str, JsonValue] = Field(default_factory=dict)
     """Changes to the configuration of the type or directory; the keys are those of its configuration."""
+    init: Literal["saved", "random"] = "saved"
+    """``saved``: a directory's weights are where training starts. ``random``: new ones, as for a model type; a
+    directory needs only its ``config.json`` then, as it does to plan."""
     lora: LoraSpec | None = None
     """Adapters to train while the model itself is frozen; ``raypipe export`` writes them for peft."""
     adapters: str | None = None
@@ -147,6 +150,12 @@ class HfSpec(CapturedSpec):
                 raise ValueError(f"the base of the adapters in {path}, {named}, is no directory here; {fix}")
         options = {key: says[key] for key in LoraSpec.model_fields if says.get(key) is not None}
         return {**given, "hf": base, "adapters": str(path), "lora": given.get("lora") or options}
+
+    @model_validator(mode="after")
+    def _no_random_base(self) -> HfSpec:
+        if self.adapters is not None and self.init == "random":
+            raise ValueError("adapters were trained beside a model's saved weights; leave init out")
+        return self
 
     @field_validator("hf")
     @classmethod

@@ -23,6 +23,8 @@ from raypipe.launch.prepared import Prepared
 from raypipe.observe.run_dir import PAUSE, PROFILE, SAVE, ask, asked_to_stop, go_on
 from raypipe.observe.run_log import EVENTS, Follower, log_event
 from raypipe.plan.plan import Plan, build_schedule
+from raypipe.plan.watch import BUDGET_S, Watch
+from raypipe.search.budget import Budget
 
 if TYPE_CHECKING:
     from raypipe.runtime.group.worker_group import Warm
@@ -223,7 +225,7 @@ class Elastic:
 
         try:
             profile = load_profile(self.prepared.directory / PROFILE)
-            return choose(self.prepared.asked, profile, devices, search_s=SEARCH_S).plan
+            return choose(self.prepared.asked, profile, devices, search_s=SEARCH_S, watch=Watch(Budget(BUDGET_S))).plan
         except SpecError as error:
             why = f"there is no plan for {devices} devices: {error.where} {error.why}"
             raise RunError("train.elastic", why, error.fix) from error

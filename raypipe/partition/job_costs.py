@@ -31,7 +31,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
     if isinstance(job.model, GptSpec):
         model = job.model
     else:
-        found = job_pieces(divided(job, 1))
+        found = job_pieces(divided(job, 1), alike=True)
         model, slicing = [tensor_rank.work for tensor_rank in found.tensor_ranks], found.slicing
         tied, trained_tied = tied_values(found), tied_values(found, trained=True)
     momentum = train.momentum > 0
@@ -65,7 +65,7 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
     if isinstance(model, GptSpec):
         tensor_ranks = model
     else:
-        found = job_pieces(divided(job, size))
+        found = job_pieces(divided(job, size), alike=True)
         tensor_ranks, tied, trained_tied = found.tensor_ranks, tied_values(found), tied_values(found, trained=True)
     profiles = [
         tensor_profile(

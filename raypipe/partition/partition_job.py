@@ -64,10 +64,15 @@ def divided(job: JobSpec, size: int) -> JobSpec:
     return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size})})
 
 
-def job_pieces(job: JobSpec) -> JobPieces:
+def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
     """Return the model's pieces, their work and how it runs in slices: from the cache, or from the model.
 
     Where the job divides layers, the first two are a member's share.
+
+    Args:
+        job: the job.
+        alike: repeat one block of a deep model for those that are alike (``alike_blocks``). What crosses cuts behind
+            them has that one's name then.
 
     Raises:
         SpecError: the model does not divide.
@@ -76,9 +81,16 @@ def job_pieces(job: JobSpec) -> JobPieces:
     if job.train.dtype == FP8:  # for planning alone: the same operations, of which some compute in FP8
         job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": "bfloat16-true"})})
     key = pieces_key(job)
-    kept = None if key is None else load_pieces(key)
-    if kept is not None:
-        return kept
+    for one in () if key is None else (key, f"{key}.alike")[: 1 + alike]:
+        kept = load_pieces(one)
+        if kept is not None:
+            return kept
+    if alike and isinstance(job.model, HfSpec):
+        found = _of_alike(job)
+        if found is not None:
+            if key is not None:
+                save_pieces(f"{key}.alike", found)
+            return found
     from raypipe.data import declared_fields  # torch from here on
     from raypipe.models import build_model
     from raypipe.partition.pieces import pieces_of, slicing_of, tensor_ranks_of
@@ -90,6 +102,19 @@ def job_pieces(job: JobSpec) -> JobPieces:
     if key is not None:
         save_pieces(key, found)
     return found
+
+
+def _of_alike(job: JobSpec) -> JobPieces | None:
+    from raypipe.partition.alike_blocks import alike_blocks
+
+    captured: list[JobPieces] = []
+
+    def capture(shallow: JobSpec) -> tuple[tuple[ModelPiece, ...], tuple[TensorRankWork, ...]]:
+        captured.append(job_pieces(shallow))
+        return captured[-1].pieces, captured[-1].tensor_ranks
+
+    found = alike_blocks(job, capture)
+    return None if found is None else JobPieces(*found, captured[0].slicing)
 
 
 # The pieces of a job's model on disk, so that its partition can be looked at again without torch.

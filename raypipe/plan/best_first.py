@@ -1,21 +1,24 @@
 """Best-first search for the fastest plans that fit. It is exact, because its lower bounds are valid.
 
-Three kinds of node share one queue ordered by their lower bounds: grids (W, D, B), candidates on a grid, and OOM
-fallbacks of a candidate. A node is expanded only while its bound is below the K-th best step found, so most candidates
-are never simulated.
+Nodes wait in the order of their lower bounds: grids (W, D, B) in one queue, candidates on a grid and OOM fallbacks of a
+candidate in another. A node is expanded only while its bound is below the K-th best step found, so most candidates are
+never simulated.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import log2
 from typing import Protocol
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate, least_plainness, plainness
 from raypipe.plan.predict.prediction import Prediction
+from raypipe.plan.watch import ENDLESS, Progress, Watch
+from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.shape import Grid
 
@@ -28,6 +31,21 @@ NEAR = 5e-3
 machine shift plans against each other by about as much, so the fastest would change from start to start."""
 
 
+FIRST, FEW_GRIDS = "1f1b", 100
+"""The schedule that is ranked alone first, for a plan that rules out most others, where there are more grids."""
+RANKING = 0.6
+"""Share of the time for a choice that ranking takes at most; the rest is for what is then tried with the best."""
+
+
+MOST_HOPELESS = 2000
+LATE, AT_ONCE_S = 0.01, 5e-3
+"""An order that takes twice as long to make and to time is taken up so much later, as if its bound were longer by this
+share; below so many seconds it makes no difference."""
+TASK_S, SEARCHED, TURNS = 6e-6, 20, 16
+"""Seconds that a task takes. Families that search for their orders take so many times as long. Of a long step,
+micro-batches are simulated that are so many times its devices."""
+
+
 class Judge(Protocol):
     """The cost model as the search uses it. All times are seconds of a step."""
 
@@ -38,7 +56,18 @@ class Judge(Protocol):
         """Return a lower bound on the step of every candidate of the grid; infinite if none fits."""
 
     def least(self, candidate: Candidate) -> float:
-        """Return a lower bound on the candidate's step; infinite if its weights alone do not fit."""
+        """Return a lower bound on the candidate's step, if it recomputes where it may; infinite if its weights alone do
+        not fit."""
+
+    def least_kept(self, candidate: Candidate) -> float:
+        """Return the same for the candidate without recomputation besides its schedule's own."""
+
+    def least_of_all(self, candidate: Candidate) -> float:
+        """Return a lower bound on the steps of the candidate and of all its OOM fallbacks but those in more slices."""
+
+    def unordered(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
+        """Return the OOM fallbacks of a candidate that is too slow without them, with lower bounds; nothing where
+        memory is not what makes it slow, None if its order must be known."""
 
     def recut(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate with balanced devices; None if its devices are balanced already."""
@@ -73,6 +102,8 @@ class Ranking:
     """Predicted plans that do not fit."""
     unmade: list[Candidate] = field(default_factory=list)
     """Candidates that static bounds proved not to fit, so that no order was generated."""
+    hopeless: list[Candidate] = field(default_factory=list)
+    """Candidates that fit in no order, whatever they recompute; the first ``MOST_HOPELESS``."""
     searched: int = 0
     """Grids and candidates that were timed or ruled out."""
     timed: int = 0
@@ -85,7 +116,14 @@ def rank_key(p: Prediction) -> tuple[object, ...]:
 
 
 @no_collection()
-def best_first(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c, near: float = 0.0) -> Ranking:
+def best_first(
+    judge: Judge,
+    grids: Iterable[Grid],
+    top: int,
+    pick: Pick = lambda c: c,
+    near: float = 0.0,
+    watch: Watch = ENDLESS,
+) -> Ranking:
     """Find the ``top`` fastest plans that fit.
 
     The search ranks plans whose cut balances the stages, with the same result as from timing all of them. Where a
@@ -98,58 +136,160 @@ def best_first(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambd
         top: number of plans to find.
         pick: filters or replaces candidates.
         near: also find, within this share of the fastest, every plan that is simpler than all faster ones.
+        watch: ends the search early, once it has found a plan.
     """
-    found = Ranking()
-    count = itertools.count()
-    queue: list[tuple[float, int, Grid]] = []
-
-    def push(bound: float, node: Grid) -> None:
-        found.searched += 1
-        if bound < float("inf"):
-            heapq.heappush(queue, (bound, next(count), node))
-
-    for grid in grids:
-        push(judge.least_on(grid), grid)
-    fitting: dict[object, Prediction] = {}
-    while queue:
-        bound, _, node = heapq.heappop(queue)
-        if len(fitting) >= top and bound > _kth(fitting.values(), top) * (1 + TIE):
-            if bound > _kth(fitting.values(), 1) * (1 + max(near, TIE)):
-                break
-            if any(p.step_s <= bound and p.plainness <= _plainness(node) for p in fitting.values()):
-                continue
-        if not isinstance(node, Candidate):
-            for made in judge.on(node):
-                candidate = pick(made)
-                if candidate is not None:
-                    push(max(bound, judge.least(candidate)), candidate)
-            continue
-        oom_fallbacks = judge.outright(node)
-        if oom_fallbacks is not None:
-            found.unmade.append(node)
-            for least, other in oom_fallbacks:
-                push(max(bound, least) if other.shard == node.shard else least, other)
-            continue
-        try:
-            prediction = judge.predict(node)
-        except ScheduleError:  # the family has no schedule of this shape
-            continue
-        if prediction.fits:
-            found.timed += 1
-            twin = fitting.get(_same(prediction))
-            if twin is None or rank_key(prediction) < rank_key(twin):
-                fitting[_same(prediction)] = prediction
-            continue
-        found.too_large.append(prediction)
-        for least, other in judge.oom_fallback(prediction):  # shards take other sums and updates than no shards
-            push(max(bound, least) if other.shard == node.shard else least, other)
+    bounded = [(judge.least_on(grid), grid) for grid in grids]
+    ranking = watch.part(RANKING)
+    search = _Search(judge, top, pick, near)
+    if bounded[FEW_GRIDS:]:
+        first = _Search(judge, 1, pick, on=lambda grid: [Candidate.on(grid, FIRST)])
+        first.run(ranking.part(RANKING), bounded)
+        search.fitting |= first.fitting
+    search.run(ranking, bounded)
+    found, fitting = search.found, search.fitting
     ranked = sorted(fitting.values(), key=rank_key)
     if ranked:
         kept = [p for i, p in enumerate(ranked) if i < top or _shrunk(judge, p) <= ranked[0].step_s * (1 + near)]
-        ranked = sorted((faster_cut(judge, p) for p in kept), key=rank_key)
+        ranked = sorted((p if watch.over else faster_cut(judge, p) for p in kept), key=rank_key)
     found.best = ranked[:top]
     found.near = [p for p in ranked[top:] if p.step_s <= ranked[0].step_s * (1 + near)]
     return found
+
+
+@dataclass(slots=True)
+class _Search:
+    """One search under way."""
+
+    judge: Judge
+    top: int
+    pick: Pick
+    near: float = 0.0
+    on: Callable[[Grid], Iterable[Candidate]] | None = None
+    """The candidates of a grid that are searched; None: all."""
+    found: Ranking = field(default_factory=Ranking)
+    fitting: dict[object, Prediction] = field(default_factory=dict)
+    """Plans that fit, one of those that do the same."""
+    grids: list[tuple[float, float, int, Grid]] = field(default_factory=list)
+    candidates: list[tuple[float, float, int, Grid]] = field(default_factory=list)
+    """Nodes by rank, with lower bounds on the steps that they lead to."""
+    _count: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def fastest(self) -> float:
+        """The shortest step found; infinite before there is one."""
+        return min((p.step_s for p in self.fitting.values()), default=float("inf"))
+
+    def push(self, bound: float, node: Grid) -> None:
+        """Queue a node with a lower bound on the steps that it leads to."""
+        self.found.searched += 1
+        if bound == float("inf"):
+            if isinstance(node, Candidate) and len(self.found.hopeless) < MOST_HOPELESS:
+                self.found.hopeless.append(node)
+        elif isinstance(node, Candidate):
+            heapq.heappush(self.candidates, (bound, bound, next(self._count), node))
+        else:
+            heapq.heappush(self.grids, (bound, bound, next(self._count), node))
+
+    @property
+    def waiting(self) -> int:
+        """Nodes in the queues."""
+        return len(self.grids) + len(self.candidates)
+
+    @property
+    def bound(self) -> float:
+        """No plan that is not found yet has a shorter step."""
+        grids = [self.grids[0][1]] if self.grids else []
+        return min([self.fastest, *grids, *(bound for _, bound, _, _ in self.candidates)])
+
+    def run(self, watch: Watch, grids: Iterable[tuple[float, Grid]]) -> None:
+        """Search these grids, each with its lower bound, until all are ruled out, or there is a plan and no time.
+
+        Once there is a plan, every other turn is that of a candidate that may be faster: in the order of bounds alone,
+        all grids would come before most orders.
+        """
+        for bound, grid in grids:
+            self.push(bound, grid)
+        turn = 0
+        while self.grids or self.candidates:
+            queue = min((self.grids, self.candidates), key=lambda queue: queue[0] if queue else (float("inf"),))
+            if turn % 2 and self.candidates and self.candidates[0][0] < self.fastest < float("inf"):
+                queue = self.candidates
+            rank, bound, _, node = heapq.heappop(queue)
+            if self.beyond(bound, node) or self._later(rank, bound, node):
+                continue
+            if self.fitting and isinstance(node, Candidate) and effort_s(node) > watch.budget.left:
+                continue
+            self.expand(bound, node)
+            turn += 1
+            watch.show(self.fastest, lambda: Progress(self.waiting, self.fastest, self.bound))
+            if watch.over and self.fitting:
+                return
+
+    def _later(self, rank: float, bound: float, node: Grid) -> bool:
+        """Queue a candidate again if its own bound, with its collectives and the time to make its order, is larger than
+        that by which it came up; return whether it is."""
+        if not isinstance(node, Candidate) or rank > bound:
+            return False
+        own = self.judge.least(node)
+        own = max(bound, bound if own == float("inf") else own) * handicap(node)
+        if own > rank:
+            heapq.heappush(self.candidates, (own, bound, next(self._count), node))
+        return own > rank
+
+    def beyond(self, bound: float, node: Grid) -> bool:
+        """Return whether no plan with this bound is among the best, or simpler and nearly as fast."""
+        if len(self.fitting) < self.top or bound <= _kth(self.fitting.values(), self.top) * (1 + TIE):
+            return False
+        if bound > self.fastest * (1 + max(self.near, TIE)):
+            return True
+        return any(p.step_s <= bound and p.plainness <= _plainness(node) for p in self.fitting.values())
+
+    def expand(self, bound: float, node: Grid) -> None:
+        """Replace a node by what it leads to: candidates, a plan that fits, or fallbacks."""
+        judge, found = self.judge, self.found
+        if not isinstance(node, Candidate):
+            for made in (self.on or judge.on)(node):
+                candidate = self.pick(made)
+                if candidate is not None:
+                    self.push(max(bound, judge.least_of_all(candidate)), candidate)
+            return
+        least = judge.least_kept(node)
+        fallbacks = judge.unordered(node) if least == float("inf") or self.beyond(least, node) else None
+        if fallbacks is None:
+            fallbacks = judge.outright(node)
+        if fallbacks is not None:
+            found.unmade.append(node)
+        else:
+            try:
+                prediction = judge.predict(node)
+            except ScheduleError:  # the family has no schedule of this shape
+                return
+            if prediction.fits:
+                found.timed += 1
+                twin = self.fitting.get(_same(prediction))
+                if twin is None or rank_key(prediction) < rank_key(twin):
+                    self.fitting[_same(prediction)] = prediction
+                return
+            found.too_large.append(prediction)
+            fallbacks = judge.oom_fallback(prediction)
+        for least, other in fallbacks:
+            least = max(bound, least) if other.slices == node.slices else least
+            if self.fitting or other.recompute == "none" or least == float("inf"):
+                self.push(least, other)
+            else:  # the first plan is wanted at once: what recomputes is most likely to fit
+                found.searched += 1
+                self.expand(least, other)
+
+
+def effort_s(c: Candidate) -> float:
+    """Estimate the seconds that a candidate's order and step take to find."""
+    tasks = 3 * c.form.stages * min(c.microbatches, TURNS * c.stages)
+    return TASK_S * tasks * (SEARCHED if SCHEDULES[c.schedule].placement is not None else 1)
+
+
+def handicap(c: Candidate) -> float:
+    """Return the factor by which a candidate's bound counts for more: orders that take long come late."""
+    return 1 + LATE * log2(1 + effort_s(c) / AT_ONCE_S)
 
 
 def _shrunk(judge: Judge, p: Prediction) -> float:

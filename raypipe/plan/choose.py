@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHAR
 from raypipe.job.rules.no_effect import BrokenRule
 from raypipe.job.rules.schedule import stash
 from raypipe.job.spec import JobSpec
-from raypipe.plan.best_first import NEAR, Ranking, best_first, faster_cut, rank_key, simplest
+from raypipe.plan.best_first import NEAR, Ranking, best_first, effort_s, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, slices_refused, ways_to_recompute
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
 from raypipe.plan.joint.better_plans import better_plans
@@ -33,6 +34,7 @@ from raypipe.plan.searched_gathers import searched_gathers
 from raypipe.plan.searched_orders import searched_orders
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
+from raypipe.plan.watch import ENDLESS, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.shape import GRID, OPTIONS, Grid
@@ -50,10 +52,14 @@ WORTH_DIVIDING = 0.02
 then sent in every step, and whatever slows a link down slows the step down."""
 DIVIDED_WAYS = 250
 """Ways of dividing all weights over copies of the whole model that are tried."""
+SMALLEST = 12
+"""Of plans that do not fit, those that are predicted to name what the smallest lacks."""
 TOO_LARGE = 3
 """Plans named that would be faster and do not fit."""
 PROOF, MOST_PROOF_S = 1 / 3, 1.0
 """Share of the time to search that the chosen plan's certificate may take, and how much at most."""
+LEAST_S = 0.5
+"""Seconds for searching an order where the job asks for one and the time is up."""
 POLICIES = ("best", "largest-microbatch")
 
 
@@ -99,6 +105,7 @@ class _Chooser:
     judge: Judges
     grids: list[Grid]
     asynchronous: bool
+    watch: Watch
 
     def wished(self, c: Candidate) -> Candidate | None:
         """The candidate, if it is one that the job asks for; with the recomputation that it asks for."""
@@ -140,8 +147,8 @@ class _Chooser:
             ("data parallel", [g for g in self.grids if g.stages == g.tensor == 1 < g.replicas]),
             ("tensor parallel", self._shared(ranked)),
         ):
-            if kind not in seen:
-                yield from best_first(self.judge, of_kind, 1, self.wished).best
+            if kind not in seen and not self.watch.over:
+                yield from best_first(self.judge, of_kind, 1, self.wished, watch=self.watch).best
         deep = list(dict.fromkeys(p.candidate.grid for p in ranked if p.candidate.stages > 1))[:GRIDS]
         if not deep:
             deep = sorted((g for g in self.grids if g.stages > 1 == g.tensor), key=self.judge.least_on)[:GRIDS]
@@ -153,7 +160,9 @@ class _Chooser:
                     families[c.schedule].append(c)
         for own in families.values():
             tried = []
-            for c in sorted(own, key=self.judge.least)[:GRIDS]:
+            for c in sorted(own, key=lambda c: (self.judge.least(c), self.judge.least_of_all(c)))[:GRIDS]:
+                if effort_s(c) > self.watch.share(1.0):
+                    continue
                 try:
                     tried.append(self.judge.predict(c, timed=True))
                     tried += [self.judge.predict(less) for _, less in self.judge.oom_fallback(tried[-1])]
@@ -173,6 +182,8 @@ class _Chooser:
         step_s *= 1 - WORTH_DIVIDING
         best: Prediction | None = None
         for way in islice(turns, DIVIDED_WAYS):
+            if self.watch.over:
+                break
             if self.judge.least(way) >= step_s:
                 continue
             for p in self._fitting(way, step_s):
@@ -234,12 +245,19 @@ class _Chooser:
     def nothing_fits(self, found: Ranking) -> SpecError:
         """Say what the smallest plan lacks."""
         deepest = max(g.stages for g in self.grids)
-        tried = [*found.too_large, *self._predicted(c for c in found.unmade if c.shard != "none")]
+        ways = [c for c in found.unmade if c.shard != "none"] + [way for c in found.hopeless for way in self._ways(c)]
+        smallest = {
+            halves: min((g.microbatch for g in self.grids if g.sub_pipelined == halves), default=0)
+            for halves in (False, True)
+        }
         for grid in self.grids:
-            if grid.stages in (1, deepest) and grid.microbatch == 1 + grid.sub_pipelined:
+            if grid.stages in (1, deepest) and grid.microbatch == smallest[grid.sub_pipelined]:
                 c = self.pick(Candidate.on(grid, "1f1b"))
                 for made in [c] if c is not None else list(filter(None, map(self.pick, self.judge.on(grid)))):
-                    tried += self._predicted(self._ways(made))
+                    ways += self._ways(made)
+        ways = heapq.nsmallest(SMALLEST, dict.fromkeys(ways), key=self.judge.least_excess)
+        nearest = sorted(found.too_large, key=lambda p: p.excess)[:SMALLEST]
+        tried = [*nearest, *self._predicted(ways)]
         if not tried:
             wanted = (c for grid in self.grids for c in self.judge.on(grid) if self.wished(c))
             refused = next(filter(None, map(self.refusal, wanted)), None)
@@ -303,6 +321,7 @@ def choose(
     policy: str = "best",
     search_s: float = SEARCH_S,
     shared: Mapping[Sharing, Profile] = MappingProxyType({}),
+    watch: Watch = ENDLESS,
 ) -> Decision:
     """The fastest plan that fits, or one that is simpler and about as fast (``NEAR``), and why the others lost.
 
@@ -313,9 +332,10 @@ def choose(
         top: how many of the best to name.
         asynchronous: schedules that train on stale weights may be chosen.
         policy: ``best``; or ``largest-microbatch``, Chimera's greedy rule (Li and Hoefler 2021, section 3.4).
-        search_s: seconds for searching orders; 0 for none.
+        search_s: seconds for searching orders, at most; 0 for none.
         shared: profiles whose devices are groups that share each layer, by (size, ``sub_pipelined``); with none,
             no plan divides layers.
+        watch: ends the choice with the best plan so far.
 
     Raises:
         SpecError: the profile is of another model, or no plan fits: the largest term, the excess, and what would.
@@ -380,12 +400,12 @@ def choose(
         raise SpecError(
             "parallel", f"no plan on {count} devices has {_words(given)} at train.batch = {train.batch}", fix
         )
-    chooser = _Chooser(job, judge, every, asynchronous)
+    chooser = _Chooser(job, judge, every, asynchronous, watch)
 
     def searched(count: int) -> Ranking:
         if greedy:
             return largest_microbatch(judge, every, count, chooser.pick)
-        return best_first(judge, every, count, chooser.pick, NEAR)
+        return best_first(judge, every, count, chooser.pick, NEAR, watch)
 
     found = searched(CONSIDERED)
     if not found.best:
@@ -395,22 +415,23 @@ def choose(
     if not greedy:
         ranked += chooser.divided(min(p.step_s for p in ranked))
     ranked = sorted({id(p): p for p in ranked}.values(), key=rank_key)
-    if search_s > 0 and "gather" not in given and not greedy:
-        ranked = sorted([*ranked, *searched_gathers(judge, ranked, search_s)], key=rank_key)
-    if search_s > 0 and given.get("schedule", "auto") == "auto":
-        only = given.get("schedule") == "auto"
-        orders = searched_orders(judge, ranked, search_s, better=not only)
+    if (each_s := watch.share(1 / 4, search_s)) > 0 and "gather" not in given and not greedy:
+        ranked = sorted([*ranked, *searched_gathers(judge, ranked, each_s)], key=rank_key)
+    only = given.get("schedule") == "auto"
+    each_s = min(search_s, LEAST_S) if only and watch.over else watch.share(1 / 3, search_s)
+    if each_s > 0 and (only or "schedule" not in given):
+        orders = searched_orders(judge, ranked, each_s, better=not only)
         if only and not orders:
             raise SpecError("parallel.schedule", "no order could be searched here", "leave it out, or name a schedule")
         ranked = orders if only else ranked + orders
     certifiers = Certifiers(judge)
-    if search_s > 0 and not greedy and may_be_arranged(given):
+    if (each_s := watch.share(1 / 2, search_s)) > 0 and not greedy and may_be_arranged(given):
         ranked = sorted(ranked, key=rank_key)
-        ranked = ranked + better_plans(judge, ranked, search_s, certifiers)
+        ranked = ranked + better_plans(judge, ranked, each_s, certifiers)
     ranked = sorted(ranked, key=rank_key)
     fastest = ranked[0]
     best = fastest if greedy else simplest(ranked)  # the rule goes by the predicted time alone
-    if top > CONSIDERED:  # the choice is made; these are further rows
+    if top > CONSIDERED and not watch.over:  # the choice is made; these are further rows
         known = {p.candidate for p in ranked}
         more = [judge.time(p, final=True) for p in searched(top).best if p.candidate not in known]
         ranked = sorted([*ranked, *more], key=rank_key)
@@ -427,7 +448,7 @@ def choose(
         rest.append(Row(p, why, "compared"))
     rows += sorted(rest, key=lambda row: (not row.prediction.fits, rank_key(row.prediction)))
     rows += list(_faster_but_too_large(chooser, found, best))
-    proof_s = min(MOST_PROOF_S, PROOF * search_s)
+    proof_s = watch.share(PROOF, min(MOST_PROOF_S, PROOF * search_s))
     rows = [
         replace(row, certificate=certifiers.certificate(row.prediction, proof_s if row is rows[0] else 0.0))
         if row.prediction.fits
@@ -503,7 +524,7 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
     bounds = [(p.step_s, p.candidate) for p in found.too_large]
     bounds += [(chooser.judge.least(c), c) for c in found.unmade]
     for bound, c in sorted(bounds, key=lambda pair: (pair[0], pair[1].simplicity)):
-        if bound >= best.step_s or len(seen) == TOO_LARGE or tried == 3 * TOO_LARGE:
+        if bound >= best.step_s or len(seen) == TOO_LARGE or tried == 3 * TOO_LARGE or chooser.watch.over:
             return
         if label(c) in seen or c.recompute != "none":
             continue

@@ -42,6 +42,22 @@ class Judges:
         """See ``Judge``."""
         return self.of(candidate).least(candidate)
 
+    def least_kept(self, candidate: Candidate) -> float:
+        """See ``Judge``."""
+        return self.of(candidate).least_kept(candidate)
+
+    def least_of_all(self, candidate: Candidate) -> float:
+        """See ``Judge``."""
+        return self.of(candidate).least_of_all(candidate)
+
+    def least_excess(self, candidate: Candidate) -> float:
+        """See ``Predictor``."""
+        return self.of(candidate).least_excess(candidate)
+
+    def unordered(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
+        """See ``Judge``."""
+        return self.of(candidate).unordered(candidate)
+
     def recut(self, candidate: Candidate) -> Candidate | None:
         """See ``Judge``."""
         return self.of(candidate).recut(candidate)

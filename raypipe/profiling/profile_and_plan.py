@@ -18,8 +18,10 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import PROFILE
 from raypipe.plan.best_first import NEAR
 from raypipe.plan.choose import Decision, choose, label
+from raypipe.plan.watch import BUDGET_S, Watch
 from raypipe.profiling.profile_job import measure_profile
 from raypipe.runtime.cluster.connect import connect_all
+from raypipe.search.budget import Budget
 
 SIZES = (1, 2, 4, 8, 16)
 """Micro-batch sizes that are measured, if they divide the mini-batch."""
@@ -102,7 +104,7 @@ def profile_and_plan(
     def plan(one: JobSpec, profile: Profile) -> Decision:
         elastic = one.train.elastic
         devices = None if elastic is None else elastic.within(profile.devices)
-        return choose(one, profile, devices, search_s=SEARCH_S)
+        return choose(one, profile, devices, search_s=SEARCH_S, watch=Watch(Budget(BUDGET_S)))
 
     decision = choose_budget(job, measure, plan, say)
     profile = measured[decision.plan.parallel.activation_memory_budget]

@@ -165,7 +165,7 @@ def test_every_bound_holds(case) -> None:
             for least, other in [*(told or []), *judge.oom_fallback(p)]:
                 with suppress(ScheduleError):  # a limit that the family cannot keep
                     relieved = judge.predict(other, timed=True)
-                    assert least <= relieved.step_s
+                    assert least <= relieved.step_s or not relieved.fits
                     assert not (told == [] and relieved.fits)
             assert not (told is not None and p.fits)
 

@@ -21,7 +21,7 @@ from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
 from raypipe.models.losses.provided import LossFunction, contrastive
 from raypipe.models.sources.adapters import AdapterValues, SavedAdapters, with_adapters, without_adapters
-from raypipe.models.sources.saved_values import Saved
+from raypipe.models.sources.saved_values import Saved, Unsaved
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import (
     BYTES,
@@ -181,15 +181,17 @@ class HuggingFace:
             raise SpecError(where, f"{what}, but the model has positions for {positions}", fix)
 
     def values(self, build: Callable[[], nn.Module]) -> StartValues:
-        """Return random start values for a model type, and the saved ones for a directory.
+        """Return random start values for a model type, and for ``init: random``; else those that a directory holds.
 
         Raises:
             SpecError: the directory's files do not hold the model's values.
         """
         directory, adapters = Path(self.spec.hf), self.spec.adapters
         values: StartValues = Constructed(build) if self.spec.lora is None else AdapterValues(Constructed(build))
-        if not directory.is_dir():
+        if not directory.is_dir() or self.spec.init == "random":
             return values
+        if not any(directory.glob("*.safetensors*")):
+            return Unsaved(directory)
         skeleton = whole = build_without_memory(build)
         if self.spec.lora is not None:
             dtype = next(value.dtype for value in whole.parameters() if value.is_floating_point())

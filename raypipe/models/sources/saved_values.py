@@ -20,6 +20,28 @@ from raypipe.models.start_values import StartValues
 ONE = "model.safetensors"
 
 
+class Unsaved:
+    """The start values of a directory that holds no weights: enough to plan, and refused before a run begins."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Raise: a run asks for them before it starts.
+
+        Raises:
+            SpecError: the directory holds no weights.
+        """
+        fix = "use model.init: random to train from new weights, or save the model with transformers' save_pretrained"
+        raise SpecError("model.hf", f"{self.directory} holds no {ONE}", fix)
+
+    def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
+        """Raise, as ``notices``."""
+        assert not self.notices
+        return {}
+
+
 class Saved:
     """Start values saved in ``model.safetensors``, or in several files with an index.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -146,15 +146,29 @@ class Memories:
     def _most_kept(self, c: Candidate, levels: int, memory: Callable[[Keep], tuple[DeviceMemory, ...]]) -> Keep:
         """Per stage, the largest share that memory holds, a multiple of one in ``levels``; nothing kept fits.
 
-        Devices fill up independently of one another, so one bisection serves all of them.
+        Devices fill up independently of one another, so one search serves all of them. Memory is nearly linear in what
+        is kept: the first level that is tried lies on the line between nothing and everything, the second beside it,
+        and bisection finds the rest.
         """
         most = capacities(self.judge.profile, c.stages, c.replicas)
         low, high = [0] * c.stages, [levels + 1] * c.stages  # holds, holds not
+        level, turn = self._on_the_line(c, levels, most), 0
         while any(h - k > 1 for k, h in zip(low, high, strict=True)):
-            level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
+            if turn > 1:
+                level = [(k + h) // 2 for k, h in zip(low, high, strict=True)]
+            level = [min(max(one, k), max(k, h - 1)) for one, k, h in zip(level, low, high, strict=True)]
             for d, row in enumerate(memory(shares_kept(c.form, level, levels))):
                 if row.total <= most[d]:
                     low[d] = level[d]
                 else:
                     high[d] = level[d]
+            level, turn = [one + 1 if k == one else one - 1 for one, k in zip(level, low, strict=True)], turn + 1
         return shares_kept(c.form, low, levels)
+
+    def _on_the_line(self, c: Candidate, levels: int, most: Sequence[float]) -> list[int]:
+        """Per device, the level at which its memory is full if that is linear between nothing and everything kept."""
+        none, every = ([device.total for device in self.of(replace(c, recompute=way))] for way in ("full", "none"))
+        return [
+            int(levels * min(1.0, max(0.0, (limit - least) / max(whole - least, 1.0))))
+            for least, whole, limit in zip(none, every, most, strict=True)
+        ]

@@ -4,7 +4,7 @@ flight, or some of them recomputed."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import Protocol
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.cost.kinds import capacities, room_bytes
-from raypipe.cost.memory import DeviceMemory, StageMemory, kept_bytes, parameter_bytes, shares_input, stage_memory
+from raypipe.cost.memory import DeviceMemory, kept_bytes, shares_input
 from raypipe.cost.profile import Profile
 from raypipe.job.requested_schedule import recomputed_after
 from raypipe.job.train_spec import TrainSpec
@@ -58,11 +58,23 @@ class FallbackCosts(Protocol):
     def overheads(self, c: Candidate) -> StepOverheads:
         """Return what a step has besides its tasks."""
 
+    def is_too_large(self, c: Candidate) -> bool:
+        """Whether it fits in no order, as far as is known without one."""
+
+    def memory_binds(self, c: Candidate) -> bool:
+        """Whether memory bounds the step of a candidate that keeps all its activations."""
+
     def least(self, c: Candidate) -> float:
-        """A lower bound on its step, in seconds."""
+        """A lower bound on its step, in seconds; infinite if it is too large."""
+
+    def least_of_all(self, c: Candidate) -> float:
+        """A lower bound on its step and on those of its fallbacks, but for more slices."""
 
     def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
         """Return what its copies may divide."""
+
+    def stage_bytes(self, c: Candidate, form: Form, level: int, group: int) -> dict[str, Figures]:
+        """Per field of ``StageMemory``, its bytes by stage at this ZeRO level."""
 
     def undivided(self, c: Candidate) -> tuple[DeviceMemory, ...] | None:
         """Memory of the same order if copies divide nothing; None where that takes long to find."""
@@ -76,7 +88,6 @@ class OOMFallback:
     """Other candidates for one that is too large, each with a time that it takes at least."""
 
     judge: FallbackCosts
-    _terms: dict[tuple[Cut, int, bool, int, int], dict[str, Figures]] = field(default_factory=dict)
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
         """If lower bounds on memory already prove that the candidate does not fit: its fallbacks, with lower bounds on
@@ -86,16 +97,18 @@ class OOMFallback:
         forwards first, when all activations of a unit are alive. What copies divide needs no order of its own.
         """
         form, profile = c.form, self.judge.profile
-        place, stage = np.array(form.placement), self._stage_terms(c)
+        place, stage = np.array(form.placement), self._terms_of(c)
         divided = self._sharing(c)
-        static = held = stage["weights"] + stage["frozen"] + stage["optimizer"] + stage["casts"]
+        static = held = stage["weights"] + stage["frozen"] + stage["optimizer"]
+        if c.level < 3:  # else 16-bit copies go with the gathered weights
+            static = held = held + stage["casts"]
         if c.microbatches // form.replicas >= (1 if form.joint else 2):  # else a device may end with its first one
             held = held + stage["gradients"]
             if form.versions != "flush" and form.replicas * c.replicas > 1:
                 alone = [c.replicas * len(set(column)) == 1 for column in place.T]
                 held = held + np.where(alone, 0.0, stage["reduced"])
         room = np.array(room_bytes(profile, c.stages, c.replicas))
-        if (_by_device(place, held) * (1 - 1e-9) > room).any():
+        if (by_device(place, held) * (1 - 1e-9) > room).any():
             return divided + self._within_memory(c)
         plain = c.recompute == "none" and c.memory_limit is None and not form.recomputes
         if not (SCHEDULES[c.schedule].fills and plain):
@@ -104,17 +117,38 @@ class OOMFallback:
         each = own if form.joint else np.minimum(own, stage["kept_for_w"])
         frozen = list(self.judge.frozen(self.judge.cut(c)))  # whose activations may end before any weight gradient
         each[frozen] = 0.0
-        alive = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) * _by_device(place, each)
-        left = room - _by_device(place, static)
+        alive = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) * by_device(place, each)
+        left = room - by_device(place, static)
         if (alive * (1 - 1e-9) <= left).all():
             return self._divided_outright(c, place, stage)
         oom_fallbacks = divided
         if self.judge.train.needs_norm and c.update == "auto":
             waiting = replace(c, update="wait")
-            oom_fallbacks.append((self.judge.least(waiting), waiting))
-        most = np.clip((left + _by_device(place, stage["kept"])) / np.maximum(alive, 1.0), 0.0, 1.0)
+            oom_fallbacks.append((self.judge.least_of_all(waiting), waiting))
+        most = np.clip((left + by_device(place, stage["kept"])) / np.maximum(alive, 1.0), 0.0, 1.0)
         layers = np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0)
         return oom_fallbacks + self._recomputing(c, most.tolist(), layers.tolist())
+
+    def unordered(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
+        """Return the fallbacks of a candidate that is too slow if it keeps all activations, with bounds that need no
+        order; None where they depend on what an order holds."""
+        if c.recompute != "none" or c.form.versions != "flush":
+            return [] if self.judge.is_too_large(c) else None
+        if self.judge.is_too_large(c):
+            return self._sharing(c) + self._within_memory(c)
+        if not self.judge.memory_binds(c):
+            return []
+        if _takes_limits(c):
+            return None
+        found = self._sharing(c) + self._within_memory(c)
+        if self.judge.train.needs_norm and c.update == "auto":
+            waiting = replace(c, update="wait")
+            found.append((self.judge.least_of_all(waiting), waiting))
+        if not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
+            ways = ("full",) if c.slices > 1 and self.judge.recompute else self.judge.recompute
+            others = [replace(c, recompute=way) for way in ways if way != "layers" or not c.sub_pipelined]
+            found += [(self.judge.least(other), other) for other in others]
+        return found + self._slicing(c)
 
     def _divided_outright(
         self, c: Candidate, place: NDArray[np.int64], stage: dict[str, Figures]
@@ -140,11 +174,10 @@ class OOMFallback:
         for (_, schedule), ways in self._ways(c).items():
             least = 4
             for way in ways:
-                if c.level < way.level <= least and (schedule == c.schedule or c.shard == "none"):
-                    bound = self.judge.least(way)
-                    if bound < float("inf"):
-                        least = way.level
-                        found.append((bound, way))
+                higher = c.level < way.level <= least and (schedule == c.schedule or c.shard == "none")
+                if higher and not self.judge.is_too_large(way):
+                    least = way.level
+                    found.append((self.judge.least_of_all(way), way))
         return found
 
     def _ways(self, c: Candidate) -> dict[tuple[int | None, str], list[Candidate]]:
@@ -156,21 +189,8 @@ class OOMFallback:
                 found.setdefault((way.shard_replicas, way.schedule), []).append(way)
         return found
 
-    def _stage_terms(self, c: Candidate) -> dict[str, Figures]:
-        """Per field of ``StageMemory``, its bytes by stage, for full micro-batches; of shards, those always there."""
-        cut, split = self.judge.cut(c), not c.form.joint
-        key = (cut, c.microbatch, split, c.level, c.shard_group)
-        if key not in self._terms:
-            profile, train = self.judge.profile, self.judge.train
-            each = parameter_bytes(profile.dtype, train.optimizer, train.momentum)
-            stages = [
-                stage_memory(profile, layers, c.microbatch, each, split=split).divided(c.level, c.shard_group)
-                for layers in cut
-            ]
-            if c.level == 3:  # 16-bit copies go with the gathered weights
-                stages = [replace(stage, casts=0.0) for stage in stages]
-            self._terms[key] = {f.name: np.array([getattr(s, f.name) for s in stages]) for f in fields(StageMemory)}
-        return self._terms[key]
+    def _terms_of(self, c: Candidate) -> dict[str, Figures]:
+        return self.judge.stage_bytes(c, c.form, c.level, c.shard_group)
 
     def of(self, p: Prediction) -> list[tuple[float, Candidate]]:
         """See ``Judge``: fewer activations in flight where the family takes a limit, and recomputation."""
@@ -186,7 +206,7 @@ class OOMFallback:
         # Running ahead may be worth more than activations are, or less: both ways are tried.
         if c.update == "auto" and any(memory.undo for memory in p.memory):
             waiting = replace(c, update="wait")
-            found.append((self.judge.least(waiting), waiting))
+            found.append((self.judge.least_of_all(waiting), waiting))
         if _takes_limits(c):
             for limit in self._limits(p):
                 limited = replace(c, memory_limit=float(limit))
@@ -198,7 +218,7 @@ class OOMFallback:
     def _slicing(self, c: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with more slices along the sequence, which keeps its activations or recomputes all of them."""
         more = next(in_slices(c, self.judge.slices), None)
-        return [] if more is None else [(self.judge.least(more), more)]
+        return [] if more is None else [(self.judge.least_of_all(more), more)]
 
     def _within_memory(self, c: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with a cut that leaves devices with little memory fewer layers, where devices differ."""
@@ -306,7 +326,7 @@ class OOMFallback:
     def _largest(self, p: Prediction) -> list[float]:
         """Per device, the most bytes of activations that a micro-batch has on a stage of it."""
         most = [0.0] * p.candidate.stages
-        for s, kept in enumerate(self._stage_terms(p.candidate)["kept"].tolist()):
+        for s, kept in enumerate(self._terms_of(p.candidate)["kept"].tolist()):
             for row in p.form.placement:
                 most[row[s]] = max(most[row[s]], kept)
         return most
@@ -332,7 +352,7 @@ def shares_kept(form: Form, level: Sequence[int], levels: int) -> Keep:
     return tuple(min(level[row[s]] for row in form.placement) / levels for s in range(form.stages))
 
 
-def _by_device(place: NDArray[np.int64], each: Figures) -> Figures:
+def by_device(place: NDArray[np.int64], each: Figures) -> Figures:
     """Sums over the stages that a device holds, of whatever replica."""
     total: Figures = np.bincount(place.ravel(), np.broadcast_to(each, place.shape).ravel()).astype(float)
     return total

@@ -1,6 +1,11 @@
 """Least time that a candidate's step can take, from a few array operations: what lets a search skip most candidates.
 
 Never above the true value, for any order of the same tasks on the same placement; a test compares them.
+
+Memory is a bound on time as well. Activations are alive from a forward to its backward, which is at least the way
+through all later stages and back, whatever the order; so a device with room for few of them works on few at a time
+(Little 1961: those alive on average are the rate times how long each lives), or recomputes. ``least_seconds_in_memory``
+says so of a cut in stages, ``WithinMemory`` of any cut.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from numpy.typing import NDArray
 
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.form import Form
+from raypipe.plan.predict.stage_arrays import StageSeconds
 from raypipe.plan.predict.step_time import StepOverheads
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules, StageGraph, backwards
@@ -42,7 +48,7 @@ def least_collectives(c: Candidate) -> Collectives:
 def least_step_seconds(
     form: Form,
     microbatches: int,
-    costs: CostTable,
+    costs: CostTable | StageSeconds,
     overheads: StepOverheads,
     recompute: frozenset[int] = frozenset(),
     collectives: Collectives = NO_COLLECTIVES,
@@ -67,32 +73,22 @@ def least_step_seconds(
         frozen: stages without a trained parameter; no gradient is sent to those before the first one with any.
     """
     place = np.array(form.placement)
-    replicas, stages = place.shape
+    replicas = len(place)
     devices = int(place.max()) + 1
     each = microbatches // replicas  # as even as possible, so no replica has less
-    forward, back, weight, recomputed, first, sent = _tasks(form, costs, recompute, frozen)
+    tasks = _tasks(form, costs, recompute, frozen)
+    forward, back, weight, recomputed, first, _ = tasks
     work = forward + back + weight + recomputed
-    returning = float(form.size) * (back + weight if form.joint else back)
-    leading = forward
-    if form.slices > 1:  # the first slice goes ahead, and comes back last: its attention is the shortest
-        shorter = 1 - 1 / form.slices
-        leading = float(form.size) * (forward - shorter * np.array(costs.attention))
-        returning = np.maximum(0.0, returning - float(form.size) * shorter * np.array(costs.attention_grad))
+    _, returning, there, home = _ways(form, costs, tasks)
 
-    hops = np.where(place[:, 1:] != place[:, :-1], np.array(costs.links[:-1]), 0.0)
-    there = np.zeros((replicas, stages))
-    there[:, 1:] = np.cumsum(leading[:-1] + hops, axis=1)
-    home = np.zeros((replicas, stages))
-    home[:, 1:] = np.cumsum(np.where(sent, returning[:-1] + hops, 0.0), axis=1)
-
-    busy = _sums(place, np.broadcast_to(each * work, place.shape), devices)
-    update = _sums(place, np.broadcast_to(np.array(costs.update), place.shape), devices)
+    busy = _sums(place, each * work, devices)
+    update = _sums(place, np.array(costs.update), devices)
     average = microbatches * float(work.sum()) / devices
     if form.versions != "flush":
         return max(float((busy + update).max()), average)
     summed, lane, ready = np.zeros(devices), np.zeros(devices), np.zeros(devices)
     sharding = collectives.gathers * np.array(costs.gather) + collectives.scatters * np.array(costs.reduce_scatter)
-    network = _sums(place, np.broadcast_to(sharding, place.shape), devices)
+    network = _sums(place, sharding, devices)
     if replicas * overheads.copies > 1:
         all_reduces = np.broadcast_to(np.array(costs.all_reduce), place.shape)
         summed, lane = _least(place, all_reduces, devices), _sums(place, all_reduces, devices)
@@ -114,7 +110,7 @@ def least_step_seconds(
     return max(float((busy + update).max()), average, float((network + lane).max()), round_trip + costs.update[first])
 
 
-def busiest_seconds(form: Form, costs: CostTable, frozen: tuple[int, ...] = ()) -> float:
+def busiest_seconds(form: Form, costs: CostTable | StageSeconds, frozen: tuple[int, ...] = ()) -> float:
     """Seconds that some device computes for each micro-batch: in the long run, no step grows by less.
 
     Args:
@@ -125,8 +121,110 @@ def busiest_seconds(form: Form, costs: CostTable, frozen: tuple[int, ...] = ()) 
     place = np.array(form.placement)
     tasks = _tasks(form, costs, frozenset(), frozen)
     work = tasks.forward + tasks.back + tasks.weight + tasks.recomputed
-    each = np.broadcast_to(work / len(place), place.shape)
-    return float(_sums(place, each, int(place.max()) + 1).max())
+    return float(_sums(place, work / len(place), int(place.max()) + 1).max())
+
+
+class Lives(NamedTuple):
+    """Activations of a candidate, by stage: how long those of a micro-batch live, and how many bytes they are."""
+
+    whole: Times
+    """Bytes from a forward to its backward; 0 where they may be gone before."""
+    again: Times
+    """Bytes to recompute them from; no more than ``whole``."""
+    saved: Times
+    """Bytes kept for each second that is not recomputed, at least."""
+
+
+def least_seconds_in_memory(
+    form: Form,
+    microbatches: int,
+    costs: CostTable | StageSeconds,
+    lives: Lives,
+    room: Times,
+    recomputing: bool,
+    frozen: tuple[int, ...] = (),
+) -> float:
+    """No step of this form whose devices have so much room for activations takes less.
+
+    The bytes alive on a device, summed over the step, are no more than its room times the step. Where a plan may
+    recompute, each second that it does not is paid in bytes for as long as they live.
+
+    Args:
+        form: placement and kinds of task.
+        microbatches: of one data-parallel copy.
+        costs: of each stage.
+        lives: bytes of activations.
+        room: of each device, bytes for activations.
+        recomputing: whether a plan may recompute besides the form's own.
+        frozen: stages without a trained parameter.
+    """
+    if (room <= 0).any():
+        return float("inf")
+    place, size = np.array(form.placement), float(form.size)
+    devices, each = int(place.max()) + 1, microbatches // len(place)
+    tasks = _tasks(form, costs, frozenset(), frozen)
+    leading, returning, there, home = _ways(form, costs, tasks)
+    # From a stage's forward through all later ones and back, and its own backward, at whose start all is still there.
+    down = (there + leading)[:, -1:] - there - leading
+    up = (home + returning)[:, -1:] - home - returning
+    waits = np.minimum(leading, size * tasks.forward) + down + up
+    ends = returning if form.joint else np.minimum(returning, size * tasks.weight)
+    again = np.isin(np.arange(form.stages), list(form.recomputes))
+    least = np.where(again | recomputing, lives.again, lives.whole)
+    held = _sums(place, each * (waits * least + ends * lives.whole), devices)
+    step = float((held / room).max())
+    if not recomputing:
+        return step
+    seconds = np.where(again, 0.0, each * np.array(costs.recompute))
+    seconds[lives.whole <= 0] = 0.0
+    busy = each * (tasks.forward + tasks.back + tasks.weight + tasks.recomputed) + seconds
+    # Seconds saved for each byte and second, at most, by what lives shortest or saves most.
+    price = np.where(seconds > 0, waits * lives.saved, np.inf)
+    rate = np.full(devices, 0.0)
+    with np.errstate(divide="ignore"):
+        np.maximum.at(rate, place, 1 / np.maximum(price, 1e-300))
+    work = _sums(place, busy, devices)
+    return max(step, float(((work + rate * held) / (1 + rate * room)).max()))
+
+
+class WithinMemory:
+    """The same of every cut into stages and every placement of them, of a model's layers at one micro-batch size.
+
+    Layers that live shortest, the last ones, are kept first.
+
+    Args:
+        forward, back: seconds of each layer until its successor can start, there and on the way back.
+        work: seconds of all that a layer does for a micro-batch without recomputation.
+        recompute: seconds of recomputing it; infinite where no plan may.
+        kept: bytes that it keeps of a micro-batch.
+    """
+
+    def __init__(
+        self,
+        forward: Times,
+        back: Times,
+        work: float,
+        recompute: Times,
+        kept: Times,
+    ) -> None:
+        way = forward + back
+        lives = np.cumsum(way[::-1])[::-1] - way
+        held, again = lives * kept, recompute
+        with np.errstate(divide="ignore", invalid="ignore"):
+            order = np.argsort(np.where(held > 0, held / again, 0.0), kind="stable")
+        self.held = np.concatenate([[0.0], np.cumsum(held[order])])
+        """Byte-seconds of a micro-batch, by how many layers are kept."""
+        left = np.concatenate([np.cumsum(again[order][::-1])[::-1], [0.0]])
+        self.work = work + left
+        """Seconds of a micro-batch, by how many layers are kept."""
+
+    def least(self, microbatches: int, devices: int, room: float, slices: int = 1) -> float:
+        """Return a bound on the step of so many devices with ``room`` bytes for activations in all."""
+        if room <= 0:
+            return float("inf")
+        work, held = self.work / devices, self.held / (slices * room)
+        # Between two numbers of layers, part of one may be kept: it saves no more than all of it, and holds something.
+        return microbatches * float(np.maximum(work[1:], held[:-1]).min())
 
 
 class _Tasks(NamedTuple):
@@ -142,7 +240,7 @@ class _Tasks(NamedTuple):
     """Whether each stage but the first sends a gradient on."""
 
 
-def _tasks(form: Form, costs: CostTable, recompute: frozenset[int], frozen: tuple[int, ...]) -> _Tasks:
+def _tasks(form: Form, costs: CostTable | StageSeconds, recompute: frozenset[int], frozen: tuple[int, ...]) -> _Tasks:
     stages = len(form.placement[0])
     forward, back, weight = (np.array(costs.by_kind(k)) for k in ("F", "B", "W"))
     needs = backwards(StageGraph.chain(stages), Rules(skip_first_b=form.skips_first_b, frozen=frozen))
@@ -155,9 +253,24 @@ def _tasks(form: Form, costs: CostTable, recompute: frozenset[int], frozen: tupl
     return _Tasks(forward, back, weight, recomputed, first, np.array([bool(one.sends_to) for one in needs[1:]]))
 
 
+def _ways(form: Form, costs: CostTable | StageSeconds, tasks: _Tasks) -> tuple[Times, Times, Times, Times]:
+    """By stage, seconds until the next one can start, there and back; by replica and stage, the way to it from stage 0,
+    and from it back to there."""
+    place, size = np.array(form.placement), float(form.size)
+    leading, returning = tasks.forward, size * (tasks.back + tasks.weight if form.joint else tasks.back)
+    if form.slices > 1:  # the first slice goes ahead, and comes back last: its attention is the shortest
+        shorter = size * (1 - 1 / form.slices)
+        leading = size * leading - shorter * np.array(costs.attention)
+        returning = np.maximum(0.0, returning - shorter * np.array(costs.attention_grad))
+    hops = np.where(place[:, 1:] != place[:, :-1], np.array(costs.links[:-1]), 0.0)
+    there, home = np.zeros(place.shape), np.zeros(place.shape)
+    there[:, 1:] = np.cumsum(leading[:-1] + hops, axis=1)
+    home[:, 1:] = np.cumsum(np.where(tasks.sent, returning[:-1] + hops, 0.0), axis=1)
+    return leading, returning, there, home
+
+
 def _sums(place: NDArray[np.int64], values: Times, devices: int) -> Times:
-    found = np.zeros(devices)
-    np.add.at(found, place, values)
+    found: Times = np.bincount(place.ravel(), np.broadcast_to(values, place.shape).ravel(), devices).astype(float)
     return found
 
 

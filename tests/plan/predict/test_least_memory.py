@@ -36,13 +36,14 @@ def test_it_is_never_above_the_memory_of_the_divided_plan() -> None:
             for c in judge.shard_ways(plain) if plain.shard == "none" else ():
                 for way in (c, replace(c, recompute="full")):
                     try:
-                        exact, whole = judge.predict(way).memory, judge.undivided(way)
+                        found, whole = judge.predict(way), judge.undivided(way)
                     except ScheduleError:
                         continue
                     assert whole is not None
-                    terms = judge._oom_fallback._stage_terms(way)
+                    terms = judge.stage_bytes(way, way.form, way.level, way.shard_group)
                     least = least_divided(whole, way.form.placement, way.level, terms)
-                    assert all(a.total <= b.total * (1 + 1e-9) for a, b in zip(least, exact, strict=True)), way
+                    assert all(a.total <= b.total * (1 + 1e-9) for a, b in zip(least, found.memory, strict=True)), way
+                    assert not (found.fits and judge.is_too_large(way)), way
                     tried += 1
     assert tried > 200
 

@@ -6,16 +6,19 @@ import random
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import SYNCS
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.orders import Order
-from raypipe.plan.predict.step_bound import least_step_seconds
+from raypipe.plan.predict.step_bound import Lives, least_seconds_in_memory, least_step_seconds
 from raypipe.plan.predict.step_time import StepOverheads, step_time
 from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.live_activations import recomputed_pairs
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes import closed_up, without_frozen
 from raypipe.schedule.shape import Concat, Shape
@@ -30,6 +33,31 @@ def random_costs(stages: int, rng: random.Random) -> CostTable:
         forward=draw(0.5, 2), input_grad=draw(0.5, 2), weight_grad=draw(0.2, 2), recompute=draw(0.5, 2),
         all_reduce=draw(0, 5), update=draw(0, 1), comm=rng.choice([0.0, 0.3]),
     )  # fmt: skip
+
+
+def lives_in(schedule: Schedule, frozen: tuple[int, ...], rng: random.Random) -> tuple[Lives, np.ndarray]:
+    """Random sizes of activations, and the most bytes of them that each device of an order holds at once."""
+    whole = np.array([0.0 if s in frozen else rng.uniform(0.5, 2) for s in range(schedule.stages)])
+    again = whole * rng.uniform(0.0, 1.0)
+    remade, last = recomputed_pairs(schedule), [one.last for one in schedule.backwards]
+    room = []
+    for tasks in schedule.orders:
+        alive: dict[tuple[int, int], float] = {}
+        most = 1e-9
+        for kind, s, mbs, _ in tasks:
+            for mb in mbs:
+                if kind in ("F", "R"):
+                    kept = again if kind == "F" and (s, mb) in remade else whole
+                    alive[s, mb] = kept[s] * float(schedule.size)
+            most = max(most, sum(alive.values()))
+            if kind not in ("F", "R"):  # with a split backward, activations shrink at the first of its parts
+                for mb in mbs:
+                    alive.pop((s, mb), None)
+            elif kind in last[s]:
+                for mb in mbs:
+                    del alive[s, mb]
+        room.append(most)
+    return Lives(whole, again, np.ones(schedule.stages)), np.array(room)
 
 
 @pytest.mark.slow
@@ -65,6 +93,8 @@ def test_no_step_is_faster_than_its_bound(name: str) -> None:
             for sync in SYNCS:
                 step = step_time(order, costs, sync, overheads).step
                 assert least_step_seconds(form, count, costs, overheads, frozen=some) <= step * (1 + 1e-9)
+                lives, room = lives_in(order.schedule, some, rng)
+                assert least_seconds_in_memory(form, count, costs, lives, room, False, some) <= step * (1 + 1e-9)
         checked += 1
     assert checked > 5
 

@@ -1,0 +1,63 @@
+"""A deep model's pieces are those that capturing it whole gives, but for the names of what crosses cuts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raypipe.job import JobSpec, job_from
+from raypipe.partition.alike_blocks import alike_blocks
+from raypipe.partition.partition_job import JobPieces, job_pieces
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+SLIDING = {"layer_types": ["full_attention"] * 6 + ["sliding_attention"] * 6, "sliding_window": 8}
+
+
+def job(kind: str, **config: Any) -> JobSpec:
+    return job_from(
+        {
+            "name": "x", "model": {"hf": kind, "config": {**SMALL, **config}, "sequence": 16},
+            "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4},
+        }
+    )  # fmt: skip
+
+
+def captured(one: JobSpec) -> tuple[Any, Any]:
+    found = job_pieces(one)
+    return found.pieces, found.tensor_ranks
+
+
+def bare(found: JobPieces | tuple[Any, Any]) -> tuple[Any, Any]:
+    pieces, works = found[:2]
+    return [replace(p, behind=tuple(replace(x, name="") for x in p.behind)) for p in pieces], list(works)
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "config"), [("llama", {"tie_word_embeddings": True}), ("qwen3_moe", EXPERTS)], ids=["tied", "experts"]
+)
+def test_they_are_those_of_the_whole_model(kind: str, config: dict[str, Any]) -> None:
+    one = job(kind, num_hidden_layers=13, **config)
+    found = alike_blocks(one, captured)
+    assert found is not None
+    assert bare(found) == bare(job_pieces(one))
+
+
+@pytest.mark.parametrize(
+    "one",
+    [job("llama", num_hidden_layers=6), job("qwen3", num_hidden_layers=12, use_sliding_window=True, **SLIDING)],
+    ids=["shallow", "two kinds of attention"],
+)
+def test_others_are_captured_whole(one: JobSpec) -> None:
+    assert alike_blocks(one, captured) is None
