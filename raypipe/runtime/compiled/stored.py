@@ -54,7 +54,7 @@ SWITCH_S = 0.0005
 at every one of the step's operations."""
 
 
-_CLASSES = [CutReport, GraphLayout, Gradient, InputSlot, Interface, RandomPlaces, StagePart, TensorSpec]
+_CLASSES: list[Any] = [CutReport, GraphLayout, Gradient, InputSlot, Interface, RandomPlaces, StagePart, TensorSpec]
 """All that a stored stage is made of, beside numbers, texts and dtypes."""
 
 
