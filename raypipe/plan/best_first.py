@@ -17,7 +17,7 @@ from typing import Protocol
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate, least_plainness, plainness
 from raypipe.plan.predict.prediction import Prediction
-from raypipe.plan.watch import ENDLESS, Progress, Watch
+from raypipe.plan.watch import ENDLESS, SearchProgress, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.shape import Grid
@@ -221,7 +221,7 @@ class _Search:
                 continue
             self.expand(bound, node)
             turn += 1
-            watch.show(self.fastest, lambda: Progress(self.waiting, self.fastest, self.bound))
+            watch.show(self.fastest, lambda: SearchProgress(self.waiting, self.fastest, self.bound))
             if watch.over and self.fitting:
                 return
 

@@ -10,7 +10,7 @@ from raypipe.search.budget import Budget
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SearchProgress:
     """How far a choice is."""
 
     left: int
@@ -21,7 +21,7 @@ class Progress:
     """No plan has a shorter step."""
 
 
-Show = Callable[[Progress], None]
+Show = Callable[[SearchProgress], None]
 EVERY_S = 0.1
 """Seconds between two looks at the progress."""
 
@@ -56,7 +56,7 @@ class Watch:
         left = self.budget.left
         return self if left == float("inf") else Watch(self.budget.part(share), self.show_progress, self.stop)
 
-    def show(self, best_s: float, progress: Callable[[], Progress]) -> None:
+    def show(self, best_s: float, progress: Callable[[], SearchProgress]) -> None:
         """Show how far the choice is: a better plan at once, all else from time to time."""
         now = time.monotonic()
         if best_s < self._best_s or now - self._shown >= EVERY_S:

@@ -6,7 +6,7 @@ import pytest
 
 from raypipe.plan.best_first import best_first
 from raypipe.plan.choose import choose
-from raypipe.plan.watch import Progress, Watch
+from raypipe.plan.watch import SearchProgress, Watch
 from raypipe.search.budget import Budget
 from tests.plan.conftest import make_job, make_profile
 from tests.plan.test_best_first import flushing, setting
@@ -24,7 +24,7 @@ def test_without_time_the_first_plan_is_the_answer() -> None:
 
 
 def test_what_is_shown_gets_better_until_the_bound_meets_it() -> None:
-    shown: list[Progress] = []
+    shown: list[SearchProgress] = []
     found = best_first(*setting(**TIGHT), 1, flushing, watch=Watch(Budget(float("inf")), shown.append))
     best = [p.best_s for p in shown]
     assert best == sorted(best, reverse=True)
@@ -36,7 +36,7 @@ def test_what_is_shown_gets_better_until_the_bound_meets_it() -> None:
 @pytest.mark.slow
 def test_a_choice_that_is_stopped_is_whole() -> None:
     """Somebody stops it at its first plan: it has rows, a plan file, and a certificate."""
-    shown: list[Progress] = []
+    shown: list[SearchProgress] = []
 
     def stop() -> bool:
         return any(p.best_s < float("inf") for p in shown)

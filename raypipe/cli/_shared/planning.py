@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from raypipe.observe.plan_table import seconds
-from raypipe.plan.watch import Progress as Planned
-from raypipe.plan.watch import Watch
+from raypipe.plan.watch import SearchProgress, Watch
 from raypipe.search.budget import Budget
 from raypipe.signals import ended_by, waiting
 
@@ -57,13 +56,16 @@ class _View:
         self._task: TaskID | None = None
         if console.is_terminal:
             self._bar = Progress(
-                TextColumn("planning"), BarColumn(bar_width=24), TextColumn("{task.fields[line]}"),
-                console=console, transient=True,
-            )  # fmt: skip
+                TextColumn("planning"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[line]}"),
+                console=console,
+                transient=True,
+            )
             self._task = self._bar.add_task("", total=1.0, line="")
             self._bar.start()
 
-    def show(self, planned: Planned) -> None:
+    def show(self, planned: SearchProgress) -> None:
         """Show how far the choice is: the bar is full when the bound has reached the best plan."""
         self.found = self.found or planned.best_s < float("inf")
         line = f"{planned.left:,} candidates left, " + (

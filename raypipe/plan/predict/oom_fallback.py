@@ -59,10 +59,10 @@ class FallbackCosts(Protocol):
         """Return what a step has besides its tasks."""
 
     def is_too_large(self, c: Candidate) -> bool:
-        """Whether it fits in no order, as far as is known without one."""
+        """Return whether it fits in no order, as far as is known without one."""
 
     def memory_binds(self, c: Candidate) -> bool:
-        """Whether memory bounds the step of a candidate that keeps all its activations."""
+        """Return whether memory bounds the step of a candidate that keeps all its activations."""
 
     def least(self, c: Candidate) -> float:
         """A lower bound on its step, in seconds; infinite if it is too large."""

@@ -325,7 +325,7 @@ class Predictor:
         return StageArrays(self._fastest, self.train) if self.profile.other_kinds else self._arrays
 
     def _within_memory(self, microbatch: int) -> WithinMemory:
-        """What memory takes of a step's time, whatever the cut, for a micro-batch size."""
+        """Return the time that memory costs a step, whatever the cut, for a micro-batch size."""
         if microbatch not in self._within:
             layers, times = self.profile.layers, self._arrays.times(microbatch)
             first = next((n for n, layer in enumerate(layers) if layer.trained), 0)  # before it, nothing is kept

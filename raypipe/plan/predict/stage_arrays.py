@@ -24,7 +24,7 @@ Cut = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """What bounds read of a ``CostTable``."""
+    """The times of a ``CostTable`` that bounds read."""
 
     forward: Array
     input_grad: Array

@@ -38,7 +38,7 @@ def plan(name: str) -> None:
     from raypipe.job import load_cluster, load_job
     from raypipe.partition.job_costs import job_profile, shared_profiles
     from raypipe.plan.choose import choose
-    from raypipe.plan.watch import Progress, Watch
+    from raypipe.plan.watch import SearchProgress, Watch
     from raypipe.search.budget import Budget
 
     file, device, count, changes = CASES[name]
@@ -47,7 +47,7 @@ def plan(name: str) -> None:
     profile, shared = job_profile(job, cluster), shared_profiles(job, cluster)
     costed, first = time.process_time(), 0.0
 
-    def show(progress: Progress) -> None:
+    def show(progress: SearchProgress) -> None:
         nonlocal first
         if not first and progress.best_s < float("inf"):
             first = time.process_time()
