@@ -32,7 +32,9 @@ class TwoNodes:
         self.cluster = Cluster(initialize_head=True, head_node_args=self._each)
         self.node = self.cluster.add_node(**self._each)
         """The one that is not the head."""
-        self.settings = {"RAY_ADDRESS": self.cluster.address}
+        asked = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+        self.settings = {"RAY_ADDRESS": self.cluster.address, **asked}
+        """Of processes that join it: it asks for the token of this process, if an earlier Ray has left one."""
 
     def kill(self) -> None:
         """Kill the other node with all of its processes."""
@@ -49,7 +51,7 @@ class TwoNodes:
         subprocess.run(
             [sys.executable, "-m", "ray.scripts.scripts", "drain-node", *words, "--reason", reason,
              "--deadline-remaining-seconds", "600"],
-            env=without_ray(), check=True, capture_output=True,
+            env=without_ray(**self.settings), check=True, capture_output=True,
         )  # fmt: skip
 
     def close(self) -> None:
