@@ -168,7 +168,7 @@ atexit.register(lambda: (ray.shutdown(), cluster.shutdown()))  # also where some
 for kind in ("A", "B"):
     cluster.add_node(resources={"accelerator_type:" + kind: 1}, **small)
 os.environ["RAY_ADDRESS"] = cluster.address
-from raypipe.job.load import load_job
+from raypipe.job.spec import load_job
 from raypipe.plan.choose import choose
 from raypipe.profiling.profile_job import measure_profile
 job = load_job(folder / "job.yaml")
