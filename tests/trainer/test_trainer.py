@@ -232,7 +232,7 @@ def collate(rows, left=False):
 
 WRONG = {
     "an argument that is not read": ({"args": {"learning_rat": 1}}, 'did you mean "learning_rate"'),
-    "another optimizer": ({"args": {"optim": "adafactor"}}, "adafactor is not available"),
+    "another optimizer": ({"args": {"optim": "lion_32bit"}}, "lion_32bit is not available"),
     "no output_dir": ({"args": {"output_dir": ""}}, "output_dir"),
     "rows of two widths": (
         {"train_dataset": [{"inputs_embeds": [[1, 2]], "labels": 0}, {"inputs_embeds": [[1]], "labels": 1}]},
