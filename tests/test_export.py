@@ -167,10 +167,14 @@ def test_what_is_no_checkpoint_is_one_error(checkpoint, text_folder, tmp_path, c
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.json").write_text((checkpoint / "config.json").read_text())
+    planned = build_model(make_job(empty, text_folder), None)  # enough to plan; who trains asks for the notices
     with pytest.raises(SpecError, match=r"holds no model\.safetensors"):
-        build_model(make_job(empty, text_folder), None)
-    (empty / "model.safetensors").write_bytes(b"\xff" * 20)
+        assert planned.notices
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    (damaged / "config.json").write_text((checkpoint / "config.json").read_text())
+    (damaged / "model.safetensors").write_bytes(b"\xff" * 20)
     with pytest.raises(SpecError, match="can't be read"):
-        build_model(make_job(empty, text_folder), None)
+        build_model(make_job(damaged, text_folder), None)
     assert run(["export", str(tmp_path), "-o", str(tmp_path / "x")]) == 2
     assert "holds no run" in capsys.readouterr().err
