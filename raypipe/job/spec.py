@@ -48,7 +48,7 @@ class JobSpec(Spec):
         """Check the rules; with the step of a plan as context, for that one."""
         for key, why, fix in problems(self.model, self.data, self.train, self.parallel, info.context):
             raise SpecError(key, why, fix)  # pydantic does not wrap this exception
-        if self.parallel.auto and self.train.optimizer == "adafactor":  # asked of the planner, as if the file said so
+        if self.parallel.auto and self.train.updates_whole:  # asked of the planner, as if the file said so
             whole = self.parallel.model_copy(update={"shard": "none", "tensor": 1})
             object.__setattr__(self, "parallel", whole)
         return self

@@ -225,6 +225,11 @@ class TrainSpec(Spec):
         return self
 
     @property
+    def updates_whole(self) -> bool:
+        """Return whether the optimizer reads whole rows and columns of a parameter, so that nothing may divide it."""
+        return self.optimizer == "adafactor"
+
+    @property
     def crossing_dtype(self) -> str:
         """Dtype of floating-point tensors between stages: that of the weights, which autocast does not change."""
         return {"bfloat16": "float32", "bfloat16-true": "bfloat16", "fp8": "bfloat16"}.get(self.dtype, self.dtype)

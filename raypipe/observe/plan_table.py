@@ -130,8 +130,9 @@ def closed_model(p: Prediction) -> RenderableType | None:
 def show_decision(decision: Decision, console: Console) -> None:
     """Print the ranking, the best three plans on one time axis, and Eq. 1 for the best plan to which it applies."""
     console.print(ranked_table(decision))
+    left = f", {decision.left:,} not tried when the time was up (--budget)" if decision.left else ""
     console.print(
-        f"\n{decision.searched:,} candidates, {decision.timed:,} simulated, the others ruled out by bounds; "
+        f"\n{decision.searched:,} candidates, {decision.timed:,} simulated{left}, the others ruled out by bounds; "
         f"{decision.seconds:.1f} s\n",
         markup=False,
         highlight=False,

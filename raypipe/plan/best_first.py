@@ -1,4 +1,4 @@
-"""Best-first search for the fastest plans that fit. It is exact, because its lower bounds are valid.
+"""Best-first search for the fastest plans that fit. It is exact where it has the time: its lower bounds are valid.
 
 Nodes wait in the order of their lower bounds: grids (W, D, B) in one queue, candidates on a grid and OOM fallbacks of a
 candidate in another. A node is expanded only while its bound is below the K-th best step found, so most candidates are
@@ -38,6 +38,7 @@ RANKING = 0.6
 
 
 MOST_HOPELESS = 2000
+"""Candidates that fit in no order are kept to say why nothing fits; of very many these are enough."""
 LATE, AT_ONCE_S = 0.01, 5e-3
 """An order that takes twice as long to make and to time is taken up so much later, as if its bound were longer by this
 share; below so many seconds it makes no difference."""
@@ -108,6 +109,8 @@ class Ranking:
     """Grids and candidates that were timed or ruled out."""
     timed: int = 0
     """Candidates whose step was simulated."""
+    left: int = 0
+    """Grids and candidates that were not tried, because the time was up."""
 
 
 def rank_key(p: Prediction) -> tuple[object, ...]:
@@ -145,6 +148,7 @@ def best_first(
         first = _Search(judge, 1, pick, on=lambda grid: [Candidate.on(grid, FIRST)])
         first.run(ranking.part(RANKING), bounded)
         search.fitting |= first.fitting
+        search.found.timed += first.found.timed
     search.run(ranking, bounded)
     found, fitting = search.found, search.fitting
     ranked = sorted(fitting.values(), key=rank_key)
@@ -218,11 +222,13 @@ class _Search:
             if self.beyond(bound, node) or self._later(rank, bound, node):
                 continue
             if self.fitting and isinstance(node, Candidate) and effort_s(node) > watch.budget.left:
+                self.found.left += 1
                 continue
             self.expand(bound, node)
             turn += 1
             watch.show(self.fastest, lambda: SearchProgress(self.waiting, self.fastest, self.bound))
             if watch.over and self.fitting:
+                self.found.left += self.waiting
                 return
 
     def _later(self, rank: float, bound: float, node: Grid) -> bool:

@@ -87,6 +87,8 @@ class Decision:
     """Candidates and whole grids that were timed or ruled out."""
     timed: int
     """Candidates whose step was simulated."""
+    left: int
+    """Candidates and whole grids that were not tried, because the time was up."""
     seconds: float
     notes: tuple[str, ...] = ()
     """What was not searched, and how to read the rows."""
@@ -465,6 +467,7 @@ def choose(
         rows=tuple(rows),
         searched=found.searched,
         timed=found.timed,
+        left=found.left,
         seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy, slices_refused(job, profile))),
     )

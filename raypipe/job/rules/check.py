@@ -42,10 +42,11 @@ def problems(
     yield from _side_stream(train, parallel)
     yield from without_effect(Parts(model, data, train, parallel))
     yield from _graphs(train, parallel)
-    if train.optimizer == "adafactor":
+    if train.updates_whole:
         for key, wanted in (("shard", "none"), ("tensor", 1)):
             if getattr(parallel, key) != wanted:
-                why = f"{getattr(parallel, key)} divides parameters, of which adafactor reads whole rows and columns"
+                divides = f"{getattr(parallel, key)} divides parameters"
+                why = f"{divides}, of which {train.optimizer} reads whole rows and columns"
                 yield f"parallel.{key}", why, f"use {key}: {wanted}, or another optimizer"
     if train.on_nonfinite == "rewind" and parallel.transport == "ray-collective":
         why = "rewind sets all workers up again, and ray-collective can be set up only once in a process"
