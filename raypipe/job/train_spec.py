@@ -25,7 +25,7 @@ class OptimizerKind(NamedTuple):
 
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor"]
-OPTIMIZERS: dict[OptimizerName, OptimizerKind] = {
+OPTIMIZERS: dict[str, OptimizerKind] = {
     "adamw": OptimizerKind("torch.optim.AdamW", ("betas", "eps"), values=2),
     "adam": OptimizerKind("torch.optim.Adam", ("betas", "eps"), values=2),
     "sgd": OptimizerKind("torch.optim.SGD", ("momentum",)),

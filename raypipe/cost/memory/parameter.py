@@ -41,7 +41,7 @@ def optimizer_values(optimizer: str, momentum: float) -> int:
     Raises:
         SpecError: the optimizer is unknown.
     """
-    kind = {str(name): kind for name, kind in OPTIMIZERS.items()}.get(optimizer)
+    kind = OPTIMIZERS.get(optimizer)
     if kind is None:
         raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, OPTIMIZERS))
     return kind.values + ("momentum" in kind.options and momentum > 0)
