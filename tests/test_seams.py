@@ -14,7 +14,7 @@ from raypipe.errors import SpecError
 from raypipe.job import ImportSpec, JobSpec, TrainSpec, job_from
 from raypipe.job.field_types import Count
 from raypipe.job.reading import checked
-from raypipe.models.losses.function import loss_function
+from raypipe.models.loss_function import loss_function
 from raypipe.observe.draw.gallery import entries
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule import SCHEDULES, Family, Shape, generate

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from raypipe.job.field_types import Count, Positive, Share, Spec
+
+
+class OptimizerKind(NamedTuple):
+    """The facts of an optimizer."""
+
+    made_by: str
+    """Its class, by module and name."""
+    options: tuple[str, ...] = ()
+    """Keys of ``train`` that it reads, beside rate and weight decay."""
+    values: int = 0
+    """Values of its state per parameter; ``momentum`` adds one."""
+    fused: bool = True
+    """Whether it has fused kernels on CPU and CUDA alike."""
+    divides: bool = True
+    """Whether it updates each value of a parameter by itself, so that devices may divide parameters."""
+
+
+OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor"]
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adamw": OptimizerKind("torch.optim.AdamW", ("betas", "eps"), values=2),
+    "adam": OptimizerKind("torch.optim.Adam", ("betas", "eps"), values=2),
+    "sgd": OptimizerKind("torch.optim.SGD", ("momentum",)),
+    "adagrad": OptimizerKind("torch.optim.Adagrad", ("eps",), values=1, fused=False),
+    "rmsprop": OptimizerKind("torch.optim.RMSprop", ("alpha", "eps", "momentum"), values=1, fused=False),
+    # A row and a column of each matrix are next to nothing.
+    "adafactor": OptimizerKind("transformers.optimization.Adafactor", fused=False, divides=False),
+}
+"""What planner, rules and workers know of each ``train.optimizer``."""
 
 
 class EarlyStopSpec(Spec):
@@ -77,7 +105,7 @@ class TrainSpec(Spec):
     """Optimizer steps of the run."""
     batch: Annotated[int, Field(ge=1, le=10_000_000)]
     """Mini-batch size: sequences per step, over all replicas."""
-    optimizer: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """Optimizer, as PyTorch's; ``adafactor`` as transformers' with the rates that are given. ``adamw`` and
     ``adafactor`` decouple weight decay from the gradient; the others add it to the gradient. ``adagrad``, ``rmsprop``
     and ``adafactor`` have no fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no
@@ -210,7 +238,7 @@ class TrainSpec(Spec):
 
     @model_validator(mode="after")
     def _fused(self) -> TrainSpec:
-        if self.optimizer in ("adagrad", "rmsprop", "adafactor"):
+        if not OPTIMIZERS[self.optimizer].fused:
             for key in (f"on_nonfinite: {self.on_nonfinite}", f"cuda_graphs: {self.cuda_graphs}"):
                 if key in ("on_nonfinite: skip", "cuda_graphs: step", "cuda_graphs: auto"):
                     raise ValueError(f"combines {key} with {self.optimizer}, which has no fused kernels; use adamw")
@@ -227,7 +255,7 @@ class TrainSpec(Spec):
     @property
     def updates_whole(self) -> bool:
         """Return whether the optimizer reads whole rows and columns of a parameter, so that nothing may divide it."""
-        return self.optimizer == "adafactor"
+        return not OPTIMIZERS[self.optimizer].divides
 
     @property
     def crossing_dtype(self) -> str:

@@ -14,7 +14,7 @@ from raypipe.cost.gpt_work import RAYPIPE
 from raypipe.cost.kernels import Kernels
 from raypipe.errors import RequestError, ScheduleError, SpecError
 from raypipe.graph.dims import count
-from raypipe.graph.stages.links import check_order, stage_ends
+from raypipe.graph.liveness import check_order, stage_ends
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job.parallel_spec import JOBS_OWN
 from raypipe.job.requested_schedule import Cut, base_schedule, is_file, named_layers

@@ -26,7 +26,7 @@ from raypipe.models.captured import CapturedModel, Share
 from raypipe.models.given.read import given_model
 from raypipe.models.gpt import GptLayers
 from raypipe.models.layered import LayeredModel
-from raypipe.models.losses.function import (
+from raypipe.models.loss_function import (
     capture_with_loss,
     check_function,
     end_with_loss,
@@ -34,8 +34,7 @@ from raypipe.models.losses.function import (
     loss_code,
     loss_function,
 )
-from raypipe.models.losses.provided import LossFunction
-from raypipe.models.own_loss import LOSS, GivenLoss, OwnLoss
+from raypipe.models.losses import LOSS, GivenLoss, LossFunction, OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
 from raypipe.models.sources.packed_rows import apart, check_apart, is_packed

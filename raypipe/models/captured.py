@@ -15,12 +15,11 @@ from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError, SpecError
 from raypipe.graph.dims import Sizes, evaluate_all
-from raypipe.graph.liveness import between_spans, inputs_read
+from raypipe.graph.liveness import Result, between_spans, inputs_read
 from raypipe.graph.operation_costs import forward_flops
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, selected
 from raypipe.graph.placeholders import placeholders
 from raypipe.graph.positions import sequence_flow
-from raypipe.graph.stages.links import Result
 from raypipe.graph.subgraphs import shard
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
@@ -59,7 +58,7 @@ class CapturedModel(LayeredModel):
         fields: per raw input of the model, its name and its field in the data.
         build: constructs the module, for submodules that run opaquely.
         share: this process's share under tensor parallelism; None for the whole model.
-        branches: keep parallel branches apart, each piece between two joins a layer (``graph.stages.pieces``).
+        branches: keep parallel branches apart, each piece between two joins a layer (``graph.pieces``).
 
     Raises:
         CaptureError: the model writes buffers other than batch norm's, or draws random numbers in a way that random
@@ -80,7 +79,7 @@ class CapturedModel(LayeredModel):
         self.fields = {name: fields[name] for name in captured.graph.inputs}
         written = captured.graph  # in the order of the model's code, which numbers random operations
         if branches:
-            from raypipe.graph.stages.pieces import branch_order, piece_sharding  # networkx
+            from raypipe.graph.pieces import branch_order, piece_sharding  # networkx
 
             pieces = branch_order(written, self.sizes(1, written))
             captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))

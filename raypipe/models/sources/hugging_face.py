@@ -19,7 +19,7 @@ from raypipe.files import short
 from raypipe.graph.fingerprint import Identity, transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
-from raypipe.models.losses.provided import LossFunction, contrastive
+from raypipe.models.losses import LossFunction, contrastive
 from raypipe.models.sources.adapters import AdapterValues, SavedAdapters, with_adapters, without_adapters
 from raypipe.models.sources.saved_values import Saved, Unsaved
 from raypipe.models.start_values import Constructed, StartValues

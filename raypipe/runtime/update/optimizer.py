@@ -11,21 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raypipe.job.train_spec import TrainSpec
+from raypipe.job.train_spec import OPTIMIZERS, TrainSpec
 
 MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of torch's optimizers that ``torch.compile`` is not to trace."""
-
-
-class OptimizerKind(NamedTuple):
-    """An optimizer of PyTorch's, or of transformers'."""
-
-    made_by: Any
-    """Its class, or a function that imports it."""
-    options: tuple[str, ...]
-    """Keys of ``train`` that it reads, beside rate and weight decay."""
-    fused: bool = True
-    """Whether it has fused kernels on CPU and CUDA alike."""
 
 
 def adafactor(held: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
@@ -46,15 +35,6 @@ def adafactor(held: list[dict[str, Any]], lr: float, weight_decay: float) -> tor
     return made
 
 
-OPTIMIZERS = {
-    "adamw": OptimizerKind(torch.optim.AdamW, ("betas", "eps")),
-    "adam": OptimizerKind(torch.optim.Adam, ("betas", "eps")),
-    "sgd": OptimizerKind(torch.optim.SGD, ("momentum",)),
-    "adagrad": OptimizerKind(torch.optim.Adagrad, ("eps",), fused=False),
-    "rmsprop": OptimizerKind(torch.optim.RMSprop, ("alpha", "eps", "momentum"), fused=False),
-    "adafactor": OptimizerKind(adafactor, (), fused=False),
-}
-"""Those that ``train.optimizer`` has."""
 SCALE = "scale"
 """Key of a parameter group: the factor of each step's learning rate."""
 
@@ -114,7 +94,8 @@ def _optimizer(train: TrainSpec, held: list[dict[str, Any]]) -> torch.optim.Opti
     options: dict[str, Any] = {key: getattr(train, key) for key in kind.options}
     if kind.fused:
         options["fused"] = True
-    make = untraced(kind.made_by) if isinstance(kind.made_by, type) else kind.made_by
+    name = kind.made_by.removeprefix("torch.optim.")
+    make = adafactor if name == kind.made_by else untraced(getattr(torch.optim, name))
     made: torch.optim.Optimizer = make(held, lr=train.lr, weight_decay=train.weight_decay, **options)
     return made
 

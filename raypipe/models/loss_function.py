@@ -18,8 +18,7 @@ from raypipe.compat.torch_private import _pytree as pytree
 from raypipe.errors import CaptureError, RequestError, SpecError
 from raypipe.graph.fingerprint import module_code
 from raypipe.job import CapturedSpec
-from raypipe.models.losses.provided import LossFunction, contrastive, distillation, dpo, reward
-from raypipe.models.own_loss import LOSS
+from raypipe.models.losses import LOSS, LossFunction, contrastive, distillation, dpo, reward
 from raypipe.models.sources.imported import find_function
 from raypipe.models.task import Field
 

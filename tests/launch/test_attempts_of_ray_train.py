@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from raypipe import train as train_run
 from raypipe.errors import RunError
 from raypipe.job.spec import load_job
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster import attempts
-from raypipe.runtime.cluster import ray_train as train_run
 from raypipe.runtime.cluster.attempts import RunRequest, failure_logged, failures
-from raypipe.runtime.cluster.ray_train import start_run
+from raypipe.train import start_run
 
 
 def log_of(directory: Path, *kinds: str) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.graph.stages.links import (
+from raypipe.graph.liveness import (
     Result,
     StageEnds,
     between_parts,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.runtime.cluster.ray_train import SNAPSHOT, check_snapshot
+from raypipe.launch.run_directory import SNAPSHOT, check_snapshot
 
 STEP = {"version": 0, "checkpoint_dir_name": "checkpoints/step-00000002", "metrics": {"step": 2}}
 NOTE = {
