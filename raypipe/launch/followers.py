@@ -1,4 +1,4 @@
-"""What follows a run beside it, in the caller's process, by its logs: callbacks of the Python API, and loggers."""
+"""Follow a run beside it, in the caller's process, by its logs: callbacks of the Python API, and loggers."""
 
 from __future__ import annotations
 

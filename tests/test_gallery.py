@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from raypipe.observe.draw.gallery import draw, entries, section, write
+from docs.gallery import draw, entries, section, write
 from raypipe.schedule import SCHEDULES
 
 DRAWN = {drawn.title: drawn for drawn in map(draw, entries())}
