@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from raypipe.atomic_write import write_whole
-from raypipe.observe.draw.figures import gantt, memory_plot, save
-from raypipe.observe.draw.terminal import folded
+from raypipe.observe.figures import gantt, memory_plot, save
+from raypipe.observe.terminal import folded
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import weight_versions
