@@ -8,8 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raypipe.observe.draw.terminal import show
 from raypipe.observe.tables import text_table
+from raypipe.observe.terminal import show
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import Decision, Row, label
 from raypipe.plan.decision_json import recompute_word, schedule_of, terms_beside

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.errors import SpecError
-from raypipe.launch.callbacks import Callback
+from raypipe.launch.followers import Callback
 from raypipe.observe.run_dir import EVALUATE, SAVE, ask
 from raypipe.trainer.history import History, evaluation
 

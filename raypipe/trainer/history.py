@@ -1,19 +1,25 @@
-"""The log of a run as the Hugging Face Trainer keeps it (``state.log_history``), from the rows of metrics.jsonl."""
+"""The result of ``train``, and the log of a run as the Hugging Face Trainer keeps it (``state.log_history``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ray.train import Result
 
 from raypipe.checkpoint import best
-from raypipe.launch.callbacks import Callback
+from raypipe.launch.followers import Callback
 from raypipe.observe.run_dir import RECORD
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.train import saved_job
+
+if TYPE_CHECKING:
+    from raypipe.job import JobSpec
+
 
 NAMES = {"grad_norm": "grad_norm", "lr": "learning_rate"}
 """The Trainer's names of a step's figures."""
@@ -136,3 +142,43 @@ class _Saves:
     def __init__(self, trainer: Figures) -> None:
         self.args = SimpleNamespace(output_dir=str(trainer.directory))
         self.is_world_process_zero = trainer.is_world_process_zero
+
+
+# The result: Ray Train's, with what ``transformers.TrainOutput`` has as well.
+
+
+@dataclass
+class TrainResult(Result):  # type: ignore[misc]
+    """Ray Train's result (metrics, newest checkpoint, path, error)."""
+
+    global_step: int = 0
+    """Steps done."""
+    training_loss: float = math.nan
+    """Mean loss of the steps of this call."""
+
+
+def result_of(
+    result: Result, rows: Sequence[Mapping[str, Any]], job: JobSpec, seconds: float, epochs: float
+) -> TrainResult:
+    """Return Ray Train's result with the metrics that the Trainer's scripts print.
+
+    Args:
+        result: Ray Train's.
+        rows: the steps that this call has made, from metrics.jsonl.
+        job: the job.
+        seconds: how long ``train`` took, planning and start-up included.
+        epochs: passes over the training data so far.
+    """
+    steps = len(rows)
+    loss = math.fsum(row["loss"] for row in rows) / steps if steps else math.nan
+    own = {field.name: getattr(result, field.name) for field in fields(Result)}
+    metrics = {
+        **(result.metrics or {}),
+        "train_runtime": seconds,
+        "train_samples_per_second": steps * job.train.batch / seconds,
+        "train_steps_per_second": steps / seconds,
+        "train_loss": loss,
+        "epoch": epochs,
+    }
+    done = int(metrics.get("step", rows[-1]["step"] if rows else 0))
+    return TrainResult(**{**own, "metrics": metrics}, global_step=done, training_loss=loss)

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, default_collate
 from raypipe.data import write_order
 from raypipe.errors import SpecError
 from raypipe.job import GivenSpec, JobSpec, job_from
-from raypipe.launch.callbacks import Callback, Callbacks
+from raypipe.launch.followers import Callback, Callbacks
 from raypipe.observe.run_dir import RECORD, place
 from raypipe.signals import Terminated, end_on_signals
 from raypipe.train import Prepared, claim, prepare_run, run, saved_job
@@ -54,7 +54,7 @@ from raypipe.trainer.optimization import Optimization
 if TYPE_CHECKING:
     from raypipe.data.ragged import Collator, Rows
     from raypipe.trainer.callbacks import TrainerCallbacks
-    from raypipe.trainer.result import TrainResult
+    from raypipe.trainer.history import TrainResult
 
 
 @contextmanager
@@ -167,7 +167,7 @@ class PipelineTrainer(Optimization, Figures):
             RunError: the run failed and was not restarted, or a callback raised an error.
             SystemExit, KeyboardInterrupt: SIGTERM (status 143) or SIGINT ended it, with a checkpoint of its last step.
         """
-        from raypipe.trainer.result import result_of
+        from raypipe.trainer.history import result_of
 
         began = time.monotonic()
         prepared = self.prepare(bool(resume_from_checkpoint))

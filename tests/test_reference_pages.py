@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from raypipe.cli import VERBS
-from raypipe.cli._shared.reference import (
+from docs.reference_pages import (
     COMMAND,
     JOB_SECTIONS,
     JOBS,
@@ -12,9 +11,10 @@ from raypipe.cli._shared.reference import (
     keys_page,
     write,
 )
+from raypipe.cli import VERBS
 from raypipe.job.model_spec import HfSpec
 
-FOLDER = Path(__file__).parents[2] / "docs" / "reference"
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 
 
 def test_the_pages_are_up_to_date(tmp_path):

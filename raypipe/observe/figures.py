@@ -1,6 +1,6 @@
 """Draw timelines as Gantt charts: one lane per device, time to the right, several schedules on one time axis.
 
-Hue and number show the micro-batch, lightness the kind (palette.py), hatching the replica. If a device holds several
+Hue and number show the micro-batch, lightness the kind (``palette``), hatching the replica. If a device holds several
 stages of a replica, a dark foot marks the later ones, the darker the later. With a single micro-batch, hue and number
 show the stage.
 """
@@ -21,8 +21,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import RequestError
-from raypipe.observe.draw.palette import colour, grey, ink, oklch
-from raypipe.observe.draw.terminal import folded
+from raypipe.observe.palette import colour, grey, ink, oklch
+from raypipe.observe.terminal import folded
 from raypipe.plan.hybrid import Comparison
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import NETWORK, TRAITS, Kind

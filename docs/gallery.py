@@ -1,4 +1,4 @@
-"""Write the gallery: ``python -m raypipe.observe.draw.gallery docs`` makes docs/schedules.md and its pictures.
+"""Write the gallery: ``python -m docs.gallery docs`` makes docs/schedules.md and its pictures.
 
 An entry has, per schedule, a shape to draw, formulas, when to use it, and its source. Formulas are Python expressions
 in ``D`` (devices), ``N`` (micro-batches), ``V`` (stages per device), ``U`` (unit) and ``F B W BW R`` (times of one
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from raypipe.atomic_write import write_whole
-from raypipe.observe.draw.figures import gantt, memory_plot, save
-from raypipe.observe.draw.terminal import folded
+from raypipe.observe.figures import gantt, memory_plot, save
+from raypipe.observe.terminal import folded
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import weight_versions
@@ -212,7 +212,7 @@ COMPARED = ("1f1b", "interleaved-1f1b", "chimera-tight", "zb-h1", "zb-v")
 INTRODUCTION = """\
 # The schedules
 
-`python -m raypipe.observe.draw.gallery docs` makes every picture on this page; the command below a picture makes a
+`python -m docs.gallery docs` makes every picture on this page; the command below a picture makes a
 single one. Colour and number show the micro-batch, lightness the kind of task, hatching the replica, and a dark foot
 marks later stages of the same device. Unless a command says otherwise, F = B = W = 1 and messages take no time. In the
 formulas, `D` devices run `N` micro-batches; `F`, `B`, `W`, `BW` = `B + W` and `R` are the times of one device's share

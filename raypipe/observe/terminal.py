@@ -19,7 +19,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from raypipe.observe.draw.palette import LOOKS
+from raypipe.observe.palette import LOOKS
 from raypipe.schedule.ir import Task
 from raypipe.schedule.kinds import BACKWARD, NETWORK, TRAITS
 from raypipe.simulate.timeline import Span, Timeline

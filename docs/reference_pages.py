@@ -1,10 +1,10 @@
 """Write the pages of ``docs/reference`` that follow from the code: verbs, keys of files, names of the Trainer.
 
-    python -m raypipe.cli._shared.reference docs/reference
+    python -m docs.reference_pages docs/reference
 
 A verb's options come from the parameters of its function; a key's meaning is the docstring under its field, its values
 and default come from pydantic's JSON schema; a name of the Trainer has a row in ``trainer/library.py``. So a page
-agrees with what is checked. ``tests/cli/test_reference.py`` fails if a page is out of date.
+agrees with what is checked. ``tests/test_reference_pages.py`` fails if a page is out of date.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from raypipe.job.field_types import MOST, Spec
 from raypipe.job.train_spec import GroupSpec
 from raypipe.trainer.library import CONSTRUCTOR, METHODS, SECTIONS, LibraryRow
 
-COMMAND = "python -m raypipe.cli._shared.reference docs/reference"
+COMMAND = "python -m docs.reference_pages docs/reference"
 COMMANDS = f"""\
 # Commands
 

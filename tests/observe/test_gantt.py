@@ -3,8 +3,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from raypipe.errors import RequestError
-from raypipe.observe.draw.figures import gantt, memory_plot, save
-from raypipe.observe.draw.palette import colour, oklch
+from raypipe.observe.figures import gantt, memory_plot, save
+from raypipe.observe.palette import colour, oklch
 from raypipe.schedule.forms.text import parse_task
 from raypipe.schedule.ir import Schedule, StageGraph
 from raypipe.simulate.timeline import critical_path

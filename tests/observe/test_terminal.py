@@ -2,8 +2,8 @@ import io
 
 from rich.console import Console
 
-from raypipe.observe.draw.palette import LOOKS
-from raypipe.observe.draw.terminal import caption, draw, draw_coloured, folded, legend, show
+from raypipe.observe.palette import LOOKS
+from raypipe.observe.terminal import caption, draw, draw_coloured, folded, legend, show
 
 
 def test_the_readme_picture(timeline):

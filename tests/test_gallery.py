@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from raypipe.observe.draw.gallery import draw, entries, section, write
+from docs.gallery import draw, entries, section, write
 from raypipe.schedule import SCHEDULES
 
 DRAWN = {drawn.title: drawn for drawn in map(draw, entries())}
@@ -32,7 +32,7 @@ def test_every_schedule_is_shown_once():
 def test_the_command_under_a_picture_makes_it(title, monkeypatch, capsys):
     """The gallery may not import the command line, so this is where the two are held together."""
     from raypipe.cli import run
-    from raypipe.observe.draw.terminal import draw as draw_lines
+    from raypipe.observe.terminal import draw as draw_lines
 
     command = re.search(r"`raypipe (schedule .*?)`", section(DRAWN[title])).group(1)
     monkeypatch.setattr(sys, "argv", ["raypipe"])

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypipe.errors import RunError
+from raypipe.models.current_slice import SliceCache, SliceRun, current_slice, slice_run
 from raypipe.models.keyed_random import (
     RandomKeys,
     Site,
@@ -38,7 +39,6 @@ from raypipe.models.keyed_random import (
     in_training,
     with_keys,
 )
-from raypipe.models.slices.current import SliceCache, SliceRun, current_slice, slice_run
 
 aten = torch.ops.aten
 
