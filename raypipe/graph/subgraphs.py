@@ -79,7 +79,7 @@ def common_operations(graph: OperationGraph) -> frozenset[int]:
     """Return the operations whose results are passed on from cut to cut, and do not pull their users together."""
     found = set()
     # Per operation, the last block that has begun before or at it.
-    begun = list(accumulate(graph.blocks, _latest))
+    begun: list[str] = list(accumulate(graph.blocks, lambda before, block: block or before))
     for number, users in enumerate(graph.users):
         if graph.layers:
             own, using = graph.blocks[number], {graph.blocks[user] for user in users}
@@ -89,10 +89,6 @@ def common_operations(graph: OperationGraph) -> frozenset[int]:
         elif len(users) > len(graph.parameters):
             found.add(number)
     return frozenset(found)
-
-
-def _latest(before: str, block: str) -> str:
-    return block or before
 
 
 def _starts(graph: OperationGraph, parts: int | None) -> list[int]:
