@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from raypipe.errors import RequestError
 from raypipe.graph.liveness import crossing, replicated
@@ -79,7 +79,9 @@ def common_operations(graph: OperationGraph) -> frozenset[int]:
     """Return the operations whose results are passed on from cut to cut, and do not pull their users together."""
     found = set()
     # Per operation, the last block that has begun before or at it.
-    begun: list[str] = list(accumulate(graph.blocks, lambda before, block: block or before))
+    begun: list[str] = []
+    for block in graph.blocks:
+        begun.append(block or (begun[-1] if begun else ""))
     for number, users in enumerate(graph.users):
         if graph.layers:
             own, using = graph.blocks[number], {graph.blocks[user] for user in users}
