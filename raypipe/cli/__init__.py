@@ -25,7 +25,7 @@ from raypipe.signals import Terminated, end_on_signals
 
 __all__ = ["VERBS", "main", "run", "verb_function"]
 VERBS = {
-    **dict.fromkeys(("train", "submit"), "train"),
+    **dict.fromkeys(("quickstart", "init", "train", "submit"), "train"),
     "autoconfigure": "autoconfigure",
     **dict.fromkeys(("schedule", "emulate"), "schedule"),
     **dict.fromkeys(("profile", "partition", "regions", "graph", "place"), "models"),

@@ -103,6 +103,41 @@ def train(
     sys.stdout.flush()
 
 
+def quickstart(
+    override: Overrides = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(parser=_place, help="Directory for the run's files [runs/quickstart-TIME].")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Train a small GPT on Python's own library, in about two minutes, on all devices that Ray finds here."""
+    from raypipe.files import shipped
+
+    train(shipped("jobs") / "quickstart.yaml", None, override, run_dir, False, json, None)
+
+
+def init(
+    model: Annotated[Path, typer.Argument(help="A directory that save_pretrained wrote, or with its config.json.")],
+    data: Annotated[str, typer.Argument(help="A file, a folder or a glob: text, JSONL, Parquet, arrays.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The job file to write.")] = Path("job.yaml"),
+    column: Annotated[str, typer.Option(help="The column of records that holds a document.")] = "text",
+) -> None:
+    """Write a job file for a model and data: commented, and checked with both."""
+    from raypipe.atomic_write import write_whole
+    from raypipe.errors import RequestError
+    from raypipe.job.reading import parse_yaml
+    from raypipe.job.spec import job_from
+    from raypipe.launch.prepared import JobModel
+    from raypipe.new_job import new_job
+
+    if output.exists():
+        raise RequestError(str(output), "exists", "give another name with -o, or remove it")
+    text = new_job(model, data, column)
+    _ = JobModel(job_from(parse_yaml(text, str(output)), str(output))).declared  # whatever is wrong with both
+    write_whole(output, text)
+    print(f"{output}: edit it, then {program()} train {shlex.quote(str(output))}")
+
+
 def submit(
     job: Annotated[Path, typer.Argument(help="Job file below the current folder, such as jobs/quickstart.yaml.")],
     address: Annotated[

@@ -1,6 +1,6 @@
 """Sub-pipelined tensor parallelism against Merak's formula.
 
-Run: `python -m tests.bench.accuracy.sub_pipelined [--layers K]`.
+Run: `python -m tests.bench.accuracy.sub_pipelined [--layers K] [--compute-ms T_m]`.
 
 One member of a tensor group runs its blocks with the real executor: the real order of products, copies and sums,
 forward and backward. Compute is a timed wait in each half of a block (attention, MLP), backward twice as long; a sum
@@ -11,7 +11,6 @@ with two.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from statistics import median
@@ -34,6 +33,7 @@ from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates
 from raypipe.tensor import Division, SoloGroup, group_of_thread
 from raypipe.tensor.divide import RowParallel
+from tests.bench.command import options
 from tests.runtime.runs.one_device import Fixed
 
 ROWS, SEQUENCE = 4, 8
@@ -115,19 +115,16 @@ def formula(layers: int, compute_s: float, sums_s: float, halves: bool) -> float
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--compute-ms", type=float, default=40.0, help="forward of one layer, T_m")
-    options = parser.parse_args()
+    asked = options(__doc__, layers=4, compute_ms=40.0)
     torch.set_num_threads(1)
-    compute = options.compute_ms / 1e3
-    print(f"K = {options.layers} layers, T_m = {options.compute_ms:g} ms; milliseconds of one micro-batch")
-    bare = [sum(measure(options.layers, 0.0, 0.0, halves)) for halves in (False, True)]
+    compute = asked.compute_ms / 1e3
+    print(f"K = {asked.layers} layers, T_m = {asked.compute_ms:g} ms; milliseconds of one micro-batch")
+    bare = [sum(measure(asked.layers, 0.0, 0.0, halves)) for halves in (False, True)]
     print(f"beside all waits the blocks themselves take {1e3 * bare[0]:.0f} ms whole, {1e3 * bare[1]:.0f} ms in halves")
     print("T_a/T_m   whole: measured  formula    halves: measured  formula      gain  by formula")
     for ratio in RATIOS:
-        whole, halves = (sum(measure(options.layers, compute, ratio * compute, way)) for way in (False, True))
-        expected = [formula(options.layers, compute, ratio * compute, way) for way in (False, True)]
+        whole, halves = (sum(measure(asked.layers, compute, ratio * compute, way)) for way in (False, True))
+        expected = [formula(asked.layers, compute, ratio * compute, way) for way in (False, True)]
         times = "".join(f"{1e3 * t:{width}.0f}" for t, width in zip(
             (whole, expected[0], halves, expected[1]), (18, 9, 19, 9), strict=True))  # fmt: skip
         print(f"{ratio:7.2f}{times}   {whole / halves:7.2f}x {expected[0] / expected[1]:10.2f}x")
