@@ -37,6 +37,13 @@ LR = 1.0
 CPU = torch.device("cpu")
 
 
+class TwoMembers:
+    """A process group of this device and another one, which contributes what the test says."""
+
+    def size(self) -> int:
+        return 2
+
+
 @dataclass
 class Fixed:
     """The same mini-batch in every step."""
