@@ -72,7 +72,7 @@ def alike_blocks(job: JobSpec, capture: Callable[[JobSpec], tuple[Pieces, Works]
     depth = getattr(config, LAYERS, 0)
     if depth < DEEP or config.sub_configs:
         return None
-    few = _alike_from(job.model, config, depth) + 3
+    few = _alike_from(job.model, config, depth) + 4
     if few > depth // 2:
         return None
     captured = _segments(*capture(_with_layers(job, config, depth, few)))
