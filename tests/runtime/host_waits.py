@@ -24,6 +24,7 @@ import torch.distributed as dist
 from raypipe.job import GptSpec
 from raypipe.job.spec import load_job
 from raypipe.models import DTYPES, GptLayers, host_copies
+from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.clocks import clock
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StepResult
@@ -101,10 +102,11 @@ def executor(
 ) -> tuple[Executor, Program, Any]:
     """The quickstart job's model and training settings with shorter sequences, in two stages on one device.
 
-    ``shares``: of the norm; None: nobody else has any. ``copy``: the number of the data-parallel copy that it has; None
-    for the whole mini-batch, and no shards.
+    ``shares``: of the norm; None: nobody else has any, and as in training a GPU keeps its own on the device. ``copy``:
+    the number of the data-parallel copy that it has; None for the whole mini-batch, and no shards.
     """
     job = load_job("jobs/quickstart.yaml")
+    shares = shares or (DeviceShares(None) if runs_behind(device) else Shares(None))
     how = {"batch": BATCH, "steps": STEPS, "sequence": 16, "dtype": "float64", **how}
     shape = {name: how.pop(name) for name in ("split", "recompute", "pairs") if name in how}
     level, gather = how.pop("shard", 0), how.pop("gather", "unit")

@@ -264,7 +264,10 @@ def test_pinned_on_a_gpu(size: int) -> None:
     raw_in, raw_out = ShmReceiver(B, A, run_id, progress, empty_pinned), ShmSender(A, B, run_id)
     raw_out.connect(1)
     raw_in.accept(1)
-    sender, receiver = PinnedSender(B, raw_out, CopyStream(device)), PinnedReceiver(raw_in, CopyStream(device))
+    sender, receiver = (
+        PinnedSender(B, raw_out, CopyStream(device, "to 1")),
+        PinnedReceiver(raw_in, CopyStream(device, "from 0")),
+    )
     progress.add(sender)
     x = torch.zeros(size, device=device)
     receiver.post([expected(mb, x) for mb in range(10)])
