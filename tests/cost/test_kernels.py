@@ -63,7 +63,9 @@ def test_samples_add_rows_and_in_weight_gradients_depth():
     kernels = Kernels(**{**SLOW, "peak_s": 1e18})
     for product in linear_products(1280, 4096, 2560):
         once, thrice = (kernels.seconds(TaskWork(flops=product.flops, products=(product,)), n) for n in (1, 3))
-        longer = 1 if product.grows == "rows" else (3 * 1280 + 350) / (3 * (1280 + 350))  # one pipeline to fill, not three
+        longer = (
+            1 if product.grows == "rows" else (3 * 1280 + 350) / (3 * (1280 + 350))
+        )  # one pipeline to fill, not three
         assert thrice == pytest.approx(3 * once * longer)
 
 
