@@ -43,7 +43,7 @@ def test_a_partial_wave_costs_what_the_clock_does_not_make_up():
 
 
 @pytest.mark.parametrize(
-    "columns, depth, tflops", [(32768, 512, 590), (24576, 1536, 990), (7168, 2048, 1025), (4096, 7168, 1304)]
+    ("columns", "depth", "tflops"), [(32768, 512, 590), (24576, 1536, 990), (7168, 2048, 1025), (4096, 7168, 1304)]
 )
 def test_a_short_inner_dimension_waits_for_the_pipeline(columns: int, depth: int, tflops: float):
     """DeepGEMM's published FP8 products of 4,096 rows on an H800, whose large ones go at 1,400 TFLOP/s."""
