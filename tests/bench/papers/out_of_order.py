@@ -12,11 +12,11 @@ from raypipe.cost.profile import LinkFit, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.cost.stages import Cut, costs_of
 from raypipe.job import GptSpec, load_cluster
+from raypipe.plan.online.tune_first_k import tune_first_k
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.out_of_order import reverse_first_k
 from raypipe.schedule.passes import add_updates
-from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.layer_sync import LayerSync, layer_step_time
 from tests.bench.papers.steps import error, table
