@@ -6,11 +6,10 @@ import random
 import pytest
 
 from raypipe.schedule.costs import CostTable
-from raypipe.search import search
-from raypipe.search.bounds import one_device
-from raypipe.search.bounds.one_device import one_device_bound
-from raypipe.search.bounds.order_bounds import lower_bound
+from raypipe.search import one_device, search
 from raypipe.search.budget import Budget
+from raypipe.search.one_device import one_device_bound
+from raypipe.search.order_bounds import lower_bound
 from raypipe.search.problem import build
 from raypipe.search.timed_order import TimedOrder
 from tests.exhaustive import exhaustive

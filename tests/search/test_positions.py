@@ -18,8 +18,7 @@ from raypipe.schedule.passes import shard
 from raypipe.schedule.passes.shard import place, policy_windows
 from raypipe.schedule.sharding import shard_peaks
 from raypipe.schedule.verify import verify
-from raypipe.search.gathers.positions import search_gathers
-from raypipe.search.gathers.windows import fewest_gathers, gathered_early, gradients_used, once_within
+from raypipe.search.gather_positions import fewest_gathers, gathered_early, gradients_used, once_within, search_gathers
 from raypipe.simulate.engine import simulate
 
 LETTERS = {"F": "F", "BW": "B", "B": "I", "W": "W"}

@@ -375,7 +375,7 @@ def list_schedule(
 
 @compiled
 def decode(flat: Flat, wish: Floats, patience: float) -> tuple[bool, Ints, Ints]:
-    """See ``decode.decode``.
+    """See ``list_scheduling.decode``.
 
     Returns:
         Whether all tasks ran; the tasks, device by device in the order they run; and where each device's begin.

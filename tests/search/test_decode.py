@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from raypipe.schedule.verify import verify
-from raypipe.search.lists.decode import decode, disturbed
-from raypipe.search.lists.kernel import safe
-from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
-from raypipe.search.lists.priorities import portfolio
+from raypipe.search.list_kernel import safe
+from raypipe.search.list_scheduling import LaneArrays, decode, disturbed, list_schedule
+from raypipe.search.priorities import portfolio
 from raypipe.search.problem import build
 from raypipe.search.timed_order import TimedOrder
 

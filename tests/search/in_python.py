@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from raypipe.schedule.ir import backwards
 from raypipe.schedule.kinds import BACKWARD
-from raypipe.search.lists.list_scheduling import Listed, Setting
+from raypipe.search.list_scheduling import Listed, Setting
 from raypipe.search.problem import DeviceOrders, Problem
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from raypipe.schedule.kinds import BACKWARD, GRADIENTS
-from raypipe.search.lists.list_scheduling import LaneArrays, Reserve, Setting, floats, ints
+from raypipe.search.list_scheduling import LaneArrays, Reserve, Setting, floats, ints
 from raypipe.search.problem import Problem
 
 ORDERS = (("F", "B", "W"), ("B", "F", "W"), ("B", "W", "F"), ("W", "B", "F"))
@@ -120,7 +120,7 @@ def paced(layout: LaneArrays, numbers: Pace) -> Setting:
     after a fixed moment and be in time. What is farthest from its end thus runs first, be it the oldest micro-batch or
     a new one's forward; no fixed number says how far forwards run ahead.
     """
-    from raypipe.search.lists.kernel import due_dates
+    from raypipe.search.list_kernel import due_dates
 
     key, pace, patience = due_dates(layout.flat, layout.kind, ints(layout.in_turn), floats(numbers))
     return Setting(tuple(key.tolist()), pace, tuple(patience.tolist()) if numbers.patience else ())

@@ -5,9 +5,8 @@ import random
 import pytest
 
 from raypipe.schedule.costs import CostTable
-from raypipe.search.bounds.one_device import one_device_bound
-from raypipe.search.bounds.order_bounds import lower_bound
-from raypipe.search.bounds.packing import distances, not_implied
+from raypipe.search.one_device import one_device_bound
+from raypipe.search.order_bounds import distances, lower_bound, not_implied
 from raypipe.search.problem import build
 from tests.search import judge
 

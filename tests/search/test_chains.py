@@ -9,9 +9,9 @@ import pytest
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
-from raypipe.search.lists.chains import Chains
-from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
-from raypipe.search.lists.priorities import PACES, paced
+from raypipe.search.chains import Chains
+from raypipe.search.list_scheduling import LaneArrays, list_schedule
+from raypipe.search.priorities import PACES, paced
 from raypipe.search.problem import build
 
 

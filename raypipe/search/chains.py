@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
-from raypipe.search.lists.list_scheduling import LaneArrays, floats
+from raypipe.search.list_scheduling import LaneArrays, floats
 from raypipe.search.problem import Problem, build
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from raypipe.search.lists.kernel import Template
+    from raypipe.search.list_kernel import Template
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Chains:
         Returns:
             Two arrays, (orders, D); infinite where memory leaves every device waiting, or an order was given up.
         """
-        from raypipe.search.lists import kernel
+        from raypipe.search import list_kernel as kernel
 
         template = self._template(len(row), frozen)
         return kernel.paced_ends(template, row, times, sizes, lag, cap, numbers, ahead, useless, power, in_spans)
@@ -73,7 +73,7 @@ class Chains:
     def _derived(self, stages: int, frozen: tuple[int, ...]) -> Template:
         import numpy as np
 
-        from raypipe.search.lists.kernel import Template
+        from raypipe.search.list_kernel import Template
 
         def of(whole: float, waiting: float) -> Problem:
             return build(

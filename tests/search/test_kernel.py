@@ -7,12 +7,11 @@ import pytest
 
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
-from raypipe.search.lists.decode import decode
-from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
-from raypipe.search.lists.priorities import portfolio, shaken
+from raypipe.search.list_scheduling import LaneArrays, decode, list_schedule
+from raypipe.search.priorities import portfolio, shaken
 from raypipe.search.problem import Problem, build
-from tests.search.lists import in_python as python
-from tests.search.lists.test_due_dates import uneven
+from tests.search import in_python as python
+from tests.search.test_due_dates import uneven
 
 
 def recomputing(seed: int) -> Problem:

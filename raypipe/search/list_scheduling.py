@@ -1,11 +1,16 @@
 """List scheduling under a memory limit: a free device starts the ready task with the highest priority.
 
-This is the inner loop of the search, in machine code (``kernel``). It works on flat arrays of numbers, without
+This is the inner loop of the search, in machine code (``list_kernel``). It works on flat arrays of numbers, without
 task objects; the next tasks of a device's lanes are its only queue, because the tasks of a lane run in turn.
+
+``decode`` turns desired start times into a memory-feasible order (ruin and recreate). Where devices' memory is full,
+hardly any single move of the tabu search keeps the limit; rebuilding the order from perturbed start times does. This
+resembles iterated greedy (Ruiz and Stuetzle 2007) over random keys (Bean 1994).
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -15,10 +20,11 @@ from raypipe.schedule.ir import backwards
 from raypipe.schedule.kinds import BACKWARD
 from raypipe.search.problem import DeviceOrders, Problem, lane_order
 
-if TYPE_CHECKING:  # imported where a search begins, as it takes 0.2 seconds
+if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from raypipe.search.lists.kernel import Flat
+    from raypipe.search.list_kernel import Flat
+
 
 Reserve = Literal["stages", "safe", "none"]
 
@@ -75,7 +81,7 @@ class LaneArrays:
     @staticmethod
     def of(p: Problem) -> LaneArrays:
         """Derive the arrays from a problem."""
-        from raypipe.search.lists.kernel import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Flat
+        from raypipe.search.list_kernel import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Flat
 
         lanes, rows = range(len(p.kind)), range(len(p.placement))
         names = sorted({(p.replica[c], p.stage[c]) for c in lanes})
@@ -158,7 +164,7 @@ def list_schedule(layout: LaneArrays, setting: Setting) -> Listed | None:
     Returns:
         The order, or None on a deadlock: the limits leave every device waiting.
     """
-    from raypipe.search.lists import kernel
+    from raypipe.search import list_kernel as kernel
 
     lanes = len(setting.key)
     way = {"stages": kernel.STAGES, "safe": kernel.SAFE, "none": kernel.NONE}[setting.reserve]
@@ -174,3 +180,60 @@ def list_schedule(layout: LaneArrays, setting: Setting) -> Listed | None:
         False,
     )
     return Listed(layout.orders(tasks, places), ends.tolist(), spans.tolist()) if whole else None
+
+
+def decode(layout: LaneArrays, wish: Sequence[float], patience: float) -> DeviceOrders | None:
+    """Run tasks in the order of their desired start times, as far as dependencies and memory allow.
+
+    Args:
+        layout: the problem.
+        wish: desired start per task, ascending within each lane.
+        patience: a free device stays idle, rather than start a ready task, if another task that is not ready yet has
+            a desired start earlier by more than this.
+
+    Returns:
+        The order, or None on a deadlock: every device waits for memory.
+    """
+    from raypipe.search import list_kernel as kernel
+
+    whole, tasks, places = kernel.decode(layout.flat, floats(wish), float(patience))
+    return layout.orders(tasks, places) if whole else None
+
+
+def disturbed(layout: LaneArrays, starts: Sequence[float], makespan: float, rng: random.Random) -> list[float]:
+    """Perturb the start times of an order: within a time window, for single micro-batches, or on one device.
+
+    The result respects dependencies and lanes: no task's desired start lies before those of its predecessors.
+    """
+    p = layout.problem
+    wish = list(starts)
+    draw = rng.random()
+    if draw < 0.4:
+        far = makespan * rng.choice((0.02, 0.05, 0.1, 0.2))
+        begin = rng.uniform(-0.2, 1.0) * makespan
+        end = begin + rng.uniform(0.1, 0.5) * makespan
+        for t, at in enumerate(starts):
+            if begin <= at <= end:
+                wish[t] += rng.gauss(0, far)
+    elif draw < 0.7:
+        for _ in range(rng.choice((1, 1, 2))):
+            c = rng.randrange(len(p.kind))
+            if p.count[c]:
+                m, by = rng.randrange(p.count[c]), rng.gauss(0, makespan * 0.1)
+                for e in range(len(p.kind)):
+                    if p.replica[e] == p.replica[c] and rng.random() < 0.9:
+                        wish[p.base[e] + m] += by
+    else:
+        far = makespan * rng.choice((0.05, 0.1, 0.2))
+        for c in p.lanes_of[rng.randrange(p.devices)]:
+            for t in range(p.base[c], p.base[c] + p.count[c]):
+                if rng.random() < 0.3:
+                    wish[t] += rng.gauss(0, far)
+    tiny = 1e-9 * max(1.0, makespan)
+    for c in layout.in_turn:
+        base, least = p.base[c], float("-inf")
+        for m in range(p.count[c]):
+            least = max([least, wish[base + m], *(wish[p.base[e] + m] + tiny for e, _ in p.before[c])])
+            wish[base + m] = least
+            least += tiny
+    return wish

@@ -8,8 +8,8 @@ from math import inf
 import pytest
 
 from raypipe.schedule.costs import CostTable
-from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
-from raypipe.search.lists.priorities import PACES, portfolio
+from raypipe.search.list_scheduling import LaneArrays, list_schedule
+from raypipe.search.priorities import PACES, portfolio
 from raypipe.search.problem import Problem, build
 
 
