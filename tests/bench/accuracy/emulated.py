@@ -129,7 +129,8 @@ CASES = (
 
 def longer(costs: CostTable, scale: float) -> CostTable:
     """The costs with every time ``scale`` times as long."""
-    rows = {f.name: tuple(scale * t for t in getattr(costs, f.name)) for f in fields(costs) if f.name != "comm"}
+    names = [f.name for f in fields(costs) if f.name not in ("comm", "overlap")]
+    rows = {name: tuple(scale * t for t in getattr(costs, name)) for name in names}
     return replace(costs, **rows, comm=each_latency(costs.comm, lambda seconds: scale * seconds))
 
 
