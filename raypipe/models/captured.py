@@ -21,6 +21,7 @@ from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, Tenso
 from raypipe.graph.placeholders import placeholders
 from raypipe.graph.positions import sequence_flow
 from raypipe.graph.subgraphs import shard
+from raypipe.models.current_slice import current_slice
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
 from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
@@ -30,8 +31,7 @@ from raypipe.models.running_statistics import (
     learn_statistics,
     uses_batch_statistics,
 )
-from raypipe.models.slices.attention import causal_attention
-from raypipe.models.slices.current import current_slice
+from raypipe.models.slice_attention import causal_attention
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task
 from raypipe.tensor import Division, Shard

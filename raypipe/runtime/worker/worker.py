@@ -26,7 +26,14 @@ from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.process.memory import MemoryReports, resident_bytes
-from raypipe.runtime.process.set_up import choose_precision, first_backward, heap_bytes, set_up_cuda, set_up_process
+from raypipe.runtime.process.set_up import (
+    choose_precision,
+    compute_deterministically,
+    first_backward,
+    heap_bytes,
+    set_up_cuda,
+    set_up_process,
+)
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.replacement import (
     Transfer,
@@ -169,7 +176,7 @@ class StageWorker:
         choose_precision(self.device, setup.job.train.tf32)
         first_backward()
         if setup.job.train.deterministic:
-            torch.use_deterministic_algorithms(True)
+            compute_deterministically()
         self.communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
 
     def part(self) -> Standing | None:

@@ -17,7 +17,7 @@ from raypipe.runtime.emulation.links import Links
 from tests.bench.search.line import Effort, Line
 from tests.bench.turns import Turns, lead, longer, take_turns
 from tests.plan.test_searched_gathers import first_that_fits, policies_that_fit, shapes
-from tests.search.gathers.test_positions import Searched, compare, makespan
+from tests.search.test_positions import Searched, compare, makespan
 
 GAIN = 1.25
 COPIES = 2
