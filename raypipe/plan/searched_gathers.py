@@ -1,4 +1,4 @@
-"""Search gather positions (``raypipe.search.gathers``) for the best plans whose copies divide their weights.
+"""Search gather positions (``raypipe.search.gather_positions``) for the best plans whose copies divide their weights.
 
 Between a gather once a step and one every micro-batch, within the memory of each device. The policies are tried as
 well, under the same memory model, so what comes out is slower than none of them.
@@ -19,7 +19,7 @@ from raypipe.plan.tensor_groups import Judges
 from raypipe.schedule.ir import Schedule, Sharding
 from raypipe.schedule.passes.shard import place
 from raypipe.search.budget import Budget
-from raypipe.search.gathers.positions import search_gathers
+from raypipe.search.gather_positions import search_gathers
 
 PLANS = 2
 """How many plans are searched."""

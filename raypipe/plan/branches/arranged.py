@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from raypipe.graph.stages.links import Result, StageEnds, stage_ends, stage_graph, stages_of
+from raypipe.graph.liveness import Result, StageEnds, stage_ends, stage_graph, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import StageGraph
 

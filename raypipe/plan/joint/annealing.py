@@ -1,6 +1,6 @@
 """Simulated annealing over arrangements, each measured by a quick order of its tasks.
 
-An order takes a tenth of a millisecond (``search.lists.chains``), a bound on all orders of an arrangement microseconds
+An order takes a tenth of a millisecond (``search.chains``), a bound on all orders of an arrangement microseconds
 (``least_step``). So annealing by bounds comes first, and where an arrangement's bound is already longer than what the
 walk would accept there is no order. The due dates that make the order, and how far stages run ahead, are part of what
 is walked over; those of the best arrangements are improved further (``due_dates``). The slowest device alone would say
@@ -26,8 +26,8 @@ from raypipe.plan.joint.arrangement import Arrangement
 from raypipe.plan.joint.due_dates import NUDGED, SMOOTH, MeasuredOrder, Way, changed
 from raypipe.plan.joint.least_step import LeastStep, annealed, seed_of
 from raypipe.plan.joint.orders_of import Ordered, OrdersOf
-from raypipe.search.lists.chains import Chains
-from raypipe.search.lists.priorities import PACES
+from raypipe.search.chains import Chains
+from raypipe.search.priorities import PACES
 
 KEPT = 5
 """Arrangements that are handed on: the best, and the most promising by their steps and their bounds together."""

@@ -1,6 +1,6 @@
 """Orders of an arrangement by due dates, and due dates improved step by step: tens of thousands of orders a second.
 
-A due date says which of a device's ready tasks runs first (``search.lists.priorities.paced``). How many forwards a
+A due date says which of a device's ready tasks runs first (``search.priorities.paced``). How many forwards a
 stage may run ahead of its backwards says what memory is left to the device's other stages.
 """
 
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from raypipe.plan.joint.stage_tables import Stages
 from raypipe.search.budget import Budget
-from raypipe.search.lists.chains import Chains
-from raypipe.search.lists.priorities import PACES, Pace
+from raypipe.search.chains import Chains
 from raypipe.search.objective import Objective
+from raypipe.search.priorities import PACES, Pace
 
 SMOOTH = 80.0
 """Power of the mean over devices' times in an order."""

@@ -19,9 +19,9 @@ from raypipe.plan.joint.stage_tables import Stages
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
 from raypipe.search.budget import Budget
-from raypipe.search.lists.list_scheduling import LaneArrays, Listed, list_schedule
-from raypipe.search.lists.priorities import paced, portfolio
+from raypipe.search.list_scheduling import LaneArrays, Listed, list_schedule
 from raypipe.search.objective import Measure, Objective
+from raypipe.search.priorities import paced, portfolio
 from raypipe.search.problem import DeviceOrders, Problem, build
 from raypipe.search.tabu import improve
 

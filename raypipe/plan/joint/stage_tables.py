@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Stages(NamedTuple):
-    """The stages of one arrangement, as ``search.lists.chains`` takes them."""
+    """The stages of one arrangement, as ``search.chains`` takes them."""
 
     times: NDArray[np.float64]
     sizes: NDArray[np.float64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypipe.errors import SpecError
-from raypipe.graph.stages.links import Result
+from raypipe.graph.liveness import Result
 from raypipe.plan.branches.arranged import Arranged, LayerCosts
 from raypipe.plan.branches.choose import best_chain, choose_branches
 from raypipe.schedule.verify import verify

@@ -25,7 +25,7 @@ from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
-from raypipe.search.lists.priorities import PACES
+from raypipe.search.priorities import PACES
 from tests.exhaustive import exhaustive
 from tests.plan.conftest import make_job, make_profile
 from tests.plan.joint.clock import Layer, time_of

@@ -17,8 +17,8 @@ from raypipe.plan.joint.starts import balanced
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
-from raypipe.search.lists.priorities import PACES
 from raypipe.search.objective import Measure, Objective
+from raypipe.search.priorities import PACES
 from tests.plan.conftest import make_job, make_profile
 
 DEVICES, COUNT = 3, 9
