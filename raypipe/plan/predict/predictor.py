@@ -20,8 +20,8 @@ from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import INNERMOST, Innermost
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Ways, candidates, in_slices
+from raypipe.plan.cut.exact import bottlenecks
 from raypipe.plan.cut.layers import NOISE, LayerCut, Placement, cut_layers, line_of
-from raypipe.plan.cut.line import bottlenecks
 from raypipe.plan.predict.at_scale import DIRECT, Figures, of_candidate
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.kinds_cut import KindsCut
@@ -29,10 +29,11 @@ from raypipe.plan.predict.memories import Memories
 from raypipe.plan.predict.oom_fallback import OOMFallback, by_device
 from raypipe.plan.predict.orders import Order, Orders
 from raypipe.plan.predict.prediction import Cut, Prediction
-from raypipe.plan.predict.stage_arrays import StageArrays, StageSeconds
 from raypipe.plan.predict.step_bound import (
     NO_COLLECTIVES,
     Lives,
+    StageArrays,
+    StageSeconds,
     WithinMemory,
     busiest_seconds,
     least_collectives,

@@ -19,13 +19,13 @@ from raypipe.plan.certificate.closed import (
     one_microbatch,
     shared_work,
     spread_bound,
+    whole_layers,
 )
 from raypipe.plan.certificate.instance import alike
 from raypipe.plan.certificate.of_plan import Certifier
-from raypipe.plan.certificate.packed import whole_layers
 from raypipe.plan.choose import deepest
+from raypipe.plan.joint.annealing import LeastStep
 from raypipe.plan.joint.arrangement import Arrangement
-from raypipe.plan.joint.least_step import LeastStep
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
