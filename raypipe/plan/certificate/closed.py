@@ -281,38 +281,60 @@ def one_microbatch(i: Instance) -> float:
 
 
 def memory_time(i: Instance) -> float:
-    """Activations occupy memory: bytes times seconds of all micro-batches fit into those of all devices.
+    """Activations occupy the devices' memory beside weights and optimizer state: see ``MemoryTime``.
 
     A micro-batch keeps a layer's activations at least from its F through the layers behind and back (``life``), and
-    from its B to the end of its W what W needs. What the devices have is their memory beside weights and optimizer
-    state, for the length of a step. Recomputation frees a layer's activations for its forward's time once more; the
-    bound lets every layer and micro-batch choose, in any share, whatever is best (a linear program of two constraints,
-    solved by taking layers in the order of memory-time per second of recomputation).
+    from its B to the end of its W what W needs.
     """
     room = sum(i.room) - sum(i.state)
-    n, least = i.microbatches, i.least
+    least = i.least
     if room == float("inf"):
         return 0.0
     if room <= 0:
         return float("inf") if sum(i.state) > sum(i.room) * (1 + 1e-9) else 0.0
-    weight = [b - min(b, g) for b, g in zip(least.backward, least.input_grad, strict=True)]
-    held = [i.kept[s] * i.life(s) for s in range(i.layers)]
-    for_w = sum(min(i.waiting[s], i.kept[s]) * weight[s] for s in range(i.layers))
-    area, work = n * (sum(held) + for_w), n * sum(least.work)
-    speed = float(i.devices)
+    weight = np.maximum(0.0, np.array(least.backward) - np.array(least.input_grad))
+    held = np.array([kept * i.life(s) for s, kept in enumerate(i.kept)])
+    for_w = float(np.minimum(i.waiting, i.kept) @ weight)
+    return MemoryTime(held, np.array(least.recompute), sum(least.work), for_w).least(i.microbatches, i.devices, room)
 
-    def cost(s: int) -> float:
-        return held[s] / least.recompute[s] if least.recompute[s] > 0 else float("inf")
 
-    for s in sorted(range(i.layers), key=cost, reverse=True):
-        if area / room <= work / speed:
-            break
-        # Share x of this layer's activations dropped: (area - x*held)/room = (work + x*again)/speed.
-        again, less = n * least.recompute[s], n * held[s]
-        slope = again / speed + less / room
-        x = min(1.0, (area / room - work / speed) / slope) if slope > 0 else 0.0
-        area, work = area - x * less, work + x * again
-    return max(area / room, work / speed)
+class MemoryTime:
+    """Activations occupy memory: bytes times seconds of all micro-batches fit into those of all devices in a step.
+
+    Recomputation frees a layer's activations for its forward's time once more; the bound lets every layer and
+    micro-batch choose, in any share, whatever is best (a linear program of two constraints, solved by taking layers in
+    the order of memory-time per second of recomputation).
+
+    Args:
+        held: of each layer, bytes of a micro-batch times the seconds that they are kept.
+        again: seconds of recomputing each layer; infinite where no plan may.
+        work: seconds of all that a micro-batch takes without recomputation.
+        always: byte-seconds of a micro-batch that recomputation does not free.
+    """
+
+    def __init__(self, held: NDArray[np.float64], again: NDArray[np.float64], work: float, always: float = 0.0) -> None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            order = np.argsort(np.where(held > 0, held / again, 0.0), kind="stable")
+        self.held = always + np.concatenate([[0.0], np.cumsum(held[order])])
+        """Byte-seconds of a micro-batch, by how many layers are kept."""
+        self.work = work + np.concatenate([np.cumsum(again[order][::-1])[::-1], [0.0]])
+        """Seconds of a micro-batch, by how many layers are kept."""
+
+    def least(self, microbatches: int, devices: int, room: float) -> float:
+        """Return the bound on the step of so many devices with ``room`` bytes for activations in all."""
+        if room <= 0:
+            return float("inf")
+        work, held = microbatches * self.work / devices, microbatches * self.held / room
+        full = held >= work
+        if not full.any():
+            return float(work[-1])
+        k = int(full.argmax())
+        if not k or work[k - 1] == np.inf:
+            return float(held[k])
+        # Between two numbers of layers, some micro-batches keep the layer and the others do not.
+        before, behind = work[k - 1] - held[k - 1], held[k] - work[k]
+        share = before / (before + behind)
+        return float(work[k - 1] + share * (work[k] - work[k - 1]))
 
 
 def updates(i: Instance) -> float:

@@ -5,7 +5,7 @@ Never above the true value, for any order of the same tasks on the same placemen
 Memory is a bound on time as well. Activations are alive from a forward to its backward, which is at least the way
 through all later stages and back, whatever the order; so a device with room for few of them works on few at a time
 (Little 1961: those alive on average are the rate times how long each lives), or recomputes. ``least_seconds_in_memory``
-says so of a cut in stages, ``WithinMemory`` of any cut.
+says so of a cut in stages, ``certificate.closed.MemoryTime`` of any cut.
 
 Seconds and bytes of a cut's stages are sums over runs of layers of what each layer takes. They are those of
 ``cost.stages`` and ``cost.memory`` but for messages, which take the faster link here, and collectives and updates,
@@ -316,46 +316,6 @@ def least_seconds_in_memory(
         np.maximum.at(rate, place, 1 / np.maximum(price, 1e-300))
     work = _sums(place, busy, devices)
     return max(step, float(((work + rate * held) / (1 + rate * room)).max()))
-
-
-class WithinMemory:
-    """The same of every cut into stages and every placement of them, of a model's layers at one micro-batch size.
-
-    Layers that live shortest, the last ones, are kept first.
-
-    Args:
-        forward, back: seconds of each layer until its successor can start, there and on the way back.
-        work: seconds of all that a layer does for a micro-batch without recomputation.
-        recompute: seconds of recomputing it; infinite where no plan may.
-        kept: bytes that it keeps of a micro-batch.
-    """
-
-    def __init__(
-        self,
-        forward: Times,
-        back: Times,
-        work: float,
-        recompute: Times,
-        kept: Times,
-    ) -> None:
-        way = forward + back
-        lives = np.cumsum(way[::-1])[::-1] - way
-        held, again = lives * kept, recompute
-        with np.errstate(divide="ignore", invalid="ignore"):
-            order = np.argsort(np.where(held > 0, held / again, 0.0), kind="stable")
-        self.held = np.concatenate([[0.0], np.cumsum(held[order])])
-        """Byte-seconds of a micro-batch, by how many layers are kept."""
-        left = np.concatenate([np.cumsum(again[order][::-1])[::-1], [0.0]])
-        self.work = work + left
-        """Seconds of a micro-batch, by how many layers are kept."""
-
-    def least(self, microbatches: int, devices: int, room: float, slices: int = 1) -> float:
-        """Return a bound on the step of so many devices with ``room`` bytes for activations in all."""
-        if room <= 0:
-            return float("inf")
-        work, held = self.work / devices, self.held / (slices * room)
-        # Between two numbers of layers, part of one may be kept: it saves no more than all of it, and holds something.
-        return microbatches * float(np.maximum(work[1:], held[:-1]).min())
 
 
 class _Tasks(NamedTuple):
