@@ -46,6 +46,8 @@ CHIMERA = "Li and Hoefler 2021, Chimera"
 ZERO_BUBBLE = "Qi et al. 2023, Zero Bubble Pipeline Parallelism"
 MERAK = "Lai et al. 2022, Merak, section 3.3"
 OOO = "Oh et al. 2022, Out-of-Order BackProp, section 5"
+COMBINED = "NVIDIA, Megatron Core, combined 1F1B (github.com/NVIDIA/Megatron-LM)"
+DUALPIPE = "DeepSeek-AI 2024, DeepSeek-V3 Technical Report, section 3.2.1; github.com/deepseek-ai/DualPipe"
 CHUNKED = "Narayanan et al. 2021, Efficient Large-Scale Language Model Training, section 2.2"
 
 ENTRIES: tuple[Entry, ...] = (
@@ -76,6 +78,15 @@ ENTRIES: tuple[Entry, ...] = (
         source=CHUNKED,
         when="Few micro-batches and fast links: bubbles shrink by V, messages grow by V. Activations count in chunks.",
         formulas={MAKESPAN: "(N + (D - 1) / V) * (F + BW)", MOST: "V * D + D - 1"},
+    ),
+    Entry(
+        schedule="interleaved-overlap",
+        shape={"chunks": 2},
+        costs=HALF,
+        source=COMBINED,
+        when="Experts divided over copies: one half of a pair hides the all-to-all of the other, for one more "
+        "activation of a chunk.",
+        formulas={MAKESPAN: "N * (F + BW) + (2 * D - 1) * F / V", MOST: "V * D + D"},
     ),
     Entry(
         schedule="bfs",
@@ -128,6 +139,19 @@ ENTRIES: tuple[Entry, ...] = (
         source="Jain et al. 2020, GEMS",
         when="Memory for a single activation: hardly any overlap.",
         formulas={MAKESPAN: "(D - 1) * F + N * (F + D * BW)", MOST: "1"},
+    ),
+    Entry(
+        schedule="dualpipe",
+        source=DUALPIPE,
+        when="Experts divided over copies, and memory for two stages' weights: F||B hides the all-to-all.",
+        formulas={MAKESPAN: "N * (F + BW) + (D / 2 - 1) * (F + BW + BW - 3 * W)", MOST: "D + 1"},
+    ),
+    Entry(
+        schedule="dualpipev",
+        costs=HALF,
+        source="Qi et al. 2025, DualPipe could be better without the Dual; " + DUALPIPE,
+        when="DualPipe's overlap without a second copy of the weights. Activations count in chunks.",
+        formulas={MAKESPAN: "N * (F + BW) + (D - 1) * (F + BW + BW - 3 * W) / V", MOST: "2 * D + 1"},
     ),
     Entry(
         schedule="pipedream",

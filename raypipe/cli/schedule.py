@@ -361,6 +361,6 @@ def _check_devices(option: str, devices: str, replicas: int) -> None:
 
 def _in_seconds(costs: CostTable) -> CostTable:
     """Convert a cost table from milliseconds to seconds."""
-    times = [f.name for f in fields(costs) if f.name != "comm"]
-    scaled = {name: tuple(t * 1e-3 for t in getattr(costs, name)) for name in times}
+    times = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in ("comm", "overlap")}
+    scaled: dict[str, Any] = {name: tuple(t * 1e-3 for t in each) for name, each in times.items()}
     return replace(costs, comm=tuple(t * 1e-3 for t in costs.links), **scaled)

@@ -50,8 +50,6 @@ ADVICE: dict[Cause, str] = {
     "norm": "let updates run ahead of the global norm (parallel.update: optimistic)",
 }
 """What to do about a cause where it is."""
-PREDICTED_BY_PLAN: frozenset[Cause] = frozenset({"imbalance", "warm-up"})
-"""Causes that only another plan mends."""
 
 
 @dataclass(frozen=True, slots=True)

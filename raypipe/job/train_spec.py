@@ -44,10 +44,9 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 }
 """What planner, rules and workers know of each ``train.optimizer``."""
 MUON_MOMENTUM = 0.95
-NO_MUON = (
-    "*embed*", "*wte*", "*wpe*", "*shared.weight", "*token*.weight", "*position*.weight",  # embeddings
-    "*lm_head*", "head.*", "*.head.*", "*classifier*", "*score*", "*decoder.weight", "*project.weight",  # heads
-)  # fmt: skip
+EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*shared.weight", "*token*.weight", "*position*.weight")
+HEADS = ("*lm_head*", "head.*", "*.head.*", "*classifier*", "*score*", "*decoder.weight", "*project.weight")
+NO_MUON = EMBEDDINGS + HEADS
 """Names that embeddings and heads have in the libraries, and in the built-in GPT."""
 
 

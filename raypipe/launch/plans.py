@@ -69,7 +69,7 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
             return orders[key]
 
         cut = split_layers(layers, placement, lambda flops: searched(flops).makespan * max(flops))
-        order = replace(searched([_flops(layers, part) for part in cut]).schedule, name="auto")
+        order = replace(searched([float(sum(layers.flops[i] for i in part)) for part in cut]).schedule, name="auto")
     else:
         schedule = base_schedule(parallel, job.train.batch)
         cut = split_layers(layers, schedule.placement, lambda flops: simulate(schedule, _costs(flops)).makespan)
@@ -98,10 +98,6 @@ def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: tuple
     shape = job.parallel.shape(job.train.batch)
     costs = _costs([f / max(flops) for f in flops])
     return search(placement, shape.microbatches, costs, memory_limit=shape.memory_limit)
-
-
-def _flops(layers: LayeredModel, part: Sequence[int]) -> float:
-    return float(sum(layers.flops[i] for i in part))
 
 
 def _costs(times: Sequence[float]) -> CostTable:

@@ -38,12 +38,12 @@ from raypipe.tensor import Division, Shard
 
 
 class Share(NamedTuple):
-    """This process's share of a model that tensor parallelism divides."""
+    """This process's share of a model that tensor ranks or copies divide."""
 
     division: Division
     shards: Mapping[str, Shard]
-    whole: OperationGraph
-    """Graph of the undivided model."""
+    whole: OperationGraph | None
+    """Graph of the undivided model; None if all that is random has the same shapes in both."""
 
 
 class CapturedModel(LayeredModel):
@@ -98,7 +98,8 @@ class CapturedModel(LayeredModel):
         self.placeholders = tuple(
             found._replace(input=self.fields[found.input][0]) for found in placeholders(graph, one)
         )
-        whole = random_shapes(share.whole, self.sizes(2, share.whole)) if share is not None else None
+        undivided = share.whole if share is not None else None
+        whole = random_shapes(undivided, self.sizes(2, undivided)) if undivided is not None else None
         self.sites = find_sites(written, self.sizes(2), self.sizes(4), whole)
         if share is not None:
             self.division, self.shards = share.division, share.shards

@@ -1,8 +1,8 @@
 """Draw timelines as Gantt charts: one lane per device, time to the right, several schedules on one time axis.
 
 Hue and number show the micro-batch, lightness the kind (``palette``), hatching the replica. If a device holds several
-stages of a replica, a dark foot marks the later ones, the darker the later. With a single micro-batch, hue and number
-show the stage.
+stages of a replica, a dark foot marks the later ones, the darker the later. Of a pair, the forward is above. With a
+single micro-batch, hue and number show the stage.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from raypipe.errors import RequestError
 from raypipe.observe.palette import colour, grey, ink, oklch
 from raypipe.observe.terminal import folded
 from raypipe.plan.hybrid import Comparison
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import NETWORK, TRAITS, Kind
 from raypipe.simulate.timeline import Span, Timeline, critical_path, live_activations
 
@@ -75,16 +75,18 @@ def gantt(
 def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float = 20.0) -> None:
     """Draw one timeline into Matplotlib ``axes``; ``points`` is the width of one unit of time, for the labels."""
     schedule = timeline.schedule
-    boxes: dict[tuple[bool, int], list[tuple[int, Span]]] = {}  # collectives are drawn last, so nothing covers them
+    boxes: Boxes = {}  # collectives are drawn last, so nothing covers them
+    pairs = schedule.pairs
     for device, spans in enumerate(timeline.spans):
         for span in spans:
-            boxes.setdefault((span.task.kind in NETWORK, span.task.replica), []).append((device, span))
+            box = (*_sides(device, span.task, schedule, pairs), span)
+            boxes.setdefault((span.task.kind in NETWORK, span.task.replica), []).append(box)
     total = sum(map(len, boxes.values()))
     for (_, replica), members in sorted(boxes.items(), key=lambda item: item[0]):
         axes.add_collection(
             PolyCollection(
-                [_corners(device, span) for device, span in members],
-                facecolors=[colour(span.task, schedule) for _, span in members],
+                [_corners(*box) for box in members],
+                facecolors=[colour(span.task, schedule) for _, _, span in members],
                 edgecolors=(1, 1, 1, 0.75),
                 linewidths=0.5 if total < 2000 else 0.0,
                 hatch=HATCHES[replica % len(HATCHES)],
@@ -114,16 +116,29 @@ def draw_lanes(axes: Any, timeline: Timeline, points: float, lane_points: float 
     )
 
 
-def _corners(device: int, span: Span) -> list[tuple[float, float]]:
+Boxes = dict[tuple[bool, int], list[tuple[float, float, Span]]]
+"""(whether it is a collective, replica) -> upper side, lower side and span of each box."""
+
+
+def _sides(device: int, task: Task, schedule: Schedule, pairs: Mapping[Task, Task]) -> tuple[float, float]:
     low, high = device - HEIGHT / 2, device + HEIGHT / 2
-    if span.task.kind in NETWORK:  # overlaps compute, so it is a strip at the bottom of the lane
-        low = device + HEIGHT / 2 - 0.2
+    if task.kind in NETWORK:  # overlaps compute, so it is a strip at the bottom of the lane
+        return high - 0.2, high
+    if task in pairs:
+        return (device, high) if task in schedule.joined else (low, device)
+    return low, high
+
+
+def _corners(low: float, high: float, span: Span) -> list[tuple[float, float]]:
     return [(span.start, low), (span.end, low), (span.end, high), (span.start, high)]
 
 
 def _outline(axes: Any, timeline: Timeline) -> None:
     device = {task: d for d, order in enumerate(timeline.schedule.orders) for task in order}
-    path = [_corners(device[span.task], span) for span in critical_path(timeline).spans]
+    schedule, pairs = timeline.schedule, timeline.schedule.pairs
+    path = [
+        _corners(*_sides(device[span.task], span.task, schedule, pairs), span) for span in critical_path(timeline).spans
+    ]
     axes.add_collection(PolyCollection(path, facecolors="none", edgecolors=OUTLINE, linewidths=1.2))
 
 
@@ -137,15 +152,14 @@ def _chunks(schedule: Schedule) -> dict[tuple[int, int], int]:
     return chunk if any(chunk.values()) else {}
 
 
-def _feet(axes: Any, schedule: Schedule, boxes: dict[tuple[bool, int], list[tuple[int, Span]]]) -> None:
+def _feet(axes: Any, schedule: Schedule, boxes: Boxes) -> None:
     chunk = _chunks(schedule)
     most = max(chunk.values(), default=0)
     feet, colours = [], []
     for members in boxes.values():
-        for device, span in members:
+        for _, bottom, span in members:
             later = chunk.get((span.task.replica, span.task.stage), 0)
             if later:
-                bottom = device + HEIGHT / 2
                 ends = span.start, span.end
                 feet.append([(ends[0], bottom - 0.13), (ends[1], bottom - 0.13), (ends[1], bottom), (ends[0], bottom)])
                 colours.append((0.1, 0.1, 0.1, 0.25 + 0.5 * later / most))
@@ -156,7 +170,7 @@ def _feet(axes: Any, schedule: Schedule, boxes: dict[tuple[bool, int], list[tupl
 def _labels(
     axes: Any,
     schedule: Schedule,
-    boxes: dict[tuple[bool, int], list[tuple[int, Span]]],
+    boxes: Boxes,
     points: float,
     lane_points: float,
 ) -> None:
@@ -165,15 +179,15 @@ def _labels(
     if size < 3:
         return
     for members in boxes.values():
-        for device, span in members:
+        for low, high, span in members:
             task = span.task
             text = str(task.stage) if schedule.microbatches == 1 and task.mbs else ",".join(map(str, task.mbs))
             if text and (span.end - span.start) * points >= 0.62 * size * len(text):
                 axes.text(
                     (span.start + span.end) / 2,
-                    device,
+                    (low + high) / 2,
                     text,
-                    fontsize=size,
+                    fontsize=size * (1 if high - low > HEIGHT / 2 else 0.7),
                     color=ink(span.task.kind),
                     ha="center",
                     va="center_baseline",

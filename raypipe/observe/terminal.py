@@ -5,8 +5,8 @@
 
 A digit is the forward of that micro-batch, a lower-case letter its backward (B or BW), a capital its weight gradient
 (W), a raised digit its recompute (R); ``v`` a weight gather, ``^`` a reduce-scatter, ``~`` an all-reduce, ``=`` an
-update, ``.`` idle. With colours, cells are
-shaded by kind and carry the micro-batch's number.
+update, ``.`` idle. Of a pair, the first half of its time shows the forward, the second the backward. With colours,
+cells are shaded by kind and carry the micro-batch's number.
 """
 
 from __future__ import annotations
@@ -138,9 +138,16 @@ def raster(timeline: Timeline, column: float) -> list[list[Span | None]]:
     """
     columns = math.ceil(timeline.makespan / column - 1e-6) if column else 0
     rows: list[list[Span | None]] = []
+    halves = timeline.schedule.pairs
     for spans in timeline.spans:
+        paired = {halves[task]: (start, end) for task, start, end in spans if task in halves}
         row: list[Span | None] = [None] * columns
         for span in spans:
+            if span.task in paired:  # half of its time each, if they ran together
+                middle, together = (span.start + span.end) / 2, paired[span.task] == (span.start, span.end)
+                first_half = span.task not in timeline.schedule.joined
+                if together:
+                    span = span._replace(end=middle) if first_half else span._replace(start=middle)
             if span.end <= span.start:
                 continue
             first = math.ceil(span.start / column - 0.5 - 1e-6)

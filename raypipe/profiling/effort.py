@@ -131,7 +131,7 @@ def profile_path(job: JobSpec, model: LayeredModel, sizes: Sequence[int], device
                 model.parameters(i),
                 model.trained_parameters(i),
                 sorted(model.reads((i,))),
-                repr(_crossing(model, i)),
+                repr(model.crossing(i, 1) if i < model.count - 1 else ()),
             )
             for i, name in enumerate(model.names)
         ],
@@ -156,10 +156,6 @@ def profile_path(job: JobSpec, model: LayeredModel, sizes: Sequence[int], device
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     return cache_folder().with_name("profiles") / f"{digest[:32]}.json"
-
-
-def _crossing(model: LayeredModel, i: int) -> object:
-    return model.crossing(i, 1) if i < model.count - 1 else ()
 
 
 def read_kept(path: Path) -> tuple[Profile, str] | None:

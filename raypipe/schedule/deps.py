@@ -125,6 +125,14 @@ class TaskGraph:
     """(task, need, micro-batch id of the need) for what no task provides; the schedule is then invalid."""
     doubled: list[tuple[int, int]]
     """Pairs of tasks that do the same work; the schedule is then invalid."""
+    joined: frozenset[int] = frozenset()
+    """The second halves of pairs; the first half of i is i - 1."""
+
+    def halves(self, i: int) -> tuple[int, ...]:
+        """Return the tasks that start together with task ``i``, itself included, in order."""
+        if i in self.joined:
+            return (i - 1, i)
+        return (i, i + 1) if i + 1 in self.joined else (i,)
 
 
 @no_collection()
@@ -214,7 +222,8 @@ def link(schedule: Schedule) -> TaskGraph:
         _link_bookkeeping(schedule, tasks, bookkeeping, preds)
     if schedule.sharding is not None:
         _link_sharding(schedule, tasks, first, preds)
-    return TaskGraph(schedule, tasks, device, first, preds, missing, doubled)
+    joined = frozenset(i for i, task in enumerate(tasks) if task in schedule.joined) if schedule.joined else frozenset()
+    return TaskGraph(schedule, tasks, device, first, preds, missing, doubled, joined)
 
 
 def _either(where: dict[tuple[Kind, int], dict[int, int]], need: Need) -> dict[int, int]:

@@ -43,6 +43,7 @@ def verify(
     _check_tasks(graph)
     check_links(graph)
     _check_complete(graph)
+    _check_pairs(graph)
     _check_bookkeeping(graph)
     check_sharding(graph)
     check_ran(graph, walk(graph, [1.0] * len(graph.tasks)))
@@ -147,6 +148,21 @@ def _check_tasks(graph: TaskGraph) -> None:
                         graph, i, f"micro-batch {mb} runs on replica {owner[mb]} too", "use one replica per micro-batch"
                     )
                 owner[mb] = replica
+
+
+def _check_pairs(graph: TaskGraph) -> None:
+    """Check that a pair is a forward directly followed by a backward that does not need it."""
+    if lost := graph.schedule.joined - {graph.tasks[i] for i in graph.joined}:
+        task = min(lost)
+        raise ScheduleError("pairs", f"{task} is half of a pair, and no device runs it", "leave it out")
+    for i in sorted(graph.joined):
+        task, before = graph.tasks[i], i - 1
+        if i in graph.first or graph.tasks[before].kind != "F" or task.kind not in BACKWARD:
+            why = "a pair is a forward with a B or BW right after it"
+            raise fault_at(graph, i, why, f"put a forward before {task}, or leave the | out")
+        if before in graph.preds[i]:
+            why = f"runs together with {graph.tasks[before]}, and needs it"
+            raise fault_at(graph, i, why, "leave the | out, or pair it with another micro-batch's forward")
 
 
 _COMPLETE: dict[Kind, frozenset[Kind]] = {"F": frozenset({"F"}), "B": BACKWARD, "W": WEIGHT_GRADIENTS}

@@ -2,11 +2,13 @@
 
 ``to_json`` and ``from_json`` are inverse to each other. A time is a number or a list with one value per stage; value s
 of ``comm`` is the latency between stages s and s+1 (see ``latency``). A task has ``dur`` if its time is not
-``durations[kind]``: a pair of forwards, half a micro-batch, or a slice of one. ``recompute``, ``w_dep``,
+``durations[kind]``: a pair of forwards, half a micro-batch, or a slice of one. A task with ``joined`` runs together
+with the one before it, and both have the time of the pair. ``recompute``, ``w_dep``,
 ``skip_first_B`` and ``frozen`` occur if a rule differs from the default; ``slices`` if ids are slices of micro-batches,
 with the parts of F and B that grow along them (``attention``, ``attention_grad``); ``edges``, ``size`` and ``versions``
 if the stage graph is not a chain, an id is a part of a micro-batch, or weights have several versions; ``zero``,
-``copies`` and ``shard_group`` if data-parallel copies divide anything (``Sharding``).
+``copies`` and ``shard_group`` if data-parallel copies divide anything (``Sharding``); ``dispatch``,
+``combine`` and ``overlap`` if tokens travel to experts in F and B (``CostTable``).
 """
 
 from __future__ import annotations
@@ -78,6 +80,8 @@ def to_json(
             length = next(lengths)
             if length != costs.by_kind(kind)[stage]:
                 entry["dur"] = _whole(length)
+            if task in schedule.joined:
+                entry["joined"] = True
             orders[-1].append(entry)
     found: dict[str, Any] = {
         "name": schedule.name,
@@ -93,6 +97,9 @@ def to_json(
     if schedule.rules.slices != 1:
         parts = (("attention", costs.attention), ("attention_grad", costs.attention_grad))
         found |= {name: _one_if_even(part) for name, part in parts if any(part)}
+    if any(costs.dispatch) or any(costs.combine):
+        found |= {"dispatch": _one_if_even(costs.dispatch), "combine": _one_if_even(costs.combine)}
+        found |= {"overlap": costs.overlap} if costs.overlap != 1 else {}
     return found
 
 
@@ -117,6 +124,12 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
     top.only((*KEYS, *RESULTS))
     orders = tuple(tuple(_task(t) for t in order.items("tasks")) for order in top.need("orders").items("devices"))
     given = {key: read(field) for key, read in _READERS.items() if (field := top.get(key)) is not None}
+    given["joined"] = [
+        task
+        for row, order in zip(top.need("orders").items("devices"), orders, strict=True)
+        for entry, task in zip(row.items("tasks"), order, strict=True)
+        if isinstance(entry.value, dict) and (flag := entry.get("joined")) is not None and flag.flag()
+    ]
     if "zero" not in given:
         for other in filter(None, map(top.get, ("copies", "shard_group"))):
             other.fail("belongs to a sharded schedule", 'state the ZeRO level of each stage: "zero": [3, 3]')
@@ -134,7 +147,7 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
 def _task(field: JsonField) -> Task:
     if isinstance(field.value, str):
         return parse_task(field.value, field.where)
-    field.only(("kind", "stage", "mb", "replica", "start", "end", "dur"))
+    field.only(("kind", "stage", "mb", "replica", "start", "end", "dur", "joined"))
     kind = field.need("kind").choice(KINDS)
     mb, replica = field.get("mb"), field.get("replica")
     if mb is None:
@@ -185,6 +198,9 @@ def _costs(top: JsonField, stages: int) -> CostTable:
         reduce_scatter=times["RS"],
         attention=_part(top, "attention", times["F"]),
         attention_grad=_part(top, "attention_grad", times["B"]),
+        dispatch=_part(top, "dispatch", times["F"]),
+        combine=_part(top, "combine", times["F"]),
+        overlap=1.0 if (overlap := top.get("overlap")) is None else overlap.number(),
         comm=0.0 if comm is None else _links(comm, stages),
     )
 
@@ -356,7 +372,7 @@ _READERS: dict[str, Callable[[JsonField], Any]] = {
     "shard_group": JsonField.whole,
 }
 """What reads a key of the schedule itself."""
-KEYS = (*_READERS, "orders", "durations", "comm", "attention", "attention_grad")
+KEYS = (*_READERS, "orders", "durations", "comm", "attention", "attention_grad", "dispatch", "combine", "overlap")
 
 
 def _plain(value: object) -> bool:
