@@ -9,7 +9,7 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 # What no interpreter but the oldest can tell without running it: a name of the standard library that came later.
 NEWER = $(BIN)/vermin --target=$(OLDEST)- --violations --no-tips --quiet --eval-annotations --backport typing_extensions raypipe
 
-.PHONY: train train-short test test-all bench gpu lint unit matrix clean
+.PHONY: train train-short test test-all bench gpu shim lint unit matrix clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -76,6 +76,11 @@ gpu:
 	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv --system-site-packages $(GPU_VENV)
 	$(GPU_VENV)/bin/python -m pip install --quiet --editable '.[dev]'
 	$(GPU_VENV)/bin/python -m tests.bench.gpu --report $(GPU_REPORT)
+
+# What is written for GPUs over a GPU that is not there (tests/gpu_shim), with torch's CUDA build in an environment of
+# its own; says how large that is, and where it cannot be had.
+shim: $(VENV)/.dev
+	$(BIN)/python -m tests.gpu_shim.shim
 
 clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info .mypy_cache .ruff_cache .hypothesis
