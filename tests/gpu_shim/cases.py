@@ -141,7 +141,7 @@ def opened_again(rank: int, opened: Communicators, device: torch.device) -> None
 
 
 def memory(rank: int, opened: Communicators, device: torch.device) -> None:
-    """What the GPU has taken, by its own count, before a tensor of 60 MiB, three of the segments that the allocator grows by, with it and after it."""
+    """What the GPU has taken, by its own count, before a tensor of three 20 MiB segments, with it and after it."""
     torch.cuda.mem_get_info()
     before = taken_bytes()
     x = torch.empty(60 << 20, dtype=torch.uint8, device=device)
