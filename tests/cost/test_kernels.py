@@ -43,7 +43,7 @@ def test_a_partial_wave_costs_what_the_clock_does_not_make_up():
 
 
 @pytest.mark.parametrize(
-    "columns, depth, tflops", [(32768, 512, 590), (24576, 1536, 990), (7168, 2048, 1025), (4096, 7168, 1304)]
+    ("columns", "depth", "tflops"), [(32768, 512, 590), (24576, 1536, 990), (7168, 2048, 1025), (4096, 7168, 1304)]
 )
 def test_a_short_inner_dimension_waits_for_the_pipeline(columns: int, depth: int, tflops: float):
     """DeepGEMM's published FP8 products of 4,096 rows on an H800, whose large ones go at 1,400 TFLOP/s."""
@@ -63,7 +63,9 @@ def test_samples_add_rows_and_in_weight_gradients_depth():
     kernels = Kernels(**{**SLOW, "peak_s": 1e18})
     for product in linear_products(1280, 4096, 2560):
         once, thrice = (kernels.seconds(TaskWork(flops=product.flops, products=(product,)), n) for n in (1, 3))
-        longer = 1 if product.grows == "rows" else (3 * 1280 + 350) / (3 * (1280 + 350))  # one pipeline to fill, not three
+        longer = (
+            1 if product.grows == "rows" else (3 * 1280 + 350) / (3 * (1280 + 350))
+        )  # one pipeline to fill, not three
         assert thrice == pytest.approx(3 * once * longer)
 
 
