@@ -79,6 +79,7 @@ def test_forms_and_drawings_have_them() -> None:
     assert from_json(to_json(step, table)) == (step, table)
     from raypipe.observe.draw.figures import gantt
     from raypipe.observe.draw.terminal import draw
+
     from raypipe.observe.timelines import trace
 
     timeline = simulate(step, table)
