@@ -79,7 +79,6 @@ def test_forms_and_drawings_have_them() -> None:
     assert from_json(to_json(step, table)) == (step, table)
     from raypipe.observe.figures import gantt
     from raypipe.observe.terminal import draw
-
     from raypipe.observe.timelines import trace
 
     timeline = simulate(step, table)
