@@ -62,6 +62,18 @@ def test_the_losses_are_those_of_one_device(parallel, reference, stage_pool, tex
         torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-8, msg=lambda m, k=key: f"{k}: {m}")
 
 
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *exhaustive(*(sorted(FAMILIES.keys() - {"mixtral", "deepseek_v3"})))]
+)
+def test_families_through_capture_and_pipeline(family, stage_pool, text_folder, tmp_path) -> None:
+    """Two stages; shared experts, dense first layers and biases of experts among them."""
+    alone = drive(job_of(text_folder, {}, family, steps=2), stage_pool, tmp_path / "alone")
+    done = drive(job_of(text_folder, {"stages": 2, **TWO}, family, steps=2), stage_pool, tmp_path / "divided")
+    assert done.losses == pytest.approx(alone.losses, abs=1e-9, rel=0)
+    assert done.driver.counts["expert_all_to_all"] >= (5 + 3) * 2
+
+
 TABLE = """
 family: mixtral's attention
 model_types: [mixtral]
