@@ -23,8 +23,7 @@ from raypipe.launch.prepared import JobModel, Planned
 from raypipe.observe.run_dir import set_aside
 from raypipe.observe.run_log import log_event
 from raypipe.partition.this_machine import this_machine
-from raypipe.plan.branches.arranged import LayerCosts
-from raypipe.plan.branches.choose import Branches, choose_branches
+from raypipe.plan.branches import Branches, LayerCosts, choose_branches
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule

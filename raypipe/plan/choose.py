@@ -30,8 +30,7 @@ from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.remedies import remedies, used_up
-from raypipe.plan.searched_gathers import searched_gathers
-from raypipe.plan.searched_orders import searched_orders
+from raypipe.plan.searched import searched_gathers, searched_orders
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from raypipe.plan.watch import ENDLESS, Watch

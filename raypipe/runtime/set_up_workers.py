@@ -19,7 +19,7 @@ from raypipe.runtime.graphs.device_graphs import check_graphs
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.node_files import files_of_nodes
-from raypipe.runtime.setup.communicators import Topology, rendezvous_of
+from raypipe.runtime.setup.communicators import Topology, check_devices, rendezvous_of
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.setup.tensor_ranks import (
     expert_groups,
@@ -70,6 +70,7 @@ def set_up(
         ClusterError: the nodes cannot run the job together.
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
+    check_devices(workers.locations)
     workers.apart = check_hosts(workers.actors, workers.locations, directory, job.train.message_timeout_s)
     setups = setups_of(workers, job, running, directory, checkpoint, search_recompute, done, recovers, left_out)
     return list(ray.get(workers.call_each("setup", [(one,) for one in setups])))

@@ -18,6 +18,9 @@ CUDA_SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # A kernel is loaded when it is first launched. Loading all of torch's at start takes seconds and about 1 GB.
     "CUDA_MODULE_LOADING": "LAZY",
+    # torch's watchdog of NCCL would end the process before the host's own timeout says what it has waited for.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 """Environment of processes that use GPUs; CUDA reads it when the process first uses a GPU."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

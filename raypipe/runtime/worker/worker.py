@@ -88,6 +88,8 @@ class StageWorker:
         self.shard_writer = ShardWriter()
         self.apart = False
         """Whether this device has left the groups that it shared with others."""
+        self.broken = False
+        """Whether its GPU's context is broken: then only another process can use the GPU."""
         self.compilation: Compilation | None = None
         """What compiles this device's stages; None where the job does not want it."""
         self.parted: Standing | None = None
@@ -327,7 +329,13 @@ class StageWorker:
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
 
     def leave(self) -> None:
-        """Leave the plan for good, whatever became of the others; the process waits for the next ``setup``."""
+        """Leave the plan for good, whatever became of the others; the process waits for the next ``setup``.
+
+        Raises:
+            TransportError: it cannot: its GPU's context is broken. Whoever asked ends the process.
+        """
+        if self.broken:
+            raise TransportError(self.whereabouts(), "its GPU's context is broken", "start another process on its GPU")
         if hasattr(self, "executor"):
             self.part()
         self._leave()

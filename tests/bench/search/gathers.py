@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from raypipe.plan.searched_gathers import better_gathers
+from raypipe.plan.searched import better_gathers
 from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
 from tests.bench.search.line import Effort, Line

@@ -10,10 +10,9 @@ import pytest
 
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import deepest
+from raypipe.plan.joint.arrangement import balanced
 from raypipe.plan.joint.better_plans import PlanModel
-from raypipe.plan.joint.due_dates import DueDates, Way
-from raypipe.plan.joint.orders_of import OrdersOf
-from raypipe.plan.joint.starts import balanced
+from raypipe.plan.joint.orders_of import DueDates, OrdersOf, Way
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget

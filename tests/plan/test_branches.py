@@ -6,8 +6,7 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.graph.liveness import Result
-from raypipe.plan.branches.arranged import Arranged, LayerCosts
-from raypipe.plan.branches.choose import best_chain, choose_branches
+from raypipe.plan.branches import Arranged, LayerCosts, best_chain, choose_branches
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 
