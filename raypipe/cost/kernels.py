@@ -2,9 +2,9 @@
 
 A product takes the longest of three times. Its operations, and the time in which tiles begin and end, go at the rate
 that large products keep up, which the power limit holds below the peak. Its tiles, one for each of the device's
-processors at a time, go at the peak: while processors idle in the last wave, the others clock higher. Its bytes go at
-the memory's bandwidth. Devices whose description has no ``multiprocessors`` take the plain roofline over all products
-of a task together, with one fixed overhead per layer.
+processors at a time, go at the peak: while processors idle in the last wave, the others clock higher. Its bytes go
+at the memory's bandwidth. Devices whose description has no ``multiprocessors`` take the plain roofline over all
+products of a task together, with one fixed overhead per layer.
 
 Sources: NVIDIA, Matrix Multiplication Background User's Guide (tiles, waves); Williams et al. 2009 (roofline); Shah et
 al. 2024, FlashAttention-3, figures 5 and 6 (attention). The figures of a device are in ``cluster/devices/``.
@@ -28,10 +28,10 @@ reads 4/3 as many operands for each operation, and its 0.85 is an estimate."""
 PIPELINE = 700
 """Bytes of inner dimension that a tile could have read and multiplied while it fills its pipeline and writes its
 result, when tensor cores idle. DeepGEMM's first table (deepseek-ai/DeepGEMM a6d97a1, README.md, FP8 on an H800, 4,096
-rows) has 590, 990, 1,025, 1,304 and 1,358 TFLOP/s at inner dimensions of 512, 1,536, 2,048, 7,168 and 16,384: 1,400 K /
-(K + 700), 4 % off at most. A value of bfloat16 is twice as long and takes twice as long, so 350 values there: that is
-FP8 1.9 times the speed of bfloat16 on the products of a 5B GPT, which is what TransformerEngine's "GEMM Profiling
-Tutorial" measured (31.97 to 16.79 ms)."""
+rows) has 590, 990, 1,025, 1,304 and 1,358 TFLOP/s at inner dimensions of 512, 1,536, 2,048, 7,168 and 16,384:
+1,400 K / (K + 700), 4 % off at most. A value of bfloat16 is twice as long and takes twice as long, so 350 values there.
+That gives FP8 1.9 times the speed of bfloat16 on the products of a 5B GPT, which is what TransformerEngine's "GEMM
+Profiling Tutorial" measured (31.97 to 16.79 ms)."""
 HALF_SPEED = 270
 """Positions at which causal attention reaches half of its rate for long sequences. FlashAttention-3, figure 5, causal,
 head dimension 128: 298, 319, 333, 335 TFLOP/s of FlashAttention-2 and 484, 518, 529, 539 of cuDNN at 2, 4, 8 and 16

@@ -77,8 +77,9 @@ def test_forms_and_drawings_have_them() -> None:
     verify(step)
     assert from_text(to_text(step)) == step
     assert from_json(to_json(step, table)) == (step, table)
-    from raypipe.observe.draw.figures import gantt
-    from raypipe.observe.draw.terminal import draw
+    from raypipe.observe.figures import gantt
+    from raypipe.observe.terminal import draw
+
     from raypipe.observe.timelines import trace
 
     timeline = simulate(step, table)

@@ -1,7 +1,8 @@
 """Published tokens/s per GPU and memory beside raypipe's prediction of the same layout.
 
-Run: ``python -m tests.bench.published`` (``--merits``: the orders of merit alone; ``--only N ...``: these rows). A few
-seconds on one core, and half a minute for models that have not been captured yet. The device files' figures come from
+Run: ``python -m tests.bench.published`` (``--merits``: the orders of merit alone; ``--only N ...``: these rows;
+``--choose SECONDS``: what raypipe would have chosen instead, and its predicted gain). A few seconds on one core and
+those of the choices, and half a minute for models that have not been captured yet. The device files' figures come from
 data sheets and kernel benchmarks; none is fitted to these rows. Ends with status 1 above its limits, or where another
 one wins.
 """
@@ -12,8 +13,9 @@ import argparse
 import sys
 from statistics import median
 
+from raypipe.errors import SpecError
 from tests.bench.published.merits import merits
-from tests.bench.published.predict import layout, parts, predict, reserved_gib, rows, tokens_per_gpu
+from tests.bench.published.predict import chosen, layout, parts, predict, reserved_gib, rows, tokens_per_gpu
 
 HEAD = ["", "model", "GPUs", "layout", "tokens/s/GPU", "published", "error", "GiB", "published", "error"]
 
@@ -57,16 +59,45 @@ def compared(only: list[int]) -> tuple[str, bool]:
     return f"{text}\n\n{summary}", within
 
 
+def instead(only: list[int], seconds: float) -> str:
+    """Return a table of what raypipe chooses for each row's model, batch and devices, and what it predicts to gain."""
+    lines = [["", "model", "GPUs", "T P x chunks D, as published", "chosen: T P x chunks D", "", "gain"], ["---"] * 7]
+    for number, row in enumerate(rows(), start=1):
+        if row.refused or (only and number not in only):
+            continue
+        asked = layout(row)
+        published = f"T{row.tensor} P{row.pipeline}x{row.chunks} D{row.replicas}"
+        cells = [str(number), row.model, str(row.gpus), published]
+        try:
+            best = chosen(asked, seconds).best
+        except SpecError as error:
+            lines.append([*cells, error.why, "", ""])
+            continue
+        c = best.candidate
+        options = [c.schedule, f"B {c.microbatch}"]
+        options += [c.shard] if c.shard != "none" else []
+        options += [f"recompute {c.recompute}"] if c.recompute != "none" else []
+        layers = f"T{c.tensor} P{c.stages}x{c.form.stages // c.stages} D{c.replicas}"
+        lines.append([*cells, layers, ", ".join(options), f"{predict(asked).step_s / best.step_s - 1:+.0%}"])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.published", description=__doc__)
     parser.add_argument("--merits", action="store_true", help="print the orders of merit alone")
     parser.add_argument("--only", type=int, nargs="*", default=[], help="rows to compare")
+    parser.add_argument(
+        "--choose", type=float, default=4, metavar="SECONDS", help="time of each choice of another layout; 0 for none"
+    )
     asked = parser.parse_args()
     right = True
     if not asked.merits:
         text, right = compared(asked.only)
         print(text)
+        if asked.choose:
+            print("\nWhat raypipe would have chosen instead, and its predicted gain:\n")
+            print(instead(asked.only, asked.choose), end="\n\n")
     if not asked.only:
         text = merits()
         print(text)

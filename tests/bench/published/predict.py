@@ -19,15 +19,18 @@ from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import with_reduce_dtype
 from raypipe.cost.tensor import TensorRankWork, share, tensor_profile
-from raypipe.job import load_cluster
+from raypipe.job import job_from, load_cluster
 from raypipe.job.cluster import ClusterSpec
 from raypipe.job.parallel_spec import Innermost
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate
+from raypipe.plan.choose import Decision, choose
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.prediction import Cut, Prediction
 from raypipe.plan.predict.predictor import Predictor
+from raypipe.plan.watch import Watch
 from raypipe.schedule.shape import Grid
+from raypipe.search.budget import Budget
 from tests.bench.published.models import MODELS, added, works
 
 ROWS = Path(__file__).parent / "rows.json"
@@ -57,6 +60,8 @@ class Row:
     expert: int
     sharded: int | None
     tokens_per_s_per_gpu: float
+    local_batch: int | None = None
+    """Samples of a copy that run through the pipeline at once, where the step has more (gradient accumulation)."""
     memory_gib: float | None = None
     model_tflops_per_gpu: float | None = None
     note: str = ""
@@ -107,6 +112,10 @@ class Layout:
     foreach: bool = False
     """The optimizer's operations are kernels of their own."""
     schedule: str = "1f1b"
+    rounds: int = 1
+    """Times that a step fills and drains the pipeline, each with its share of the micro-batches."""
+    torch_pipeline: bool = False
+    """``torch.distributed.pipelining`` moves tensors between stages."""
     between_gb_s: float | None = None
     """Bandwidth of a card between hosts, if another than the cluster file's."""
     innermost: Innermost = "stages"
@@ -153,6 +162,8 @@ def layout(row: Row) -> Layout:
         float32_sums=titan,
         foreach=titan,
         schedule="1f1b",
+        rounds=row.batch // (row.replicas * row.local_batch) if row.local_batch else 1,
+        torch_pipeline=row.pipeline > 1 and not megatron,
     )
 
 
@@ -233,7 +244,8 @@ def divided(work: LayerWork, size: int, copied: bool) -> TensorRankWork:
     """Return a rank's share where sequences are divided between a block's products (Korthikanti et al. 2022).
 
     Of each pair of products the second is divided along its inputs, and what lies between blocks along the sequence; so
-    all of a block's work divides, and each all-reduce is a reduce-scatter and a gather, in the same time. ``copied``:
+    all of a block's work divides, and each all-reduce is a reduce-scatter and a gather, in the same time. Beside its
+    share a rank has what was gathered for a product, and the gradient of it before it is scattered. ``copied``:
     sequences are the second dimension, and PyTorch's functional collectives copy what they gather or scatter along it.
     """
     none = TaskWork(overhead=0.0)
@@ -242,6 +254,12 @@ def divided(work: LayerWork, size: int, copied: bool) -> TensorRankWork:
     )
     stream = work.output_bytes
     shared = share(work, nothing, size)
+    whole = 2 * stream * (1 - 1 / size) if work.forward.attention else 0.0
+    shared = replace(
+        shared,
+        workspace_bytes=shared.workspace_bytes + whole,
+        fused_workspace_bytes=(shared.fused_workspace_bytes or shared.workspace_bytes) + whole,
+    )
     sums = (stream, stream) if work.forward.attention else (stream,) * bool(stream)
     if copied and work.forward.attention:  # two of each, read and written
         shared = replace(
@@ -250,8 +268,8 @@ def divided(work: LayerWork, size: int, copied: bool) -> TensorRankWork:
     return TensorRankWork(shared, sums, sums if work.forward.attention else ())
 
 
-def profile_of(layout: Layout, cluster: ClusterSpec) -> Profile:
-    """Return the profile of a layout's model, a layer for each block."""
+def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) -> Profile:
+    """Return the profile of a layout's model, a layer for each block; ``sizes``: of micro-batches, if others."""
     layers = list(works(layout.model, layout.sequence))
     layers = [
         checkpointed(
@@ -265,12 +283,12 @@ def profile_of(layout: Layout, cluster: ClusterSpec) -> Profile:
         layers = list(map(gathered, layers))
 
     def made(compiled: bool) -> Profile:
-        sizes = [layout.microbatch]
+        measured = sizes or [layout.microbatch]
         if layout.tensor == 1:
-            return analytic_profile(layers, cluster, layout.dtype, sizes, compiled=compiled)
+            return analytic_profile(layers, cluster, layout.dtype, measured, compiled=compiled)
         ranks = [divided(work, layout.tensor, not layout.megatron) for work in layers]
         return tensor_profile(
-            ranks, cluster, layout.dtype, layout.tensor, sizes, compiled=compiled, overlapped=layout.overlapped
+            ranks, cluster, layout.dtype, layout.tensor, measured, compiled=compiled, overlapped=layout.overlapped
         )
 
     found = made(layout.compiled)
@@ -311,7 +329,7 @@ def predict(layout: Layout) -> Prediction:
         layout.pipeline,
         layout.replicas,
         layout.microbatch,
-        layout.batch // (layout.replicas * layout.microbatch),
+        layout.batch // (layout.replicas * layout.microbatch * layout.rounds),
         layout.tensor,
     )
     chunks, schedule = layout.chunks, layout.schedule
@@ -320,9 +338,34 @@ def predict(layout: Layout) -> Prediction:
     elif chunks > 1:
         schedule = "interleaved-1f1b"
     c = Candidate.on(grid, schedule, chunks=chunks, shard=layout.shard, update="wait", innermost=layout.innermost)
-    train = TrainSpec(steps=1, batch=layout.batch, dtype=layout.dtype, clip=1.0)  # type: ignore[arg-type]
+    train = TrainSpec(steps=1, batch=layout.batch // layout.rounds, dtype=layout.dtype, clip=1.0)  # type: ignore[arg-type]
     judge = (Predictor if layout.balanced else GivenCut)(profile, train, len(profile.layers))
-    return judge.time(judge.predict(c, timed=True), final=True)
+    found = judge.time(judge.predict(c, timed=True), final=True)
+    more = (layout.rounds - 1) * found.compute_s  # sums and updates come once
+    return replace(
+        found,
+        step_s=found.step_s + more,
+        compute_s=found.compute_s + more,
+        busy_s=found.busy_s * layout.rounds,
+        batch=layout.batch,
+    )
+
+
+def chosen(asked: Layout, seconds: float) -> Decision:
+    """Return what raypipe chooses for a layout's model, batch and devices, with its trainer's kernels, in so long."""
+    cluster = cluster_of(asked)
+    plain = replace(asked, recompute="none", shard="none", foreach=False)
+    profile, *shared = (
+        profile_of(replace(plain, tensor=size), cluster, (1, 2, 4, 8)) for size in (1, 2, 4, 8) if size <= asked.devices
+    )
+    job = job_from({
+        "name": asked.model, "data": {"type": "bytes", "path": "stdlib"}, "parallel": "auto",
+        # Of the model, a choice reads no more than the number of layers.
+        "model": {"layers": len(profile.layers) - 2, "hidden": 64, "heads": 8, "sequence": asked.sequence},
+        "train": {"steps": 1, "batch": asked.batch, "dtype": asked.dtype, "clip": 1.0},
+    })  # fmt: skip
+    groups = {(2 << i, False): one for i, one in enumerate(shared)}
+    return choose(job, profile, top=1, search_s=0, shared=groups, watch=Watch(Budget(seconds)))
 
 
 def tokens_per_gpu(layout: Layout, found: Prediction) -> float:
@@ -330,12 +373,28 @@ def tokens_per_gpu(layout: Layout, found: Prediction) -> float:
     return layout.batch * layout.sequence / found.step_s / layout.devices
 
 
-def reserved_gib(layout: Layout, found: Prediction) -> float:
+def reserved_gib(asked: Layout, found: Prediction) -> float:
     """Return what PyTorch's allocator has reserved: the plan's tensors, workspaces of libraries, and its gaps."""
     device = found.memory[found.fullest]
     gaps = device.fragmentation / found.capacity * (device.planned - device.weights - device.optimizer)
-    wider = device.gradients if layout.float32_sums and layout.pipeline > 1 else 0.0
-    return (device.planned + device.libraries + gaps + wider) / GIB
+    wider = device.gradients if asked.float32_sums and asked.pipeline > 1 else 0.0
+    return (device.planned + device.libraries + gaps + wider + torch_buffers(asked, found)) / GIB
+
+
+def torch_buffers(asked: Layout, found: Prediction) -> float:
+    """Return what ``torch.distributed.pipelining`` holds beside messages on their way.
+
+    From the start, a buffer for each activation and gradient that any micro-batch will receive
+    (``_prepare_forward_infra``), and all stages' results to the end of the step (``output_chunks``, as of 2024).
+    """
+    if not asked.torch_pipeline:
+        return 0.0
+    stage, last = found.fullest, asked.pipeline - 1
+    block = works(asked.model, asked.sequence)[1].output_bytes * asked.microbatch / asked.tensor
+    microbatches = asked.batch // (asked.replicas * asked.microbatch * asked.rounds)
+    received = (stage > 0 or asked.chunks > 1) + (stage < last or asked.chunks > 1)
+    held = asked.chunks * microbatches * block * (received + 1)
+    return max(0.0, held - found.memory[found.fullest].messages)
 
 
 def parts(found: Prediction) -> Sequence[float]:
