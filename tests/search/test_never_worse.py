@@ -21,9 +21,10 @@ NAMES = sorted(set(SCHEDULES) - {"dapple", "pipedream", "pipedream-2bw"})
 
 def shape_of(name, rng):
     options = SCHEDULES[name].options
-    depth = 2 * rng.randint(1, 3) if "chimera" in name or name == "gems" else rng.randint(2, 6)
+    depth = 2 * rng.randint(1, 3) if "chimera" in name or name in ("gems", "dualpipe") else rng.randint(2, 6)
     return Shape(
-        devices=depth, microbatches=rng.randint(max(2, depth // 2), 2 * depth),
+        devices=depth,
+        microbatches=2 * depth if SCHEDULES[name].paired else rng.randint(max(2, depth // 2), 2 * depth),
         chunks=rng.randint(1, 2) if "chunks" in options else 1,
         memory_limit=depth + 1 if "memory_limit" in options and rng.random() < 0.5 else None,
     )  # fmt: skip

@@ -34,6 +34,10 @@ class Order:
     schedule: Schedule
     _whole: dict[tuple[Sync | None, int], Order] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.schedule.joined:  # a run executes the halves of a pair one after another
+            self.schedule = self.schedule.unpaired()
+
     @cached_property
     def tasks(self) -> int:
         """How many."""
