@@ -12,7 +12,6 @@ from raypipe.cost.profile import LinkFit, Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.cost.stages import Cut, costs_of
 from raypipe.job import GptSpec, load_cluster
-from raypipe.plan.online.tune_first_k import tune_first_k
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.passes import add_updates
 from raypipe.simulate.engine import simulate
