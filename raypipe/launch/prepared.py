@@ -59,7 +59,10 @@ class JobModel:
         for known, model in self._built:
             if known == fields:
                 return model
-        model = build_model(self.job, fields, tensor_rank=None if self.job.parallel.auto else 0)
+        planned = self.job.parallel.auto
+        if planned and self.job.parallel.experts > 1:  # so that experts that do not divide are known before any plan
+            build_model(self.job, fields, tensor_rank=0)
+        model = build_model(self.job, fields, tensor_rank=None if planned else 0)
         self._built.append((fields, model))
         return model
 

@@ -158,7 +158,7 @@ class CostTable:
         """
         whole = one[1] + two[1]
         travel = sum((self.dispatch[t.stage] + self.combine[t.stage]) * len(t.mbs) * size for t, _ in (one, two))
-        least = max(whole - travel, travel, one[1], two[1])
+        least = min(whole, max(whole - travel, travel, one[1], two[1]))
         return whole - self.overlap * (whole - least)
 
     def _alone(self, schedule: Schedule, tasks: list[Task]) -> list[float]:

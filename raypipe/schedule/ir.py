@@ -15,6 +15,7 @@ Glossary. Papers use these words in different ways; raypipe uses those of ZeroPP
 Kinds of task (``kinds.py`` has a row of properties for each):
 
     F forward   B gradient of the input   W gradient of the weights   BW both at once   R recompute of a forward
+    DF dispatch of tokens to the experts of a stage   CF combine of their results   DB, CB the same for gradients
     AG all-gather of a stage's weights from the shards of its group   RS reduce-scatter of its gradients to the shards
     FREE reshard: drop the gathered weights                           AR all-reduce of gradients over a stage's holders
     U optimizer update of a stage
@@ -90,6 +91,9 @@ class Rules:
     """With ``B``, W waits for B of its stage; with ``grad``, only for the incoming gradient (out-of-order backprop)."""
     skip_first_b: bool = False
     """A stage that sends no gradient on (stage 0, and others behind frozen stages alone) has W tasks but no B."""
+    experts: tuple[int, ...] = ()
+    """Stages of experts alone, in ascending order, whose tokens come by DF and DB and leave by CF and CB. Where other
+    stages hold experts, the all-to-all is inside their F and B."""
     frozen: tuple[int, ...] = ()
     """Stages without a trained parameter, in ascending order; see ``Backward``."""
     slices: int = 1
@@ -206,6 +210,9 @@ class Schedule:
     versions: Versions = "flush"
     sharding: Sharding | None = None
     """What data-parallel copies divide; None: nothing, and there are no AG, RS and FREE."""
+    exchange: tuple[int, int] = (1, 1)
+    """Data-parallel copies that the schedule holds, and how many consecutive ones divide the experts of a stage: what
+    these do of DF, CF, DB and CB for the same micro-batch of theirs is one all-to-all."""
     joined: frozenset[Task] = frozenset()
     """The second halves of pairs: each starts and ends with the forward right before it in its device's order."""
 

@@ -33,8 +33,14 @@ def lower_bound(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = 
         ScheduleError: the schedule cannot run.
     """
     alone = schedule.unpaired()
-    bare = split_backward(alone.with_orders([t for t in o if t.kind in COMPUTE] for o in schedule.orders))
-    graph = graph if graph is not None and not schedule.joined and bare.orders == schedule.orders else link(bare)
+    rules = replace(schedule.rules, experts=())  # tokens that take no time are there at once
+    compute = [[t for t in o if t.kind in COMPUTE] for o in schedule.orders]
+    bare = split_backward(alone.with_orders(compute, rules=rules))
+    graph = (
+        graph
+        if graph is not None and not schedule.joined and not schedule.rules.experts and bare.orders == schedule.orders
+        else link(bare)
+    )
     check_links(graph)
     durations = costs.durations(bare, graph.tasks)
     if schedule.joined:  # whichever backward a forward is paired with, it hides no more than this

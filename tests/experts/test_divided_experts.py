@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from raypipe.errors import SpecError
 from raypipe.tensor import Division, divide_module
+from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
 from tests.experts.threads import Member, run_copies
 
@@ -37,8 +38,10 @@ def divided(family: str, size: int, rank: int, whole: nn.Module) -> tuple[nn.Mod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [*((family, 2) for family in FAMILIES), ("mixtral", 4), *exhaustive(*((f, 4) for f in FAMILIES if f != "mixtral"))],
+)
 def test_copies_with_divided_experts_train_as_one_process(family: str, size: int) -> None:
     """Unequal numbers of tokens."""
     whole = model_of(family)

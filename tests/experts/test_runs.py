@@ -62,6 +62,27 @@ def test_the_losses_are_those_of_one_device(parallel, reference, stage_pool, tex
         torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-8, msg=lambda m, k=key: f"{k}: {m}")
 
 
+TABLE = """
+family: mixtral's attention
+model_types: [mixtral]
+modules: {self_attn.q_proj: {column: num_attention_heads}, self_attn.k_proj: {column: num_key_value_heads},
+          self_attn.v_proj: {column: num_key_value_heads}, self_attn.o_proj: row}
+"""
+
+
+@pytest.mark.runs
+def test_with_attention_divided_over_tensor_ranks(reference, stage_pool, text_folder, tmp_path) -> None:
+    """Each tensor rank exchanges tokens with its own of the other copy. Checkpoints hold both kinds whole."""
+    (tmp_path / "table.yaml").write_text(TABLE)
+    parallel = {"stages": 1, "tensor": 2, "tensor_table": str(tmp_path / "table.yaml"), **TWO}
+    done = drive(job_of(text_folder, parallel), stage_pool, tmp_path / "run")
+    assert done.losses == pytest.approx(reference.losses, abs=1e-9, rel=0)
+    saved, alone = (open_checkpoint(run.checkpoints[4]) for run in (done, reference))
+    expected = alone.read(alone.keys)
+    for key, value in saved.read(saved.keys).items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-8, msg=lambda m, k=key: f"{k}: {m}")
+
+
 @pytest.mark.runs
 def test_a_checkpoint_is_read_with_another_number_of_copies(reference, stage_pool, text_folder, tmp_path) -> None:
     """Written with divided experts, read by two stages that hold all of theirs; and the other way round."""

@@ -8,7 +8,8 @@ with the one before it, and both have the time of the pair. ``recompute``, ``w_d
 with the parts of F and B that grow along them (``attention``, ``attention_grad``); ``edges``, ``size`` and ``versions``
 if the stage graph is not a chain, an id is a part of a micro-batch, or weights have several versions; ``zero``,
 ``copies`` and ``shard_group`` if data-parallel copies divide anything (``Sharding``); ``dispatch``,
-``combine`` and ``overlap`` if tokens travel to experts in F and B (``CostTable``).
+``combine`` and ``overlap`` if tokens travel to experts (``CostTable``), with ``experts`` and ``exchange`` where
+that takes tasks of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from raypipe.files import parse_json, read_regular, short
 from raypipe.schedule.costs import LONGEST, Comm, CostTable
 from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, built, from_text, parse_task, unusual
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import BOOKKEEPING, BW, JOINT, KINDS, TRAITS, Kind
+from raypipe.schedule.kinds import BOOKKEEPING, BW, EXCHANGES, JOINT, KINDS, TRAITS, Kind
 
 RESULTS = (
     "makespan",
@@ -59,8 +60,8 @@ def to_json(
         ScheduleError: ``costs`` has another number of stages than ``schedule``.
     """
     durations = {kind: _one_if_even(costs.by_kind(kind)) for kind in KINDS}
-    for kind in BOOKKEEPING:
-        if durations[kind] == 0:
+    for kind in BOOKKEEPING | EXCHANGES:
+        if durations[kind] == 0 or kind in EXCHANGES:
             del durations[kind]
     lengths = iter(costs.durations(schedule, list(schedule.tasks())))
     clock = None if times is None else [_clock(device) for device in times]
@@ -78,7 +79,7 @@ def to_json(
             if clock is not None:
                 entry["start"], entry["end"] = clock[d][task].popleft()
             length = next(lengths)
-            if length != costs.by_kind(kind)[stage]:
+            if length != costs.by_kind(kind)[stage] or kind in EXCHANGES:
                 entry["dur"] = _whole(length)
             if task in schedule.joined:
                 entry["joined"] = True
@@ -166,6 +167,13 @@ def _placement(field: JsonField) -> list[tuple[int, ...]]:
     return rows
 
 
+def _exchange(field: JsonField) -> tuple[int, ...]:
+    found = field.wholes("numbers")
+    return (
+        found if len(found) == 2 else field.fail(f"{len(found)} numbers", 'give copies and a group: "exchange": [4, 2]')
+    )
+
+
 def _slices(field: JsonField) -> int:
     return field.whole() or field.fail("0 slices", 'leave it out, or write for example "slices": 4')
 
@@ -174,7 +182,7 @@ def _costs(top: JsonField, stages: int) -> CostTable:
     given = top.get("durations")
     times: dict[Kind, tuple[float, ...]] = {}
     if given is not None:
-        given.only(KINDS)
+        given.only([kind for kind in KINDS if kind not in EXCHANGES])
         times = {k: given.need(k).per_stage(stages) for k in KINDS if given.get(k) is not None}
     joint = times.pop(BW, None)
     if joint is not None and "B" not in times and "W" not in times:  # only the sum is used, so split it evenly
@@ -198,11 +206,16 @@ def _costs(top: JsonField, stages: int) -> CostTable:
         reduce_scatter=times["RS"],
         attention=_part(top, "attention", times["F"]),
         attention_grad=_part(top, "attention_grad", times["B"]),
-        dispatch=_part(top, "dispatch", times["F"]),
-        combine=_part(top, "combine", times["F"]),
+        dispatch=_per_stage(top, "dispatch", stages),
+        combine=_per_stage(top, "combine", stages),
         overlap=1.0 if (overlap := top.get("overlap")) is None else overlap.number(),
         comm=0.0 if comm is None else _links(comm, stages),
     )
+
+
+def _per_stage(top: JsonField, key: str, stages: int) -> tuple[float, ...]:
+    given = top.get(key)
+    return (0.0,) * stages if given is None else given.per_stage(stages)
 
 
 def _part(top: JsonField, key: str, whole: tuple[float, ...]) -> tuple[float, ...]:
@@ -365,6 +378,8 @@ _READERS: dict[str, Callable[[JsonField], Any]] = {
     "recompute": lambda field: field.choice(RECOMPUTE),
     "w_dep": lambda field: field.choice(W_DEP),
     "skip_first_B": JsonField.flag,
+    "experts": lambda field: field.wholes("stages"),
+    "exchange": _exchange,
     "frozen": lambda field: field.wholes("stages"),
     "slices": _slices,
     "zero": lambda field: field.wholes("levels"),

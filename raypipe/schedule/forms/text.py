@@ -8,9 +8,10 @@
 
 ``0F3|0BW1`` is a pair: both tasks run together. Further lines are present only if they differ from the default:
 ``edges 0>1 0>2 1>2`` (the stage graph is not a chain), ``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep
-grad``, ``skip_first_B``, ``frozen 0 1`` (stages without a trained parameter), ``slices 4`` (ids are slices of
-micro-batches; ``size`` may be left out then); ``zero 3 3`` (the ZeRO level of each stage), with ``copies 4`` and
-``shard_group 2`` (``Sharding``).
+grad``, ``skip_first_B``, ``experts 1 4`` (stages of experts alone), ``exchange 4 2`` (copies, and how many of them
+divide the experts), ``frozen 0 1`` (stages without a trained parameter), ``slices 4`` (ids are slices of micro-batches;
+``size`` may be left out then); ``zero 3 3`` (the ZeRO level of each stage), with ``copies 4`` and ``shard_group 2``
+(``Sharding``).
 A hand-written file may omit ``schedule``, ``microbatches`` and ``placement``, which follow from the tasks. ``#`` starts
 a comment.
 """
@@ -74,6 +75,8 @@ def unusual(schedule: Schedule) -> dict[str, Any]:
         "recompute": (rules.recompute, "early"),
         "w_dep": (rules.w_dep, "B"),
         "skip_first_B": (rules.skip_first_b, False),
+        "experts": (rules.experts, ()),
+        "exchange": (schedule.exchange, (1, 1)),
         "frozen": (rules.frozen, ()),
         "slices": (rules.slices, 1),
     }
@@ -147,7 +150,7 @@ def built(name: str, orders: Sequence[tuple[Task, ...]], given: Mapping[str, Any
     """
     placement = tuple(given.get("placement", ())) or infer_placement(orders, source)
     stages, devices = len(placement[0]), 1 + max(d for places in placement for d in places)
-    skip, options = given.get("skip_first_B", False), ("recompute", "w_dep", "frozen", "slices")
+    skip, options = given.get("skip_first_B", False), ("recompute", "w_dep", "experts", "frozen", "slices")
     rules = Rules(skip_first_b=skip, **{key: given[key] for key in options if key in given})
     sharding = None
     if "zero" in given:
@@ -164,6 +167,7 @@ def built(name: str, orders: Sequence[tuple[Task, ...]], given: Mapping[str, Any
         versions=given.get("versions", "flush"),
         sharding=sharding,
         joined=frozenset(given.get("joined", ())),
+        exchange=given.get("exchange", (1, 1)),
     )
 
 
@@ -250,6 +254,10 @@ class _TextReader:
             "0 slices", "leave the line out, or write for example: slices 4"
         )
 
+    def exchange(self, rest: str) -> tuple[int, ...]:
+        found = self.wholes(rest, "a number of copies")
+        return found if len(found) == 2 else self.fail(f"{len(found)} numbers", "give copies and a group: exchange 4 2")
+
     def wholes(self, rest: str, what: str) -> tuple[int, ...]:
         return tuple(self.whole(word, what) for word in rest.split())
 
@@ -307,6 +315,8 @@ _LINES: dict[str, Callable[[_TextReader, str], Any]] = {
     "recompute": lambda reader, rest: reader.choice(rest, RECOMPUTE),
     "w_dep": lambda reader, rest: reader.choice(rest, W_DEP),
     "skip_first_B": lambda reader, rest: True,
+    "experts": lambda reader, rest: reader.wholes(rest, "a stage"),
+    "exchange": lambda reader, rest: reader.exchange(rest),
     "frozen": lambda reader, rest: reader.wholes(rest, "a stage"),
     "slices": _TextReader.slices,
     "zero": lambda reader, rest: reader.wholes(rest, "a ZeRO level"),

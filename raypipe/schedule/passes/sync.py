@@ -246,5 +246,10 @@ def replicate(schedule: Schedule, copies: int) -> Schedule:
         for t in schedule.joined
     )
     return schedule.with_orders(
-        orders, placement=tuple(placement), microbatches=copies * count, sharding=sharding, joined=joined
+        orders,
+        placement=tuple(placement),
+        microbatches=copies * count,
+        sharding=sharding,
+        joined=joined,
+        exchange=(copies * schedule.exchange[0], schedule.exchange[1]),
     )
