@@ -9,7 +9,7 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 # What no interpreter but the oldest can tell without running it: a name of the standard library that came later.
 NEWER = $(BIN)/vermin --target=$(OLDEST)- --violations --no-tips --quiet --eval-annotations --backport typing_extensions raypipe
 
-.PHONY: train train-short test test-all bench gpu shim lint unit matrix clean
+.PHONY: train train-short test test-all bench docs gpu shim lint unit matrix clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -65,6 +65,10 @@ train-short: $(VENV)/.run
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench
+
+# The docs as a site, in site/; a broken link or reference is an error.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet -f .mkdocs.yml
 
 # Needs a GPU, and for PYTHON an interpreter whose own torch is built for CUDA: that one is used as it is, also where
 # PYTHON is itself a virtual environment's. What else is missing is installed into a virtual environment beside it, from

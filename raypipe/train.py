@@ -22,7 +22,7 @@ from raypipe.errors import RunError, SpecError
 from raypipe.job.rules.no_effect import OUT, UNMASKED
 from raypipe.job.spec import JobSpec
 from raypipe.launch.elastic import DrainedNodes, Elastic
-from raypipe.launch.loggers import Reports, check_loggers
+from raypipe.launch.followers import Reports, check_loggers
 from raypipe.launch.plans import given_plan, kept_plan, make_plan, planned_as_asked, planned_by_measuring, with_plan
 from raypipe.launch.prepared import (
     JobModel,

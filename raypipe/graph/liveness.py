@@ -67,13 +67,10 @@ def between_parts(
     for k in range(1, len(parts)):
         before = {i for part in parts[:k] for i in part}
         after = {i for part in parts[k:] for i in part}
-        had = {r for r in {*arriving, *leaving, *_made_in(results, before)} if results[r].made_by not in after}
+        made = {r for r, one in enumerate(results) if one.made_by in before}
+        had = {r for r in {*arriving, *leaving, *made} if results[r].made_by not in after}
         found.append(tuple(sorted(r for r in had if r in leaving or after.intersection(results[r].read_by))))
     return found
-
-
-def _made_in(results: Sequence[Result], layers: set[int]) -> set[int]:
-    return {r for r, one in enumerate(results) if one.made_by in layers}
 
 
 def stage_graph(results: Sequence[Result], cut: Sequence[Sequence[int]], devices: Sequence[int]) -> StageGraph:

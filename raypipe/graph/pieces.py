@@ -16,7 +16,7 @@ joins them, so what else the branches read does not depend on them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import networkx as nx
@@ -54,7 +54,8 @@ def branch_order(graph: OperationGraph, one: Sizes) -> tuple[tuple[int, ...], ..
     for n, h in home.items():
         members.setdefault(h, []).append(n)
     work = {h: float(sum(forward_flops(graph, n, one) for n in group)) for h, group in members.items()}
-    contracted = _Contracted(members, work, _edges(graph, home))
+    reads = [(source, h) for n, h in home.items() for source in graph.operations[n].inputs if source in home]
+    contracted = _Contracted(members, work, {(home[source], h) for source, h in reads if home[source] != h})
     while contracted.join_small_fork() or contracted.join_row():
         pass
     ordered = [tuple(sorted(contracted.members[h])) for h in contracted.order()]
@@ -116,15 +117,6 @@ def _lead_on(graph: OperationGraph) -> list[bool]:
             for source in graph.operations[n].inputs:
                 found[source] = True
     return found
-
-
-def _edges(graph: OperationGraph, home: Mapping[int, int]) -> set[tuple[int, int]]:
-    return {
-        (home[source], h)
-        for n, h in home.items()
-        for source in graph.operations[n].inputs
-        if source in home and home[source] != h
-    }
 
 
 class _Contracted:

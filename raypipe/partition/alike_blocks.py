@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ def alike_blocks(job: JobSpec, capture: Callable[[JobSpec], tuple[Pieces, Works]
     depth = getattr(config, LAYERS, 0)
     if depth < DEEP or config.sub_configs:
         return None
-    few = _alike_from(job.model, config, depth) + 3
+    few = _alike_from(job.model.model_dump_json(), depth) + 4
     if few > depth // 2:
         return None
     captured = _segments(*capture(_with_layers(job, config, depth, few)))
@@ -104,12 +105,15 @@ def _of_each(value: object, depth: int) -> bool:
     return isinstance(value, list) and len(value) == depth
 
 
-def _alike_from(spec: HfSpec, config: Any, depth: int) -> int:
-    """Return the first layer that all later ones are like; ``depth`` if that is not known."""
+@lru_cache(maxsize=4)
+def _alike_from(spec: str, depth: int) -> int:
+    """Return the first layer that all later ones are like, of an ``HfSpec`` as JSON; ``depth`` if that is not known."""
+    source = HuggingFace(HfSpec.model_validate_json(spec))
+    config = source.config
     lists = [value for value in config.to_dict().values() if _of_each(value, depth)]
     looks: list[list[object]] = [[value[n] for value in lists] for n in range(depth)]
     paths = set()
-    for name, parameter in build_without_memory(HuggingFace(spec).build).named_parameters():
+    for name, parameter in build_without_memory(source.build).named_parameters():
         parts = name.split(".")
         at = next((n for n, part in enumerate(parts) if part.isdecimal()), None)
         if at is not None:

@@ -29,7 +29,11 @@ MS = 1e-3
 
 def longer(costs: CostTable, scale: float) -> CostTable:
     """Return the costs with every time ``scale`` times as long."""
-    rows = {f.name: tuple(scale * t for t in getattr(costs, f.name)) for f in fields(costs) if f.name != "comm"}
+    rows = {
+        f.name: tuple(scale * t for t in getattr(costs, f.name))
+        for f in fields(costs)
+        if f.name not in ("comm", "overlap")
+    }
     return replace(costs, **rows, comm=each_latency(costs.comm, lambda seconds: scale * seconds))
 
 

@@ -19,11 +19,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 SLIDING = {"layer_types": ["full_attention"] * 6 + ["sliding_attention"] * 6, "sliding_window": 8}
 
 
-def job(kind: str, **config: Any) -> JobSpec:
+def job(kind: str, tensor: int = 1, **config: Any) -> JobSpec:
     return job_from(
         {
             "name": "x", "model": {"hf": kind, "config": {**SMALL, **config}, "sequence": 16},
             "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4},
+            "parallel": {"tensor": tensor},
         }
     )  # fmt: skip
 
@@ -45,7 +46,9 @@ def no_cache(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "config"), [("llama", {"tie_word_embeddings": True}), ("qwen3_moe", EXPERTS)], ids=["tied", "experts"]
+    ("kind", "config"),
+    [("llama", {"tie_word_embeddings": True}), ("qwen3_moe", EXPERTS), ("llama", {"tensor": 2})],
+    ids=["tied", "experts", "divided"],
 )
 def test_they_are_those_of_the_whole_model(kind: str, config: dict[str, Any]) -> None:
     one = job(kind, num_hidden_layers=13, **config)

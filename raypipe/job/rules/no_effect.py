@@ -104,7 +104,7 @@ RULES = (
         "is for a loss function, and model.loss names none",
         OUT,
     ),
-    *map(_of_optimizers, ("betas", "eps", "momentum", "alpha")),
+    *map(_of_optimizers, ("betas", "eps", "momentum", "alpha", "muon_rate", "muon_excludes")),
     Rule(
         ("train.lr_schedule", "train.warmup_steps", "train.warmup_from_zero", "train.min_lr"),
         lambda job: job.train.lr_table is None,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.job.train_spec import OPTIMIZERS, TrainSpec
+from raypipe.runtime.update.muon import MUON, MuonAndAdamW, takes_muon
 
 MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of torch's optimizers that ``torch.compile`` is not to trace."""
@@ -64,14 +65,19 @@ def make_optimizer(
         pieces: of those that are divided.
     """
     groups = {name: group for group in train.groups for name in group.parameters}
-    held: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, train.weight_decay): []}  # of a frozen stage, too
+    # A frozen stage has a group too.
+    held: dict[tuple[float, float, bool], list[nn.Parameter]] = {(1.0, train.weight_decay, False): []}
     for values, name, dims in (*(ParameterPiece(p, name, p.dim()) for name, p in parameters.items()), *pieces):
         group = groups.get(name)
         decay = train.weight_decay if train.decay == "all" or dims > 1 else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
-        held.setdefault((1.0 if group is None else group.scale, decay), []).append(values)
-    made = [{"params": some, SCALE: scale, "weight_decay": decay} for (scale, decay), some in held.items()]
+        by_muon = train.optimizer == "muon" and takes_muon(train, name, dims)
+        held.setdefault((1.0 if group is None else group.scale, decay, by_muon), []).append(values)
+    made = [
+        {"params": some, SCALE: scale, "weight_decay": decay, **({MUON: by_muon} if train.optimizer == "muon" else {})}
+        for (scale, decay, by_muon), some in held.items()
+    ]
     if train.dtype != "bfloat16-true":
         return _optimizer(train, made)
     optimizer = _optimizer(train, master_groups(made))
@@ -90,6 +96,9 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _optimizer(train: TrainSpec, held: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if train.optimizer == "muon":
+        both: torch.optim.Optimizer = untraced(MuonAndAdamW)(held, untraced, train)
+        return both
     kind = OPTIMIZERS[train.optimizer]
     options: dict[str, Any] = {key: getattr(train, key) for key in kind.options}
     if kind.fused:

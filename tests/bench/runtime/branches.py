@@ -23,8 +23,7 @@ from raypipe.job.spec import job_from
 from raypipe.launch.plans import layer_costs
 from raypipe.models import build_model
 from raypipe.models.task import Field
-from raypipe.plan.branches.arranged import LayerCosts
-from raypipe.plan.branches.choose import best_chain, choose_branches
+from raypipe.plan.branches import LayerCosts, best_chain, choose_branches
 from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
 from tests.bench.command import options

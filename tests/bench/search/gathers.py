@@ -11,13 +11,13 @@ import random
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from raypipe.plan.searched_gathers import better_gathers
+from raypipe.plan.searched import better_gathers
 from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
 from tests.bench.search.line import Effort, Line
 from tests.bench.turns import Turns, lead, longer, take_turns
 from tests.plan.test_searched_gathers import first_that_fits, policies_that_fit, shapes
-from tests.search.gathers.test_positions import Searched, compare, makespan
+from tests.search.test_positions import Searched, compare, makespan
 
 GAIN = 1.25
 COPIES = 2
