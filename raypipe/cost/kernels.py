@@ -3,8 +3,8 @@
 A product takes the longest of three times. Its operations, and the time in which tiles begin and end, go at the rate
 that large products keep up, which the power limit holds below the peak. Its tiles, one for each of the device's
 processors at a time, go at the peak: while processors idle in the last wave, the others clock higher. Its bytes go
-at the memory's bandwidth. Devices whose description has no ``multiprocessors`` take the plain roofline over all products
-of a task together, with one fixed overhead per layer.
+at the memory's bandwidth. Devices whose description has no ``multiprocessors`` take the plain roofline over all
+products of a task together, with one fixed overhead per layer.
 
 Sources: NVIDIA, Matrix Multiplication Background User's Guide (tiles, waves); Williams et al. 2009 (roofline); Shah et
 al. 2024, FlashAttention-3, figures 5 and 6 (attention). The figures of a device are in ``cluster/devices/``.
