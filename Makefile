@@ -9,7 +9,7 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 # What no interpreter but the oldest can tell without running it: a name of the standard library that came later.
 NEWER = $(BIN)/vermin --target=$(OLDEST)- --violations --no-tips --quiet --eval-annotations --backport typing_extensions raypipe
 
-.PHONY: train train-short test test-all bench gpu lint unit matrix clean
+.PHONY: train train-short test test-all bench docs gpu shim lint unit matrix clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -66,16 +66,35 @@ train-short: $(VENV)/.run
 bench: $(VENV)/.dev
 	$(BIN)/python -m tests.bench
 
-# Needs a GPU, and for PYTHON an interpreter whose own torch is built for CUDA: that one is used as it is. What else is
-# missing is installed into a virtual environment of its own beside it. Without a GPU it says so and ends with status 2.
+# The docs as a site, in site/; a broken link or reference is an error.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet -f .mkdocs.yml
+
+# Needs a GPU, and for PYTHON an interpreter whose own torch is built for CUDA: that one is used as it is, also where
+# PYTHON is itself a virtual environment's. What else is missing is installed into a virtual environment beside it, from
+# GPU_WHEELS (a folder of wheels) where there is no index. Each section's file is in GPU_REPORT when it ends. Without a
+# GPU it says so and ends with status 2.
 GPU_VENV := .venv-gpu
-GPU_REPORT ?= gpu-report.json
+GPU_REPORT ?= gpu-report
+GPU_WHEELS ?=
+GPU_PIP = -m pip install --quiet $(if $(GPU_WHEELS),--no-index --find-links $(GPU_WHEELS))
+# The folders of the packages of $(PYTHON), among them torch, on the path of the other environment.
+GPU_PATH = import pathlib, subprocess, sysconfig; \
+  folder = pathlib.Path(sysconfig.get_path("purelib")); \
+  theirs = """import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\\n")"""; \
+  (folder / "torch_of_python.pth").write_text(subprocess.check_output(["$(PYTHON)", "-c", theirs], text=True))
 gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
 	  { echo "no GPU: the torch of $(PYTHON) finds no CUDA device (make gpu PYTHON=... chooses the interpreter)"; exit 2; }
-	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv --system-site-packages $(GPU_VENV)
-	$(GPU_VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -c '$(GPU_PATH)'
+	$(GPU_VENV)/bin/python $(GPU_PIP) --editable '.[dev]'
 	$(GPU_VENV)/bin/python -m tests.bench.gpu --report $(GPU_REPORT)
+
+# What is written for GPUs over a GPU that is not there (tests/gpu_shim), with torch's CUDA build in an environment of
+# its own; says how large that is, and where it cannot be had.
+shim: $(VENV)/.dev
+	$(BIN)/python -m tests.gpu_shim.shim
 
 clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raypipe.trainer import Callback, PipelineTrainer, init
 
 __version__ = "0.1.0"
 __all__ = ["Callback", "PipelineTrainer", "__version__", "init"]

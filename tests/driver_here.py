@@ -14,9 +14,9 @@ def without_ray_train(replace: Callable[[object, str, object], None] = setattr) 
     """Start no Ray Train from now on; ``replace`` sets an attribute, as ``monkeypatch.setattr`` does."""
     import ray.train
 
-    from raypipe.runtime.cluster import ray_train
+    from raypipe import train
 
-    replace(ray_train, "start_run", _start_run)
+    replace(train, "start_run", _start_run)
     replace(ray.train, "report", lambda *_args, **_options: None)
 
 

@@ -17,7 +17,7 @@ from raypipe.atomic_write import whole, write_whole
 from raypipe.cli._shared.options import write
 from raypipe.errors import RaypipeError
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.observe.draw.figures import gantt, save
+from raypipe.observe.figures import gantt, save
 from raypipe.observe.timelines import save_timelines, write_trace
 from raypipe.plan.plan import Plan
 from raypipe.schedule import Shape, generate

@@ -8,14 +8,14 @@ import pytest
 import torch
 from pydantic import Field
 
+from docs.gallery import entries
+from docs.reference_pages import keys_page
 from raypipe.cli import run
-from raypipe.cli._shared.reference import keys_page
 from raypipe.errors import SpecError
 from raypipe.job import ImportSpec, JobSpec, TrainSpec, job_from
 from raypipe.job.field_types import Count
 from raypipe.job.reading import checked
-from raypipe.models.losses.function import loss_function
-from raypipe.observe.draw.gallery import entries
+from raypipe.models.loss_function import loss_function
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule import SCHEDULES, Family, Shape, generate
 from raypipe.schedule.costs import CostTable

@@ -125,7 +125,8 @@ class _Encoder:
             for d, size in enumerate(shape):
                 if isinstance(size, str) and size.isidentifier():
                     self.symbols.setdefault(size, (name, d))
-                    self.example[size] = _hint(value.shape[d])
+                    given = value.shape[d]
+                    self.example[size] = given if isinstance(given, int) else int(given.node.hint)
         wanted = kind == "parameter" and bool(value.requires_grad)
         self.sources[name] = Source(kind, TensorType(shape, _word(value.dtype)), wanted)
         return {"of": name}
@@ -371,10 +372,6 @@ _WORDS: dict[type, str] = {torch.dtype: "dtype", torch.layout: "layout", torch.m
 def _word(value: object) -> str:
     """Return ``float32`` for ``torch.float32``, and so on."""
     return str(value).removeprefix("torch.")
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
 
 
 def _fits(number: Plain, made: Tensor) -> bool:

@@ -174,6 +174,28 @@ def registrations(wanted: frozenset[int] | None) -> Iterator[MadeParameters]:
             nn.Parameter.__deepcopy__ = copy  # type: ignore[method-assign]
 
 
+@contextmanager
+def stand_ins(module: nn.Module, make: Callable[[Any], Any], buffers: bool = False) -> Iterator[None]:
+    """Put what ``make`` returns in the place of each parameter (and buffer) inside the block; tied ones stay tied."""
+    before: list[tuple[dict[str, Any], str, Any]] = [
+        (held, name, value)
+        for part in module.modules()
+        for held in (part._parameters, *((part._buffers,) if buffers else ()))
+        for name, value in held.items()
+        if value is not None
+    ]
+    made: dict[int, Any] = {}
+    try:
+        for held, name, value in before:
+            if id(value) not in made:
+                made[id(value)] = make(value)
+            held[name] = made[id(value)]
+        yield
+    finally:
+        for held, name, value in before:
+            held[name] = value
+
+
 def tied_names(module: nn.Module, buffers: bool = False) -> list[tuple[str, ...]]:
     """Return all names of each parameter (and buffer), ordered by first names; a tied one has several."""
     names: dict[int, list[str]] = {}

@@ -49,11 +49,12 @@ def export(
         rows: rows of the data by the forward's arguments, on which an opaque whole model is tried.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    samples = next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 0)
     with (
         opaque_modules(module, opaque, rows),
         _plain_outputs(module),
         fake_parameters(module, fake),
-        traced(_samples(inputs), listed),
+        traced(samples, listed),
         _quiet(),
     ):
         arguments = {
@@ -67,10 +68,6 @@ def export(
         if any(_writes(node) or _mapped(node) for graph in _graphs(program.graph_module) for node in graph.nodes):
             program = program.run_decompositions({})
     return program
-
-
-def _samples(inputs: Mapping[str, object]) -> int:
-    return next((len(value) for value in inputs.values() if isinstance(value, Tensor) and value.dim()), 0)
 
 
 @contextmanager

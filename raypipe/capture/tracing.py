@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import builtins
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from raypipe.capture.meta import stand_ins
 from raypipe.capture.opaque import alpha_dropout
 from raypipe.compat.torch_private import FakeTensorMode, ShapeEnv, _parse_to
 from raypipe.compat.torch_private import _pytree as pytree
@@ -258,26 +259,12 @@ def _alpha_dropout(
     return alpha_dropout(input, p, channels) if training and p else input
 
 
-@contextmanager
-def fake_parameters(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
+def fake_parameters(module: nn.Module, fake: FakeTensorMode) -> AbstractContextManager[None]:
     """Replace a module's parameters by fake ones on the CPU inside the block; tied parameters stay tied."""
-    made: dict[int, nn.Parameter] = {}
-    restore: list[Callable[[], None]] = []
 
-    def swap(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if id(parameter) not in made:
-            with fake:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-            made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-        part._parameters[name] = made[id(parameter)]
-        restore.append(lambda: part._parameters.__setitem__(name, parameter))
+    def made(parameter: nn.Parameter) -> nn.Parameter:
+        with fake:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        return nn.Parameter(empty, parameter.requires_grad)
 
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                swap(part, name, parameter)
-    try:
-        yield
-    finally:
-        for undo in restore:
-            undo()
+    return stand_ins(module, made)

@@ -9,6 +9,7 @@ checkpoint. Nothing is pickled.
 from raypipe.checkpoint.read import (
     LOSS,
     Checkpoint,
+    Storage,
     at_step,
     best,
     forget_best,
@@ -17,10 +18,9 @@ from raypipe.checkpoint.read import (
     open_checkpoint,
     outcome,
 )
-from raypipe.checkpoint.snapshot import Snapshot
-from raypipe.checkpoint.storage import Storage
 from raypipe.checkpoint.write import (
     ShardInfo,
+    Snapshot,
     buffer_key,
     commit,
     optim_key,

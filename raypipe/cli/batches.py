@@ -148,7 +148,7 @@ def hybrid(
     if counts is not None and max(counts) > MOST_DEVICES:
         raise RequestError("--devices", f"{short(str(max(counts)))} devices", f"use at most {MOST_DEVICES}")
     if plot is not None:
-        from raypipe.observe.draw.figures import check_format
+        from raypipe.observe.figures import check_format
 
         check_format(plot)
     check_writable(plot)
@@ -166,7 +166,7 @@ def hybrid(
         table = table.model_copy(update={"scaling_efficiency": modelled})
     found = compare(table, counts)
     if plot is not None:
-        from raypipe.observe.draw.figures import hybrid_plot, save
+        from raypipe.observe.figures import hybrid_plot, save
 
         save(hybrid_plot(found, epochs.stem), plot)
     if json:

@@ -145,8 +145,7 @@ def regions(
     """Measure regions of a step beside weight gradients, on this machine's GPU or two of its cores, and plan both."""
     from raypipe.job import load_job
     from raypipe.observe.tables import regions_document, regions_table
-    from raypipe.plan.regions.as_plan import check_same, plan_of
-    from raypipe.plan.regions.joint import joint_schedule
+    from raypipe.plan.regions.joint import check_same, joint_schedule, plan_of
     from raypipe.plan.regions.profile import load_regions
 
     for option, value in (("--regions", count), ("--repeats", repeats)):

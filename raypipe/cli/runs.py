@@ -51,7 +51,7 @@ def explain(
     from raypipe.observe.run_record import as_runs_write, read_run
 
     if plot is not None:
-        from raypipe.observe.draw.figures import check_format
+        from raypipe.observe.figures import check_format
 
         check_format(plot)
     check_writable(json_file, plot)
@@ -59,7 +59,7 @@ def explain(
     with as_runs_write(run_dir):
         found = explain_run(run, profile)
     if plot is not None:
-        from raypipe.observe.draw.figures import gantt, save
+        from raypipe.observe.figures import gantt, save
 
         save(gantt([found.timeline], time_label="seconds", critical=True), plot)
     if json_file is not None:

@@ -114,7 +114,7 @@ def schedule(
         raise RequestError("--text", "--json already writes to standard output", "give one of them a FILE")
     for option, file in (("--plot", plot), ("--memory-plot", memory_plot)):
         if file is not None:
-            from raypipe.observe.draw.figures import check_format
+            from raypipe.observe.figures import check_format
 
             check_format(file, option)
     check_writable(json_file, text_file, plot, memory_plot, trace, csv)
@@ -151,13 +151,13 @@ def _show(
 
         _write(text_file, "\n".join(to_text(each.schedule) for each in made))
     if plot is not None:
-        from raypipe.observe.draw.figures import gantt, save
+        from raypipe.observe.figures import gantt, save
 
         save(gantt(timelines, critical=critical), plot)
         _said(plot)
     if memory_plot is not None:
-        from raypipe.observe.draw.figures import memory_plot as drawn_memory
-        from raypipe.observe.draw.figures import save
+        from raypipe.observe.figures import memory_plot as drawn_memory
+        from raypipe.observe.figures import save
 
         save(drawn_memory(timelines), memory_plot)
         _said(memory_plot)
@@ -171,7 +171,7 @@ def _show(
 
         _write(csv, to_torch_csv(_only("--csv", made).schedule))
     if not any((json_file, text_file, plot, memory_plot, trace, csv)):
-        from raypipe.observe.draw.terminal import show
+        from raypipe.observe.terminal import show
 
         show(timelines)
         for each in made:
@@ -361,6 +361,6 @@ def _check_devices(option: str, devices: str, replicas: int) -> None:
 
 def _in_seconds(costs: CostTable) -> CostTable:
     """Convert a cost table from milliseconds to seconds."""
-    times = [f.name for f in fields(costs) if f.name != "comm"]
-    scaled = {name: tuple(t * 1e-3 for t in getattr(costs, name)) for name in times}
+    times = {f.name: getattr(costs, f.name) for f in fields(costs) if f.name not in ("comm", "overlap")}
+    scaled: dict[str, Any] = {name: tuple(t * 1e-3 for t in each) for name, each in times.items()}
     return replace(costs, comm=tuple(t * 1e-3 for t in costs.links), **scaled)

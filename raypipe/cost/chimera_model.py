@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
@@ -150,9 +150,9 @@ def differences(schedule: Schedule, costs: CostTable, copies: int = 1, sync: Syn
     nothing = (0.0,) * costs.stages
     model = _model_costs(bare, closed.forward_s)
     linked = replace(model, comm=costs.comm)
-    backward = replace(
-        linked, **{k: (fmean(getattr(costs, k)),) * costs.stages for k in ("input_grad", "weight_grad", "recompute")}
-    )
+    backward_kinds = ("input_grad", "weight_grad", "recompute")
+    means: dict[str, Any] = {k: (fmean(getattr(costs, k)),) * costs.stages for k in backward_kinds}
+    backward = replace(linked, **means)
     uneven = replace(costs, all_reduce=nothing, update=nothing)
     ends = [simulate(bare, table).makespan for table in (model, linked, backward, uneven)]
     # Two copies stand for any number of them: the all-reduce times already account for the number.

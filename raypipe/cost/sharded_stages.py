@@ -59,7 +59,7 @@ def with_sharding(
         if apart <= 1:
             return {inner.layout([device])}
         groups = (range(g * group, (g + 1) * group) for g in range(apart))
-        return {Layout.of([placed.device(copy, device) for copy in group], placed.hosts) for group in groups}
+        return {Layout.of([placed.device(copy, device) for copy in members], placed.hosts) for members in groups}
 
     layouts = {device: layouts_of(device) for device in devices}
 

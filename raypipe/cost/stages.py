@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from raypipe.cost.collectives import Layout, collective_seconds
 from raypipe.cost.hosts import Hosts, Numbering
@@ -129,8 +129,9 @@ def _slowest(tables: Mapping[int, CostTable], holders: Sequence[Collection[int]]
     by_name = {name: {kind: getattr(table, name) for kind, table in tables.items()} for name in names}
     links = {kind: table.links for kind, table in tables.items()}
     stages = range(len(holders))
+    times: dict[str, Any] = {name: tuple(worst(values, s) for s in stages) for name, values in by_name.items()}
     return CostTable(
-        **{name: tuple(worst(values, s) for s in stages) for name, values in by_name.items()},
+        **times,
         comm=tuple(worst(links, s, holders[s + 1]) for s in stages[:-1]) or 0.0,
     )
 

@@ -50,8 +50,6 @@ ADVICE: dict[Cause, str] = {
     "norm": "let updates run ahead of the global norm (parallel.update: optimistic)",
 }
 """What to do about a cause where it is."""
-PREDICTED_BY_PLAN: frozenset[Cause] = frozenset({"imbalance", "warm-up"})
-"""Causes that only another plan mends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +227,7 @@ def _other_shapes(planned: ExplainedPlan, costs: CostTable) -> Iterator[tuple[di
         if size >= 1 and size != parallel.microbatch:
             factor = size / parallel.microbatch
             compute = ("forward", "input_grad", "weight_grad", "recompute", "attention", "attention_grad")
-            scaled = {k: tuple(t * factor for t in getattr(costs, k)) for k in compute}
+            scaled: dict[str, Any] = {k: tuple(t * factor for t in getattr(costs, k)) for k in compute}
             what = f"micro-batches of {size} instead of {parallel.microbatch}, if tasks take as long per sample"
             yield {"microbatch": size}, replace(costs, **scaled), what
 
@@ -299,7 +297,8 @@ def costs_of_cut(
             for s, layers in enumerate(other)
         )
 
-    return replace(costs, **{name: moved(getattr(costs, name)) for name in BY_LAYERS})
+    rows: dict[str, Any] = {name: moved(getattr(costs, name)) for name in BY_LAYERS}
+    return replace(costs, **rows)
 
 
 def better_cut(
@@ -425,7 +424,10 @@ class RecutFrozen:
     def costs_of(self, cut: Cut) -> CostTable:
         """Return the costs of a cut; messages and sums of gradients as measured."""
         found = profiled_costs(self.profile, self.plan, self.schedule, cut)
-        scaled = {n: tuple(t * v for t, v in zip(getattr(found, n), self.speed, strict=True)) for n in BY_LAYERS}
+        speed = self.speed
+        scaled: dict[str, Any] = {
+            n: tuple(t * v for t, v in zip(getattr(found, n), speed, strict=True)) for n in BY_LAYERS
+        }
         return replace(self.costs, **scaled)
 
     def schedule_of(self, cut: Cut) -> Schedule | None:

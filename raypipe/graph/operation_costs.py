@@ -10,12 +10,13 @@ forward: once for the input's gradient, and once for the weight's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 from raypipe.graph.dims import Sizes, evaluate_all
-from raypipe.graph.operations import ITEM_BYTES, Operation, OperationGraph, TensorType
+from raypipe.graph.operations import ATTENTION, ITEM_BYTES, Operation, OperationGraph, TensorType
 
 MOVES_NOTHING = (
     {"view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t"}
@@ -252,3 +253,184 @@ def _floating(graph: OperationGraph, number: int) -> bool:
 def _wanted(graph: OperationGraph, operand: int | str) -> bool:
     """Return whether an operand requires a gradient."""
     return graph.requires_grad[operand] if isinstance(operand, int) else graph.sources[operand].requires_grad
+
+
+# Bytes that a sub-graph moves and keeps where a compiler fuses memory-bound operations, as TorchInductor does.
+#
+# Operations without a matrix product that follow one another join to one kernel, as far as no product, attention or
+# collective lies between them: it reads what comes from elsewhere once and writes what is read elsewhere. In the
+# backward it reads its inputs again, with the gradients of what it wrote, and writes those of its inputs. What it wrote
+# for a product is kept only where the kernel's own backward needs nothing of its inputs; else it is computed again from
+# these (He and Yu 2023, Transcending runtime-memory tradeoffs in checkpointing by being fusion aware: the cheaper side
+# of the cut is kept).
+
+
+class FusedWork(NamedTuple):
+    """Bytes of a sub-graph for one sample."""
+
+    forward: float
+    backward: float
+    kept: float
+    """Of results, without statistics and masks."""
+    kernels: int
+    """Of the forward, fused ones and others."""
+
+
+@dataclass
+class _Kernel:
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+    needs_inputs: bool = False
+
+
+@dataclass(frozen=True)
+class FusionRules:
+    """Facts about the operations that the caller knows."""
+
+    graph: OperationGraph
+    alone: Callable[[int], bool]
+    """Operations that are kernels of their own: products, attention, look-ups, collectives."""
+    root: Callable[[int], int]
+    """The operation that owns the memory of a result."""
+    keeps: Callable[[int], Sequence[int]]
+    """The operations whose results its backward reads, its own among them."""
+    size: Callable[[int], float]
+    """Bytes of a result for one sample; 0 of what every stage makes anew."""
+
+
+def fused_work(rules: FusionRules, span: range) -> FusedWork:
+    """Fuse the operations of a sub-graph."""
+    graph, alone, root, size = rules.graph, rules.alone, rules.root, rules.size
+    own = [i for i in span if root(i) == i and size(i)]
+    depth: dict[int, int] = {}
+    """Kernels of their own on the longest way to an operation: only operations as deep as one another are fused."""
+    kernel_of: dict[int, _Kernel] = {}
+    inputs = {i: {root(o) for o in graph.operations[i].inputs if size(root(o))} for i in own}
+    for i in own:
+        inside = [o for o in inputs[i] if o in depth]
+        depth[i] = max((depth[o] + alone(o) for o in inside), default=0)
+        if alone(i):
+            continue
+        same = [kernel_of[o] for o in inside if o in kernel_of and depth[o] == depth[i]]
+        kernel = same[0] if same else _Kernel()
+        for other in same[1:]:  # joined by this operation
+            if other is not kernel:
+                kernel.reads |= other.reads
+                kernel.needs_inputs |= other.needs_inputs
+                kernel_of.update({o: kernel for o, found in kernel_of.items() if found is other})
+        kernel_of[i] = kernel
+        kernel.reads |= {o for o in inputs[i] if kernel_of.get(o) is not kernel}
+        kernel.needs_inputs |= bool(rules.keeps(i))
+    kernels = list({id(kernel): kernel for kernel in kernel_of.values()}.values())
+    users = _users(graph, own, root)
+    forward = backward = 0.0
+    for i, kernel in kernel_of.items():
+        outside = [u for u in users[i] if kernel_of.get(u) is not kernel]
+        if outside or not users[i]:
+            kernel.writes.add(i)
+            forward += size(i)
+            backward += size(i) * max(1, sum(graph.requires_grad[u] for u in outside)) * graph.requires_grad[i]
+    for kernel in kernels:
+        kernel.reads = {o for o in kernel.reads if kernel_of.get(o) is not kernel}
+        forward += sum(map(size, kernel.reads))
+        if any(graph.requires_grad[i] for i in kernel.writes):
+            backward += sum(size(o) * (kernel.needs_inputs + graph.requires_grad[o]) for o in kernel.reads)
+    kept: set[int] = set()
+    for i in own:
+        if alone(i):
+            needed = {root(o) for o in rules.keeps(i)}
+            kept |= {o for o in needed if o not in kernel_of or not kernel_of[o].needs_inputs}
+    for kernel in kernels:
+        if kernel.needs_inputs:
+            kept |= kernel.reads
+    return FusedWork(forward, backward, sum(map(size, kept)), len(kernels) + sum(map(alone, own)))
+
+
+def _users(graph: OperationGraph, own: Sequence[int], root: Callable[[int], int]) -> dict[int, list[int]]:
+    """Return the operations, views left out, that read each of these results or a view of it."""
+    found: dict[int, list[int]] = {}
+    for i in own:
+        todo, seen = [i], list[int]()
+        while todo:
+            for user in graph.users[todo.pop()]:
+                if root(user) == user:
+                    seen.append(user)
+                else:
+                    todo.append(user)
+        found[i] = seen
+    return found
+
+
+# Which weight gradients of a captured model can wait for W, and what share of their FLOPs cannot.
+#
+# The gradient of a matrix can wait wherever a product reads it: the matrix itself, or a *weight expression*: what
+# operations make of parameters alone (a transposed matrix, a parametrization, the experts that a router chose by
+# index). B then computes the product's gradient for its input only, and W the rest, back to the parameters.
+#
+# Source: zero-bubble pipeline parallelism (Qi et al. 2023), section 2.1: the two gradients of a product are
+# independent.
+
+
+PLACES: dict[str, tuple[int, ...]] = (
+    {"linear": (1, 2), "addmm": (0, 2, 1), "baddbmm": (0, 2, 1), "mm": (1, 0), "bmm": (1, 0), "matmul": (1, 0)}
+    | {"mv": (0,), "einsum": (1,), "_grouped_mm": (1, 3), "grouped_mm_fallback": (1,), "conv1d": (1, 2)}
+    | {"conv2d": (1, 2), "conv3d": (1, 2), "conv_transpose1d": (1, 2), "conv_transpose2d": (1, 2)}
+    | {"conv_transpose3d": (1, 2), "embedding": (0,), "embedding_bag": (0,), "_embedding_bag": (0,)}
+    | {"index": (0,), "index_select": (0,), "lstm": (2,), "gru": (2,), "rnn_tanh": (2,), "rnn_relu": (2,)}
+)
+"""Per operation, the arguments that may be weights; for ``einsum`` and recurrent ones, a list of tensors."""
+GATHERS = {"index", "index_select", "select", "slice", "gather"}
+"""Operations whose result is a weight expression whatever chooses the rows."""
+WAITING_PRODUCTS = set(PLACES) - {"embedding", "embedding_bag", "_embedding_bag", "index", "index_select"}
+
+
+def weight_expressions(graph: OperationGraph) -> tuple[bool, ...]:
+    """Return, per operation, whether its result is made of parameters alone, as far as gradients are concerned.
+
+    >>> from raypipe.graph.operations import Operation, Source, TensorType
+    >>> square = TensorType((4, 4), "float32")
+    >>> sources = {"w": Source("parameter", square, True), "x": Source("input", square)}
+    >>> t = Operation("t", "aten.t.default", ({"of": "w"},), type=square)
+    >>> y = Operation("y", "aten.mm.default", ({"of": "x"}, {"op": 0}), type=square)
+    >>> weight_expressions(OperationGraph((t, y), sources, {"y": 1}))
+    (True, False)
+    """
+    found: list[bool] = []
+    for number, operation in enumerate(graph.operations):
+        name = short_name(operation.target)
+        read = [found[o] if isinstance(o, int) else graph.sources[o].kind == "parameter" for o in operation.operands]
+        fixed = [
+            fine or (isinstance(o, str) and graph.sources[o].kind in ("buffer", "constant"))
+            for o, fine in zip(operation.operands, read, strict=True)
+        ]
+        whole = bool(fixed) and all(fixed) and any(read)
+        gathered = bool(read) and read[0] and name in GATHERS
+        found.append((whole or gathered) and not operation.random and graph.requires_grad[number])
+    return tuple(found)
+
+
+def weight_flops(graph: OperationGraph, number: int, sizes: Sizes, expressions: Sequence[bool]) -> float:
+    """Count the FLOPs of an operation's weight gradient: those of its forward, if it multiplies by a trained weight."""
+    operation = graph.operations[number]
+    flops = matrix_flops(graph, operation, sizes)
+    if flops is None or expressions[number]:
+        return 0.0
+    factors = operation.operands[:3] if operation.target == ATTENTION else operation.operands  # not its mask
+    trained = any(
+        expressions[o]
+        if isinstance(o, int)
+        else graph.sources[o].requires_grad and len(graph.sources[o].type.shape) > 1
+        for o in factors
+    )
+    return flops if trained else 0.0
+
+
+def split_flops(graph: OperationGraph, span: range, sizes: Sizes) -> tuple[float, float]:
+    """Return the FLOPs of these operations' weight gradients, and how many of them B computes even when it is split."""
+    expressions = weight_expressions(graph)
+    total = left = 0.0
+    for number in span:
+        flops = weight_flops(graph, number, sizes, expressions)
+        total += flops
+        left += flops if short_name(graph.operations[number].target) not in WAITING_PRODUCTS else 0.0
+    return total, left

@@ -17,11 +17,12 @@ from raypipe.cost.kernels import BLOCK
 from raypipe.cost.layer_work import LayerWork, Product, TaskWork, linear_products
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.dims import Sizes, count, evaluate_all
-from raypipe.graph.fused_work import FusionRules, fused_work
 from raypipe.graph.liveness import replicated
 from raypipe.graph.operation_costs import (
     AUTOCAST_BYTES,
     Autocast,
+    FusionRules,
+    fused_work,
     is_product,
     is_view,
     keeps_result,

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from raypipe.errors import RequestError
 from raypipe.graph.liveness import crossing, replicated
@@ -79,7 +79,9 @@ def common_operations(graph: OperationGraph) -> frozenset[int]:
     """Return the operations whose results are passed on from cut to cut, and do not pull their users together."""
     found = set()
     # Per operation, the last block that has begun before or at it.
-    begun = list(accumulate(graph.blocks, _latest))
+    begun: list[str] = []
+    for block in graph.blocks:
+        begun.append(block or (begun[-1] if begun else ""))
     for number, users in enumerate(graph.users):
         if graph.layers:
             own, using = graph.blocks[number], {graph.blocks[user] for user in users}
@@ -89,10 +91,6 @@ def common_operations(graph: OperationGraph) -> frozenset[int]:
         elif len(users) > len(graph.parameters):
             found.add(number)
     return frozenset(found)
-
-
-def _latest(before: str, block: str) -> str:
-    return block or before
 
 
 def _starts(graph: OperationGraph, parts: int | None) -> list[int]:

@@ -151,6 +151,11 @@ class ParallelSpec(Spec):
     tensor_table: str | None = None
     """File that says which layers are divided (docs/guides/tensor.md); null for the table of the model's family."""
 
+    experts: Positive = 1
+    """Copies that divide the experts of each mixture-of-experts layer among them; ``replicas`` is a multiple of it.
+    Each token goes to the copies that hold its experts and back (expert parallelism, docs/guides/experts.md). 1: every
+    copy holds all experts."""
+
     def shape(self, batch: int) -> Shape:
         """The shape of one data-parallel copy's schedule, for mini-batches of ``batch`` sequences.
 
@@ -191,7 +196,7 @@ class ParallelSpec(Spec):
         return all(
             getattr(plan, key) == (SAME_AS.get(wish, wish) if key == "schedule" else wish)
             for key, wish in self.given.items()
-            if key in SHAPE or key in (*SHARDING, INNERMOST, BUDGET)
+            if key in SHAPE or key in (*SHARDING, INNERMOST, BUDGET, "experts")
         )
 
     @property

@@ -2,11 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from raypipe.job.field_types import Count, Positive, Share, Spec
+
+
+class OptimizerKind(NamedTuple):
+    """The facts of an optimizer."""
+
+    made_by: str
+    """Its class, by module and name."""
+    options: tuple[str, ...] = ()
+    """Keys of ``train`` that it reads, beside rate and weight decay."""
+    values: int = 0
+    """Values of its state per parameter; ``momentum`` adds one."""
+    fused: bool = True
+    """Whether it has fused kernels on CPU and CUDA alike."""
+    divides: bool = True
+    """Whether it updates each value of a parameter by itself, so that devices may divide parameters."""
+
+
+OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor", "muon"]
+OPTIMIZERS: dict[str, OptimizerKind] = {
+    "adamw": OptimizerKind("torch.optim.AdamW", ("betas", "eps"), values=2),
+    "adam": OptimizerKind("torch.optim.Adam", ("betas", "eps"), values=2),
+    "sgd": OptimizerKind("torch.optim.SGD", ("momentum",)),
+    "adagrad": OptimizerKind("torch.optim.Adagrad", ("eps",), values=1, fused=False),
+    "rmsprop": OptimizerKind("torch.optim.RMSprop", ("alpha", "eps", "momentum"), values=1, fused=False),
+    # A row and a column of each matrix are next to nothing.
+    "adafactor": OptimizerKind("transformers.optimization.Adafactor", fused=False, divides=False),
+    # Momentum of matrices, and AdamW's two moments of the rest.
+    "muon": OptimizerKind(
+        "raypipe.runtime.update.muon.MuonAndAdamW",
+        ("betas", "eps", "momentum", "muon_rate", "muon_excludes"),
+        values=1,
+        fused=False,
+        divides=False,
+    ),
+}
+"""What planner, rules and workers know of each ``train.optimizer``."""
+MUON_MOMENTUM = 0.95
+EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*shared.weight", "*token*.weight", "*position*.weight")
+HEADS = ("*lm_head*", "head.*", "*.head.*", "*classifier*", "*score*", "*decoder.weight", "*project.weight")
+NO_MUON = EMBEDDINGS + HEADS
+"""Names that embeddings and heads have in the libraries, and in the built-in GPT."""
 
 
 class EarlyStopSpec(Spec):
@@ -77,11 +118,12 @@ class TrainSpec(Spec):
     """Optimizer steps of the run."""
     batch: Annotated[int, Field(ge=1, le=10_000_000)]
     """Mini-batch size: sequences per step, over all replicas."""
-    optimizer: Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor"] = "adamw"
-    """Optimizer, as PyTorch's; ``adafactor`` as transformers' with the rates that are given. ``adamw`` and
-    ``adafactor`` decouple weight decay from the gradient; the others add it to the gradient. ``adagrad``, ``rmsprop``
-    and ``adafactor`` have no fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no
-    ``cuda_graphs: step`` or ``auto``. ``adafactor`` reads whole matrices: no ``shard`` and no ``tensor``."""
+    optimizer: OptimizerName = "adamw"
+    """Optimizer, as PyTorch's; ``adafactor`` as transformers' with the rates that are given; ``muon`` PyTorch's for
+    matrices, and AdamW for all else, embeddings and heads. ``adamw``, ``adafactor`` and ``muon`` decouple weight decay
+    from the gradient; the others add it to the gradient. ``adagrad``, ``rmsprop``, ``adafactor`` and ``muon`` have no
+    fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no ``cuda_graphs: step`` or ``auto``.
+    ``adafactor`` and ``muon`` read whole matrices: no ``shard`` and no ``tensor``."""
     lr: Annotated[float, Field(gt=0)] = 0.001
     """Peak learning rate."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
@@ -89,7 +131,13 @@ class TrainSpec(Spec):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Term that avoids division by zero, of all but SGD."""
     momentum: Share = 0.0
-    """Momentum of SGD and RMSprop."""
+    """Momentum of SGD, RMSprop and Muon; Muon's, if it is not given, is PyTorch's 0.95."""
+    muon_rate: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How Muon scales the rate by a matrix's shape (``adjust_lr_fn`` of torch.optim.Muon): ``match_rms_adamw``, so that
+    AdamW's ``lr`` and ``weight_decay`` fit both, or ``original``, for which Muon's usual ``lr`` is 50 times AdamW's."""
+    muon_excludes: Annotated[tuple[str, ...], Field(strict=False)] = NO_MUON
+    """Patterns, as a shell's, of names of matrices that AdamW updates too. The usual ones are meant for embeddings and
+    heads; the run says which matrices they match."""
     alpha: Share = 0.99
     """RMSprop's decay rate of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
@@ -210,10 +258,16 @@ class TrainSpec(Spec):
 
     @model_validator(mode="after")
     def _fused(self) -> TrainSpec:
-        if self.optimizer in ("adagrad", "rmsprop", "adafactor"):
+        if not OPTIMIZERS[self.optimizer].fused:
             for key in (f"on_nonfinite: {self.on_nonfinite}", f"cuda_graphs: {self.cuda_graphs}"):
                 if key in ("on_nonfinite: skip", "cuda_graphs: step", "cuda_graphs: auto"):
                     raise ValueError(f"combines {key} with {self.optimizer}, which has no fused kernels; use adamw")
+        return self
+
+    @model_validator(mode="after")
+    def _usual_momentum(self) -> TrainSpec:
+        if self.optimizer == "muon" and "momentum" not in self.model_fields_set:
+            object.__setattr__(self, "momentum", MUON_MOMENTUM)
         return self
 
     @model_validator(mode="after")
@@ -227,7 +281,7 @@ class TrainSpec(Spec):
     @property
     def updates_whole(self) -> bool:
         """Return whether the optimizer reads whole rows and columns of a parameter, so that nothing may divide it."""
-        return self.optimizer == "adafactor"
+        return not OPTIMIZERS[self.optimizer].divides
 
     @property
     def crossing_dtype(self) -> str:

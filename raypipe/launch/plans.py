@@ -14,7 +14,7 @@ from raypipe.cost.gpt_work import RAYPIPE
 from raypipe.cost.kernels import Kernels
 from raypipe.errors import RequestError, ScheduleError, SpecError
 from raypipe.graph.dims import count
-from raypipe.graph.stages.links import check_order, stage_ends
+from raypipe.graph.liveness import check_order, stage_ends
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job.parallel_spec import JOBS_OWN
 from raypipe.job.requested_schedule import Cut, base_schedule, is_file, named_layers
@@ -23,8 +23,7 @@ from raypipe.launch.prepared import JobModel, Planned
 from raypipe.observe.run_dir import set_aside
 from raypipe.observe.run_log import log_event
 from raypipe.partition.this_machine import this_machine
-from raypipe.plan.branches.arranged import LayerCosts
-from raypipe.plan.branches.choose import Branches, choose_branches
+from raypipe.plan.branches import Branches, LayerCosts, choose_branches
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
@@ -70,7 +69,7 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
             return orders[key]
 
         cut = split_layers(layers, placement, lambda flops: searched(flops).makespan * max(flops))
-        order = replace(searched([_flops(layers, part) for part in cut]).schedule, name="auto")
+        order = replace(searched([float(sum(layers.flops[i] for i in part)) for part in cut]).schedule, name="auto")
     else:
         schedule = base_schedule(parallel, job.train.batch)
         cut = split_layers(layers, schedule.placement, lambda flops: simulate(schedule, _costs(flops)).makespan)
@@ -99,10 +98,6 @@ def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: tuple
     shape = job.parallel.shape(job.train.batch)
     costs = _costs([f / max(flops) for f in flops])
     return search(placement, shape.microbatches, costs, memory_limit=shape.memory_limit)
-
-
-def _flops(layers: LayeredModel, part: Sequence[int]) -> float:
-    return float(sum(layers.flops[i] for i in part))
 
 
 def _costs(times: Sequence[float]) -> CostTable:

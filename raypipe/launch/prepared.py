@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypipe.errors import SpecError
+from raypipe.errors import SpecError, nearest
 from raypipe.job.spec import JobSpec
-from raypipe.job.train_spec import TrainSpec
+from raypipe.job.train_spec import NO_MUON, TrainSpec
 from raypipe.observe.run_record import OF_TEXT, Units
 from raypipe.plan.plan import Plan
 from raypipe.schedule.ir import Schedule
@@ -58,7 +59,10 @@ class JobModel:
         for known, model in self._built:
             if known == fields:
                 return model
-        model = build_model(self.job, fields, tensor_rank=None if self.job.parallel.auto else 0)
+        planned = self.job.parallel.auto
+        if planned and self.job.parallel.experts > 1:  # so that experts that do not divide are known before any plan
+            build_model(self.job, fields, tensor_rank=0)
+        model = build_model(self.job, fields, tensor_rank=None if planned else 0)
         self._built.append((fields, model))
         return model
 
@@ -105,8 +109,11 @@ def check_groups(train: TrainSpec, model: LayeredModel, say: Callable[[str], Non
     """Say which names no layer has: a parameter that forward does not read is not trained.
 
     Raises:
-        SpecError: a tied parameter has several names, and a group has not got all of them.
+        SpecError: a tied parameter has several names, and a group has not got all of them; or nothing matches a pattern
+            that is not a usual one.
     """
+    if train.optimizer == "muon":
+        _check_muon(train, model, say)
     group_of = {name: number for number, group in enumerate(train.groups) for name in group.parameters}
     if not group_of:
         return
@@ -119,3 +126,61 @@ def check_groups(train: TrainSpec, model: LayeredModel, say: Callable[[str], Non
     if unknown := [name for name in group_of if name not in known]:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         say(f"note: train.groups: no layer of the model has a parameter {unknown[0]}{more}")
+
+
+def _check_muon(train: TrainSpec, model: LayeredModel, say: Callable[[str], None]) -> None:
+    names = list(dict.fromkeys(name for i in range(model.count) for name in model.parameter_names(i)))
+    for pattern in train.muon_excludes:
+        if pattern not in NO_MUON and not any(fnmatchcase(name, pattern) for name in names):
+            fix = f"leave it out; parameters are named as {names[0]} and {names[-1]}"
+            raise SpecError("train.muon_excludes", f'no parameter matches "{pattern}"', fix)
+    left = [name for name in names if any(fnmatchcase(name, pattern) for pattern in train.muon_excludes)]
+    shown = ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else "") if left else "none"
+    say(f"note: AdamW updates what is no matrix, and of what train.muon_excludes matches: {shown}")
+
+
+def check_slices(
+    slices: int, model: LayeredModel, data: Path, job: JobSpec, validation: ValidationMetrics | None
+) -> None:
+    """Raise an error if the plan cuts micro-batches along a sequence and this job cannot."""
+    if slices == 1:
+        return
+    from raypipe.data import open_data
+    from raypipe.runtime.validation.metrics import validation_metrics
+
+    model.slice_lengths(slices)
+    if open_data(data, model.task).lengths("train", job.train.seed, 0, job.train.batch):
+        why = "the samples differ in length, and slices of a micro-batch are of one length"
+        raise SpecError("parallel.slices", why, "use slices: 1, or samples of one length")
+    if (validation or validation_metrics(job.train)) is not None:
+        why = "a micro-batch's predictions come in slices, and functions for figures want them whole"
+        raise SpecError("train.metrics", why, "leave it out, or use parallel.slices: 1")
+
+
+def check_compiler(job: JobSpec) -> None:
+    """Raise an error if the job wants stages compiled and this host cannot."""
+    from raypipe.runtime.compiled.toolchain import missing_toolchain
+
+    if job.train.compile == "inductor" and (why := missing_toolchain()) is not None:
+        raise SpecError(
+            "train.compile", why, "install g++ and Python's headers (or name another compiler in CXX), or use none"
+        )
+
+
+def check_metrics(job: JobSpec, model: JobModel, validation: ValidationMetrics | None) -> None:
+    """Raise an error if figures of a validation are asked for that nothing can compute."""
+    from raypipe.runtime.validation.metrics import validation_metrics
+
+    best = job.train.best_metric
+    if (validation or validation_metrics(job.train)) is not None:
+        if not model.declared.task.predicts:
+            why = "the model ends with its loss, so there are no predictions"
+            raise SpecError("train.metrics", why, "leave it out, or train with model.loss: task")
+        return
+    figures = model.declared.task.figures if best != "loss" else (best,)
+    if not figures:
+        why = f"{best}, but no function computes figures of a validation"
+        raise SpecError("train.best_metric", why, "give the function in train.metrics, or use loss")
+    if best not in figures:
+        why = f"{best} is not among the figures of the loss function, {', '.join(figures)}"
+        raise SpecError("train.best_metric", why, nearest(best, figures))

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from raypipe.compat.ray_private import JOB_CONFIG
+from raypipe.compat.ray_private import JOB_CONFIG, validate_snapshot
 from raypipe.errors import CheckpointError, RaypipeError, SpecError
-from raypipe.files import parse_json, read_regular
+from raypipe.files import parse_json, read_json, read_regular
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_dir import CHECKPOINTS, RECORD, check_own, hold, mend_logs, place, stillborn
+from raypipe.observe.run_dir import CHECKPOINTS, RECORD, check_own, hold, mend_logs, place, set_aside, stillborn
 from raypipe.observe.run_log import METRICS, log_event
 
 
@@ -133,8 +133,6 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
 
 def mend(directory: Path, say: Callable[[str], None]) -> None:
     """Repair files that a killed run may have left half written: its logs and Ray Train's state."""
-    from raypipe.runtime.cluster.ray_train import check_snapshot
-
     mend_logs(directory, say)
     check_snapshot(directory, say)
 
@@ -143,3 +141,41 @@ def note(directory: Path, notices: list[str]) -> None:
     """Put notices that have been shown into the run's events."""
     for notice in notices:
         log_event(directory, "notice", message=notice)
+
+
+# Check Ray Train's snapshot: its list of reported checkpoints, which it reads when a run begins in its directory.
+#
+# Ray Train needs the list only to delete old checkpoints; a run resumes from raypipe's own manifests. A damaged one is
+# therefore renamed, so that Ray Train does not fail on it.
+
+SNAPSHOT = "checkpoint_manager_snapshot.json"
+
+
+def check_snapshot(directory: Path, say: Callable[[str], None]) -> None:
+    """Rename the snapshot if Ray Train could not read it, and report that through ``say``.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    path = directory / SNAPSHOT
+    if path.exists() and (wrong := _wrong(path)) is not None:
+        say(f"note: {path}: {wrong}; it is now {set_aside(path).name}, and the run resumes from its own checkpoints")
+
+
+def _wrong(path: Path) -> str | None:
+    """Say why Ray Train would reject the snapshot; None if it would accept it."""
+    try:
+        snapshot = read_json(path)
+        validate_snapshot(snapshot)
+        listed = [one["checkpoint_dir_name"] for one in snapshot["checkpoint_results"]]
+        latest = snapshot.get("latest_checkpoint_result")
+        pending = snapshot["pending_training_results"]
+        mentioned = [one["checkpoint_dir_name"] for one in (*pending, *([latest] if latest else []))]
+        consistent = len(listed) == len(snapshot["checkpoint_report_indices"]) and set(listed).issuperset(mentioned)
+        consistent = consistent and len(pending) == len(snapshot["pending_validation_specs"])
+    except Exception:  # a damaged file may raise anything here, pydantic's errors included
+        return "is damaged"
+    if not consistent:
+        return "contradicts itself"
+    lost = next((name for name in listed if not (path.parent / name).is_dir()), None)
+    return None if lost is None else f"names {lost}, which is gone"

@@ -26,7 +26,7 @@ from raypipe.models.captured import CapturedModel, Share
 from raypipe.models.given.read import given_model
 from raypipe.models.gpt import GptLayers
 from raypipe.models.layered import LayeredModel
-from raypipe.models.losses.function import (
+from raypipe.models.loss_function import (
     capture_with_loss,
     check_function,
     end_with_loss,
@@ -34,13 +34,14 @@ from raypipe.models.losses.function import (
     loss_code,
     loss_function,
 )
-from raypipe.models.losses.provided import LossFunction
-from raypipe.models.own_loss import LOSS, GivenLoss, OwnLoss
+from raypipe.models.losses import LOSS, GivenLoss, LossFunction, OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
 from raypipe.models.sources.packed_rows import apart, check_apart, is_packed
 from raypipe.models.task import MASK, Field, Task
 from raypipe.tensor import Division, divide_module
+from raypipe.tensor.experts import KEY as EXPERTS_KEY
+from raypipe.tensor.experts import ExpertsParallel
 
 DTYPES = {
     "float32": torch.float32,
@@ -53,7 +54,11 @@ Fields = Mapping[str, Field]
 
 
 def build_model(
-    job: JobSpec, fields: Fields | None, tensor_rank: int | None = None, parallel: ParallelSpec | None = None
+    job: JobSpec,
+    fields: Fields | None,
+    tensor_rank: int | None = None,
+    parallel: ParallelSpec | None = None,
+    expert_rank: int = 0,
 ) -> LayeredModel:
     """Build the layers of a job's model.
 
@@ -64,6 +69,7 @@ def build_model(
         fields: the raw inputs that the data's arrays provide; None for text.
         tensor_rank: build this tensor rank's share of the model (``parallel.tensor``); None builds the whole model.
         parallel: the plan's section; None where there is no plan: the job's.
+        expert_rank: which share of the experts to build (``parallel.experts``), where ``tensor_rank`` is not None.
 
     Raises:
         SpecError: the model does not exist, does not fit its data, or cannot be divided.
@@ -72,9 +78,13 @@ def build_model(
     if job.train.dtype not in DTYPES:
         raise SpecError("train.dtype", f"{job.train.dtype} is for planning alone", "train with bfloat16-true")
     division, parallel = None, job.parallel if parallel is None else parallel
-    if tensor_rank is not None and parallel.tensor > 1:
-        division = Division(parallel.tensor, tensor_rank, parallel.tensor_table)
+    if tensor_rank is not None and (parallel.tensor > 1 or parallel.experts > 1):
+        table = parallel.tensor_table if parallel.tensor > 1 else None
+        division = Division(parallel.tensor, tensor_rank, table, parallel.experts, expert_rank)
     smoothing = job.train.label_smoothing
+    if division is not None and division.experts > 1 and not isinstance(job.model, HfSpec | ImportSpec):
+        why = "only the experts of models from model.hf and model.import can be divided"
+        raise SpecError(EXPERTS_KEY, why, "use experts: 1")
     if isinstance(job.model, GptSpec):
         return GptLayers(job.model, DTYPES[job.train.dtype], division, smoothing)
     branches = parallel.placement == "branches"
@@ -82,8 +92,8 @@ def build_model(
         return given_model(job.model, fields, job.data.mask, division is not None, branches, smoothing)
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
-    # The capture is the same for all tensor ranks, so it is made for rank 0 only.
-    common = division and replace(division, tensor_rank=0)
+    # The capture is the same for all ranks, so it is made for rank 0 only.
+    common = division and replace(division, tensor_rank=0, expert_rank=0)
     lines = job.data.type == "lines"
     model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches, smoothing)
     return model if division is None else model.share_of(division)
@@ -126,14 +136,14 @@ def _captured(
             why = "a line is one sequence, and this model takes two"
             raise SpecError("data.type", why, "use arrays with input_ids and labels")
         fields[MASK] = Field((_sequence(spec),), torch.int64)
-    whole = build = _in_training(source.build, spec, DTYPES[dtype])
-    if function is not None:
-        build = _ending(whole, function, list(fields))
+    whole = divided = _in_training(source.build, spec, DTYPES[dtype])
     share = None
     if division is not None:
-        build = _divided(whole, division)
-        undivided = _captured(kind, record, mask, given, dtype, None, lines).graph
+        divided = _divided(whole, division)
+        # Copies that divide experts alone draw random numbers for the whole of every tensor.
+        undivided = _captured(kind, record, mask, given, dtype, None, lines).graph if division.size > 1 else None
         share = Share(division, divide_module(build_without_memory(whole), division), undivided)
+    build = divided if function is None else _ending(divided, function, list(fields))
 
     def fresh() -> Captured:
         # torch.export and SymPy, which workers need not import
@@ -146,7 +156,7 @@ def _captured(
         example: dict[str, object] = {n: example_of(fields[field], DTYPES[dtype]) for n, field in arguments.items()}
         if function is not None:
             check_function(build_without_memory(whole), function, fields, task.of_microbatch)
-            return capture_with_loss(whole, function, list(fields), example, _as_it_is(skeleton, spec.as_it_is))
+            return capture_with_loss(divided, function, list(fields), example, _as_it_is(skeleton, spec.as_it_is))
         example |= source.constants
         outputs = (LOSS,) if own and source.outputs is not None else source.outputs
         rows = _first_rows(arrays, task, DTYPES[dtype])
@@ -248,14 +258,21 @@ def example_of(field: Field, dtype: torch.dtype) -> Tensor:
 
 
 def _as_it_is(module: nn.Module, asked: Sequence[str]) -> list[str]:
-    """Return the paths of the modules that ``model.as_it_is`` names, without those inside others."""
+    """Return the paths of the modules that ``model.as_it_is`` names, without those inside others.
+
+    With them are divided experts: how many tokens they get follows from values, which no graph can hold.
+    """
     parts = dict(module.named_modules())
     kinds = {type(part).__name__ for part in parts.values()}
     for name in asked:
         if name not in parts and name not in kinds:
             why = f"the model has neither a module nor a class {name}"
             raise SpecError("model.as_it_is", why, nearest(name, [*kinds, *parts]))
-    found = [path for path, part in parts.items() if path in asked or type(part).__name__ in asked]
+    found = [
+        path
+        for path, part in parts.items()
+        if path in asked or type(part).__name__ in asked or isinstance(part, ExpertsParallel)
+    ]
     return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
 
 

@@ -15,13 +15,13 @@ from raypipe.capture.captured import Captured
 from raypipe.capture.stage_module import build_subgraph
 from raypipe.errors import RunError, SpecError
 from raypipe.graph.dims import Sizes, evaluate_all
-from raypipe.graph.liveness import between_spans, inputs_read
+from raypipe.graph.liveness import Result, between_spans, inputs_read
 from raypipe.graph.operation_costs import forward_flops
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, selected
 from raypipe.graph.placeholders import placeholders
 from raypipe.graph.positions import sequence_flow
-from raypipe.graph.stages.links import Result
 from raypipe.graph.subgraphs import shard
+from raypipe.models.current_slice import current_slice
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
 from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
@@ -31,20 +31,19 @@ from raypipe.models.running_statistics import (
     learn_statistics,
     uses_batch_statistics,
 )
-from raypipe.models.slices.attention import causal_attention
-from raypipe.models.slices.current import current_slice
+from raypipe.models.slice_attention import causal_attention
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task
 from raypipe.tensor import Division, Shard
 
 
 class Share(NamedTuple):
-    """This process's share of a model that tensor parallelism divides."""
+    """This process's share of a model that tensor ranks or copies divide."""
 
     division: Division
     shards: Mapping[str, Shard]
-    whole: OperationGraph
-    """Graph of the undivided model."""
+    whole: OperationGraph | None
+    """Graph of the undivided model; None if all that is random has the same shapes in both."""
 
 
 class CapturedModel(LayeredModel):
@@ -59,7 +58,7 @@ class CapturedModel(LayeredModel):
         fields: per raw input of the model, its name and its field in the data.
         build: constructs the module, for submodules that run opaquely.
         share: this process's share under tensor parallelism; None for the whole model.
-        branches: keep parallel branches apart, each piece between two joins a layer (``graph.stages.pieces``).
+        branches: keep parallel branches apart, each piece between two joins a layer (``graph.pieces``).
 
     Raises:
         CaptureError: the model writes buffers other than batch norm's, or draws random numbers in a way that random
@@ -80,7 +79,7 @@ class CapturedModel(LayeredModel):
         self.fields = {name: fields[name] for name in captured.graph.inputs}
         written = captured.graph  # in the order of the model's code, which numbers random operations
         if branches:
-            from raypipe.graph.stages.pieces import branch_order, piece_sharding  # networkx
+            from raypipe.graph.pieces import branch_order, piece_sharding  # networkx
 
             pieces = branch_order(written, self.sizes(1, written))
             captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))
@@ -99,7 +98,8 @@ class CapturedModel(LayeredModel):
         self.placeholders = tuple(
             found._replace(input=self.fields[found.input][0]) for found in placeholders(graph, one)
         )
-        whole = random_shapes(share.whole, self.sizes(2, share.whole)) if share is not None else None
+        undivided = share.whole if share is not None else None
+        whole = random_shapes(undivided, self.sizes(2, undivided)) if undivided is not None else None
         self.sites = find_sites(written, self.sizes(2), self.sizes(4), whole)
         if share is not None:
             self.division, self.shards = share.division, share.shards

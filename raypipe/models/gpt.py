@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raypipe.job import GptSpec
+from raypipe.models.current_slice import current_slice
 from raypipe.models.keyed_random import KeyedDropout, fold64
 from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
-from raypipe.models.slices.attention import causal_attention
-from raypipe.models.slices.current import current_slice
+from raypipe.models.slice_attention import causal_attention
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
 from raypipe.tensor import Division
 

@@ -38,12 +38,36 @@ def to_host(x: Tensor) -> Tensor:
     return host
 
 
+STREAMS = 32
+"""Streams that a GPU has of one priority; torch gives out the same ones again after so many."""
+_streams: dict[tuple[torch.device, int], dict[str, Any]] = {}
+
+
+def named_stream(device: torch.device, name: str, priority: int = 0) -> Any:
+    """Return this process's stream of a name, the same one each time, also where a device is set up again.
+
+    Beyond the number that the hardware has, names share the streams of the later half. Transfers to several peers then
+    go one after the other, which their order allows (``schedule.lowering.safe_order``), and what was named first, such
+    as uploads and gradients on a second stream, keeps its own.
+    """
+    known = _streams.setdefault((device, priority), {})
+    if name not in known:
+        shared = STREAMS // 2 + len(known) % (STREAMS // 2)
+        known[name] = make_stream(device, priority) if len(known) < STREAMS else [*known.values()][shared]
+    return known[name]
+
+
+def make_stream(device: torch.device, priority: int) -> Any:
+    """Return a new stream of a GPU."""
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+
 class Uploads:
     """Copies the host's tensors to a device beside its compute, on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream: Any = named_stream(device, "uploads") if device.type == "cuda" else None
 
     def start(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start copying CPU tensors; pass the result through ``use`` before anything else."""

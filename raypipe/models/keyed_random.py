@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raypipe.errors import RunError
+from raypipe.models.current_slice import current_slice
 from raypipe.models.host_copies import to_device
-from raypipe.models.slices.current import current_slice
 from raypipe.tensor.group import current_group
 
 _MASK64 = (1 << 64) - 1

@@ -2,7 +2,7 @@
 
 A layer is a block of a GPT, or a sub-graph of a captured model. Layers are numbered in an order in which they can run,
 so any consecutive ones can be a stage of a chain; in a graph of branches a stage is any set of layers
-(``graph.stages``). Raw inputs (tokens, labels, images, masks) are no results: every device reads the data itself.
+(``graph.liveness``). Raw inputs (tokens, labels, images, masks) are no results: every device reads the data itself.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
+from raypipe.graph.liveness import Result, between_parts, live_after
 from raypipe.graph.placeholders import Placeholder
-from raypipe.graph.stages.links import Result, between_parts, live_after
 from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, Task
 from raypipe.plan.cut.layers import LayerCut, Placement, fastest_cut

@@ -81,7 +81,7 @@ class Task(ABC):
     predicts = True
     """Whether the model's output is a prediction of labels; it may be the loss itself."""
     figures: tuple[str, ...] = ()
-    """Names of figures that follow the loss in the last dimension of the model's output (``losses.function``)."""
+    """Names of figures that follow the loss in the last dimension of the model's output (``loss_function``)."""
     ignored: float | None = None
     """The label that is no target, so that rows of a mini-batch can be left out; None if the loss needs every row."""
     masks = False

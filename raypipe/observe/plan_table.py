@@ -8,8 +8,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raypipe.observe.draw.terminal import show
 from raypipe.observe.tables import text_table
+from raypipe.observe.terminal import show
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import Decision, Row, label
 from raypipe.plan.decision_json import recompute_word, schedule_of, terms_beside
@@ -139,8 +139,11 @@ def show_decision(decision: Decision, console: Console) -> None:
     )
     for note in decision.notes:
         console.print(note + "\n", markup=False, highlight=False)
-    drawn = [row.prediction for row in decision.rows if row.prediction.fits][:3]
-    drawn = [p for p in drawn if _drawable(p)]
+    drawn = [
+        p
+        for p in [row.prediction for row in decision.rows if row.prediction.fits][:3]
+        if p.candidate.stages <= DRAWN_DEVICES and 3 * p.form.stages * p.candidate.microbatches <= DRAWN_TASKS
+    ]
     if drawn:
         console.print(_drawn_title(drawn), markup=False, highlight=False)
         show([timeline_of(p) for p in drawn], console)
@@ -148,10 +151,6 @@ def show_decision(decision: Decision, console: Console) -> None:
     if closed is not None:
         console.print()
         console.print(closed)
-
-
-def _drawable(p: Prediction) -> bool:
-    return p.candidate.stages <= DRAWN_DEVICES and 3 * p.form.stages * p.candidate.microbatches <= DRAWN_TASKS
 
 
 def _drawn_title(drawn: Sequence[Prediction]) -> str:

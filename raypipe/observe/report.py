@@ -19,8 +19,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from raypipe import __version__
 from raypipe.errors import RaypipeError
 from raypipe.explain.replay import MEANING
-from raypipe.observe.draw.palette import fill, ink
 from raypipe.observe.explained_run import Explained, cause_cells, explain_run, most_lost, sentence
+from raypipe.observe.palette import fill, ink
 from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_record import RunRecord, event_sentences, memory_rows
 from raypipe.observe.timelines import Lanes, lanes_of

@@ -14,7 +14,7 @@ from typing import Any
 from raypipe.atomic_write import write_whole
 from raypipe.errors import RaypipeError, RequestError
 from raypipe.files import strict_json
-from raypipe.observe.draw.palette import LOOKS
+from raypipe.observe.palette import LOOKS
 from raypipe.plan.online.recorded_steps import FEWEST, RecordedSteps
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.forms.text import parse_task

@@ -159,6 +159,9 @@ def pieces_key(job: JobSpec) -> str | None:
             *sorted(TENSOR_CODE.rglob("*.[py]*")),
             *([Path(own)] if own is not None and Path(own).is_file() else []),
         ]
+    if job.parallel.experts > 1:
+        asked["experts"] = job.parallel.experts
+        code += sorted(TENSOR_CODE.rglob("*.py"))
     return fingerprint(asked, code, ("torch", "transformers"))
 
 

@@ -7,12 +7,11 @@ from itertools import pairwise
 
 import torch
 
-from raypipe.capture.weight_gradients import split_flops
 from raypipe.cost.gpt_work import gpt_work
 from raypipe.cost.profile import Slicing
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import CaptureError, SpecError
-from raypipe.graph.operation_costs import ON_GPU, Autocast
+from raypipe.graph.operation_costs import ON_GPU, Autocast, split_flops
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
 from raypipe.models import CutTensor, GptLayers, LayeredModel

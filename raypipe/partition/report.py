@@ -11,8 +11,8 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import stage_times
 from raypipe.cost.stages import costs_of
 from raypipe.errors import SpecError
+from raypipe.plan.cut.exact import Memory
 from raypipe.plan.cut.layers import NOISE, LayerCut, check_stages, cut_layers, fastest_cut, given_cut
-from raypipe.plan.cut.runs import Memory
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import births, deaths, recomputed_pairs
 from raypipe.simulate.engine import simulate

@@ -337,7 +337,7 @@ def candidates(grid: Grid, most_stages: int, asked: Asked = NOTHING) -> Iterator
         return
     named = asked.get("schedule")
     for name, family in SCHEDULES.items():
-        if named not in (None, name):
+        if named != name and (named is not None or family.paired):
             continue
         own = [option for option in OPTIONS if option in family.options]
         fixed = {"chunks": family.fixed_chunks} if family.fixed_chunks else {}

@@ -30,8 +30,7 @@ from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.remedies import remedies, used_up
-from raypipe.plan.searched_gathers import searched_gathers
-from raypipe.plan.searched_orders import searched_orders
+from raypipe.plan.searched import searched_gathers, searched_orders
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from raypipe.plan.watch import ENDLESS, Watch
@@ -292,7 +291,7 @@ def label(c: Candidate) -> str:
 def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
-    stay = [*JOBS_OWN, BUDGET, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
+    stay = [*JOBS_OWN, BUDGET, "experts", *(["tensor_table"] if p.candidate.tensor > 1 else [])]
     own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
     recomputed = {"recompute": tuple(sorted(p.recomputed))} if p.recomputed else {}
     return {**p.candidate.parallel(**keep, **own, **recomputed).model_dump(), "auto": False}
@@ -393,6 +392,7 @@ def choose(
         for (tensor, halves), own in profiles.items()
         for g in grids(count, train.batch, deepest(job, own), 1, _largest(own), tensor, halves)
         if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in GRID if key != "microbatches")
+        and not g.replicas % given.get("experts", 1)
     ]
     if not every:
         fix = "give fewer keys, or others"

@@ -62,7 +62,7 @@ def can_recover(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
         and schedule.versions == "flush"
         and schedule.sharding is None
         and not parallel.late_updates  # one layer's update can be final on one device and not on another
-        and parallel.tensor == 1  # nobody has tried it with ranks that share their layers
+        and parallel.tensor == parallel.experts == 1  # nobody has tried it with ranks that share their layers
         and parallel.transport != "ray-collective"  # it joins a world once in the life of a process
         and all(transfers(schedule.placement, {rank}, parallel.tensor) is not None for rank in range(ranks))
     )

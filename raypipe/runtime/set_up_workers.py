@@ -19,9 +19,15 @@ from raypipe.runtime.graphs.device_graphs import check_graphs
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.node_files import files_of_nodes
-from raypipe.runtime.setup.communicators import Topology, rendezvous_of
+from raypipe.runtime.setup.communicators import Topology, check_devices, rendezvous_of
 from raypipe.runtime.setup.setup import Setup
-from raypipe.runtime.setup.tensor_ranks import tensor_rank_edges, tensor_rank_groups, tensor_rank_of
+from raypipe.runtime.setup.tensor_ranks import (
+    expert_groups,
+    expert_ranks,
+    tensor_rank_edges,
+    tensor_rank_groups,
+    tensor_rank_of,
+)
 from raypipe.runtime.update.gradients import TiedHolders, shared_groups
 from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule.ir import Schedule
@@ -64,6 +70,7 @@ def set_up(
         ClusterError: the nodes cannot run the job together.
         ScheduleError: a program would not count every micro-batch exactly once, or could deadlock on GPUs.
     """
+    check_devices(workers.locations)
     workers.apart = check_hosts(workers.actors, workers.locations, directory, job.train.message_timeout_s)
     setups = setups_of(workers, job, running, directory, checkpoint, search_recompute, done, recovers, left_out)
     return list(ray.get(workers.call_each("setup", [(one,) for one in setups])))
@@ -114,8 +121,14 @@ def setups_of(
             rendezvous=rendezvous_of(workers.locations),
             edges=tensor_rank_edges(edges(schedule), tensor),
             groups=tensor_rank_groups(
-                shared_groups(schedule.placement, tied, schedule.sharding is not None)
-                | shard_groups(schedule.sharding, schedule.placement),
+                shared_groups(
+                    schedule.placement,
+                    tied,
+                    schedule.sharding is not None,
+                    expert_ranks(schedule.replicas, plan.parallel.replicas, plan.parallel.experts),
+                )
+                | shard_groups(schedule.sharding, schedule.placement)
+                | expert_groups(schedule.placement, plan.parallel.replicas, plan.parallel.experts),
                 schedule.devices,
                 tensor,
             ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from raypipe.errors import ScheduleError, nearest
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families import chimera, greedy, out_of_order, textbook, zero_bubble
+from raypipe.schedule.families import chimera, dual_pipe, greedy, out_of_order, textbook, zero_bubble
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import check_memory
@@ -29,6 +29,8 @@ class Family:
     placement: Callable[[Shape], tuple[int, ...]] | None = None
     """Device of each stage, for families that search for their orders, so that nobody has to wait for an order to learn
     where stages are; such a family exists for every number of devices and chunks."""
+    paired: bool = False
+    """It is made for pairs, which gain where one half hides the other's all-to-all; a search takes it where named."""
     fills: bool = False
     """Every device runs all forwards of a unit (without units: of the step) before its first weight gradient, in
     an order made for even costs; so it holds all their activations at one moment."""
@@ -82,6 +84,23 @@ SCHEDULES: dict[str, Family] = {
         make=chimera.tight, about="Chimera's placement in an order without bubbles between units, for BW = 2F"
     ),
     "gems": Family(make=chimera.gems, about="two opposite replicas take turns: one activation per device"),
+    "dualpipe": Family(
+        make=dual_pipe.dualpipe,
+        about="two opposite pipelines whose forwards and backwards run in pairs: all-to-all hides behind compute",
+        paired=True,
+    ),
+    "dualpipev": Family(
+        make=dual_pipe.dualpipev,
+        about="DualPipe in a V: one copy of the weights on half of the devices",
+        fixed_chunks=2,
+        paired=True,
+    ),
+    "interleaved-overlap": Family(
+        make=dual_pipe.interleaved_overlap,
+        about="interleaved 1F1B in pairs, one more micro-batch ahead (Megatron's combined 1F1B)",
+        options=_CHUNKS,
+        paired=True,
+    ),
     "pipedream": Family(
         make=textbook.pipedream, about="asynchronous 1F1B: an update per micro-batch on stashed weights"
     ),

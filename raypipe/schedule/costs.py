@@ -15,6 +15,7 @@ from raypipe.schedule.kinds import JOINT, KINDS, TRAITS, Kind
 
 LONGEST = 1e12
 """Largest time that a user may give, in any unit; sums over a step then stay exact enough to compare."""
+_LEFT_OUT = ("gather", "reduce_scatter", "attention", "attention_grad", "dispatch", "combine")
 _FIELDS: dict[str, tuple[str, ...]] = {kind: traits.cost for kind, traits in TRAITS.items()}
 
 
@@ -38,6 +39,13 @@ class CostTable:
     of it, and 1/k of all else. Left out, there is none."""
     attention_grad: tuple[float, ...] = ()
     """The same part of ``input_grad``; weight gradients have none."""
+    dispatch: tuple[float, ...] = ()
+    """The part of ``forward``, and of ``input_grad`` on the way back, in which tokens travel to experts and the device
+    waits for them. Left out, there is none."""
+    combine: tuple[float, ...] = ()
+    """The same for the results of experts on their way to the tokens' devices."""
+    overlap: float = 1.0
+    """Share of what one half of a pair could hide of the other's dispatch and combine that it does hide, 0 to 1."""
     comm: Comm = 0.0
     """Latency of a message between two devices; messages inside a device take no time. It is one number for every link,
     or a tuple whose value s is the latency between stages s and s+1 in both directions; see ``latency`` for stages
@@ -66,7 +74,7 @@ class CostTable:
         )
 
     def __post_init__(self) -> None:
-        for name in ("gather", "reduce_scatter", "attention", "attention_grad"):
+        for name in _LEFT_OUT:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0.0,) * len(self.forward))
         single = [kind for kind, fields in _FIELDS.items() if len(fields) == 1]
@@ -82,6 +90,11 @@ class CostTable:
             if len(part) != len(whole) or not all(0 <= p <= w for p, w in zip(part, whole, strict=True)):
                 what = "forward" if name == "attention" else "input_grad"
                 raise ScheduleError(name, f"{part} is no part of {what}", f"use numbers from 0 to {what}, per stage")
+        if not all(len(part) == self.stages and min(part) >= 0 for part in (self.dispatch, self.combine)):
+            why = f"dispatch {self.dispatch}, combine {self.combine}"
+            raise ScheduleError("costs", why, "give one number >= 0 per stage")
+        if not 0 <= self.overlap <= 1:
+            raise ScheduleError("overlap", f"{self.overlap} is no share", "use 0 to 1")
         for value in latencies(self.comm):
             if not 0 <= value < float("inf"):
                 raise ScheduleError("costs", f"comm is {value}", "use a finite number >= 0")
@@ -115,9 +128,40 @@ class CostTable:
     def durations(self, schedule: Schedule, tasks: list[Task]) -> list[float]:
         """Return the time of each task: its stage's cost times the number of its micro-batches, or its slice's share.
 
+        Both halves of a pair take the pair's time (``together``).
+
         Raises:
             ScheduleError: the table has another number of stages than the schedule.
         """
+        alone = self._alone(schedule, tasks)
+        if not schedule.joined:
+            return alone
+        other, known = schedule.pairs, list(schedule.pairs)
+        time = dict(zip(known, self._alone(schedule, known), strict=True))
+        size = float(schedule.size)
+        return [
+            self.together((task, time[task]), (other[task], time[other[task]]), size) if task in other else own
+            for task, own in zip(tasks, alone, strict=True)
+        ]
+
+    def together(self, one: tuple[Task, float], two: tuple[Task, float], size: float = 1.0) -> float:
+        """Return the time of a pair of tasks, each given with its own time.
+
+        It is at most their sum. At best neither the device nor the links rest: the pair takes as long as both halves'
+        compute, both halves' dispatch and combine, or the longer half, whichever is longest. ``overlap`` is the share
+        of the way there.
+
+        >>> from dataclasses import replace
+        >>> table = replace(CostTable.even(1, 10, 10, 10), dispatch=(2.0,), combine=(2.0,))
+        >>> table.together((Task("F", 0, (1,)), 10.0), (Task("BW", 0, (0,)), 20.0))
+        22.0
+        """
+        whole = one[1] + two[1]
+        travel = sum((self.dispatch[t.stage] + self.combine[t.stage]) * len(t.mbs) * size for t, _ in (one, two))
+        least = min(whole, max(whole - travel, travel, one[1], two[1]))
+        return whole - self.overlap * (whole - least)
+
+    def _alone(self, schedule: Schedule, tasks: list[Task]) -> list[float]:
         if self.stages != schedule.stages:
             raise ScheduleError(
                 "costs", f"{self.stages} values for {schedule.stages} stages", f"give 1 or {schedule.stages} values"

@@ -15,7 +15,17 @@ from typing import Literal, NamedTuple
 from raypipe.errors import ScheduleError
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Backward, Rules, Schedule, StageGraph, Task, backwards, grid
-from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, BW, GRADIENTS, KINDS, READS_WEIGHTS, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.kinds import (
+    BACKWARD,
+    BOOKKEEPING,
+    BW,
+    EXCHANGES,
+    GRADIENTS,
+    KINDS,
+    READS_WEIGHTS,
+    WEIGHT_GRADIENTS,
+    Kind,
+)
 
 
 class Need(NamedTuple):
@@ -34,13 +44,14 @@ _WEIGHTS = tuple(kind for kind in KINDS if kind in WEIGHT_GRADIENTS)
 def dependencies(
     kind: Kind, stage: int, inputs: list[int], outputs: list[int], recomputed: bool, rules: Rules, backward: Backward
 ) -> list[Need]:
-    """Return what must have finished before a compute task of ``stage`` may start, for each of its micro-batches.
+    """Return what must have finished before a task of ``stage`` may start, for each of its micro-batches.
 
     The backward of a last stage (without outputs) waits only for its own forward. With slices, a forward also waits
-    for the keys and values of the slice before, and a backward for their gradients from the slice after.
+    for the keys and values of the slice before, and a backward for their gradients from the slice after. What a stage
+    of experts reads comes by its DF, what is read of it by its CF; DB and CB are their counterparts on the way back.
 
     Args:
-        kind: kind of the task.
+        kind: kind of the task, compute or all-to-all.
         stage: its stage.
         inputs: the stages that ``stage`` reads.
         outputs: the stages that read ``stage``.
@@ -48,13 +59,20 @@ def dependencies(
         rules: the options of the schedule.
         backward: what the backward of ``stage`` consists of (``ir.backwards``).
     """
-    gradient = [Need(_BACKWARD, s) for s in outputs]
+    experts = rules.experts
+    arrived = [Need(("CF",) if s in experts else ("F",), s) for s in inputs]
+    gradient = [Need(("CB",) if s in experts else _BACKWARD, s) for s in outputs]
+    if kind in EXCHANGES:
+        here = {"CF": Need(("F",), stage), "CB": Need(_BACKWARD, stage)}
+        return arrived if kind == "DF" else gradient if kind == "DB" else [here[kind]]
+    if stage in experts:
+        arrived, gradient = [Need(("DF",), stage)], [Need(("DB",), stage)]
     own = [Need(("R",) if recomputed else ("F",), stage)]
     sliced = rules.slices > 1
     if sliced:  # what computes the gradients of keys and values: W where it runs the whole backward
         gradient.append(Need(_BACKWARD if backward.input_grad else _WEIGHTS, stage, 1))
     if kind == "F":
-        return [Need(("F",), s) for s in inputs] + [Need(("F",), stage, -1)] * sliced
+        return arrived + [Need(("F",), stage, -1)] * sliced
     if kind == "R":
         return [Need(("F",), stage), *(gradient if rules.recompute == "late" else [])]
     if kind in BACKWARD:
@@ -125,6 +143,14 @@ class TaskGraph:
     """(task, need, micro-batch id of the need) for what no task provides; the schedule is then invalid."""
     doubled: list[tuple[int, int]]
     """Pairs of tasks that do the same work; the schedule is then invalid."""
+    joined: frozenset[int] = frozenset()
+    """The second halves of pairs; the first half of i is i - 1."""
+
+    def halves(self, i: int) -> tuple[int, ...]:
+        """Return the tasks that start together with task ``i``, itself included, in order."""
+        if i in self.joined:
+            return (i - 1, i)
+        return (i, i + 1) if i + 1 in self.joined else (i,)
 
 
 @no_collection()
@@ -214,7 +240,8 @@ def link(schedule: Schedule) -> TaskGraph:
         _link_bookkeeping(schedule, tasks, bookkeeping, preds)
     if schedule.sharding is not None:
         _link_sharding(schedule, tasks, first, preds)
-    return TaskGraph(schedule, tasks, device, first, preds, missing, doubled)
+    joined = frozenset(i for i, task in enumerate(tasks) if task in schedule.joined) if schedule.joined else frozenset()
+    return TaskGraph(schedule, tasks, device, first, preds, missing, doubled, joined)
 
 
 def _either(where: dict[tuple[Kind, int], dict[int, int]], need: Need) -> dict[int, int]:

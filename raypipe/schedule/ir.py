@@ -9,11 +9,13 @@ Glossary. Papers use these words in different ways; raypipe uses those of ZeroPP
     activation   what a stage keeps of a micro-batch from its F (its R, where recomputed) to its last task: W or BW
     frozen       a stage without a trained parameter; it has no W, and no B either where no gradient passes through it
     flush        the end of a synchronous step, when every stage has all its gradients and updates its weights
+    pair         a forward and another micro-batch's backward that a device runs together, F||B
     version      a copy of a stage's weights that some micro-batch still needs; a flushed step has one
 
 Kinds of task (``kinds.py`` has a row of properties for each):
 
     F forward   B gradient of the input   W gradient of the weights   BW both at once   R recompute of a forward
+    DF dispatch of tokens to the experts of a stage   CF combine of their results   DB, CB the same for gradients
     AG all-gather of a stage's weights from the shards of its group   RS reduce-scatter of its gradients to the shards
     FREE reshard: drop the gathered weights                           AR all-reduce of gradients over a stage's holders
     U optimizer update of a stage
@@ -21,8 +23,9 @@ Kinds of task (``kinds.py`` has a row of properties for each):
 A replica is one of Chimera's directions, or a data-parallel copy in a replicated schedule; a job's
 ``parallel.replicas`` counts copies of a whole placement. Note that PyTorch writes ``I`` for our ``B`` and ``B`` for our
 ``BW``. Task ``2F0`` is stage 2, forward, micro-batch 0; ``2F0,1`` carries two micro-batches (Chimera's forward
-doubling); ``2F0@1`` belongs to replica 1. Bookkeeping tasks carry no micro-batch: ``2AG``, ``2AR``, ``2U``. AG, RS and
-FREE may occur several times per step; equal tasks are told apart by their order on their device.
+doubling); ``2F0@1`` belongs to replica 1; ``2F3|1BW0`` is a pair. Bookkeeping tasks carry no micro-batch: ``2AG``,
+``2AR``, ``2U``. AG, RS and FREE may occur several times per step; equal tasks are told apart by their order on their
+device.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS, Kind
@@ -87,6 +91,9 @@ class Rules:
     """With ``B``, W waits for B of its stage; with ``grad``, only for the incoming gradient (out-of-order backprop)."""
     skip_first_b: bool = False
     """A stage that sends no gradient on (stage 0, and others behind frozen stages alone) has W tasks but no B."""
+    experts: tuple[int, ...] = ()
+    """Stages of experts alone, in ascending order, whose tokens come by DF and DB and leave by CF and CB. Where other
+    stages hold experts, the all-to-all is inside their F and B."""
     frozen: tuple[int, ...] = ()
     """Stages without a trained parameter, in ascending order; see ``Backward``."""
     slices: int = 1
@@ -203,6 +210,11 @@ class Schedule:
     versions: Versions = "flush"
     sharding: Sharding | None = None
     """What data-parallel copies divide; None: nothing, and there are no AG, RS and FREE."""
+    exchange: tuple[int, int] = (1, 1)
+    """Data-parallel copies that the schedule holds, and how many consecutive ones divide the experts of a stage: what
+    these do of DF, CF, DB and CB for the same micro-batch of theirs is one all-to-all."""
+    joined: frozenset[Task] = frozenset()
+    """The second halves of pairs: each starts and ends with the forward right before it in its device's order."""
 
     @classmethod
     def of_chain(
@@ -213,6 +225,7 @@ class Schedule:
         microbatches: int,
         rules: Rules | None = None,
         size: Fraction | None = None,
+        joined: Iterable[Task] = (),
     ) -> Schedule:
         """Return a schedule whose stages form a chain, with whole micro-batches or, where ``rules`` say so, slices."""
         rules = rules or Rules()
@@ -224,6 +237,7 @@ class Schedule:
             graph=StageGraph.chain(len(placement[0])),
             rules=rules,
             size=size or Fraction(1, rules.slices),
+            joined=frozenset(joined),
         )
 
     @property
@@ -255,14 +269,36 @@ class Schedule:
         """Number of replicas (Chimera's directions times data-parallel copies)."""
         return len(self.placement)
 
+    @property
+    def pairs(self) -> dict[Task, Task]:
+        """Each task of a pair with its other half."""
+        found: dict[Task, Task] = {}
+        for order in self.orders if self.joined else ():
+            for first, second in pairwise(order):
+                if second in self.joined:
+                    found[first], found[second] = second, first
+        return found
+
+    def unpaired(self) -> Schedule:
+        """Return the schedule with the halves of its pairs one after another."""
+        return replace(self, joined=frozenset())
+
     def tasks(self) -> Iterable[Task]:
         """Iterate over all tasks, device by device."""
         for order in self.orders:
             yield from order
 
     def with_orders(self, orders: Iterable[Iterable[Task]], **changes: object) -> Schedule:
-        """Return the schedule with other orders, as passes do; ``changes`` are further fields."""
-        return replace(self, orders=tuple(tuple(o) for o in orders), **changes)  # type: ignore[arg-type]
+        """Return the schedule with other orders, as passes do; ``changes`` are further fields.
+
+        A pair lasts as long as its backward, joint or its B alone, comes right after the same forward.
+        """
+        rows = tuple(tuple(o) for o in orders)
+        if self.joined and "joined" not in changes:
+            held = {second[1:]: first for second, first in self.pairs.items() if second in self.joined}
+            kept = (b for row in rows for a, b in pairwise(row) if b.kind in BACKWARD and held.get(b[1:]) == a)
+            changes["joined"] = frozenset(kept)
+        return replace(self, orders=rows, **changes)  # type: ignore[arg-type]
 
     def without(self, kinds: Container[Kind]) -> Schedule:
         """Return the schedule without tasks of some kinds."""
@@ -286,7 +322,7 @@ def grid(schedule: Schedule, mark: tuple[int, int] | None = None, around: int = 
     cells: list[list[str]] = []
     for d in shown:
         order = schedule.orders[d]
-        row = [str(order[k]) if k < len(order) else "" for k in columns]
+        row = ["|" * (order[k] in schedule.joined) + str(order[k]) if k < len(order) else "" for k in columns]
         if d == at_device and mark is not None and at in columns and at < len(order):
             row[at - columns.start] = f">{order[at]}<"
         cells.append(row)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
-Kind = Literal["F", "B", "W", "BW", "R", "AG", "RS", "FREE", "AR", "U"]
+Kind = Literal["F", "B", "W", "BW", "R", "DF", "CF", "DB", "CB", "AG", "RS", "FREE", "AR", "U"]
 BW: Final[Kind] = "BW"
 """Both gradients in one task."""
 
@@ -52,6 +52,10 @@ TRAITS: Final[dict[Kind, Traits]] = {
         torch_letter="B",
     ),
     "R": Traits("recompute", ("recompute",), 0.0, weights=True),
+    "DF": Traits("dispatch", ("dispatch",), 0.0, compute=False, network=True),
+    "CF": Traits("combine", ("combine",), 0.0, compute=False, network=True),
+    "DB": Traits("dispatch of gradients", ("combine",), 0.0, compute=False, network=True),
+    "CB": Traits("combine of gradients", ("dispatch",), 0.0, compute=False, network=True),
     "AG": Traits("weight gather", ("gather",), 0.0, microbatches=False, compute=False, network=True),
     "RS": Traits("gradient reduce-scatter", ("reduce_scatter",), 0.0, microbatches=False, compute=False, network=True),
     "FREE": Traits("reshard", (), 0.0, microbatches=False, compute=False),
@@ -70,5 +74,7 @@ JOINT: Final = BACKWARD & WEIGHT_GRADIENTS
 """Kinds that compute both gradients in one task, the opposite of a split backward."""
 READS_WEIGHTS: Final = frozenset(k for k, t in TRAITS.items() if t.weights)
 NETWORK: Final = frozenset(k for k, t in TRAITS.items() if t.network)
+EXCHANGES: Final[frozenset[Kind]] = frozenset({"DF", "CF", "DB", "CB"})
+"""Kinds in which tokens, or their gradients, travel to experts and back: all-to-all."""
 SHARDED: Final[frozenset[Kind]] = frozenset({"AG", "RS", "FREE"})
 """Kinds of sharded data parallelism, which may occur several times per step and stage."""

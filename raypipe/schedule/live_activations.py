@@ -103,7 +103,10 @@ def unroll(schedule: Schedule, steps: int) -> Schedule:
             step = [t._replace(mbs=tuple(k * count + m for m in t.mbs)) for t in order if t.mbs]
             row = row + step if schedule.versions == "flush" else _merge_drain(row, step)
         rows.append(row)
-    return schedule.with_orders(rows, microbatches=steps * count)
+    joined = frozenset(
+        t._replace(mbs=tuple(k * count + m for m in t.mbs)) for k in range(steps) for t in schedule.joined
+    )
+    return schedule.with_orders(rows, microbatches=steps * count, joined=joined)
 
 
 def _merge_drain(done: list[Task], step: list[Task]) -> list[Task]:

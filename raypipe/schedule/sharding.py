@@ -3,7 +3,8 @@
 An AR is one collective over all replicas of its stage. AG and RS run in the stage's shard groups: the data-parallel
 copies of one replica. The n-th AG of a stage replica meets the n-th of every other member. Copies run the same order
 (``passes.replicate``), so every device of a group issues its collectives in the same order, and none waits for another
-in a circle; the verifier checks both.
+in a circle; the verifier checks both. All-to-all of an expert group (DF, CF, DB, CB) is one collective per micro-batch
+of the group's copies; the verifier's walk comes to an end only if all members issue theirs in one order.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import NamedTuple
 
 from raypipe.schedule.deps import TaskGraph
 from raypipe.schedule.ir import Schedule, Sharding, Task
-from raypipe.schedule.kinds import NETWORK, SHARDED, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.kinds import EXCHANGES, NETWORK, SHARDED, WEIGHT_GRADIENTS, Kind
 
-Collective = tuple[Kind, int, tuple[int, int], int]
+Collective = tuple[Kind, int, tuple[int, ...], int]
 """(kind, stage, shard group, how many of these the group has run before in this step)."""
 _ALL = (0, 0)
 
@@ -26,8 +27,14 @@ def collectives(graph: TaskGraph) -> dict[int, Collective]:
     sharding, replicas = graph.schedule.sharding, graph.schedule.replicas
     count: Counter[tuple[Kind, int, int]] = Counter()
     found: dict[int, Collective] = {}
-    for i, (kind, stage, _, replica) in enumerate(graph.tasks[: graph.first[graph.schedule.devices]]):
+    copies, together = graph.schedule.exchange
+    of_copy, own = replicas // copies, graph.schedule.microbatches // copies
+    for i, (kind, stage, mbs, replica) in enumerate(graph.tasks[: graph.first[graph.schedule.devices]]):
         if kind not in NETWORK:
+            continue
+        if kind in EXCHANGES:
+            group = replica % of_copy, replica // of_copy // together, *(mb % own for mb in mbs)
+            found[i] = (kind, stage, group, 0)
             continue
         if kind == "AR" or sharding is None:
             found[i] = (kind, stage, _ALL, 0)

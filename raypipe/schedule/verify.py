@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from raypipe.errors import ScheduleError
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import ZERO_LEVELS, Backward, Schedule, Sharding, grid
-from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, READS_WEIGHTS, SHARDED, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.kinds import (
+    BACKWARD,
+    BOOKKEEPING,
+    COMPUTE,
+    EXCHANGES,
+    READS_WEIGHTS,
+    SHARDED,
+    WEIGHT_GRADIENTS,
+    Kind,
+)
 from raypipe.schedule.live_activations import check_memory, check_versions
 from raypipe.schedule.sharding import collectives
 from raypipe.schedule.walk import WalkTimes, walk
@@ -39,10 +48,12 @@ def verify(
     _check_edges(schedule)
     _check_frozen(schedule)
     _check_slices(schedule)
+    _check_experts(schedule)
     graph = link(schedule) if graph is None else graph
     _check_tasks(graph)
     check_links(graph)
     _check_complete(graph)
+    _check_pairs(graph)
     _check_bookkeeping(graph)
     check_sharding(graph)
     check_ran(graph, walk(graph, [1.0] * len(graph.tasks)))
@@ -50,6 +61,28 @@ def verify(
         check_memory(schedule, memory_limit)
     if version_limit is not None:
         check_versions(schedule, version_limit)
+
+
+def _check_experts(schedule: Schedule) -> None:
+    experts, (copies, together) = schedule.rules.experts, schedule.exchange
+    if list(experts) != sorted(set(experts)) or not set(experts) <= set(range(schedule.stages)):
+        why = f"{' '.join(map(str, experts))} of {schedule.stages} stages"
+        raise ScheduleError("experts", why, "name each once, in ascending order, of those that there are")
+    if (
+        copies < 1
+        or together < 1
+        or schedule.replicas % copies
+        or schedule.microbatches % copies
+        or (copies > 1 and copies % together)
+    ):
+        why = f"experts divided over {together} of {copies} copies, {schedule.replicas} replicas in all"
+        raise ScheduleError("exchange", why, "give a divisor of the copies, and these a divisor of the replicas")
+    for task in schedule.tasks():
+        if task.kind in EXCHANGES and task.stage not in experts:
+            fix = f"name stage {task.stage} among the experts, or remove it"
+            raise ScheduleError("experts", f"{task} exchanges tokens of a stage that is not one of experts alone", fix)
+        if task.kind == "R" and experts:
+            raise ScheduleError("experts", f"{task} would need its tokens sent again", "divide without recomputation")
 
 
 def _check_slices(schedule: Schedule) -> None:
@@ -149,7 +182,25 @@ def _check_tasks(graph: TaskGraph) -> None:
                 owner[mb] = replica
 
 
-_COMPLETE: dict[Kind, frozenset[Kind]] = {"F": frozenset({"F"}), "B": BACKWARD, "W": WEIGHT_GRADIENTS}
+def _check_pairs(graph: TaskGraph) -> None:
+    """Check that a pair is a forward directly followed by a backward that does not need it."""
+    if lost := graph.schedule.joined - {graph.tasks[i] for i in graph.joined}:
+        task = min(lost)
+        raise ScheduleError("pairs", f"{task} is half of a pair, and no device runs it", "leave it out")
+    for i in sorted(graph.joined):
+        task, before = graph.tasks[i], i - 1
+        if i in graph.first or graph.tasks[before].kind != "F" or task.kind not in BACKWARD:
+            why = "a pair is a forward with a B or BW right after it"
+            raise fault_at(graph, i, why, f"put a forward before {task}, or leave the | out")
+        if before in graph.preds[i]:
+            why = f"runs together with {graph.tasks[before]}, and needs it"
+            raise fault_at(graph, i, why, "leave the | out, or pair it with another micro-batch's forward")
+
+
+_COMPLETE: dict[Kind, frozenset[Kind]] = {
+    **{"F": frozenset({"F"}), "B": BACKWARD, "W": WEIGHT_GRADIENTS},
+    **{kind: frozenset({kind}) for kind in EXCHANGES},
+}
 """Each stage runs exactly one task of each of these groups per micro-batch."""
 
 
@@ -157,12 +208,14 @@ def _check_complete(graph: TaskGraph) -> None:
     """Check that no task is missing; ``check_links`` has checked that none occurs twice."""
     schedule = graph.schedule
     count = schedule.microbatches
-    have: dict[Kind, list[int]] = {k: [0] * schedule.stages for k in COMPUTE}
+    have: dict[Kind, list[int]] = {k: [0] * schedule.stages for k in COMPUTE | EXCHANGES}
     for kind, stage, mbs, _ in graph.tasks:
         if mbs:
             have[kind][stage] += len(mbs)
     for s, backward in enumerate(schedule.backwards):
         wanted = {"F": True, "B": backward.input_grad, "W": backward.weight_grad}
+        wanted |= dict.fromkeys(("DF", "CF"), s in schedule.rules.experts)
+        wanted |= dict.fromkeys(("DB", "CB"), s in schedule.rules.experts and backward.exists)
         for kind, alike in _COMPLETE.items():
             if wanted[kind] and sum(have[k][s] for k in alike) != count:
                 _report_missing(graph, kind, s)
@@ -383,12 +436,16 @@ def check_ran(graph: TaskGraph, done: WalkTimes) -> None:
         task = heads[graph.device[waits[task]]]
     cycle = seen[seen.index(task) :] if task in seen else [done.stuck[0]]
     first = min(cycle, key=lambda i: _position(graph, i))
+    if len(cycle) == 1 and graph.tasks[waits.get(first, first)].kind in EXCHANGES:  # its members have not all come
+        first = waits.pop(first, first)
     if first not in waits:
         raise fault_at(
             graph,
             first,
-            "waits for the all-reduce of the stage's other devices, which they never reach",
-            "issue the all-reduces in the same order on every device",
+            "waits for the all-reduce of the stage's other devices, which they never reach"
+            if graph.tasks[first].kind not in EXCHANGES
+            else "waits for the all-to-all of the other members of its expert group, which they never reach",
+            "issue the collectives in the same order on every device",
         )
     chain = ", ".join(f"{graph.tasks[i]} waits for {graph.tasks[waits[i]]}" for i in cycle if i in waits)
     raise fault_at(graph, first, f"can never run, the devices wait in a circle: {chain}", "reorder one of these tasks")

@@ -9,9 +9,9 @@ Everything that times a schedule is a view of ``walk``:
 
 A lane runs its tasks one after another. The compute and the updates of a device are one lane; its collectives (AG, RS,
 AR) are another, beside later compute, each issued at its place in the device's order. A collective starts on all
-members of its group at once (``sharding.collectives``). A task starts when its lane is free and all it waits for has
-arrived; ``latency`` says how long messages take. Where a link carries one message at a time, the link is a lane as well
-(``simulate.series``).
+members of its group at once (``sharding.collectives``). The halves of a pair start and end together. A task starts when
+its lane is free and all it waits for has arrived; ``latency`` says how long messages take. Where a link carries one
+message at a time, the link is a lane as well (``simulate.series``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def walk(
         begin: earliest starts, by task, that the step before leaves; the first task of every lane has one. Default:
             all lanes are free at 0.
     """
-    tasks, preds, first = graph.tasks, graph.preds, graph.first
+    tasks, preds, first, joined = graph.tasks, graph.preds, graph.first, graph.joined
     waits = delays(graph.schedule.placement, graph.schedule.graph, comm)
     devices = len(first) - 1
     lanes: list[Sequence[int]] = [range(first[d], first[d + 1]) for d in range(devices)]
@@ -99,9 +99,15 @@ def walk(
                     if late is not None:
                         waiting.setdefault(late, []).append(lane)
                         break
+                k += 1
+                if joined and i + 1 in joined:  # it starts when the other half can, too
+                    now = at
+                    continue
                 start[i] = at
                 end[i] = now = at + durations[i]
-                k += 1
+                if joined and i in joined:
+                    start[i - 1], end[i - 1] = at, now
+                    awake.extend(waiting.pop(i - 1, ()))
                 if i in waiting:
                     awake.extend(waiting.pop(i))
                 continue

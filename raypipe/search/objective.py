@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from raypipe.schedule.costs import CostTable
-from raypipe.search.bounds import order_bounds as bounds
+from raypipe.search import order_bounds as bounds
 from raypipe.search.problem import DeviceOrders, Problem
 from raypipe.search.timed_order import Frame, TimedOrder
 from raypipe.simulate.period import steady
@@ -38,7 +38,7 @@ class Measure:
         """
         if self.objective != "makespan" or self.p.tasks * self.p.devices > _MOST_TIGHTENED:
             return 0.0
-        from raypipe.search.bounds.one_device import one_device_bound  # machine code, which few runs need
+        from raypipe.search.one_device import one_device_bound  # machine code, which few runs need
 
         return one_device_bound(self.p, known, states)
 

@@ -32,10 +32,25 @@ def lower_bound(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = 
     Raises:
         ScheduleError: the schedule cannot run.
     """
-    bare = split_backward(schedule.with_orders([t for t in o if t.kind in COMPUTE] for o in schedule.orders))
-    graph = graph if graph is not None and bare.orders == schedule.orders else link(bare)
+    alone = schedule.unpaired()
+    rules = replace(schedule.rules, experts=())  # tokens that take no time are there at once
+    compute = [[t for t in o if t.kind in COMPUTE] for o in schedule.orders]
+    bare = split_backward(alone.with_orders(compute, rules=rules))
+    graph = (
+        graph
+        if graph is not None and not schedule.joined and not schedule.rules.experts and bare.orders == schedule.orders
+        else link(bare)
+    )
     check_links(graph)
     durations = costs.durations(bare, graph.tasks)
+    if schedule.joined:  # whichever backward a forward is paired with, it hides no more than this
+        travel = list(map(sum, zip(costs.dispatch, costs.combine, strict=True)))
+        hidden = [costs.overlap * min(f, t + max(travel)) for f, t in zip(costs.forward, travel, strict=True)]
+        sized = float(schedule.size)
+        durations = [
+            max(0.0, time - hidden[task.stage] * len(task.mbs) * sized) if task.kind == "F" else time
+            for task, time in zip(graph.tasks, durations, strict=True)
+        ]
     check_ran(graph, walk(graph, durations, costs.comm))
     heads, tails = _heads_and_tails(graph, durations, costs.comm)
     best = 0.0

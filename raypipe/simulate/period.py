@@ -142,20 +142,23 @@ class _Origins:
 
         Of equally late ones: a dependency without a message, then the task before it on its lane.
         """
-        at, end, also = self.done.start[i], self.done.end, self.cycle.also.get(i, ())
+        at, end = self.done.start[i], self.done.end
         if self.tasks[i].kind in NETWORK:
             return self._latest_of_group(self.collectives[self.part_of[i]], at)
-        dependencies = self.dependencies(i)
+        halves = self.cycle.graph.halves(i)
+        also = [wait for half in halves for wait in self.cycle.also.get(half, ())]
+        dependencies = [wait for half in halves for wait in self.dependencies(half)]
         for p, lag in dependencies:
             if end[p] == at and not lag:
                 return None, p
-        previous = self._previous(i, False)
+        previous = self._previous(halves[0], False)
         if previous is not None and end[previous] == at:
             return None, previous
         for p, lag in (*(wait for wait in also if not wait[1]), *dependencies, *also):
             if end[p] + lag == at:
                 return None, p
-        return next(j for j, lag in self.cycle.carried[i] if self.state[j] + lag == at), i
+        carried = (wait for half in halves for wait in self.cycle.carried.get(half, ()))
+        return next(j for j, lag in carried if self.state[j] + lag == at), i
 
     def _latest_of_group(self, group: list[int], at: float) -> tuple[int | None, int]:
         """The same of an all-reduce: every holder waits for whatever one of them waits for."""

@@ -6,6 +6,7 @@ Everything people ask about a step is a function of it: makespan, bubble ratio, 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class Timeline:
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
-    """Per device, by start; only a collective may overlap another span of its device."""
+    """Per device, by start; only a collective and the halves of a pair may overlap other spans of their device."""
     comm: Comm = 0.0
     """Latency of messages that the spans were made with; 0 when measured (then it shows in the starts)."""
 
@@ -53,6 +54,8 @@ class Timeline:
     @property
     def busy(self) -> tuple[float, ...]:
         """Per device, time spent in compute tasks."""
+        if self.schedule.joined:
+            return tuple(sum(_occupied(s)) for s in self.spans)
         return tuple(sum(x.end - x.start for x in s if x.task.kind in COMPUTE) for s in self.spans)
 
     @property
@@ -60,6 +63,15 @@ class Timeline:
         """1 - busy / (devices * makespan), busy being compute."""
         total = len(self.spans) * self.makespan
         return 1.0 - sum(self.busy) / total if total else 0.0
+
+
+def _occupied(spans: tuple[Span, ...]) -> Iterator[float]:
+    """Yield the length of each compute span, without what the half of a pair before it covers already."""
+    until = 0.0
+    for task, start, end in spans:
+        if task.kind in COMPUTE:
+            yield max(0.0, end - max(start, until))
+            until = max(until, end)
 
 
 def _end(spans: tuple[Span, ...]) -> float:
@@ -141,10 +153,11 @@ def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> Critica
     i = max(range(len(spans)), key=lambda k: spans[k].end)
     path = [i]
     while True:
-        here = graph.device[i]
-        waits = [(spans[p].end + lag, 1 + (graph.device[p] != here), p) for p, lag in dependencies(i)]
-        if i in before:
-            waits.append((spans[before[i]].end, 0, before[i]))
+        here, halves = graph.device[i], graph.halves(i)
+        found = [wait for half in halves for wait in dependencies(half) if wait[0] not in halves]
+        waits = [(spans[p].end + lag, 1 + (graph.device[p] != here), p) for p, lag in found]
+        if halves[0] in before:
+            waits.append((spans[before[halves[0]]].end, 0, before[halves[0]]))
         if not waits:
             break
         i = max(waits)[2]

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
-from raypipe.tensor.group import copy_to_group, entered, gathered, left, rows_of_tensor_rank
+from raypipe.tensor.experts import EXPERTS, ExpertsParallel, experts_of
+from raypipe.tensor.group import Axis, copy_to_group, entered, gathered, left, rows_of_tensor_rank
 from raypipe.tensor.table import Feature, FeatureTable, matches, number, table_for
 
 
@@ -38,6 +39,8 @@ class Shard:
     """Number of ranks of the group."""
     padded: bool = False
     """Whether lengths need not divide by ``size``; the last shares are then padded with zeros."""
+    axis: Axis = "tensor"
+    """Which group divides it."""
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the undivided tensor of which a share has shape ``shape``."""
@@ -248,7 +251,7 @@ def _resize(cut: _Cut) -> None:
 
 
 def divide_module(module: nn.Module, division: Division) -> dict[str, Shard]:
-    """Divide a transformers module by the feature table of its family, which its ``config`` names.
+    """Divide a transformers module: its experts, and the rest by the feature table of its family, which it names.
 
     Raises:
         SpecError: there is no table, the table does not fit, or a size is not divisible.
@@ -257,15 +260,46 @@ def divide_module(module: nn.Module, division: Division) -> dict[str, Shard]:
     return division.divide(module, getattr(config, "model_type", type(module).__name__), config, gather_logits=True)
 
 
+def divide_experts(model: nn.Module, size: int) -> dict[str, Shard]:
+    """Reduce every experts module, in place, to the first of ``size`` shares of its experts.
+
+    Returns:
+        How each divided parameter is divided, by name.
+
+    Raises:
+        SpecError: there are no experts, they do not divide evenly, or a module's interface is not known.
+    """
+    found: dict[str, Shard] = {}
+    by_parameter: dict[int, tuple[Shard, str]] = {}
+    for path, module in experts_of(model, size).items():
+        count: int = module.num_experts  # type: ignore[assignment]
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found[f"{path}.{name}"] = Shard(0, (count,), size, axis="experts")
+                by_parameter[id(parameter)] = found[f"{path}.{name}"], f"{path}.{name}"
+        module.num_experts = count // size  # type: ignore[assignment]
+        become(module, EXPERTS, path)
+    _replace(model, by_parameter, 0)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The division of a model as one tensor rank sees it."""
+    """The division of a model as one process sees it."""
 
     size: int
     """Number of tensor ranks."""
     tensor_rank: int
     table: str | None = None
     """Path of the user's feature table; None for that of the model's family."""
+    experts: int = 1
+    """Number of copies that divide the experts."""
+    expert_rank: int = 0
+
+    @property
+    def ranks(self) -> dict[Axis, int]:
+        """This process's rank in each group."""
+        return {"tensor": self.tensor_rank, "experts": self.expert_rank}
 
     def divide(
         self, model: nn.Module, model_type: str, config: Any, *, gather_logits: bool, part: bool = False
@@ -275,12 +309,15 @@ class Division:
         Raises:
             SpecError: there is no table, the table does not fit, or a size is not divisible.
         """
-        table = table_for(model_type, Path(self.table) if self.table is not None else None)
-        return divide(model, table, config, self.size, gather_logits=gather_logits, part=part)
+        found = divide_experts(model, self.experts) if self.experts > 1 else {}
+        if self.size > 1:
+            table = table_for(model_type, Path(self.table) if self.table is not None else None)
+            found |= divide(model, table, config, self.size, gather_logits=gather_logits, part=part)
+        return found
 
     def cut(self, shard: Shard | None, whole: Tensor) -> Tensor:
         """Return this rank's share of a parameter's value; all of it if it is not divided."""
-        return whole if shard is None else shard.cut(whole, self.tensor_rank)
+        return whole if shard is None else shard.cut(whole, self.ranks[shard.axis])
 
 
 # Divided layers.
@@ -376,6 +413,7 @@ MIXINS: dict[str, type[nn.Module]] = {
     "head": HeadParallel,
     "vocabulary": VocabularyParallel,
     "shared": Shared,
+    EXPERTS: ExpertsParallel,
 }
 
 
@@ -403,7 +441,7 @@ def become(module: nn.Module, kind: str, path: str) -> None:
     """
     cls, mixin = type(module), MIXINS[kind]
     name = f"{kind.capitalize()}{cls.__name__}"
-    if kind == "shared":
+    if kind in ("shared", EXPERTS):
         bases: tuple[type, ...] = (mixin, cls)
     elif isinstance(module, nn.Embedding):
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:

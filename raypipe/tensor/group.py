@@ -1,13 +1,14 @@
-"""The tensor-parallel group of this process, its collectives, and these as operators of torch.
+"""The groups over which this process's layers are divided, their collectives, and these as operators of torch.
 
-The processes of a device divide all stages of that device among them, so one group serves the whole process. Operations
-look the group up when they run, because a captured graph contains neither group nor rank.
+The processes of a device divide all stages of that device among them, and the copies of an expert group the experts of
+all their stages, so one group of each kind serves the whole process. Operations look the group up when they run,
+because a captured graph contains neither group nor rank.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Wait = Callable[[], object]
+Axis = Literal["tensor", "experts"]
+"""Over what a parameter is divided: the tensor ranks of a device, or the copies that divide experts."""
 
 
 class TensorGroup(Protocol):
@@ -32,6 +35,12 @@ class TensorGroup(Protocol):
 
     def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
         """Return every rank's ``x`` on rank ``to``; None on the others."""
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Send ``sends[r]`` rows of ``x``, in order, to each rank r; return the rows received, in rank order.
+
+        ``receives[r]``: how many rows rank r sends here.
+        """
 
 
 class SoloGroup:
@@ -52,16 +61,24 @@ class SoloGroup:
         """Return ``x`` alone."""
         return [x]
 
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Return ``x``."""
+        return x
+
 
 class ProcessGroup:
     """A group of several processes, over ``torch.distributed``."""
 
-    def __init__(self, group: dist.ProcessGroup, wait: Callable[[str, dist.Work], object]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, wait: Callable[[str, dist.Work], object], axis: Axis = "tensor"
+    ) -> None:
         """Use ``wait(what, work)`` to wait for a collective; ``what`` names it in its error."""
         self.rank, self.size = group.rank(), group.size()
-        self._group, self._wait = group, wait
+        self._group, self._wait, self._name = group, wait, f"the {axis} group"
         self.all_reduces = 0
         """Number of all-reduces started."""
+        self.all_to_alls = 0.0
+        """Number of all-to-alls; every rank counts its share of one."""
 
     def start_all_reduce(self, x: Tensor, operation: Literal["sum", "max"] = "sum") -> Wait:
         """See TensorGroup.start_all_reduce; it runs while this process computes."""
@@ -69,14 +86,14 @@ class ProcessGroup:
         work = dist.all_reduce(x, op, group=self._group, async_op=True)
         assert work is not None
         self.all_reduces += 1
-        return lambda: self._wait("sum over the tensor group", work)
+        return lambda: self._wait(f"sum over {self._name}", work)
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See TensorGroup.all_gather; it blocks until all ranks have sent theirs."""
         shares = [torch.empty_like(x) for _ in range(self.size)]
         work = dist.all_gather(shares, x, group=self._group, async_op=True)
         assert work is not None
-        self._wait("gathering over the tensor group", work)
+        self._wait(f"gathering over {self._name}", work)
         return shares
 
     def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
@@ -84,38 +101,52 @@ class ProcessGroup:
         shares = [torch.empty_like(x) for _ in range(self.size)] if self.rank == to else None
         work = dist.gather(x, shares, group=self._group, group_dst=to, async_op=True)
         assert work is not None
-        self._wait("gathering over the tensor group", work)
+        self._wait(f"gathering over {self._name}", work)
         return shares
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """See TensorGroup.all_to_all; it blocks until all ranks have sent theirs."""
+        found = x.new_empty((sum(receives), *x.shape[1:]))
+        work = dist.all_to_all_single(
+            found, x.contiguous(), list(receives), list(sends), group=self._group, async_op=True
+        )
+        assert work is not None
+        self._wait(f"all-to-all over {self._name}", work)
+        self.all_to_alls += 1 / self.size
+        return found
 
 
 class _Current(threading.local):
-    group: TensorGroup | None = None
-    meanwhile: Callable[[], None] | None = None
+    def __init__(self) -> None:
+        self.groups: dict[Axis, TensorGroup] = {}
+        self.meanwhile: Callable[[], None] | None = None
 
 
 _current = _Current()
-_process_group: TensorGroup = SoloGroup()
+_process_groups: dict[Axis, TensorGroup] = {}
 
 
-def current_group() -> TensorGroup:
+def current_group(axis: Axis = "tensor") -> TensorGroup:
     """Return this thread's group, else the process's; a group of one process if none was set."""
-    return _current.group or _process_group
+    return _current.groups.get(axis) or _process_groups.get(axis) or _solo
 
 
-def set_group(group: TensorGroup) -> None:
+_solo = SoloGroup()
+
+
+def set_group(group: TensorGroup, axis: Axis = "tensor") -> None:
     """Set the group of the whole process."""
-    global _process_group
-    _process_group = group
+    _process_groups[axis] = group
 
 
 @contextmanager
-def group_of_thread(group: TensorGroup) -> Iterator[None]:
+def group_of_thread(group: TensorGroup, axis: Axis = "tensor") -> Iterator[None]:
     """Set the group of the calling thread inside the block."""
-    before, _current.group = _current.group, group
+    before, _current.groups = _current.groups, {**_current.groups, axis: group}
     try:
         yield
     finally:
-        _current.group = before
+        _current.groups = before
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from raypipe.errors import SpecError, nearest
-from raypipe.runtime.update.optimizer import OPTIMIZERS
+from raypipe.job.train_spec import OPTIMIZERS
 from raypipe.trainer.given_model import without_peft
 
 MAKE_OPTIMIZERS = ("create_optimizer", "get_optimizer_cls_and_kwargs", "get_decay_parameter_names")
@@ -153,7 +153,11 @@ class Optimization:
 # Its parameter groups become ``train.groups``: who a parameter is, is known by identity, and the workers know its name.
 
 
-CLASSES = {kind.made_by: (name, kind.options) for name, kind in OPTIMIZERS.items() if isinstance(kind.made_by, type)}
+CLASSES = {
+    getattr(torch.optim, kind.made_by.rpartition(".")[2]): (name, kind.options)
+    for name, kind in OPTIMIZERS.items()
+    if kind.made_by.startswith("torch.")
+}
 """PyTorch's optimizers that ``train.optimizer`` has, each with its name and the keys of ``train`` that it reads."""
 EPS = {"adagrad": 1e-10, "rmsprop": 1e-8}
 """PyTorch's default of optimizers for which the Trainer does not pass on ``adam_epsilon``."""

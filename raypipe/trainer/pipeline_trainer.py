@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader, default_collate
 from raypipe.data import write_order
 from raypipe.errors import SpecError
 from raypipe.job import GivenSpec, JobSpec, job_from
-from raypipe.launch.callbacks import Callback, Callbacks
+from raypipe.launch.followers import Callback, Callbacks
 from raypipe.observe.run_dir import RECORD, place
 from raypipe.signals import Terminated, end_on_signals
 from raypipe.train import Prepared, claim, prepare_run, run, saved_job
 from raypipe.trainer.arguments import degrees, every, microbatch, read_arguments, recomputes, train_keys
-from raypipe.trainer.callbacks import GivenCallbacks
+from raypipe.trainer.callbacks import Figures, GivenCallbacks, History, PrintedLog, state_of, steps_of
 from raypipe.trainer.datasets import Columns, collator_of, differ_in_length, write_rows
 from raypipe.trainer.given_model import (
     capture_given,
@@ -46,15 +46,13 @@ from raypipe.trainer.given_model import (
     training_dtype,
     with_script_loss,
 )
-from raypipe.trainer.history import Figures, History, PrintedLog, state_of, steps_of
 from raypipe.trainer.in_process import Epochs, generates, given_loader, trainers_loader
 from raypipe.trainer.library import check_overrides
 from raypipe.trainer.optimization import Optimization
 
 if TYPE_CHECKING:
     from raypipe.data.ragged import Collator, Rows
-    from raypipe.trainer.callbacks import TrainerCallbacks
-    from raypipe.trainer.result import TrainResult
+    from raypipe.trainer.callbacks import TrainerCallbacks, TrainResult
 
 
 @contextmanager
@@ -167,7 +165,7 @@ class PipelineTrainer(Optimization, Figures):
             RunError: the run failed and was not restarted, or a callback raised an error.
             SystemExit, KeyboardInterrupt: SIGTERM (status 143) or SIGINT ended it, with a checkpoint of its last step.
         """
-        from raypipe.trainer.result import result_of
+        from raypipe.trainer.callbacks import result_of
 
         began = time.monotonic()
         prepared = self.prepare(bool(resume_from_checkpoint))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypipe.capture import attention_masks
+from raypipe.capture import capture as capturing
 from raypipe.capture.capture import capture
 from raypipe.capture.captured import Captured
 from raypipe.capture.meta import build_without_memory
@@ -239,7 +239,7 @@ def test_more_keys_than_queries(one_thread):
 
 
 def test_a_mask_too_large_to_compute_stays(monkeypatch, one_thread):
-    monkeypatch.setattr(attention_masks, "LONGEST", 8)
+    monkeypatch.setattr(capturing, "LONGEST", 8)
     said: list[str] = []
     x = torch.randn(2, 9, 8, dtype=torch.float64)
     captured = capture(Attends(TABLE["tril"][0]), {"x": x}, dynamic={"x": (0, 1)}, notify=said.append)
@@ -271,13 +271,13 @@ def test_positional_results_against_every_smaller_size(name, monkeypatch, one_th
             continue
         kind = graph.operations[number].type
         assert kind is not None
-        large = attention_masks.computed(captured, number, graph.example)
+        large = capturing.computed(captured, number, graph.example)
         if large is None:
             continue
         for d in set(range(large.dim())) - dims:
             torch.testing.assert_close(large, large.narrow(d, 0, 1).expand_as(large), rtol=0, atol=0)
         for size in range(1, length):
             sizes = {n: min(value, size) for n, value in graph.example.items()}
-            small = attention_masks.computed(captured, number, sizes)
+            small = capturing.computed(captured, number, sizes)
             corner = large[tuple(slice(n) for n in evaluate_all(kind.shape, sizes))]
             torch.testing.assert_close(small, corner, rtol=0, atol=0)

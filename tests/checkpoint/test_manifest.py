@@ -1,16 +1,11 @@
-"""Any manifest is read, or refused by one error: also one whose digest is right and whose values are of other types."""
+"""A manifest whose digest is right and whose values are of other types is refused by name; tests/safety tries any."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from raypipe.checkpoint import commit, latest, open_checkpoint, step_directory, write_shard
 from raypipe.checkpoint.write import save_manifest
@@ -78,39 +73,3 @@ def test_folders_whose_names_are_no_steps_are_passed_over(tmp_path: Path, name: 
     directory = step_directory(tmp_path, 5)
     whole = commit(directory, 5, [write_shard(directory, "rank-00000", {"param/0.w": torch.zeros(2)})], {})
     assert latest(tmp_path) == (whole, [])
-
-
-FINITE = st.floats(allow_nan=False, allow_infinity=False)  # others cannot be written as JSON
-leaves = st.one_of(st.none(), st.booleans(), st.integers(-2, 3), FINITE, st.sampled_from(["", "x", "3", SHA]))
-entries = st.fixed_dictionaries({"file": leaves, "bytes": leaves, "sha256": leaves})
-values = st.one_of(
-    leaves, st.lists(st.one_of(leaves, entries), max_size=2), st.dictionaries(st.sampled_from(["x", "y"]), leaves)
-)
-bodies = st.fixed_dictionaries({}, optional=dict.fromkeys((*WHOLE, "format", "version"), values))
-
-
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(bodies, st.booleans())
-def test_any_manifest_is_read_or_refused(body: dict, whole: bool) -> None:
-    with TemporaryDirectory() as name:
-        directory = Path(name)
-        save_manifest(directory, (WHOLE | body) if whole else body)
-        (directory / "x").write_bytes(b"")
-        with contextlib.suppress(CheckpointError):
-            found = open_checkpoint(directory)
-            assert type(found.step) is int
-            assert set(found.files.values()) <= {"x"}
-
-
-@given(st.binary(max_size=60) | st.text(alphabet='{}[]":,0123456789.eE+-nulltrufas "', max_size=40))
-def test_any_bytes_are_refused(content: bytes | str) -> None:
-    with TemporaryDirectory() as name:
-        directory = Path(name)
-        raw = content if isinstance(content, bytes) else content.encode()
-        (directory / "manifest.json").write_bytes(raw)
-        with pytest.raises(CheckpointError):
-            open_checkpoint(directory)
-        (directory / "manifest.json").write_text(json.dumps({"format": raw.decode(errors="replace")}))
-        with pytest.raises(CheckpointError):
-            open_checkpoint(directory)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from raypipe.checkpoint import Snapshot
-from raypipe.checkpoint.snapshot import NAMES
+from raypipe.checkpoint.write import NAMES
 from raypipe.errors import CheckpointError
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)

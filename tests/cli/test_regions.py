@@ -73,8 +73,7 @@ def test_wrong_options_are_one_clear_error(words, why, job_file, capsys) -> None
 def test_a_plan_with_a_second_stream_trains_as_one_stream(stage_pool, text_folder, tmp_path) -> None:
     """Through the real driver and actors, with validation and checkpoints, and a resume."""
     from raypipe.launch.plans import with_plan
-    from raypipe.plan.regions.as_plan import plan_of
-    from raypipe.plan.regions.joint import joint_schedule
+    from raypipe.plan.regions.joint import joint_schedule, plan_of
 
     often = {"steps": 6, "batch": 4, "clip": None, "eval_every": 3, "checkpoint_every": 2}
     job = small_job(text_folder, {}, **often)

@@ -15,7 +15,7 @@ import yaml
 
 from raypipe.compat import PrivateName, ray_private
 from raypipe.compat.ray_private import CHECKED, JOB_CONFIG, NAMES, find
-from raypipe.runtime.cluster.ray_train import check_snapshot
+from raypipe.launch.run_directory import check_snapshot
 from raypipe.runtime.hosts import autoscaler, reserve
 from raypipe.runtime.hosts.devices import DeviceRequest
 

@@ -23,6 +23,11 @@ def memory(profile, name, count, cut=CUT, **options):
     return device_memory(profile, cut, schedule, MB, **options)
 
 
+def with_each(profile, **values):
+    """The profile with these values in every layer."""
+    return profile.model_copy(update={"layers": tuple(x.model_copy(update=values) for x in profile.layers)})
+
+
 def test_one_f_one_b(profile):
     found = memory(profile, "1f1b", 8)
     # A stage keeps its layers' activations and its output (the last one's is a number) of min(D - s, N) micro-batches.
@@ -44,9 +49,7 @@ def test_gpipe_is_fullest_before_it_has_any_gradients(profile):
     """All eight micro-batches are alive when the first backward begins; then each frees more than a gradient takes."""
     first = memory(profile, "gpipe", 8)[1]
     assert (first.activations, first.gradients) == (8 * (BLOCK + OUT), 0)
-    big = profile.model_copy(
-        update={"layers": tuple(x.model_copy(update={"parameters": 10_000}) for x in profile.layers)}
-    )
+    big = with_each(profile, parameters=10_000)
     late = memory(big, "gpipe", 8)[1]  # gradients outweigh a micro-batch: fullest right after the first one
     assert (late.activations, late.gradients) == (7 * (BLOCK + OUT), 40_000)
 
@@ -105,8 +108,7 @@ def test_more_pipelines_hold_more_replicas(profile):
 
 def test_an_input_that_no_backward_reads_counts_where_a_stage_begins(profile):
     """Behind other layers of the stage it is freed when the layer has read it."""
-    layers = tuple(x.model_copy(update={"unread_input_bytes": 7.0}) for x in profile.layers)
-    marked = profile.model_copy(update={"layers": layers})
+    marked = with_each(profile, unread_input_bytes=7.0)
     for s, (before, now) in enumerate(zip(memory(profile, "1f1b", 8), memory(marked, "1f1b", 8), strict=True)):
         assert now.activations - before.activations == 7 * MB * (4 - s)
 
@@ -126,9 +128,7 @@ def test_an_update_per_micro_batch_leaves_no_gradients(profile):
     for s, device in enumerate(stash):
         assert device.gradients == 0  # a micro-batch keeps more than the gradients take
         assert device.activations == plain[s].activations
-    wide = profile.model_copy(
-        update={"layers": tuple(x.model_copy(update={"parameters": 10_000}) for x in profile.layers)}
-    )
+    wide = with_each(profile, parameters=10_000)
     # Fullest as a backward ends: all gradients are there and what its block kept is gone, but not yet its output.
     second = memory(wide, "pipedream", 8)[1]
     assert (second.activations + second.workspace, second.versions) == (2 * BLOCK + 3 * OUT + 40_000, 3 * 40_000)
@@ -213,8 +213,7 @@ def test_gathered_stages_add_up_while_they_overlap():
 
 def test_gradients_are_copied_for_their_sum_only_with_weight_versions(profile):
     """They accumulate in the buckets that are reduced, except where each weight version has gradients of its own."""
-    nothing = {"kept_bytes": 0.0, "output_bytes": 0.0}
-    big = profile.model_copy(update={"layers": tuple(x.model_copy(update=nothing) for x in profile.layers)})
+    big = with_each(profile, kept_bytes=0.0, output_bytes=0.0)
     end = memory(big, "1f1b", 8, copies=2)
     assert [d.gradients for d in end] == [4 * p for p in PARAMETERS]
     assert [d.communication for d in end] == [0] * 4
@@ -226,9 +225,7 @@ def test_gradients_are_copied_for_their_sum_only_with_weight_versions(profile):
 def test_running_ahead_of_the_gradient_norm_takes_copies(profile):
     """Weights, two of optimizer state and the gradients, while a device warms up; 2BW's update itself can wait."""
     schedule = generate("1f1b", Shape(devices=4, microbatches=8))
-    big = profile.model_copy(
-        update={"layers": tuple(x.model_copy(update={"parameters": 10_000}) for x in profile.layers)}
-    )
+    big = with_each(profile, parameters=10_000)
     waits, ahead = device_memory(big, CUT, schedule, MB), device_memory(big, CUT, schedule, MB, ahead=True)
     assert [d.undo for d in waits] == [0] * 4
     assert [d.undo for d in ahead] == [16 * 20_000, 16 * 10_000, 16 * 10_000, 16 * 20_000]
@@ -240,9 +237,7 @@ def test_running_ahead_of_the_gradient_norm_takes_copies(profile):
 
 def test_narrow_copies_are_one_set_a_step_and_version(profile):
     """Autocast's copies: however many micro-batches are in flight; of each stage replica, of each weight version."""
-    casts = profile.model_copy(
-        update={"layers": tuple(x.model_copy(update={"cast_bytes": 7.0}) for x in profile.layers)}
-    )
+    casts = with_each(profile, cast_bytes=7.0)
     for name in ("1f1b", "zb-h1", "gpipe"):
         plain, found = memory(profile, name, 8), memory(casts, name, 8)
         assert [d.casts for d in plain] == [0, 0, 0, 0]
@@ -253,9 +248,7 @@ def test_narrow_copies_are_one_set_a_step_and_version(profile):
 
 
 def test_what_every_micro_batch_keeps_whatever_its_size_goes_with_a_joint_backward(profile):
-    fixed = profile.model_copy(
-        update={"layers": tuple(x.model_copy(update={"kept_fixed_bytes": 7.0}) for x in profile.layers)}
-    )
+    fixed = with_each(profile, kept_fixed_bytes=7.0)
     plain, joint = memory(profile, "1f1b", 8), memory(fixed, "1f1b", 8)
     assert [b.activations - a.activations for a, b in zip(plain, joint, strict=True)] == [4 * 14, 3 * 7, 2 * 7, 14]
     plain, split = memory(profile, "zb-h1", 8), memory(fixed, "zb-h1", 8)
@@ -264,9 +257,7 @@ def test_what_every_micro_batch_keeps_whatever_its_size_goes_with_a_joint_backwa
 
 def test_layers_that_are_not_recomputed_keep_the_same_in_either_backward(profile):
     """What a micro-batch keeps whatever its size, until a joint backward, is not there where the backward is split."""
-    fixed = profile.model_copy(
-        update={"layers": tuple(x.model_copy(update={"kept_fixed_bytes": 7.0}) for x in profile.layers)}
-    )
+    fixed = with_each(profile, kept_fixed_bytes=7.0)
     cut = [(0, 1, 2), (3, 4, 5)]
     for name, more in (("gpipe", 7), ("zb-h2", 0)):
         schedule = add_recompute(generate(name, Shape(devices=2, microbatches=4)), "early", [0])

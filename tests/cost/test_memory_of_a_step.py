@@ -21,16 +21,6 @@ from raypipe.job.spec import job_from
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import DTYPES, GptLayers, build_model
 from raypipe.partition.pieces import tensor_ranks_of
-from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.executor.step import StepSettings
-from raypipe.runtime.stage.inputs import Feed
-from raypipe.runtime.stage.shapes import StageIOSpecs
-from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.gradients import GradientSync, TiedHolders, tied_over_devices
-from raypipe.runtime.update.norm import Shares
-from raypipe.runtime.update.optimizer import make_optimizer
-from raypipe.runtime.update.shards import divide
-from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.lowering.asynchronous import WHOLE, parts
@@ -38,6 +28,7 @@ from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_recompute, add_updates
 from raypipe.schedule.verify import verify
 from tests.exhaustive import exhaustive
+from tests.runtime.runs.one_device import executor_of
 
 
 @pytest.fixture(autouse=True)
@@ -76,39 +67,16 @@ class Noise:
 
 
 def executor(spec, schedule, cut, microbatch, dtype, recomputed=None, groups=None):
-    """The runtime's own executor over all stages of a GPT, or of a model of bytes, as a stage actor would make it;
-    ``groups`` divide the stages."""
-    cpu, weights = torch.device("cpu"), DTYPES[dtype]
+    """The runtime's own executor over all stages of a GPT, or of a model of bytes; ``groups`` divide the stages."""
     gpt = isinstance(spec, GptSpec)
-    model, samples = GptLayers(spec, weights) if gpt else spec, int(microbatch * schedule.share_of_samples)
-    model.slices = slices = schedule.rules.slices
+    model = GptLayers(spec, DTYPES[dtype]) if gpt else spec
+    samples, slices = int(microbatch * schedule.share_of_samples), schedule.rules.slices
+    model.slices = slices
     train = TrainSpec(steps=3, batch=samples * schedule.microbatches // slices, dtype=dtype)
-    split = any(task.kind == "W" for task in schedule.tasks())
-    modules = {(s, 0): StageModule(model, list(part), 0, cpu, split, recomputed) for s, part in enumerate(cut)}
-    tied = [
-        TiedHolders(g.name, tuple(n for _, n in g.parameters), (0,), g.parameters[0][0])
-        for g in (model.tied if len(cut) > 1 else ())
-    ]
-    settings = StepSettings(
-        seed=0, microbatches=schedule.microbatches, samples_per_microbatch=samples, clip=None, update="wait",
-        timeout_s=10, device=cpu, slices=slices,
+    return executor_of(
+        model, cut, schedule, Noise(spec.vocabulary if gpt else 256, model.positions), train, batch=train.batch,
+        microbatch=samples, dtype=DTYPES[dtype], recomputed=recomputed, groups=groups, tied=len(cut) > 1, clip=None,
         autocast=torch.bfloat16 if dtype == "bfloat16" else None,
-    )  # fmt: skip
-    shards = divide(modules, schedule.sharding, schedule.placement, tied_over_devices(tied), groups or {})
-    sync = GradientSync(0, modules, schedule.placement, tuple(tied), {}, sharded=shards.stages)
-    pieces = {k: stage.named_pieces for k, stage in shards.stages.items()}
-    optimizers = {
-        k: make_optimizer(train, {} if k in pieces else m.named, pieces.get(k, ())) for k, m in modules.items()
-    }
-    reads = {name for module in modules.values() for name in module.reads}
-    tokens = Noise(spec.vocabulary if gpt else 256, model.positions)
-    feed = Feed(tokens, model.task, reads, 0, train.batch, samples, cpu, weights)
-    if slices > 1:
-        feed.cut(slices, model.slice_lengths(slices))
-    return Executor(
-        settings, modules, optimizers, model.task, feed, sync, Shares(None), {}, {}, StageIOSpecs(model, cut, samples),
-        {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
-        shards,
     )  # fmt: skip
 
 
@@ -215,27 +183,36 @@ def test_slices_keep_their_share_of_a_sequence(name, dtype, slices, chunks, reco
     assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype", "recompute"), [
-    ("gpt2", "float32", False),
-    *exhaustive(("gpt2", "bfloat16", False), ("llama", "float32", False), ("llama", "float64", True)),
-])  # fmt: skip
-def test_slices_of_captured_models_keep_their_share_of_a_sequence(family, dtype, recompute):
+def sliced(family, dtype):
+    """The built-in GPT, or a captured model; its cut, and its profile."""
+    if family == "gpt":
+        spec = GptSpec(layers=4, hidden=128, heads=4, sequence=256, vocabulary=256, dropout=0.1)
+        return spec, ONE, analytic_profile(spec, MACHINE, dtype, [2])
     job = job_from({
         "name": "captured", "model": {"hf": family, "config": CAPTURED[family], "sequence": 256},
         "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4, "dtype": dtype},
         "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 2},
     })  # fmt: skip
     model = build_model(job, None)
-    cut = [range(model.count)]
     works = [rank.work for rank in tensor_ranks_of(job, model, ON_CPU)]
-    profile = analytic_profile(works, MACHINE, dtype, [2])
+    return model, [range(model.count)], analytic_profile(works, MACHINE, dtype, [2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype", "recompute"), [
+    ("gpt", "float32", False), ("gpt2", "float32", False),
+    *exhaustive(("gpt2", "bfloat16", False), ("llama", "float32", False), ("llama", "float64", True)),
+])  # fmt: skip
+def test_the_first_of_four_stages_keeps_less_in_slices(family, dtype, recompute):
+    """Its order alone on one device: 4 micro-batches in flight, or 7 slices of a quarter each."""
+    model, cut, profile = sliced(family, dtype)
     found, activations = {}, {}
     for slices in (1, 4):
         whole = generate("1f1b", Shape(devices=4, microbatches=6, slices=slices))
         chain = replace(whole, placement=((0,),), orders=whole.orders[:1], graph=StageGraph.chain(1))
         if recompute:
             chain = add_recompute(chain, "early")
+        verify(chain)
         (predicted,) = device_memory(profile, cut, chain, 2)
         found[slices] = measured(partial(executor, model, chain, cut, 2, dtype), chain)
         activations[slices] = predicted.activations
@@ -243,24 +220,6 @@ def test_slices_of_captured_models_keep_their_share_of_a_sequence(family, dtype,
     if not recompute:
         assert activations[4] / activations[1] == pytest.approx(7 / 16, rel=0.05)
         assert found[1] - found[4] == pytest.approx(activations[1] - activations[4], rel=0.1)
-
-
-@pytest.mark.slow
-def test_the_first_of_four_stages_keeps_less_in_slices():
-    """Its order alone on one device: 4 micro-batches in flight, or 7 slices of a quarter each."""
-    spec = GptSpec(layers=4, hidden=128, heads=4, sequence=256, vocabulary=256, dropout=0.1)
-    profile, found, activations = analytic_profile(spec, MACHINE, "float32", [2]), {}, {}
-    for slices in (1, 4):
-        whole = generate("1f1b", Shape(devices=4, microbatches=6, slices=slices))
-        chain = replace(whole, placement=((0,),), orders=whole.orders[:1], graph=StageGraph.chain(1))
-        verify(chain)
-        (predicted,) = device_memory(profile, ONE, chain, 2)
-        found[slices] = measured(partial(executor, spec, chain, ONE, 2, "float32"), chain)
-        assert predicted.total == pytest.approx(found[slices], rel=0.04), predicted.terms()
-        activations[slices] = predicted.activations
-    assert activations[4] / activations[1] == pytest.approx(7 / 16, rel=0.05)
-    saved = activations[1] - activations[4]
-    assert found[1] - found[4] == pytest.approx(saved, rel=0.1)
 
 
 @pytest.mark.slow

@@ -1,27 +1,21 @@
-"""Any job, cluster, plan or profile is read or refused by one error, within a moment."""
+"""Texts, files and sizes that stand for too much are refused by one error, within a moment.
+
+What is wrong in other ways is tried by tests/safety.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from raypipe.cost.profile import load_profile
-from raypipe.errors import RaypipeError, SpecError
-from raypipe.job import job_from, load_cluster, load_job
-from raypipe.job.cluster import cluster_from
-from raypipe.job.data_spec import DataSpec
-from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.errors import SpecError
+from raypipe.job import load_cluster, load_job
 from raypipe.job.reading import parse_yaml
 from raypipe.job.rules.check import MOST_LAYERS
-from raypipe.job.spec import EXAMPLE, JobSpec
-from raypipe.job.train_spec import TrainSpec
-from raypipe.plan.plan import Plan, build_schedule, load_plan
+from raypipe.job.spec import EXAMPLE
+from raypipe.plan.plan import load_plan
 
 ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / EXAMPLE)
@@ -106,73 +100,3 @@ def test_sizes_that_nothing_runs(overrides: list[str], words: str) -> None:
 
 def test_the_largest_that_is_planned() -> None:
     assert load_job(QUICK, [*FIXED, f"model.layers={MOST_LAYERS}", "train.message_timeout_s=604800"])
-
-
-leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.integers(-2, 9), st.floats(), st.sampled_from([10**20, 1e308, 5e-324]),
-    st.text(max_size=4), st.sampled_from(["auto", "1f1b", "stdlib", "/dev/zero", "~x/y", "full", "a\0.b", "s3://x"]),
-)  # fmt: skip
-values = st.recursive(leaves, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=3), v, max_size=2))
-BASE = load_job(QUICK, FIXED).model_dump(mode="json")
-KEYS = [
-    ("name",), *((section,) for section in ("model", "data", "train", "parallel")),
-    *(("model", key) for key in BASE["model"]), *(("data", key) for key in DataSpec.model_fields),
-    *(("train", key) for key in TrainSpec.model_fields), *(("parallel", key) for key in ParallelSpec.model_fields),
-]  # fmt: skip
-
-
-@settings(max_examples=150)
-@given(st.lists(st.tuples(st.sampled_from(KEYS), values), min_size=1, max_size=3))
-def test_any_job_is_one_or_is_refused(changes) -> None:
-    job = json.loads(json.dumps(BASE))
-    for key, value in changes:
-        if len(key) == 1 or not isinstance(job[key[0]], dict):
-            job[key[0]] = value
-        else:
-            job[key[0]][key[1]] = value
-    with contextlib.suppress(RaypipeError):
-        assert isinstance(job_from(job), JobSpec)
-
-
-@settings(max_examples=100)
-@given(st.text(alphabet="ab:&*[]{}<>-!|#'\"\n ,1e.?%@`~\t", max_size=60))
-def test_any_yaml_is_read_or_refused(text: str) -> None:
-    with contextlib.suppress(SpecError):
-        parse_yaml(text, "f")
-
-
-CLUSTER = load_cluster(ROOT / "cluster" / "devices" / "a100.yaml").model_dump(mode="json")
-INNER = [(key,) for key in CLUSTER] + [("device", key) for key in CLUSTER["device"]] + [("between", "latency_us")]
-
-
-@settings(max_examples=100)
-@given(st.sampled_from(INNER), values)
-def test_any_cluster_is_one_or_is_refused(key, value) -> None:
-    cluster = json.loads(json.dumps(CLUSTER))
-    if len(key) == 1:
-        cluster[key[0]] = value
-    else:
-        cluster[key[0]][key[1]] = value
-    with contextlib.suppress(RaypipeError):
-        assert cluster_from(cluster).devices >= 1
-
-
-PLAN = json.loads(Plan.of(load_job(QUICK, FIXED).parallel, ((0, 1, 2), (3, 4, 5)), 8).text())
-plans = st.fixed_dictionaries(
-    {}, optional={**dict.fromkeys(PLAN, values), "program": st.sampled_from(["device 0: 0F0 0BW0", "x", ""]),
-                  "predicted_step_s": values, "made_for": values},
-)  # fmt: skip
-
-
-@pytest.mark.slow
-@settings(max_examples=100)
-@given(plans, st.binary(max_size=30))
-def test_any_plan_or_profile_is_read_or_refused(change: dict, raw: bytes) -> None:
-    with TemporaryDirectory() as name:
-        path = Path(name) / "plan.json"
-        for content in (json.dumps(PLAN | change).encode(), raw, b'{"cut": ' + b"[" * 5000):
-            path.write_bytes(content)
-            with contextlib.suppress(RaypipeError):
-                build_schedule(load_plan(path), 8)
-            with pytest.raises(SpecError):
-                load_profile(path)

@@ -88,10 +88,11 @@ def test_what_cuda_graphs_cannot_be_combined_with(job_file, sets, why):
     assert refused.value.fix
 
 
-def test_adafactor_is_planned_without_dividing_parameters(job_file):
-    usual = ["train.optimizer=adafactor", "parallel.schedule=1f1b", "parallel.microbatch=2"]
+@pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
+def test_what_reads_whole_matrices_is_planned_without_dividing_parameters(job_file, optimizer):
+    usual = [f"train.optimizer={optimizer}", "parallel.schedule=1f1b", "parallel.microbatch=2"]
     for wish in ("parallel={auto: true, tensor: 2}", "parallel={replicas: 2, shard: zero1}"):
-        with pytest.raises(SpecError, match="divides parameters, of which adafactor reads whole rows"):
+        with pytest.raises(SpecError, match=f"divides parameters, of which {optimizer} reads whole rows"):
             load_job(job_file, [*usual, wish])
     given = load_job(job_file, [*usual[:1], "parallel=auto"]).parallel.given
     assert given == {"shard": "none", "tensor": 1}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raypipe.errors import RunError
-from raypipe.launch.callbacks import Callback, Callbacks
+from raypipe.launch.followers import Callback, Callbacks
 from raypipe.observe.run_dir import STOP, Stop, ask, asked_to_stop
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 

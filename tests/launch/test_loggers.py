@@ -14,8 +14,8 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec, job_from
-from raypipe.launch import loggers
-from raypipe.launch.loggers import Reports, check_loggers, mlflow_name
+from raypipe.launch import followers as loggers
+from raypipe.launch.followers import Reports, check_loggers, mlflow_name
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 
 ROWS: list[dict[str, Any]] = [

@@ -8,7 +8,7 @@ import torch
 from raypipe.errors import RaypipeError
 from raypipe.job.spec import job_from
 from raypipe.models import build_model, random_keys
-from raypipe.models.slices.current import SliceRun, slice_run
+from raypipe.models.current_slice import SliceRun, slice_run
 
 TINY = {
     "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 300, "attn_pdrop": 0.0},

@@ -19,7 +19,7 @@ from raypipe.plan.plan import Plan, build_schedule
 from raypipe.plan.predict.on_hosts import _step_s
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
-from raypipe.plan.searched_gathers import better_gathers
+from raypipe.plan.searched import better_gathers
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Schedule

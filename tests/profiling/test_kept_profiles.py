@@ -10,7 +10,7 @@ import pytest
 
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.models import GptLayers
-from raypipe.profiling import kept_profiles as profiling_cache
+from raypipe.profiling import effort as profiling_cache
 from raypipe.profiling.effort import QUICK, Effort
 from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.profile_job import at_present

@@ -1,10 +1,13 @@
-"""What a device that measures leaves on disk."""
+"""What a device that measures leaves on disk, and how it times messages."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
+import torch
 
 from raypipe.data import is_prepared
 from raypipe.profiling.profiling_worker import StageProfiler
@@ -39,3 +42,40 @@ def test_a_folder_is_made_only_for_data_that_is_elsewhere_and_removed(tmp_path, 
     assert held == [*(tmp_path / "temporary").iterdir()] * 2
     stage.clear()
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+class Copies:
+    """A sender over a GPU's copies: what it sends leaves at the third look, and its ``flush`` sleeps between two."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.left = 0
+
+    @property
+    def pending(self) -> bool:
+        return self.left > 0
+
+    def progress(self) -> None:
+        self.left -= 1
+
+    def send(self, label: object, tensors: object) -> None:
+        self.said.append("send")
+        self.left = 3
+
+    def flush(self, timeout_s: float) -> None:
+        self.said.append("flush that sleeps" if self.left else "flush")
+
+
+def test_a_message_of_a_gpu_is_timed_without_a_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = StageProfiler.__new__(StageProfiler)
+    sender = Copies()
+    received = SimpleNamespace(post=lambda expected: None, recv=lambda label, s: sender.said.append("received"))
+    worker.device = torch.device("cuda", 0)
+    worker.communicators = SimpleNamespace(senders={1: sender}, receivers={1: received})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "ones", lambda *shape, **options: torch.zeros(1))
+    worker.message_seconds(1, True, [4], 1)
+    assert sender.said == ["send", "received", "flush"]
+    sender.said.clear()
+    worker.message_seconds(1, False, [4], 1)
+    assert sender.said == ["received", "send", "flush"]

@@ -24,25 +24,23 @@ import torch.distributed as dist
 from raypipe.job import GptSpec
 from raypipe.job.spec import load_job
 from raypipe.models import DTYPES, GptLayers, host_copies
+from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.clocks import clock
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.executor.step import StepResult, StepSettings
-from raypipe.runtime.stage.inputs import Feed
-from raypipe.runtime.stage.shapes import StageIOSpecs
-from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.transport.interfaces import GLOO
 from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update import side_stream
-from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups, tied_over_devices
+from raypipe.runtime.update.gradients import TiedHolders, shared_groups
 from raypipe.runtime.update.norm import DeviceShares, Shares
-from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
-from raypipe.runtime.update.shards import divide, shard_groups
+from raypipe.runtime.update.optimizer import learning_rate
+from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import Program, programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
 from raypipe.schedule.verify import verify
 from tests.runtime.fake_gpu import FakeGpu
-from tests.runtime.runs.one_device import even_cut, order
+from tests.runtime.runs.one_device import even_cut, executor_of, order
 
 STEPS = 6
 STEADY = 2
@@ -104,10 +102,11 @@ def executor(
 ) -> tuple[Executor, Program, Any]:
     """The quickstart job's model and training settings with shorter sequences, in two stages on one device.
 
-    ``shares``: of the norm; None: nobody else has any. ``copy``: the number of the data-parallel copy that it has; None
-    for the whole mini-batch, and no shards.
+    ``shares``: of the norm; None: nobody else has any, and as in training a GPU keeps its own on the device. ``copy``:
+    the number of the data-parallel copy that it has; None for the whole mini-batch, and no shards.
     """
     job = load_job("jobs/quickstart.yaml")
+    shares = shares or (DeviceShares(None) if runs_behind(device) else Shares(None))
     how = {"batch": BATCH, "steps": STEPS, "sequence": 16, "dtype": "float64", **how}
     shape = {name: how.pop(name) for name in ("split", "recompute", "pairs") if name in how}
     level, gather = how.pop("shard", 0), how.pop("gather", "unit")
@@ -128,31 +127,18 @@ def executor(
         schedule = place_gradient_sync(shard(schedule, level, gather=gather, copies=copies), "lazy")
     schedule = add_updates(schedule)
     verify(schedule)
-    stages = [StageModule(model, part, train.seed, device, split) for part in cut]
-    modules = {(s, own): stage for s, stage in enumerate(stages)}
-    tied = tuple(
+    holders = tuple(
         TiedHolders(g.name, tuple(name for _, name in g.parameters), tuple(range(copies)), g.parameters[0][0])
         for g in model.tied
     )
-    wanted = shared_groups(schedule.placement, tied, True) | shard_groups(schedule.sharding, schedule.placement)
+    wanted = shared_groups(schedule.placement, holders, True) | shard_groups(schedule.sharding, schedule.placement)
     groups = create_groups(wanted, "gloo") if copy is not None else {}
-    shards = divide(modules, schedule.sharding, schedule.placement, tied_over_devices(tied), groups)
-    assert set(shards.stages) == (set(modules) if copy is not None else set())
-    fields = {name for stage in stages for name in stage.reads}
-    settings = StepSettings(
-        seed=train.seed, microbatches=microbatches, samples_per_microbatch=MICROBATCH, clip=train.clip,
-        update="auto" if copy is None else "wait", timeout_s=10.0, autocast=autocast, device=device, side_stream=side,
+    made = executor_of(
+        model, cut, schedule, Noise(spec), train, batch=train.batch, microbatch=MICROBATCH, dtype=dtype,
+        seed=train.seed, device=device, copy=own, split=split, groups=groups, shares=shares, autocast=autocast,
+        update="auto" if copy is None else "wait", side_stream=side,
     )  # fmt: skip
-    feed = Feed(Noise(spec), model.task, fields, train.seed, train.batch, MICROBATCH, device, dtype)
-    made = Executor(
-        settings, modules,
-        {
-            key: make_optimizer(train, *shards.updated(key, m))
-            for key, m in modules.items()
-        },
-        model.task, feed, GradientSync(own, modules, schedule.placement, tied, groups, sharded=shards.stages),
-        Shares(None) if shares is None else shares, {}, {}, StageIOSpecs(model, cut, MICROBATCH), {}, shards,
-    )  # fmt: skip
+    assert bool(made.shards.stages) == (copy is not None)
     return made, programs(schedule)[own], train
 
 

@@ -12,11 +12,11 @@ from tests.bench.safety.fuzz import fuzz
 from tests.bench.safety.targets import Target, targets
 from tests.bench.safety.trial import DEFECTS, SilentError, attempt, expect
 
-KINDS = (
-    "job", "overrides", "job text", "plan", "schedule text", "schedule JSON", "manifest", "profile", "cluster",
-    "epochs",
-    "placement", "tensor table", "run directory", "options",
-)  # fmt: skip
+KINDS = {
+    "job": 60, "overrides": 15, "job text": 60, "plan": 30, "schedule text": 60, "schedule JSON": 60, "manifest": 30,
+    "profile": 15, "cluster": 30, "epochs": 15, "placement": 15, "tensor table": 15, "run directory": 15, "options": 60,
+}  # fmt: skip
+"""Inputs of each kind: more where nothing else tries them."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Target]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_input_ends_in_a_traceback_or_a_hang_or_is_wrong_and_taken(kind: str, known: dict[str, Target]) -> None:
     assert set(known) == set(KINDS)
-    counts, defects = fuzz(known[kind], 15, 1)
+    counts, defects = fuzz(known[kind], KINDS[kind], 1)
     assert not defects, defects[0]
     assert not any(counts[verdict] for verdict in DEFECTS)
     assert sum(counts.values()) >= 10

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -14,8 +15,17 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.json_form import from_json, load, to_json
-from raypipe.schedule.forms.text import from_text, parse_task, to_text, to_torch_csv
+from raypipe.schedule.forms.text import from_text, from_torch_csv, parse_task, to_text, to_torch_csv
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
+from raypipe.schedule.passes import (
+    add_recompute,
+    add_updates,
+    place_gradient_sync,
+    replicate,
+    shard,
+    split_backward,
+    without_frozen,
+)
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 
@@ -323,3 +333,35 @@ def test_load_refuses_damaged_files(tmp_path, content, place):
 def test_load_says_that_a_file_is_missing(tmp_path):
     with pytest.raises(ScheduleError, match="No such file"):
         load(tmp_path / "none.json")
+
+
+def test_pairs_survive_every_form_and_the_passes():
+    schedule = generate("dualpipev", Shape(devices=2, microbatches=6))
+    costs = replace(CostTable.even(4, 2, 2, 1), dispatch=(0.5, 0.25, 0, 0), combine=(0.5, 0, 0, 0), overlap=0.5)
+    assert "3F2|0BW0" in to_text(schedule)
+    assert from_text(to_text(schedule)) == schedule
+    timeline = simulate(schedule, costs)
+    data = json.loads(json.dumps(to_json(schedule, costs, timeline.spans)))
+    assert from_json(data) == (schedule, costs)
+    halves = {parse_task(f"{e['stage']}{e['kind']}{e['mb']}"): e for order in data["orders"] for e in order}
+    for task, other in schedule.pairs.items():
+        assert [halves[task][key] for key in ("start", "end", "dur")] == [
+            halves[other][key] for key in ("start", "end", "dur")
+        ]
+        assert halves[task].get("joined", False) == (task in schedule.joined)
+    for other in (
+        replicate(schedule, 2), split_backward(schedule), add_recompute(schedule), shard(schedule, 3),
+        add_updates(place_gradient_sync(replicate(schedule, 2), "eager")), without_frozen(schedule, [3]),
+    ):  # fmt: skip
+        verify(other)
+        copies = len(other.placement)
+        assert len(other.joined) == copies * len(schedule.joined)
+        assert from_text(to_text(other)) == other
+    with pytest.raises(ScheduleError, match="torch pairs F with joint backwards"):
+        to_torch_csv(split_backward(schedule))
+
+
+@pytest.mark.parametrize("text", ["0F0,1X0", "0F0,(0F1;0B0)OVERLAP", "0F0,(0F1)OVERLAP_F_B", "0F0,1SEND_F0"])
+def test_a_csv_of_something_else_is_refused(text):
+    with pytest.raises(ScheduleError, match="is not a compute action"):
+        from_torch_csv(text)

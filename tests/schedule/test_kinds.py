@@ -10,7 +10,17 @@ from raypipe.schedule import SCHEDULES, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import dependencies
 from raypipe.schedule.ir import Rules, StageGraph, Task, backwards
-from raypipe.schedule.kinds import BACKWARD, BOOKKEEPING, COMPUTE, JOINT, KINDS, TRAITS, WEIGHT_GRADIENTS, Kind
+from raypipe.schedule.kinds import (
+    BACKWARD,
+    BOOKKEEPING,
+    COMPUTE,
+    EXCHANGES,
+    JOINT,
+    KINDS,
+    TRAITS,
+    WEIGHT_GRADIENTS,
+    Kind,
+)
 from raypipe.schedule.live_activations import deaths
 from raypipe.schedule.shape import Shape
 
@@ -23,7 +33,8 @@ def test_every_kind_has_its_row() -> None:
 
 def test_what_computes_is_what_works_on_micro_batches() -> None:
     assert not COMPUTE & BOOKKEEPING
-    assert set(KINDS) == COMPUTE | BOOKKEEPING
+    assert set(KINDS) == COMPUTE | BOOKKEEPING | EXCHANGES
+    assert not EXCHANGES & (COMPUTE | BOOKKEEPING)
     for kind in KINDS:
         assert bool(deaths(Task(kind, 0, (0,)), ONE)) == (kind in WEIGHT_GRADIENTS)
 
@@ -38,9 +49,12 @@ def test_times_come_from_the_named_costs() -> None:
         update=(13.0,),
         gather=(17.0,),
         reduce_scatter=(19.0,),
+        dispatch=(23.0,),
+        combine=(29.0,),
     )
     assert [costs.by_kind(kind) for kind in KINDS] == [
-        (2.0,), (3.0,), (5.0,), (8.0,), (7.0,), (17.0,), (19.0,), (0.0,), (11.0,), (13.0,),
+        (2.0,), (3.0,), (5.0,), (8.0,), (7.0,), (23.0,), (29.0,), (29.0,), (23.0,),
+        (17.0,), (19.0,), (0.0,), (11.0,), (13.0,),
     ]  # fmt: skip
 
 
@@ -55,7 +69,7 @@ def test_a_backward_waits_for_the_backward_of_the_stage_behind() -> None:
         waits = {
             k for kinds, stage, _ in dependencies(kind, 0, [], [1], False, Rules(), ONE[0]) if stage == 1 for k in kinds
         }
-        assert waits == (BACKWARD if kind in BACKWARD else set())
+        assert waits == (BACKWARD if kind in BACKWARD | {"DB"} else set())
 
 
 # What a family says of itself, against what it makes.

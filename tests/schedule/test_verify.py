@@ -87,3 +87,26 @@ def test_large_grids_are_cut() -> None:
     lines = str(caught.value).splitlines()
     assert len(lines) < 24
     assert all(len(line) < 140 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("orders", "why"),
+    [
+        ("device 0: 0F0|0BW0 0F1 0BW1", "runs together with 0F0, and needs it"),
+        ("device 0: 0F0 0F1 0BW0|0BW1", "a pair is a forward with a B or BW right after it"),
+        ("device 0: 0F0|0F1 0BW0 0BW1", "a pair is a forward with a B or BW right after it"),
+        ("device 0: |0F0 0F1 0BW0 0BW1", "a pair is a forward with a B or BW right after it"),
+    ],
+)
+def test_what_is_no_pair(orders: str, why: str) -> None:
+    with pytest.raises(ScheduleError, match=why):
+        verify(from_text(orders))
+
+
+def test_halves_that_need_each_other_through_another_device() -> None:
+    """1BW0 needs 1F0, which needs 0F0; 0F0 is held back until 0BW0 of the other half can start, which needs 1BW0."""
+    text = "device 0: 0F1 0F0|0BW1 0BW0\ndevice 1: 1F0 1F1 1BW1 1BW0\n"
+    with pytest.raises(ScheduleError, match="0BW1 waits for 1BW1") as caught:
+        verify(from_text(text))
+    assert "|0BW1" in str(caught.value)
+    verify(from_text(text).unpaired())

@@ -12,8 +12,8 @@ from raypipe.schedule.ir import Rules, StageGraph
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.verify import verify
 from raypipe.search import search
-from raypipe.search.bounds.order_bounds import lower_bound
 from raypipe.search.budget import Budget
+from raypipe.search.order_bounds import lower_bound
 from raypipe.search.placements import placed
 from raypipe.search.problem import build
 from raypipe.simulate import lower_bound as bounds

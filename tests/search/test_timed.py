@@ -7,8 +7,8 @@ import pytest
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.verify import verify
 from raypipe.search.budget import Budget
-from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
-from raypipe.search.lists.priorities import portfolio, shaken
+from raypipe.search.list_scheduling import LaneArrays, list_schedule
+from raypipe.search.priorities import portfolio, shaken
 from raypipe.search.problem import build
 from raypipe.search.tabu import _kick, improve
 from raypipe.search.timed_order import Move, TimedOrder

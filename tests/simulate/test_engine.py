@@ -40,27 +40,6 @@ def test_uneven_costs_and_latency() -> None:
     assert timeline.bubble_ratio == pytest.approx(1 - 21 / 44)
 
 
-def test_no_latency_inside_a_device() -> None:
-    assert simulate(pair([F0, F1, BW1, BW0], placement=((0, 0),)), table(comm=9)).makespan == 21
-
-
-def test_an_all_reduce_waits_for_all_holders_and_overlaps_compute() -> None:
-    ar0, ar1 = Task("AR", 0, ()), Task("AR", 0, (), 1)
-    up = [Task("F", 0, (1,), 1), Task("F", 1, (1,), 1), Task("BW", 1, (1,), 1), Task("BW", 0, (1,), 1)]
-    schedule = pair(
-        [F0, F1, BW1, BW0, ar0, Task("U", 0, ())], [*up, ar1, Task("F", 0, (2,), 1)], placement=((0, 0), (1, 1)),
-        count=3,
-    )  # fmt: skip
-    timeline = simulate(
-        pair(*[o for o in schedule.orders], placement=schedule.placement, count=3), table(all_reduce=(7, 0))
-    )
-    by_task = {s.task: (s.start, s.end) for row in timeline.spans for s in row}
-    assert by_task[ar0] == by_task[ar1] == (21, 28)
-    assert by_task[Task("F", 0, (2,), 1)] == (21, 22)
-    assert by_task[Task("U", 0, ())] == (28, 28)
-    assert timeline.makespan == 28
-
-
 def test_deadlock_shows_the_grid_and_the_circle() -> None:
     f = [Task("F", 0, (m,)) for m in range(2)]
     orders = [f[0], Task("BW", 0, (0,)), f[1], Task("BW", 0, (1,))], [

@@ -31,6 +31,7 @@ from raypipe.search import search
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 from raypipe.simulate.series import series
+from raypipe.simulate.timeline import critical_path
 from tests.schedule.test_properties import schedules
 
 Times = dict[tuple[int, int, int], tuple[float, float]]
@@ -81,7 +82,8 @@ class World:
         self.later(time)
 
     def begin(self, d: int, step: int, position: int, task: Task) -> float:
-        end = self.now + self.costs.durations(self.s, [task])[0]
+        flush = self.s.versions == "flush"
+        end = self.now + self.costs.durations(self.s, [self.s.orders[d][position] if flush else task])[0]
         self.times[step, d, position] = (self.now, end)
         self.running.append((end, step, d, position, task))
         self.later(end)
@@ -113,6 +115,14 @@ class World:
         if self.at[d] == len(self.rows[d]) or self.busy[d] > self.now:
             return False
         step, position, task = self.rows[d][self.at[d]]
+        following = self.rows[d][self.at[d] + 1 : self.at[d] + 2]
+        if self.s.joined and task.mbs and following and self.s.orders[d][following[0][1]] in self.s.joined:
+            group = [self.rows[d][self.at[d]], *following]
+            if not all([self.may(d, *one) for one in group]):
+                return False
+            self.at[d] += 2
+            self.busy[d] = max([self.begin(d, *one) for one in group])
+            return True
         if not self.may(d, step, position, task):
             return False
         self.at[d] += 1
@@ -244,6 +254,31 @@ def tables(draw: st.DrawFn, stages: int) -> CostTable:
         forward=row(0), input_grad=row(0), weight_grad=row(0), recompute=row(0), all_reduce=row(0), update=row(0),
         comm=comm,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pairs_start_when_both_halves_can(seed: int) -> None:
+    draw = random.Random(seed)
+    name = draw.choice(["dualpipe", "dualpipev", "interleaved-overlap"])
+    depth = draw.choice([2, 4])
+    bare = generate(name, Shape(devices=depth, microbatches=2 * depth + 2 * draw.randrange(3)))
+    row = lambda least, most: tuple(float(draw.randint(least, most)) for _ in range(bare.stages))  # noqa: E731
+    costs = CostTable(
+        forward=row(4, 9), input_grad=row(4, 9), weight_grad=row(0, 9), recompute=row(0, 9), all_reduce=row(0, 9),
+        update=row(0, 9), comm=row(0, 3), dispatch=row(0, 2), combine=row(0, 2), overlap=draw.choice([0.0, 0.5, 1.0]),
+    )  # fmt: skip
+    whole = add_updates(place_gradient_sync(bare, "eager"))
+    assert whole.joined == bare.joined
+    times = happens(whole, costs)
+    position = {t: (0, d, i) for d, order in enumerate(whole.orders) for i, t in enumerate(order)}
+    timeline = simulate(whole, costs)
+    assert {position[s.task]: (s.start, s.end) for row in timeline.spans for s in row} == times
+    assert series(whole, costs, 3, 1.0) == step_ends(happens(whole, costs, 3, 1.0, runner=True), 3)
+    ends = step_ends(happens(whole, costs, STEPS), STEPS)
+    assert period(whole, costs) == pytest.approx((ends[-1] - ends[-13]) / 12, rel=0.01)
+    path = critical_path(timeline).spans
+    assert (path[0].start, path[-1].end) == (0, timeline.makespan)
+    assert all(a.end <= b.start for a, b in itertools.pairwise(path))
 
 
 SYNCS = st.sampled_from(["lazy", "eager", "eager-opt"])

@@ -10,4 +10,4 @@ collect_ignore = ["scripts"]
 @pytest.fixture
 def driver(driver_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """``PipelineTrainer.train`` in this process starts stage actors, but no Ray Train, of which its result is made."""
-    monkeypatch.setattr("raypipe.trainer.result.result_of", lambda *_: None)
+    monkeypatch.setattr("raypipe.trainer.callbacks.result_of", lambda *_: None)

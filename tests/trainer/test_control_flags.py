@@ -10,8 +10,7 @@ import pytest
 import raypipe
 from raypipe.errors import SpecError
 from raypipe.observe.run_dir import EVALUATE, SAVE, asked
-from raypipe.trainer.callbacks import GivenCallbacks, TrainerCallbacks
-from raypipe.trainer.history import History
+from raypipe.trainer.callbacks import GivenCallbacks, History, TrainerCallbacks
 from tests.trainer.test_trainer import SMALL, Sums
 
 transformers = pytest.importorskip("transformers")

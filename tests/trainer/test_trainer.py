@@ -13,8 +13,8 @@ import torch
 import raypipe
 from raypipe.errors import SpecError
 from raypipe.runtime.update.optimizer import learning_rate
+from raypipe.trainer.callbacks import History
 from raypipe.trainer.datasets import PadRows
-from raypipe.trainer.history import History
 
 SMALL = {
     "vocab_size": 96,

@@ -13,8 +13,8 @@ import torch
 
 from raypipe.capture.meta import build_without_memory
 from raypipe.capture.opaque import TARGET
-from raypipe.capture.weight_gradients import split_flops
 from raypipe.errors import RequestError
+from raypipe.graph.operation_costs import split_flops
 from raypipe.models import build_model
 from raypipe.models.captured import CapturedModel
 from raypipe.models.task import FirstRows

@@ -40,6 +40,8 @@ DEFAULT_COSTS = {
     "reduce_scatter_time": 0.0,
     "attention": 0.0,
     "attention_grad": 0.0,
+    "dispatch": 0.0,
+    "combine": 0.0,
 }
 """Default of each option that is a cost; ``COLUMN`` says where one is in the table if its name is another."""
 COLUMN = {"gather_time": "gather", "reduce_scatter_time": "reduce_scatter"}
@@ -206,7 +208,7 @@ def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> 
         each = values[0] / (share if key != "comm" else 1)
         table[COLUMN.get(key, key)] = (each,) * stages if len(values) == 1 else tuple(values)
     zeros = (0.0,) * stages
-    return CostTable(**table, all_reduce=zeros, update=zeros)
+    return CostTable(all_reduce=zeros, update=zeros, **cast(dict[str, Any], table))
 
 
 def flag(key: str) -> str:

@@ -63,6 +63,8 @@ def cost_options(unit: str, usual: str) -> dict[str, Any]:
         recompute=(unit, "R [0]."),
         attention=(unit, "With --slices: the part of F that grows along the sequence [0]."),
         attention_grad=(unit, "With --slices: the part of B that grows along the sequence [0]."),
+        dispatch=(unit, "The part of F and of B in which tokens travel to experts; pairs hide it [0]."),
+        combine=(unit, "The part in which experts' results travel back [0]."),
         comm=(unit, "Message latency [0]; a list: per link s to s+1, both ways."),
     )
 

@@ -6,10 +6,7 @@ from typing import NamedTuple
 
 from raypipe.cost.stages import gradient_width
 from raypipe.errors import SpecError, nearest
-
-OPTIMIZER_VALUES = {"adamw": 2, "adam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adafactor": 0}
-"""Values of optimizer state per parameter; SGD and RMSprop with momentum have one more. Adafactor has a row and a
-column of each matrix."""
+from raypipe.job.train_spec import OPTIMIZERS
 
 MASTER = 4
 """Bytes of a master weight, and at least of a value of optimizer state: float32."""
@@ -39,14 +36,15 @@ def optimizer_values(optimizer: str, momentum: float) -> int:
 
     Args:
         optimizer: ``train.optimizer``.
-        momentum: ``train.momentum``; only whether ``sgd`` or ``rmsprop`` has any matters.
+        momentum: ``train.momentum``; only whether an optimizer that reads it has any matters.
 
     Raises:
         SpecError: the optimizer is unknown.
     """
-    if optimizer not in OPTIMIZER_VALUES:
-        raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, OPTIMIZER_VALUES))
-    return OPTIMIZER_VALUES[optimizer] + (optimizer in ("sgd", "rmsprop") and momentum > 0)
+    kind = OPTIMIZERS.get(optimizer)
+    if kind is None:
+        raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, OPTIMIZERS))
+    return kind.values + ("momentum" in kind.options and momentum > 0)
 
 
 def parameter_bytes(dtype: str, optimizer: str = "adamw", momentum: float = 0.0) -> ParameterBytes:

@@ -42,6 +42,7 @@ def problems(
     yield from _side_stream(train, parallel)
     yield from without_effect(Parts(model, data, train, parallel))
     yield from _graphs(train, parallel)
+    yield from _experts(train, parallel)
     if train.updates_whole:
         for key, wanted in (("shard", "none"), ("tensor", 1)):
             if getattr(parallel, key) != wanted:
@@ -224,7 +225,33 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
         yield "parallel.update", why, "use auto, which then waits"
 
 
-WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", "tensor_table"}
+def _experts(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+    """Keys that cannot be combined with experts that copies divide."""
+    size, key = parallel.experts, "parallel.experts"
+    if size == 1:
+        return
+    chosen = parallel.auto and "replicas" not in parallel.given
+    if not chosen and parallel.replicas % size:
+        copies = parallel.replicas
+        fits = min((n for n in range(1, copies + 1) if copies % n == 0), key=lambda n: (abs(n - size), n))
+        yield key, f"{copies} replicas are not a multiple of {size}", f"use experts: {fits}, or other replicas"
+    if parallel.update == "optimistic":
+        yield "parallel.update", f"optimistic cannot be combined with experts: {size}", "use auto, which then waits"
+    if parallel.late_updates:
+        what = "side_stream" if parallel.side_stream is not None else "sync"
+        why = f"makes updates while the next step runs, which cannot be combined with experts: {size}"
+        yield f"parallel.{what}", why, f"leave {what} out, or use experts: 1"
+    if parallel.sub_pipelined:
+        yield "parallel.sub_pipelined", f"cannot be combined with experts: {size}", "use false, or experts: 1"
+    if train.cuda_graphs != "none":
+        why = f"a graph has fixed sizes, and with experts: {size} the tokens of a copy's experts change"
+        yield "train.cuda_graphs", why, "use none, or experts: 1"
+    if train.updates_whole:
+        why = f"experts: {size} divides parameters, of which {train.optimizer} reads whole rows and columns"
+        yield key, why, "use experts: 1, or another optimizer"
+
+
+WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", "tensor_table", "experts"}
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 

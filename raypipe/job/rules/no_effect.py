@@ -11,7 +11,7 @@ from typing import NamedTuple
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.model_spec import GptSpec, ModelSpec
 from raypipe.job.parallel_spec import BUDGET, ParallelSpec
-from raypipe.job.train_spec import TrainSpec
+from raypipe.job.train_spec import OPTIMIZERS, TrainSpec
 
 BrokenRule = tuple[str, str, str]
 """The key of a rule that a job breaks, the reason, and what to do."""
@@ -56,6 +56,19 @@ def _may_be_divided(job: Parts) -> bool:
 
 
 OUT = "leave it out"
+
+
+def _of_optimizers(key: str) -> Rule:
+    """Return the rule of an option of some optimizers."""
+    readers = [name for name, kind in OPTIMIZERS.items() if key in kind.options]
+    return Rule(
+        (f"train.{key}",),
+        lambda job: job.train.optimizer in readers,
+        "has no effect with optimizer: {train.optimizer}",
+        f"{OUT}, or use {' or '.join(readers)}",
+    )
+
+
 UNMASKED = "has no effect where text is not masked for a model that predicts it"
 """Why there may be no ``data.mask``."""
 RULES = (
@@ -91,30 +104,7 @@ RULES = (
         "is for a loss function, and model.loss names none",
         OUT,
     ),
-    Rule(
-        ("train.betas",),
-        lambda job: job.train.optimizer in ("adamw", "adam"),
-        "has no effect with optimizer: {train.optimizer}",
-        f"{OUT}, or use adamw or adam",
-    ),
-    Rule(
-        ("train.eps",),
-        lambda job: job.train.optimizer not in ("sgd", "adafactor"),
-        "has no effect with optimizer: {train.optimizer}",
-        f"{OUT}, or use another optimizer",
-    ),
-    Rule(
-        ("train.momentum",),
-        lambda job: job.train.optimizer in ("sgd", "rmsprop"),
-        "has no effect with optimizer: {train.optimizer}",
-        f"{OUT}, or use sgd or rmsprop; Adam's are betas",
-    ),
-    Rule(
-        ("train.alpha",),
-        lambda job: job.train.optimizer == "rmsprop",
-        "has no effect with optimizer: {train.optimizer}",
-        f"{OUT}, or use rmsprop",
-    ),
+    *map(_of_optimizers, ("betas", "eps", "momentum", "alpha", "muon_rate", "muon_excludes")),
     Rule(
         ("train.lr_schedule", "train.warmup_steps", "train.warmup_from_zero", "train.min_lr"),
         lambda job: job.train.lr_table is None,

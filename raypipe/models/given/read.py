@@ -16,7 +16,7 @@ from raypipe.errors import SpecError
 from raypipe.files import read_json
 from raypipe.job import GivenSpec, HfSpec
 from raypipe.models.captured import CapturedModel
-from raypipe.models.own_loss import OwnLoss
+from raypipe.models.losses import OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.task import IGNORED, Field, Inputs, Labels, Task
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from raypipe.atomic_write import write_whole
 from raypipe.capture.captured import Captured, Notify, save, to_stderr
+from raypipe.capture.meta import stand_ins
 from raypipe.compat.torch_private import _BatchNorm
 from raypipe.errors import CaptureError, RaypipeError, SpecError
 from raypipe.job import GivenSpec, HfSpec
@@ -269,7 +270,14 @@ def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False)
             if getattr(part, "gradient_checkpointing", False) is True:
                 stack.callback(setattr, part, "gradient_checkpointing", True)
                 part.gradient_checkpointing = False  # type: ignore[assignment]
-        stack.callback(_swap(model, dtype))
+
+        def shaped(value: Tensor) -> Tensor:
+            kind = dtype if value.is_floating_point() else value.dtype
+            if isinstance(value, nn.Parameter):
+                return nn.Parameter(torch.empty(value.shape, dtype=kind, device="meta"), value.requires_grad)
+            return value.detach().to("cpu", kind, copy=True)
+
+        stack.enter_context(stand_ins(model, shaped, buffers=True))
         state, numbers, arrays = state_of(model), random.getstate(), repr(np.random.get_state())
         yield
         check_state(state, model)
@@ -289,33 +297,6 @@ def _caching(model: nn.Module) -> list[Any]:
 def _restore_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
     for part, training in modes:
         part.training = training
-
-
-def _swap(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
-    """Put stand-ins in the place of parameters and buffers; return what undoes it."""
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    made: dict[int, Any] = {}
-    for part in model.modules():
-        for held in (part._parameters, part._buffers):
-            for name, value in held.items():
-                if value is None:
-                    continue
-                undo.append((held, name, value))
-                if id(value) not in made:
-                    kind = dtype if value.is_floating_point() else value.dtype
-                    made[id(value)] = (
-                        nn.Parameter(torch.empty(value.shape, dtype=kind, device="meta"), value.requires_grad)
-                        if isinstance(value, nn.Parameter)
-                        else value.detach().to("cpu", kind, copy=True)
-                    )
-    for held, name, value in undo:
-        held[name] = made[id(value)]
-
-    def restore() -> None:
-        for held, name, value in undo:
-            held[name] = value
-
-    return restore
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

@@ -19,7 +19,7 @@ from raypipe.files import short
 from raypipe.graph.fingerprint import Identity, transformers_code
 from raypipe.job import HfSpec
 from raypipe.job.model_spec import TaskName
-from raypipe.models.losses.provided import LossFunction, contrastive
+from raypipe.models.losses import LossFunction, contrastive
 from raypipe.models.sources.adapters import AdapterValues, SavedAdapters, with_adapters, without_adapters
 from raypipe.models.sources.saved_values import Saved, Unsaved
 from raypipe.models.start_values import Constructed, StartValues
@@ -277,8 +277,9 @@ def task_of_labels(kind: str, config: Any, asked: TaskName | None, labels: Field
 
 def _check(problem: str, count: int, labels: Field) -> None:
     """Raise an error if labels do not fit the problem type; ``count`` is ``num_labels``."""
+    dtype = str(labels.dtype).removeprefix("torch.")
     shape, floating, one = labels.shape, labels.dtype.is_floating_point, labels.shape in ((), (1,))
-    has = f"labels hold {_name(labels)} of shape {['rows', *shape]}".replace("'", "")
+    has = f"labels hold {dtype} of shape {['rows', *shape]}".replace("'", "")
     if problem == REGRESSION:
         fits, takes = one if count == 1 else shape == (count,), "one number" if count == 1 else f"{count} numbers"
         if not fits:
@@ -295,10 +296,6 @@ def _check(problem: str, count: int, labels: Field) -> None:
     if floating or not one:
         fix = f"give whole numbers of shape [rows]; for several labels a row, floats of shape [rows, {count}]"
         raise SpecError("data", f"{has}, and the model's head learns one of {count} classes a row ({ONE_CLASS})", fix)
-
-
-def _name(labels: Field) -> str:
-    return str(labels.dtype).removeprefix("torch.")
 
 
 # Configurations: a model is named by its type (``gpt2``), which gets the library's default configuration with the given

@@ -21,7 +21,7 @@ from raypipe.errors import RaypipeError, SpecError, nearest
 from raypipe.files import short
 from raypipe.graph.fingerprint import Identity, module_code, structure
 from raypipe.job import ImportSpec
-from raypipe.models.losses.provided import LossFunction
+from raypipe.models.losses import LossFunction
 from raypipe.models.start_values import Constructed, StartValues
 from raypipe.models.task import Field, Labels, NextToken, Pixels, Task, Values
 

@@ -4,13 +4,159 @@ Throughout: D devices, U <= D of which hold a layer; N micro-batches; every laye
 a run of layers, and what it takes is the sum over its layers, plus an overhead per task; so whatever the cut, a device
 works on each micro-batch for as long as its layers take, and for at least two overheads (one where it may hold nothing
 but frozen layers that need no backward: ``Instance.tasks``).
+
+**While a pipeline fills** devices stand idle. Every layer's forwards run on one device, one micro-batch at a time. So
+at least m micro-batches have gone through the layers 0 to s when the (m + 1)-th leaves layer s, and all of them through
+the longest of these, of f seconds: it leaves no sooner than (forwards of the layers 0 to s) + m f. (Of m + 1
+micro-batches that have left layer s, one was the last to leave the longest layer, which took m + 1 times f from when
+the first could be there; the rest of its way was still before it.) Whatever devices do by a moment u at which the first
+micro-batch has not gone through all layers is such forwards, and the order of micro-batches may differ from layer to
+layer. U devices could have worked for U u seconds. What they cannot have done of that, they are idle, or recompute.
+
+One slow layer near the front thus costs more than the sum of the forwards before each device, which
+``start`` counts.
+
+**Layers are whole**: devices cannot share them evenly. No device's work is more than the largest sum of whole layers
+that fits into a step, beside the time before it can begin; these together must hold all layers. The device with the
+longest layer l, most often a head of a large vocabulary, has less room: as ``assigned`` proves, l and the backwards of
+whatever else that device has all come after the forwards of the layers before l. Sums of layers are found as bits of
+one long integer (subset sums).
+
+With 26 equal blocks and a head of six and a half on four devices: either three devices share 24 of them, eight each,
+and two are with the head, or one has nine. Evenly shared it would be 8.1 each.
 """
 
 from __future__ import annotations
 
-from raypipe.plan.certificate.filling import idle_while_filling
+from collections.abc import Sequence
+from math import floor
+
+import numpy as np
+from numpy.typing import NDArray
+
 from raypipe.plan.certificate.instance import Instance
-from raypipe.plan.certificate.packed import whole_layers
+
+MOMENTS = 128
+"""At which the idle time is counted; it is a bound at each of them."""
+
+
+def idle_while_filling(forward: Sequence[float], microbatches: int, most: int) -> list[float]:
+    """Return seconds that 1, 2, ... devices are idle, all together, before the first micro-batch has passed all layers.
+
+    Args:
+        forward: per layer, seconds of one micro-batch's forward; not empty.
+        microbatches: N.
+        most: devices that hold a layer, at most.
+    """
+    own = np.array(forward)
+    moments = np.linspace(0.0, own.sum(), MOMENTS)
+    done = _forwards_done(own, microbatches, moments)
+    return [float((used * moments - done).max()) for used in range(1, most + 1)]
+
+
+def _forwards_done(own: NDArray[np.float64], microbatches: int, moments: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The most seconds of forwards that all devices together can have done by each moment."""
+    longest = np.maximum.accumulate(own)
+    since = np.maximum(0.0, moments[:, None] - (np.cumsum(own) - own))
+    # Micro-batches arrive no closer together than ``longest``, so that one at most is in the middle of a layer.
+    apart = np.where(longest > 0, longest, 1.0)
+    whole = np.clip(np.floor((since - own) / apart) + 1, 0, microbatches)
+    part = np.where(whole < microbatches, np.clip(since - whole * longest, 0.0, own), 0.0)
+    done: NDArray[np.float64] = (whole * own + part).sum(axis=1)
+    return done
+
+
+UNITS = 8192
+"""Units of time in an evenly shared step; layers are rounded down to them."""
+MOST = 1.5
+"""Times the evenly shared step, up to which the bound is looked for."""
+HALVINGS = 24
+LARGE = 4_000
+"""Layers times devices above which devices have so many layers each that whole ones matter little."""
+
+
+def whole_layers(i: Instance, starts: Sequence[float], shared: float) -> float:
+    """Return the bound, at least ``shared``; that itself where devices differ or the instance is large.
+
+    Args:
+        i: the instance.
+        starts: per device, in the order of their first layers, the least time at which it begins.
+        shared: a lower bound from all work shared evenly, overheads included.
+    """
+    if not i.alike or i.devices == 1 or i.layers * i.devices > LARGE or not i.layers or shared <= 0:
+        return shared
+    return _Packing(i, starts[: i.layers], shared).bound()
+
+
+class _Packing:
+    """The layers' work as whole units, and the sums of them."""
+
+    def __init__(self, i: Instance, starts: Sequence[float], shared: float) -> None:
+        n, least = i.microbatches, i.least
+        self.i, self.starts, self.shared, self.unit = i, starts, shared, shared / UNITS
+        barrier = i.barrier and i.flushes
+        seconds = [n * w + (0.0 if barrier else u) for w, u in zip(least.work, least.update, strict=True)]
+        self.sizes = [floor(x / self.unit) for x in seconds]
+        self.top = max(range(i.layers), key=lambda s: seconds[s])
+        rest = [s for s in range(i.layers) if s != self.top]
+        self.sums = _sums([self.sizes[s] for s in rest])
+        self.overhead = i.tasks * n * least.overhead
+        self.late: float | None = None
+        """Seconds before the longest layer's device may begin with that layer or a backward, and their part of it."""
+        backward = [n * least.backward[s] for s in rest]
+        if barrier and min(backward, default=0.0) > 0:
+            self.late = i.ahead[self.top] + n * least.work[self.top] + (i.tasks - 1) * n * least.overhead
+            self.backward_sums = _sums([floor(x / self.unit) for x in backward])
+            self.most = max(seconds[s] / x for s, x in zip(rest, backward, strict=True))
+            """Work per second of backward."""
+
+    def bound(self) -> float:
+        """Halve the interval between a step that is too short and one that may not be."""
+        low, high = self.shared, MOST * self.shared
+        if self.holds_all(low):
+            return low
+        if not self.holds_all(high):
+            return high
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.holds_all(middle) else (middle, high)
+        return low
+
+    def holds_all(self, step: float) -> bool:
+        """Return whether all layers may fit into a step of this length, the longest on the best device for that."""
+        rooms = [floor((step - start - self.overhead) / self.unit + 1e-6) for start in self.starts]
+        each = [_largest(self.sums, room) for room in rooms]
+        own, limit = self.sizes[self.top], self.beside(step)
+        total, together = sum(self.sizes), sum(each)
+        for room, without in zip(rooms, each, strict=True):
+            left = min(room - own, limit)
+            if left >= 0 and together - without + own + _largest(self.sums, left) >= total:
+                return True
+        return False
+
+    def beside(self, step: float) -> int:
+        """Units of other layers' work that the longest layer's device may have, as far as backwards limit it."""
+        if self.late is None:
+            return 2 * UNITS
+        left = floor((step - self.late) / self.unit + 1e-6)
+        if left < 0:
+            return -1
+        most = _largest(self.backward_sums, left) + self.i.layers  # each was rounded down by less than a unit
+        return floor(self.most * most)
+
+
+def _sums(sizes: Sequence[int]) -> int:
+    """An integer whose bit k is set if some of these sizes add up to k, as far as any step needs."""
+    mask = (1 << int(MOST * UNITS) + 2) - 1
+    found = 1
+    for size in sizes:
+        found |= (found << size) & mask
+    return found
+
+
+def _largest(sums: int, room: int) -> int:
+    """The largest sum that is no more than this."""
+    return (sums & ((1 << room + 1) - 1)).bit_length() - 1 if room >= 0 else 0
 
 
 def closed_bound(i: Instance) -> float:
@@ -59,9 +205,9 @@ def shared_work(i: Instance) -> float:
     """All work on all devices: N times the work of all layers, and the time that devices cannot have begun.
 
     Summed over the U devices that hold a layer, step time is at least their starts plus their work, and at least what
-    they are idle while the pipeline fills (``filling``) plus their work. With devices of several kinds, q_d is the
-    least ratio, over all layers, of device d's time to the fastest kind's: in time T it does at most T / q_d of what
-    the fastest would; their starts are left out.
+    they are idle while the pipeline fills (``idle_while_filling``) plus their work. With devices of several kinds, q_d
+    is the least ratio, over all layers, of device d's time to the fastest kind's: in time T it does at most T / q_d of
+    what the fastest would; their starts are left out.
     """
     n, least = i.microbatches, i.least
     total = n * sum(least.work)
@@ -135,38 +281,60 @@ def one_microbatch(i: Instance) -> float:
 
 
 def memory_time(i: Instance) -> float:
-    """Activations occupy memory: bytes times seconds of all micro-batches fit into those of all devices.
+    """Activations occupy the devices' memory beside weights and optimizer state: see ``MemoryTime``.
 
     A micro-batch keeps a layer's activations at least from its F through the layers behind and back (``life``), and
-    from its B to the end of its W what W needs. What the devices have is their memory beside weights and optimizer
-    state, for the length of a step. Recomputation frees a layer's activations for its forward's time once more; the
-    bound lets every layer and micro-batch choose, in any share, whatever is best (a linear program of two constraints,
-    solved by taking layers in the order of memory-time per second of recomputation).
+    from its B to the end of its W what W needs.
     """
     room = sum(i.room) - sum(i.state)
-    n, least = i.microbatches, i.least
+    least = i.least
     if room == float("inf"):
         return 0.0
     if room <= 0:
         return float("inf") if sum(i.state) > sum(i.room) * (1 + 1e-9) else 0.0
-    weight = [b - min(b, g) for b, g in zip(least.backward, least.input_grad, strict=True)]
-    held = [i.kept[s] * i.life(s) for s in range(i.layers)]
-    for_w = sum(min(i.waiting[s], i.kept[s]) * weight[s] for s in range(i.layers))
-    area, work = n * (sum(held) + for_w), n * sum(least.work)
-    speed = float(i.devices)
+    weight = np.maximum(0.0, np.array(least.backward) - np.array(least.input_grad))
+    held = np.array([kept * i.life(s) for s, kept in enumerate(i.kept)])
+    for_w = float(np.minimum(i.waiting, i.kept) @ weight)
+    return MemoryTime(held, np.array(least.recompute), sum(least.work), for_w).least(i.microbatches, i.devices, room)
 
-    def cost(s: int) -> float:
-        return held[s] / least.recompute[s] if least.recompute[s] > 0 else float("inf")
 
-    for s in sorted(range(i.layers), key=cost, reverse=True):
-        if area / room <= work / speed:
-            break
-        # Share x of this layer's activations dropped: (area - x*held)/room = (work + x*again)/speed.
-        again, less = n * least.recompute[s], n * held[s]
-        slope = again / speed + less / room
-        x = min(1.0, (area / room - work / speed) / slope) if slope > 0 else 0.0
-        area, work = area - x * less, work + x * again
-    return max(area / room, work / speed)
+class MemoryTime:
+    """Activations occupy memory: bytes times seconds of all micro-batches fit into those of all devices in a step.
+
+    Recomputation frees a layer's activations for its forward's time once more; the bound lets every layer and
+    micro-batch choose, in any share, whatever is best (a linear program of two constraints, solved by taking layers in
+    the order of memory-time per second of recomputation).
+
+    Args:
+        held: of each layer, bytes of a micro-batch times the seconds that they are kept.
+        again: seconds of recomputing each layer; infinite where no plan may.
+        work: seconds of all that a micro-batch takes without recomputation.
+        always: byte-seconds of a micro-batch that recomputation does not free.
+    """
+
+    def __init__(self, held: NDArray[np.float64], again: NDArray[np.float64], work: float, always: float = 0.0) -> None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            order = np.argsort(np.where(held > 0, held / again, 0.0), kind="stable")
+        self.held = always + np.concatenate([[0.0], np.cumsum(held[order])])
+        """Byte-seconds of a micro-batch, by how many layers are kept."""
+        self.work = work + np.concatenate([np.cumsum(again[order][::-1])[::-1], [0.0]])
+        """Seconds of a micro-batch, by how many layers are kept."""
+
+    def least(self, microbatches: int, devices: int, room: float) -> float:
+        """Return the bound on the step of so many devices with ``room`` bytes for activations in all."""
+        if room <= 0:
+            return float("inf")
+        work, held = microbatches * self.work / devices, microbatches * self.held / room
+        full = held >= work
+        if not full.any():
+            return float(work[-1])
+        k = int(full.argmax())
+        if not k or work[k - 1] == np.inf:
+            return float(held[k])
+        # Between two numbers of layers, some micro-batches keep the layer and the others do not.
+        before, behind = work[k - 1] - held[k - 1], held[k] - work[k]
+        share = before / (before + behind)
+        return float(work[k - 1] + share * (work[k] - work[k - 1]))
 
 
 def updates(i: Instance) -> float:

@@ -1,40 +1,121 @@
 """Simulated annealing over arrangements, each measured by a quick order of its tasks.
 
-An order takes a tenth of a millisecond (``search.lists.chains``), a bound on all orders of an arrangement microseconds
-(``least_step``). So annealing by bounds comes first, and where an arrangement's bound is already longer than what the
+An order takes a tenth of a millisecond (``search.chains``), a bound on all orders of an arrangement microseconds
+(``LeastStep``). So annealing by bounds comes first, and where an arrangement's bound is already longer than what the
 walk would accept there is no order. The due dates that make the order, and how far stages run ahead, are part of what
-is walked over; those of the best arrangements are improved further (``due_dates``). The slowest device alone would say
+is walked over; those of the best arrangements are improved further (``orders_of``). The slowest device alone would say
 nothing about most moves, as they leave it as it is: all devices count, the slowest most.
 
 Sources: AdaPtis (arXiv 2509.23722), which tunes cut, placement and order in turn; simulated annealing (Kirkpatrick,
 Gelatt, Vecchi 1983).
+
+``LeastStep`` is how short a step of an arrangement could be, without an order: per device, the largest of what
+``plan/certificate/assigned`` asks of every assignment of layers, here with the stages and the messages that the
+arrangement has: work after the first F; forwards of later stages and backwards, which come later, less the early
+forwards that fit into memory; the way out, less the weight gradients that fit; and activations' bytes times seconds.
+Orders come within a few per cent of it, so that it ranks arrangements, and finds good ones by simulated annealing
+(Kirkpatrick, Gelatt, Vecchi 1983) before any has an order. The formulae are in ``walk_kernel``.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.plan.certificate.instance import alike
+from raypipe.plan.certificate.instance import Instance, alike
 from raypipe.plan.joint.arrangement import Arrangement
-from raypipe.plan.joint.due_dates import NUDGED, SMOOTH, MeasuredOrder, Way, changed
-from raypipe.plan.joint.least_step import LeastStep, annealed, seed_of
-from raypipe.plan.joint.orders_of import Ordered, OrdersOf
-from raypipe.search.lists.chains import Chains
-from raypipe.search.lists.priorities import PACES
+from raypipe.plan.joint.orders_of import NUDGED, SMOOTH, MeasuredOrder, Ordered, OrdersOf, Way, changed
+from raypipe.search.chains import Chains
+from raypipe.search.priorities import PACES
+
+WARM, HOT, COLD = 0.01, 0.008, 2e-4
+"""First temperature of a walk by bounds alone and of one by orders, and the last of both, as shares of the step."""
+
+
+class LeastStep:
+    """Bounds on arrangements of one instance."""
+
+    def __init__(self, i: Instance) -> None:
+        from raypipe.plan.joint import walk_kernel as kernel
+
+        def sums(rows: Sequence[Sequence[float]]) -> NDArray[np.float64]:
+            return np.array([[*accumulate(row, initial=0.0)] for row in rows])
+
+        weight = [[b - g for b, g in zip(k.backward, k.input_grad, strict=True)] for k in i.kinds]
+        self.i = i
+        self.numbers = kernel.Numbers(
+            sums([k.forward for k in i.kinds]),
+            sums([k.input_grad for k in i.kinds]),
+            sums(weight),
+            sums([i.kept])[0],
+            sums([i.full_state])[0],
+            np.array(i.kind_of),
+            np.array(i.room, np.float64),
+            i.layers,
+            i.microbatches,
+            float(i.message),
+            i.barrier,
+            any(room < inf for room in i.room),
+        )
+
+    def of(self, a: Arrangement) -> float:
+        """No order of the arrangement has a shorter step; infinite where its weights do not fit."""
+        return float(self._devices(a).max())
+
+    def smooth(self, a: Arrangement) -> float:
+        """The bounds of all devices together, the largest counting most."""
+        from raypipe.plan.joint import walk_kernel as kernel
+
+        return kernel.smooth(self._devices(a), kernel.SMOOTH)
+
+    def _devices(self, a: Arrangement) -> NDArray[np.float64]:
+        """The bound of each device."""
+        from raypipe.plan.joint import walk_kernel as kernel
+
+        return kernel.least_steps(self.numbers, np.array(a.starts), np.array(a.row), len(a.row))
+
+
+def seed_of(rng: random.Random) -> NDArray[np.uint64]:
+    """A seed of a kernel's random numbers."""
+    return np.array([rng.getrandbits(64)], np.uint64)
+
+
+def annealed(
+    least: LeastStep,
+    a: Arrangement,
+    most_stages: int,
+    tries: int,
+    rng: random.Random,
+    borders: float = 1.0,
+) -> Arrangement:
+    """Return the best arrangement on a random walk that grows colder.
+
+    Args:
+        least: what is minimised.
+        a: where the walk begins.
+        most_stages: deepest cut.
+        tries: moves that are tried.
+        rng: draws the seed of the walk.
+        borders: share of the moves that move borders and leave devices as they are.
+    """
+    from raypipe.plan.joint import walk_kernel as kernel
+
+    starts, row = a.arrays(most_stages)
+    count = kernel.anneal(least.numbers, starts, row, len(a.row), most_stages, borders, WARM, COLD, tries, seed_of(rng))
+    return Arrangement.of(starts, row, count, a.layers)
+
 
 KEPT = 5
 """Arrangements that are handed on: the best, and the most promising by their steps and their bounds together."""
 OPENING = 0.15
 """Share of the budget for the first arrangements."""
-HOT, COLD = 0.008, 2e-4
-"""First and last temperature, as shares of the step."""
 BORDERS = 0.4
 """Share of the moves that move borders; the others put stages elsewhere, or divide or join them."""
 SLOWEST = 0.25

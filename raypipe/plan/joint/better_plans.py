@@ -15,13 +15,9 @@ from numpy.typing import NDArray
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifier, Certifiers, waits_for_all
-from raypipe.plan.joint.annealing import BORDERS, SHORTEN, Hints, arranged, load_walk
-from raypipe.plan.joint.arrangement import Arrangement, of_layers
-from raypipe.plan.joint.least_step import LeastStep, annealed
-from raypipe.plan.joint.moved import moved
+from raypipe.plan.joint.annealing import BORDERS, SHORTEN, Hints, LeastStep, annealed, arranged, load_walk
+from raypipe.plan.joint.arrangement import Arrangement, Stages, StageTables, first_arrangements, of_layers
 from raypipe.plan.joint.orders_of import Ordered, OrdersOf
-from raypipe.plan.joint.stage_tables import Stages, StageTables
-from raypipe.plan.joint.starts import first_arrangements
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import Judges
@@ -267,3 +263,34 @@ def _searched(
         return best
     other = judge.predict_order(c, replace(found.schedule, name="auto"), best.cut)
     return other if other.fits and other.step_s < best.step_s else best
+
+
+def moved(found: Prediction, like: Prediction) -> str:
+    """One clause: the stages, what changed its device, and how much the slowest device's work fell."""
+    layers = sum(map(len, found.cut))
+    where, was = _devices(found), _devices(like)
+    other = sum(a != b for a, b in zip(where, was, strict=True))
+    slowest, before = max(_work(found)), max(_work(like))
+    parts = [f"{other} of {layers} layers on another device than in {like.candidate.schedule}"]
+    if found.form.stages != like.form.stages:
+        parts.append(f"{found.form.stages} stages for {like.form.stages}")
+    change = slowest / before - 1 if before else 0.0
+    if abs(change) >= 5e-4:
+        parts.append(f"the slowest device has {abs(change):.1%} {'less' if change < 0 else 'more'} work")
+    return "cut, placement and order found together: " + ", ".join(parts)
+
+
+def _devices(p: Prediction) -> list[int]:
+    """The device of each layer, in the first of the plan's own replicas."""
+    return [d for own, d in zip(p.cut, p.form.placement[0], strict=True) for _ in own]
+
+
+def _work(p: Prediction) -> list[float]:
+    """Per device, seconds of a micro-batch's tasks, averaged over replicas."""
+    costs = p.costs
+    each = [sum(times) for times in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)]
+    found = [0.0] * p.candidate.stages
+    for row in p.form.placement:
+        for s, d in enumerate(row):
+            found[d] += each[s] / p.form.replicas
+    return found

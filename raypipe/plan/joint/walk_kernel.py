@@ -87,7 +87,7 @@ def _within(room: float, ratio: float) -> float:
 
 @compiled
 def least_steps(i: Numbers, starts: Ints, row: Ints, count: int) -> Floats:
-    """The bound of each device, see ``least_step``; infinite where weights or one micro-batch do not fit."""
+    """The bound of each device, see ``annealing.LeastStep``; infinite where weights or one micro-batch do not fit."""
     n, devices = i.microbatches, len(i.room)
     forward, back, weight, kept = np.empty(count), np.empty(count), np.empty(count), np.empty(count)
     # The longest task of a micro-batch on its way to each stage's F, and to its B. Without a barrier the devices before

@@ -150,9 +150,10 @@ class StepClock:
 def as_run(schedule: Schedule) -> Schedule:
     """Return the schedule with the dependency rules that devices follow.
 
-    A runner never makes an R wait for the incoming gradient, because its device has nothing else to do meanwhile.
+    A runner never makes an R wait for the incoming gradient, because its device has nothing else to do meanwhile. It
+    runs the halves of a pair one after another.
     """
-    return replace(schedule, rules=replace(schedule.rules, recompute="early"))
+    return replace(schedule.unpaired(), rules=replace(schedule.rules, recompute="early"))
 
 
 def retimed(measured: Timeline, costs: CostTable) -> float:

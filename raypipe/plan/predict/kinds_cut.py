@@ -18,7 +18,7 @@ from raypipe.cost.stages import Placed
 from raypipe.errors import ScheduleError
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate
-from raypipe.plan.cut.uneven import cut_uneven
+from raypipe.plan.cut.exact import cut_uneven
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.prediction import Cut
 

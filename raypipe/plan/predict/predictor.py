@@ -20,8 +20,9 @@ from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import INNERMOST, Innermost
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import PARTLY, SYNCS, Asked, Candidate, Ways, candidates, in_slices
+from raypipe.plan.certificate.closed import MemoryTime
+from raypipe.plan.cut.exact import bottlenecks
 from raypipe.plan.cut.layers import NOISE, LayerCut, Placement, cut_layers, line_of
-from raypipe.plan.cut.line import bottlenecks
 from raypipe.plan.predict.at_scale import DIRECT, Figures, of_candidate
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.kinds_cut import KindsCut
@@ -29,11 +30,11 @@ from raypipe.plan.predict.memories import Memories
 from raypipe.plan.predict.oom_fallback import OOMFallback, by_device
 from raypipe.plan.predict.orders import Order, Orders
 from raypipe.plan.predict.prediction import Cut, Prediction
-from raypipe.plan.predict.stage_arrays import StageArrays, StageSeconds
 from raypipe.plan.predict.step_bound import (
     NO_COLLECTIVES,
     Lives,
-    WithinMemory,
+    StageArrays,
+    StageSeconds,
     busiest_seconds,
     least_collectives,
     least_seconds_in_memory,
@@ -106,7 +107,7 @@ class Predictor:
     _layers: dict[int, list[float]] = field(default_factory=dict)
     _bottlenecks: dict[int, list[float]] = field(default_factory=dict)
     _whole: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
-    _within: dict[int, WithinMemory] = field(default_factory=dict)
+    _memory_times: dict[int, MemoryTime] = field(default_factory=dict)
     _bytes: dict[object, dict[str, Figures]] = field(default_factory=dict)
     _bounds: dict[object, float] = field(default_factory=dict)
     _lives: dict[object, Lives] = field(default_factory=dict)
@@ -311,8 +312,8 @@ class Predictor:
         work = max(grid.microbatches * (there + min(back, split)) / grid.stages, (there + inputs - least) / most**2)
         if not self.profile.other_kinds:
             slices = max(self.slices, default=1) if grid.stages > 1 else 1
-            within = self._within_memory(grid.microbatch)
-            work = max(work, within.least(grid.microbatches, grid.stages, grid.stages * room, slices))
+            of_memory = self._memory_time(grid.microbatch)
+            work = max(work, of_memory.least(grid.microbatches, grid.stages, slices * grid.stages * room))
         busy = self.profile.placed.busy(grid.stages * grid.replicas)
         return work * min(crowding(kind, busy) for kind in self.profile.kinds) * (1 - 1e-9)
 
@@ -324,21 +325,24 @@ class Predictor:
     def _least_arrays(self) -> StageArrays:
         return StageArrays(self._fastest, self.train) if self.profile.other_kinds else self._arrays
 
-    def _within_memory(self, microbatch: int) -> WithinMemory:
-        """Return the time that memory costs a step, whatever the cut, for a micro-batch size."""
-        if microbatch not in self._within:
+    def _memory_time(self, microbatch: int) -> MemoryTime:
+        """Return the time that memory costs a step, whatever the cut, for a micro-batch size.
+
+        Activations are kept through the layers behind and back; of slices, those of the layer itself may be shorter.
+        """
+        if microbatch not in self._memory_times:
             layers, times = self.profile.layers, self._arrays.times(microbatch)
             first = next((n for n, layer in enumerate(layers) if layer.trained), 0)  # before it, nothing is kept
             again, kept = times["recompute"], self._arrays.kept(microbatch, True)
             there, back, split, _ = self._sums(microbatch)
-            self._within[microbatch] = WithinMemory(
-                times["forward"],
-                np.minimum(times["input_grad"], times["joint"]),
-                there + min(back, split),
+            way = times["forward"] + np.minimum(times["input_grad"], times["joint"])
+            lives = np.cumsum(way[::-1])[::-1] - way
+            self._memory_times[microbatch] = MemoryTime(
+                np.where(np.arange(len(layers)) >= first, lives * kept, 0.0),
                 again if self.recompute or "schedule" in self.asked else np.full_like(again, np.inf),
-                np.where(np.arange(len(layers)) >= first, kept, 0.0),
+                there + min(back, split),
             )
-        return self._within[microbatch]
+        return self._memory_times[microbatch]
 
     @cached_property
     def _most_memory(self) -> float:

@@ -194,7 +194,7 @@ def deferred_embedding(ids: Tensor, weight: Tensor, padding: int | None, queue: 
 #
 # The operation runs in a small autograd graph of its own. B asks that graph for the gradients of the activations, and W
 # for those of the weights; for a product, either is one product. A weight may also be the result of operations on
-# parameters alone (a *weight expression*, ``capture/weight_gradients.py``): then W goes on to the parameters.
+# parameters alone (a *weight expression*, ``graph/operation_costs.py``): then W goes on to the parameters.
 #
 # For recurrent layers both B and W walk the steps of the sequence; in exchange nothing of a weight's gradient stays in
 # B.

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from raypipe.capture.weight_gradients import GATHERS, PLACES
 from raypipe.compat.torch_private import _pytree
-from raypipe.graph.operation_costs import short_name
+from raypipe.graph.operation_costs import GATHERS, PLACES, short_name
 from raypipe.runtime.backward.deferred import (
     Closure,
     WeightQueue,
@@ -148,7 +147,7 @@ def _deferred(node: fx.Node, read: dict[fx.Node, nn.Parameter]) -> Callable[...,
 
 # Find the operations of a stage's graph whose weight gradients can wait, and what their weights are made of.
 #
-# The rules are those of ``capture/weight_gradients.py``, by which ``raypipe partition`` counts what stays in B; here
+# The rules are those of ``graph/operation_costs.py``, by which ``raypipe partition`` counts what stays in B; here
 # they hold within one stage, where an expression counts only if nothing but deferred products reads it.
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from raypipe.models import Inputs, Task
+from raypipe.models.current_slice import SliceCache, SliceRun, slice_run
 from raypipe.models.keyed_random import RandomKeys, with_keys
-from raypipe.models.slices.current import SliceCache, SliceRun, slice_run
 from raypipe.runtime.backward.deferred import Closure
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.backward.stack import stacked, stacked_inputs

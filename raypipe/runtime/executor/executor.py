@@ -422,6 +422,9 @@ class Executor(ProgramRunner):
         all_reduces, group = 0, current_group()
         if isinstance(group, ProcessGroup):
             all_reduces, group.all_reduces = group.all_reduces, 0
+        exchanged, copies = 0.0, current_group("experts")
+        if isinstance(copies, ProcessGroup):
+            exchanged, copies.all_to_alls = copies.all_to_alls, 0.0
         result = StepResult(
             0.0,
             samples,
@@ -433,6 +436,7 @@ class Executor(ProgramRunner):
             all_reduces,
             memory,
             self.updates.optimistic,
+            exchanged,
             gathers,
             scatters,
             first_k=self._changed_first_k() if self.training else (),

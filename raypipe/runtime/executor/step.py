@@ -79,6 +79,8 @@ class StepResult:
     """Measured memory; zeros where it was not measured."""
     optimistic: bool
     """Whether the update was made before the global norm was known; a norm above the limit undoes and repeats it."""
+    expert_all_to_alls: float = 0.0
+    """All-to-alls of tokens between the copies that divide experts; every copy counts its share of one."""
     all_gathers: float = 0.0
     """Gathers of a stage's weights; every member of a group counts 1 / (size of the group) for each."""
     reduce_scatters: float = 0.0
@@ -151,6 +153,8 @@ def communication_counts(results: Sequence[StepResult], tensor: int) -> dict[str
     }
     if tensor > 1:
         counts["tensor_all_reduce"] = sum(r.tensor_all_reduces for r in results) // tensor
+    if exchanged := round(math.fsum(r.expert_all_to_alls for r in results)):
+        counts["expert_all_to_all"] = exchanged
     return counts
 
 

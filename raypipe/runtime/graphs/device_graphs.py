@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from raypipe.errors import SpecError
+from raypipe.models.host_copies import named_stream
 from raypipe.runtime.update.side_stream import MAIN_PRIORITY, ForkedStream, SideStream
 
 Made = TypeVar("Made")
@@ -61,7 +62,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device, priority=MAIN_PRIORITY)  # type: ignore[no-untyped-call]
+        self._stream: Any = named_stream(device, "captures", MAIN_PRIORITY)
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """See DeviceGraphs.warm_up. On the stream of captures: libraries have a workspace per stream."""

@@ -19,6 +19,7 @@ from ray.util import list_named_actors
 
 from raypipe.cost.hosts import Numbering
 from raypipe.errors import TransportError
+from raypipe.runtime.hosts.devices import NO_GPUS
 from raypipe.runtime.hosts.reserve import Kept, Notify, Place, Reservation, silent
 from raypipe.runtime.process.set_up import first_backward
 from raypipe.runtime.setup.communicators import Location, first_ranks
@@ -77,13 +78,13 @@ class Places:
         """Return the options of an actor called ``name`` that runs on a rank's device."""
         request = self.place.request
         # One compute thread per device, because the host's cores are shared by several devices.
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if request.gpus == 0 else {}
+        environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **NO_GPUS} if request.gpus == 0 else {}
         return {
             "name": name,
             "scheduling_strategy": self.place.strategy(self.bundles[rank]),
             "num_cpus": request.cpus,
             "num_gpus": request.gpus,
-            "runtime_env": {"env_vars": threads} if threads else {},
+            "runtime_env": {"env_vars": environment} if environment else {},
             "max_restarts": 0,
         }
 
@@ -316,7 +317,7 @@ class StageStandby(StageWorker):
 
     def __init__(self) -> None:
         self.title = "standby"
-        self.apart, self.parted = False, None
+        self.apart, self.broken, self.parted = False, False, None
 
     def warm(self) -> str:
         """Do what is slow for the first time; return the node."""
@@ -374,7 +375,9 @@ class StandbyPool:
         self._waiting: list[tuple[str, Any, Any]] = []
         """Node, actor, and the reference that is ready when it is warm."""
         self._ranks = first_ranks(workers.locations)
-        for node in islice(cycle(self._ranks), count if workers.places is not None else 0):
+        # A process that reserves nothing may not use a GPU, and so cannot take the place of a worker that has one.
+        serves = workers.places is not None and workers.on_cpus()
+        for node in islice(cycle(self._ranks), count if serves else 0):
             self._start(node)
 
     def _start(self, node: str) -> None:

@@ -13,6 +13,8 @@ from raypipe.errors import SpecError
 
 SHOWN = 8
 """Number of nodes that an error lists."""
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+"""Environment of a process that Ray gives no GPU: since 2.60 Ray leaves it all that its node has."""
 OVERSUBSCRIPTION = 8
 """Workers per core on a Ray that raypipe itself starts: enough to try any plan on a laptop."""
 

@@ -16,19 +16,35 @@ CUDA_SETTINGS = {
     # waits for its peer holds up the streams behind it, so that communication and compute overlap less. Programs cannot
     # deadlock even with one queue (``schedule.lowering.safe_order``); this is for speed.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # By default a kernel is loaded when it is first launched, and loading may wait for all kernels that run: one of
-    # NCCL's that waits for a peer, whose host may be waiting for this one. Loading all at start costs seconds, and
-    # memory of the GPU.
-    "CUDA_MODULE_LOADING": "EAGER",
+    # A kernel is loaded when it is first launched. Loading all of torch's at start takes seconds and about 1 GB.
+    "CUDA_MODULE_LOADING": "LAZY",
+    # torch's watchdog of NCCL would end the process before the host's own timeout says what it has waited for.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
 """Environment of processes that use GPUs; CUDA reads it when the process first uses a GPU."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+ALLOCATOR, OLDER_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""What torch's allocator reads when it is first used, and the name that it had before."""
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+"""Without it, and on several streams with another value, cuBLAS may sum in another order each time."""
 
 
 def set_up_cuda() -> None:
     """Set ``CUDA_SETTINGS`` before this process first uses a GPU; what the user has set stays as it is."""
     for variable, value in CUDA_SETTINGS.items():
         os.environ.setdefault(variable, value)
+    if ALLOCATOR not in os.environ and OLDER_ALLOCATOR not in os.environ:
+        # Stages have tensors of many sizes; segments that grow keep what is freed of one size usable for another.
+        os.environ[ALLOCATOR] = "expandable_segments:True"
+
+
+def compute_deterministically() -> None:
+    """Use torch's deterministic kernels from now on, and cuBLAS's: torch raises at a product without the latter."""
+    os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(True)
 
 
 def set_up_process(device: torch.device) -> None:

@@ -82,6 +82,21 @@ def kind_of(error: BaseException) -> str:
     return "bug"
 
 
+def breaks_device(error: BaseException) -> bool:
+    """Return whether a GPU's context is broken after an exception, so that its process can use it no more.
+
+    It is after every error of CUDA but that there is no memory.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.AcceleratorError) and _CUDA.get(getattr(cause, "error_code", 0)) != "memory":
+            return True
+        if isinstance(cause, RuntimeError) and re.search(r"CUDA (driver )?error", str(cause)):
+            return not _MEMORY.search(str(cause))
+        cause = cause.__cause__
+    return False
+
+
 Method = Callable[Concatenate[Any, P], R]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raypipe.errors import TransportError
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.recovery.failure import kind_of
+from raypipe.runtime.recovery.failure import breaks_device, kind_of
 from raypipe.runtime.setup.communicators import Communicators
 from raypipe.runtime.setup.tensor_ranks import rank_of
 from raypipe.runtime.stage.stage import StageModule
@@ -94,8 +94,9 @@ def parts_when_lost(
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
+            self.broken = self.broken or breaks_device(error)
             goes_on = self.device.type == "cpu" or self.setup_data.job.train.elastic is not None
-            if goes_on and kind_of(error) == "lost":
+            if goes_on and not self.broken and kind_of(error) == "lost":
                 self.part()
             raise
 

@@ -13,12 +13,13 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
+from raypipe.errors import ClusterError
 from raypipe.runtime.clocks.shared_clock import SharedClock, open_clock
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER
 from raypipe.runtime.transport.inbox import absent
 from raypipe.runtime.transport.interfaces import use_interface
-from raypipe.runtime.transport.process_groups import connected_on_use, create_groups
+from raypipe.runtime.transport.process_groups import abort_groups, connected_on_use, create_groups, forget_groups
 from raypipe.runtime.transport.registry import TRANSPORTS, open_channels, served_by
 from raypipe.runtime.transport.transport import Ends
 from raypipe.runtime.update.norm import ONE_HOP
@@ -123,9 +124,11 @@ class Communicators:
                 timeout_s=topology.timeout_s,
             )
         except RuntimeError as error:  # torch's, of Gloo, NCCL or the store
+            abort_groups()
             self.close()
             raise absent(error) from error
         except BaseException:
+            abort_groups()
             self.close()  # so that the worker's next set-up can join another world
             raise
 
@@ -137,6 +140,7 @@ class Communicators:
         held: list[Any] = [self.world, *self.groups.values(), self.senders, self.receivers]
         if dist.is_initialized():
             held.append(dist.group.WORLD)
+        abort_groups()
         self.close()
         self.world, self.groups, self.senders, self.receivers = None, {}, {}, {}
         return held
@@ -147,6 +151,7 @@ class Communicators:
         Ends(self.senders, self.receivers).close()
         if dist.is_initialized():
             dist.destroy_process_group()
+            forget_groups()
 
 
 _listening: dict[int, socket.socket] = {}
@@ -184,10 +189,17 @@ def locate(rank: int, title: str, device: torch.device, node: Node | None = None
         title: how errors call it.
         device: what it computes on.
         node: where it is; None for an actor, which asks Ray.
+
+    Raises:
+        ClusterError: the device is one of AMD's.
     """
     node = node or own_node()
     name, model = "cpu", ""
     if device.type == "cuda":
+        if torch.version.hip:
+            raise ClusterError(
+                title, "its torch is built for ROCm, which nothing here is written for", "use CUDA's build"
+            )
         properties = torch.cuda.get_device_properties(device)
         name, model = f"cuda:{properties.uuid}", properties.name
     for old in _listening.values():
@@ -198,6 +210,22 @@ def locate(rank: int, title: str, device: torch.device, node: Node | None = None
     _listening[port] = opened
     lacks = tuple(name for name, transport in TRANSPORTS.items() if not transport.available())
     return Location(Peer(rank, node.id, name, title, lacks), node.address, port, os.getpid(), model)
+
+
+def check_devices(locations: Sequence[Location]) -> None:
+    """Check that the workers' devices can be joined.
+
+    Raises:
+        ClusterError: some have a GPU and others none, or several are slices of GPUs (MIG), which NCCL cannot join.
+    """
+    without = [at.peer.name for at in locations if at.peer.device == "cpu"]
+    if without and len(without) < len(locations):
+        why = f"torch finds no GPU there, and {len(locations) - len(without)} other workers have one"
+        raise ClusterError(without[0], why, "install torch's CUDA build on its node, or hide the GPUs of all nodes")
+    slices = [at.peer.name for at in locations if " MIG " in f"{at.model} "]
+    if slices and len(locations) > 1:
+        why = "its device is a slice of a GPU (MIG), and NCCL joins no slices"
+        raise ClusterError(slices[0], why, "use whole GPUs, or one worker")
 
 
 def own_node() -> Node:

@@ -13,13 +13,14 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 from raypipe.models.task import Field
 from raypipe.runtime.setup.communicators import Topology
-from raypipe.runtime.setup.tensor_ranks import rank_of
+from raypipe.runtime.setup.tensor_ranks import expert_ranks, rank_of
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import TiedHolders
 from raypipe.schedule.ir import Sharding, StageGraph, Versions
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program
+from raypipe.tensor import Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,17 @@ class Setup:
     def tensor(self) -> int:
         """Number of tensor-parallel ranks of a device."""
         return self.parallel.tensor
+
+    @property
+    def expert_ranks(self) -> tuple[int, ...]:
+        """Which share of the experts each replica holds."""
+        return expert_ranks(len(self.placement), self.parallel.replicas, self.parallel.experts)
+
+    @property
+    def ranks(self) -> dict[Axis, int]:
+        """This process's rank in each group over which layers are divided."""
+        replica = next(r for r, devices in enumerate(self.placement) if self.device in devices)
+        return {"tensor": self.tensor_rank, "experts": self.expert_ranks[replica]}
 
     @property
     def rank(self) -> int:

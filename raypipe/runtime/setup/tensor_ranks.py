@@ -7,13 +7,45 @@ rank communicate: every channel and every gradient all-reduce exists once per te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 TENSOR_GROUP = "tensor"
 """Key, in what ``own_groups`` returns, of the group of one device's tensor-parallel ranks."""
+EXPERT_GROUP = "experts"
+"""Key, in what ``own_groups`` returns, of the group of devices that divide experts with this one."""
+
+
+# Experts: consecutive data-parallel copies divide those of every stage.
+
+
+def expert_ranks(replicas: int, copies: int, experts: int) -> tuple[int, ...]:
+    """Return which share of the experts each replica holds, where ``experts`` consecutive copies divide them.
+
+    >>> expert_ranks(replicas=8, copies=4, experts=2)  # two directions in each copy
+    (0, 0, 1, 1, 0, 0, 1, 1)
+    """
+    return tuple(replica // (replicas // copies) % experts for replica in range(replicas))
+
+
+def expert_groups(placement: Sequence[Sequence[int]], copies: int, experts: int) -> dict[str, tuple[int, ...]]:
+    """Return the groups of devices that divide experts, by name; each holds one share of all stages in its place.
+
+    >>> expert_groups([[0, 1], [2, 3]], copies=2, experts=2)
+    {'experts 0, 2': (0, 2), 'experts 1, 3': (1, 3)}
+    """
+    if experts == 1:
+        return {}
+    of_copy = len(placement) // copies
+    found: dict[str, tuple[int, ...]] = {}
+    for first in range(0, len(placement), of_copy * experts):
+        for replica in range(first, first + of_copy):
+            members = [placement[replica + n * of_copy] for n in range(experts)]
+            for devices in zip(*members, strict=True):
+                found[f"{EXPERT_GROUP} {', '.join(map(str, devices))}"] = devices
+    return found
 
 
 def rank_of(device: int, tensor_rank: int, size: int) -> int:
@@ -46,12 +78,13 @@ def tensor_rank_groups(groups: Mapping[str, tuple[int, ...]], devices: int, size
 
 
 def own_groups(groups: Mapping[str, T], device: int, tensor_rank: int, size: int) -> dict[str, T]:
-    """Select a process's own groups by their device-level names, and add its tensor-parallel group."""
-    if size == 1:
-        return dict(groups)
-    suffix = f", tensor rank {tensor_rank}"
-    found = {name.removesuffix(suffix): group for name, group in groups.items() if name.endswith(suffix)}
-    return {**found, TENSOR_GROUP: groups[f"{TENSOR_GROUP} {device}"]}
+    """Select a process's own groups by their device-level names, and those of its device and its experts by theirs."""
+    found = dict(groups)
+    if size > 1:
+        suffix = f", tensor rank {tensor_rank}"
+        found = {name.removesuffix(suffix): group for name, group in groups.items() if name.endswith(suffix)}
+        found[TENSOR_GROUP] = groups[f"{TENSOR_GROUP} {device}"]
+    return {EXPERT_GROUP if name.startswith(f"{EXPERT_GROUP} ") else name: group for name, group in found.items()}
 
 
 def own_channels(channels: Mapping[int, T], size: int) -> dict[int, T]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from raypipe.graph.stages.links import StageEnds, stage_ends
+from raypipe.graph.liveness import StageEnds, stage_ends
 from raypipe.models import BodyEnds, LayeredModel, Lengths
 from raypipe.runtime.transport.channel import StageIOSpec, TensorSpec
 from raypipe.schedule.ir import StageGraph

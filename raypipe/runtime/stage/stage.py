@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from raypipe.graph.stages.links import between_parts
+from raypipe.graph.liveness import between_parts
 from raypipe.models import BodyEnds, Chain, Inputs, LayeredModel, StageBody
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, parts_of, segments_of
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
@@ -123,7 +123,9 @@ class StageModule(nn.Module):
         self.set_recomputed(recomputed)
         self.named = self.body.named()
         self.shards = {name: model.shards[name] for name in self.named if name in model.shards}
-        """How tensor parallelism divides the parameters of which this stage holds a share, by name."""
+        """How the parameters of which this stage holds a share are divided, by name."""
+        self.experts = frozenset(name for name, cut in self.shards.items() if cut.axis == "experts")
+        """Names of those that copies divide."""
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         """The parameters that the optimizer updates; the others are frozen."""
         last = layers[-1] == model.count - 1

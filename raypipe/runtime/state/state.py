@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -17,20 +18,29 @@ from raypipe.runtime.update.gradients import StageKey, TiedHolders
 from raypipe.runtime.update.optimizer import load_master, updated_tensor
 from raypipe.runtime.update.shards import DeviceShards, gathered_state
 from raypipe.runtime.update.weight_versions import WeightVersions
-from raypipe.tensor import Shard, TensorGroup
+from raypipe.tensor import Axis, Shard, TensorGroup
 
 PREVIOUS = "previous"
 """State key of the weights before the last update, which PipeDream-2BW still uses."""
+WHOLE: Mapping[Axis, int] = MappingProxyType({"tensor": 0, "experts": 0})
+"""The ranks of a process that shares its layers with no other."""
 
 
 def owned_keys(
-    device: int, modules: Mapping[StageKey, StageModule], placement: tuple[tuple[int, ...], ...]
+    device: int,
+    modules: Mapping[StageKey, StageModule],
+    placement: tuple[tuple[int, ...], ...],
+    expert_ranks: Sequence[int] | None = None,
 ) -> list[StageKey]:
-    """Return the stage replicas that this device saves: those of which it is the first holder."""
+    """Return the stage replicas that this device saves: those of which it is the first holder.
+
+    ``expert_ranks``: which share of the experts each replica holds; each share has a first holder, which are a group.
+    """
+    of = expert_ranks or [0] * len(placement)
     return [
         (stage, replica)
         for stage, replica in sorted(modules)
-        if (device, replica) == min((devices[stage], r) for r, devices in enumerate(placement))
+        if (device, replica) == min((row[stage], r) for r, row in enumerate(placement) if of[r] == of[replica])
     ]
 
 
@@ -47,29 +57,37 @@ def _saves(module: StageModule, name: str, tied: tuple[TiedHolders, ...]) -> boo
 
 
 class TensorPiece(NamedTuple):
-    """A tensor of a checkpoint, or this tensor rank's share of one."""
+    """A tensor of a checkpoint, or this process's share of one."""
 
     key: str
     tensor: Tensor
     shard: Shard | None
-    """How the tensor is divided over the tensor ranks; None if this is the whole tensor."""
+    """How the tensor is divided; None if this is the whole tensor."""
 
 
-def joined(pieces: Sequence[TensorPiece], group: TensorGroup) -> dict[str, Tensor]:
-    """Join the shares to whole tensors, and distribute these over the tensor ranks of a device for writing.
+def joined(pieces: Sequence[TensorPiece], groups: Mapping[Axis, TensorGroup]) -> dict[str, Tensor]:
+    """Join the shares to whole tensors, and distribute these over the members of the groups for writing.
 
-    All tensor ranks must call this with the same keys in the same order; each gets its part of the tensors.
+    All members of all groups must call this with the same keys in the same order; each gets its part of the tensors.
     """
     found: dict[str, Tensor] = {}
     for number, piece in enumerate(pieces):
-        writer = number % group.size
+        turn, writers = number, dict[Axis, int]()
+        for axis, group in groups.items():
+            turn, writers[axis] = divmod(turn, group.size)
+        if any(
+            groups[axis].rank != writer
+            for axis, writer in writers.items()
+            if piece.shard is None or axis != piece.shard.axis
+        ):
+            continue
         if piece.shard is None:
-            whole = piece.tensor if group.rank == writer else None
-        else:
-            shares = group.gather(piece.tensor.contiguous(), writer)
-            whole = piece.shard.join([share.cpu() for share in shares]) if shares is not None else None
-        if whole is not None:
-            found[piece.key] = whole
+            found[piece.key] = piece.tensor
+            continue
+        axis = piece.shard.axis
+        shares = groups[axis].gather(piece.tensor.contiguous(), writers[axis])
+        if shares is not None:
+            found[piece.key] = piece.shard.join([share.cpu() for share in shares])
     return found
 
 
@@ -135,10 +153,10 @@ def read_state(
     module: StageModule,
     optimizer: torch.optim.Optimizer,
     tied: tuple[TiedHolders, ...],
-    tensor_rank: int = 0,
+    ranks: Mapping[Axis, int] = WHOLE,
     divided: Collection[str] = (),
 ) -> None:
-    """Load one stage's parameters and optimizer state (this tensor rank's shares), whichever plan wrote them.
+    """Load one stage's parameters and optimizer state (this process's shares), whichever plan wrote them.
 
     Parameters that data-parallel copies divide (``divided``) are left out (``update.shards``).
 
@@ -166,21 +184,19 @@ def read_state(
                 f"{param_key} has shape {tuple(saved.shape)}, but the model's has {whole}",
                 "resume with the job that wrote it",
             )
-        load_master(optimizer, parameter, _own(saved, shard, tensor_rank))
+        load_master(optimizer, parameter, _own(saved, shard, ranks))
         if optim_keys:
             values = {k.rsplit("/", 1)[1]: tensors[k] for k in optim_keys}
             optimizer.state[updated_tensor(optimizer, parameter)] = {
-                key: _own(value, shard if tuple(value.shape) == whole else None, tensor_rank)
-                .clone()
-                .to(parameter.device)
+                key: _own(value, shard if tuple(value.shape) == whole else None, ranks).clone().to(parameter.device)
                 for key, value in values.items()
             }
     for key, held in buffers.items():
         held.copy_(tensors[key])
 
 
-def _own(whole: Tensor, shard: Shard | None, tensor_rank: int) -> Tensor:
-    return whole if shard is None else shard.cut(whole, tensor_rank)
+def _own(whole: Tensor, shard: Shard | None, ranks: Mapping[Axis, int]) -> Tensor:
+    return whole if shard is None else shard.cut(whole, ranks[shard.axis])
 
 
 def previous_pieces(
@@ -200,7 +216,7 @@ def previous_pieces(
 
 
 def read_previous(
-    checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...], tensor_rank: int = 0
+    checkpoint: Checkpoint, module: StageModule, tied: tuple[TiedHolders, ...], ranks: Mapping[Axis, int] = WHOLE
 ) -> dict[str, Tensor]:
     """Read what ``previous_pieces`` wrote, by parameter path; empty if the checkpoint has none."""
     names = {path: name for path, p in module.named_parameters() for name, own in module.trained.items() if own is p}
@@ -209,7 +225,7 @@ def read_previous(
         return {}
     tensors = checkpoint.read(set(keys.values()))
     return {
-        path: _own(tensors[key], module.shards.get(names[path]), tensor_rank).to(module.get_parameter(path).device)
+        path: _own(tensors[key], module.shards.get(names[path]), ranks).to(module.get_parameter(path).device)
         for path, key in keys.items()
     }
 
@@ -223,25 +239,27 @@ def state_to_save(
     optimizers: Mapping[StageKey, torch.optim.Optimizer],
     versions: Mapping[StageKey, WeightVersions],
     shards: DeviceShards,
-    group: TensorGroup,
+    groups: Mapping[Axis, TensorGroup],
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return this worker's share of a checkpoint, and the key of a tensor that is infinite or not a number, if any.
 
-    Tensor-parallel ranks of a device share the work, as do the members of a shard group; each has whole parameters. All
-    of them must call this. Most of the tensors are those of the training itself, so they change with its next step.
+    Tensor-parallel ranks of a device share the work, as do copies that divide experts, and the members of a shard
+    group; each has whole parameters. All of them must call this. Most of the tensors are those of the training
+    itself, so they change with its next step.
     """
     state: list[TensorPiece] = []
     broken: str | None = None
-    for key in owned_keys(setup.device, modules, setup.placement):
+    for key in owned_keys(setup.device, modules, setup.placement, setup.expert_ranks):
         divided = shards.stages[key].names if key in shards.stages else frozenset[str]()
         pieces = state_pieces(modules[key], optimizers[key], setup.tied, divided)
         if key in versions:
             pieces += previous_pieces(modules[key], versions[key].previous(), setup.tied)
         broken = broken or not_finite(modules[key], pieces)
         state += pieces
+    tensors = joined(state, groups)
     for key, stage in sorted(shards.stages.items()):
         if stage.counts:
             gathered = [TensorPiece(k, value, None) for k, value in gathered_state(stage, optimizers[key]).items()]
             broken = broken or not_finite(modules[key], gathered)
-            state += gathered
-    return joined(state, group), broken
+            tensors |= {piece.key: piece.tensor for piece in gathered}
+    return tensors, broken

@@ -23,6 +23,9 @@ import torch.distributed as dist
 from raypipe.errors import TransportError
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
+NEVER = timedelta(days=365)
+_nccl_groups: list[dist.ProcessGroup] = []
+"""Those that this process is in."""
 
 
 def in_rounds(groups: Sequence[Collection[int]]) -> list[list[int]]:
@@ -50,11 +53,29 @@ def in_rounds(groups: Sequence[Collection[int]]) -> list[list[int]]:
 def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """Make a process group; every rank of the world calls this for all groups in the same order.
 
+    NCCL's has no timeout: torch counts from when an operation is queued, long before the GPU comes to it, and its
+    watchdog then ends the process. The host has the timeouts that name what they waited for.
+
     Returns:
         The group, or None if the calling process is no member.
     """
-    group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    return group if isinstance(group, dist.ProcessGroup) else None
+    group = dist.new_group(list(ranks), timeout=NEVER if backend == "nccl" else timeout, backend=backend)
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    if backend == "nccl":
+        _nccl_groups.append(group)
+    return group
+
+
+def abort_groups() -> None:
+    """End what this process's NCCL groups have under way, and the groups; to destroy them would wait for lost peers."""
+    while _nccl_groups:
+        _nccl_groups.pop().abort()
+
+
+def forget_groups() -> None:
+    """Note that all groups are destroyed."""
+    _nccl_groups.clear()
 
 
 @contextmanager

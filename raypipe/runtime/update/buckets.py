@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,15 @@ BUCKET_BYTES = 25 << 20
 """Large enough for a link's full bandwidth; torch's DistributedDataParallel uses the same size."""
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each: int) -> list[FlatGradients]:
-    """Divide parameters into buckets of one dtype each, from the last parameter to the first."""
+def buckets_of(
+    parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each: int, apart: Collection[Tensor] = ()
+) -> list[FlatGradients]:
+    """Divide parameters into buckets of one dtype each, from the last to the first; none holds ``apart`` and others."""
     found: list[list[nn.Parameter]] = []
     room = 0
     for p in reversed(parameters):
         size = p.numel() * p.element_size()
-        if not found or size > room or found[-1][0].dtype != p.dtype:
+        if not found or size > room or found[-1][0].dtype != p.dtype or (found[-1][0] in apart) != (p in apart):
             room = bytes_each if found else first_bytes
             found.append([])
         found[-1].append(p)
@@ -66,12 +68,18 @@ class BucketedAllReduce:
         group: the process group of the holders.
         what: names the all-reduce in errors.
         dtype: of the sums; None for that of the gradients.
+        experts: parameters that have fewer holders, and their process group.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, what: str, dtype: torch.dtype | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        what: str,
+        dtype: torch.dtype | None = None,
+        experts: tuple[frozenset[Tensor], dist.ProcessGroup | None] = (frozenset(), None),
     ) -> None:
-        self.group, self.what, self.dtype = group, what, dtype
+        self.group, self.what, self.dtype, self._experts = group, what, dtype, experts
         self.buckets = self.divide(parameters)
         self.order: Sequence[Piece] = [Piece(n, 0, bucket.size) for n, bucket in enumerate(self.buckets)]
         """What is summed one after the other."""
@@ -89,7 +97,7 @@ class BucketedAllReduce:
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
         """Divide the parameters into buckets."""
-        return buckets_of(parameters, FIRST_BUCKET_BYTES, BUCKET_BYTES)
+        return buckets_of(parameters, FIRST_BUCKET_BYTES, BUCKET_BYTES, self._experts[0])
 
     def begin_step(self) -> None:
         """Note that a step begins."""
@@ -111,6 +119,7 @@ class BucketedAllReduce:
         """Let go of the process group and of what is under way on it; return it."""
         group = self.group
         self.__dict__.pop("group", None)
+        self._experts = frozenset(), None
         self._works, self._seen, self._started, self._missing = [], [], 0, []
         return group
 
@@ -173,20 +182,21 @@ class BucketedAllReduce:
         while self._started < len(self.order):
             self._start()
         if beside is not None:
-            self._all_reduce(beside)
+            self._all_reduce(beside, self.group)
 
     def _start(self) -> None:
         piece = self.order[self._started]
         self._started += 1
         bucket = self.buckets[piece.bucket]
         bucket.open()  # also takes in what was computed elsewhere
-        self.issued(piece, self._all_reduce(bucket.flat[piece.begin : piece.end], self.dtype))
+        group = self._experts[1] if bucket.parameters[0] in self._experts[0] else self.group
+        self.issued(piece, self._all_reduce(bucket.flat[piece.begin : piece.end], group, self.dtype))
 
     def issued(self, piece: Piece, work: PendingSum) -> None:
         """Note that the all-reduce of a piece has been issued."""
 
-    def _all_reduce(self, flat: Tensor, dtype: torch.dtype | None = None) -> PendingSum:
-        work = start_all_reduce(flat, self.group, dtype)
+    def _all_reduce(self, flat: Tensor, group: Any, dtype: torch.dtype | None = None) -> PendingSum:
+        work = start_all_reduce(flat, group, dtype)
         if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
             seen = self._seen  # of this step: a callback may come when the next one has begun
             work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))

@@ -48,17 +48,28 @@ def tied_over_devices(tied: Iterable[TiedHolders]) -> set[str]:
 
 
 def shared_groups(
-    placement: tuple[tuple[int, ...], ...], tied: tuple[TiedHolders, ...], divided: bool = False
+    placement: tuple[tuple[int, ...], ...],
+    tied: tuple[TiedHolders, ...],
+    divided: bool = False,
+    expert_ranks: Sequence[int] = (),
 ) -> dict[str, tuple[int, ...]]:
     """Return the process groups that a plan needs, by name, in the order in which every device creates them.
 
-    ``divided``: replicas divide stages, but not their tied parameters, which are then summed by themselves.
+    Args:
+        placement: device of each stage, per replica.
+        tied: parameters that several stages hold.
+        divided: replicas divide stages, but not their tied parameters, which are then summed by themselves.
+        expert_ranks: which share of the experts each replica holds; empty where experts are not divided.
     """
     wanted: dict[str, tuple[int, ...]] = {}
     for stage in range(len(placement[0])):
         ranks = tuple(sorted({held[stage] for held in placement}))
         if len(ranks) > 1:
             wanted[stage_group(stage)] = ranks
+        for share in range(1 + max(expert_ranks)) if any(expert_ranks) else ():
+            holders = {held[stage] for held, own in zip(placement, expert_ranks, strict=True) if own == share}
+            if len(holders) > 1:
+                wanted[expert_sum_group(stage, share)] = tuple(sorted(holders))
     for tie in tied:
         if len(tie.ranks) > 1 and (tie.stage is None or divided):
             wanted[f"tied {tie.name}"] = tie.ranks
@@ -68,6 +79,11 @@ def shared_groups(
 def stage_group(stage: int) -> str:
     """Return the name of the group that all-reduces a stage's gradients."""
     return f"stage {stage}"
+
+
+def expert_sum_group(stage: int, share: int) -> str:
+    """Return the name of the group that all-reduces the gradients of one share of a stage's experts."""
+    return f"stage {stage}, share {share} of the experts"
 
 
 @dataclass(slots=True)
@@ -106,6 +122,7 @@ class GradientSync:
         by_layer: bool = False,
         tuner: Callable[[int], FirstKTuner] | None = None,
         dtype: torch.dtype | None = None,
+        expert_ranks: Sequence[int] | None = None,
     ) -> None:
         """Take the stages of one device.
 
@@ -121,6 +138,7 @@ class GradientSync:
             tuner: makes, for a stage of so many layers, what chooses how many layers' weight gradients are postponed;
                 None: none are.
             dtype: of the sums (``parallel.reduce_dtype``); None for that of the gradients.
+            expert_ranks: which share of the experts each replica holds; None where experts are not divided.
         """
         self.groups, self._dtype = groups, dtype
         self.all_reduces = 0.0
@@ -148,6 +166,13 @@ class GradientSync:
             ]
             for key, module in modules.items()
         }
+        of = [0] * len(placement) if expert_ranks is None else expert_ranks
+        experts = {
+            key: frozenset[Tensor](m.named[name] for name, cut in m.shards.items() if cut.axis == "experts")
+            for key, m in modules.items()
+        }
+        self._unannounced: set[StageKey] = set()
+        """Stage replicas with experts to sum for which this step's program has no AR, as where all else is sharded."""
         self._prioritised: dict[StageKey, PrioritisedAllReduce] = {}
         self._sums: dict[StageKey, BucketedAllReduce] = {}
         for key, parameters in self._own.items():
@@ -163,14 +188,22 @@ class GradientSync:
                     blocks, groups[name], what, None if tuner is None else tuner(len(blocks)), dtype, waiting
                 )
             else:
-                self._sums[key] = BucketedAllReduce(parameters, groups[name], what, dtype)
+                alone = groups.get(expert_sum_group(key[0], of[key[1]]))
+                if alone is None:  # this device is the only one with these experts
+                    parameters = [p for p in parameters if p not in experts[key]]
+                self._sums[key] = BucketedAllReduce(parameters, groups[name], what, dtype, (experts[key], alone))
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
         # every member has a share of it.
-        divided = {id(m.named[name]) for m in modules.values() for name in m.shards}
+        divided = {
+            id(m.named[name]) for m in modules.values() for name, cut in m.shards.items() if cut.axis == "tensor"
+        }
         counted: list[nn.Parameter] = []
         for (stage, replica), parameters in self._own.items():
-            if self._is_first_holder(device, stage, replica, placement):
-                counted.extend(parameters)
+            others = [r for r in range(len(placement)) if of[r] == of[replica]]
+            if self._is_first_holder(device, stage, replica, placement, others):
+                counted.extend(p for p in parameters if p in experts[stage, replica])
+            if self._is_first_holder(device, stage, replica, placement, range(len(placement))):
+                counted.extend(p for p in parameters if p not in experts[stage, replica])
         counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == device)
         pieces = [p for key, one in sharded.items() if one.counts for p in one.pieces]
         self._counted = [p for p in counted if member == 0 or id(p) in divided] + pieces
@@ -179,7 +212,10 @@ class GradientSync:
             for stage, holder in enumerate(row):
                 held[holder].add(stage)
         self.complete = (
-            not divided and not sharded and all(len(stages) == len(placement[0]) for stages in held.values())
+            not divided
+            and not any(experts.values())
+            and not sharded
+            and all(len(stages) == len(placement[0]) for stages in held.values())
         )
         """Every device holds every stage (data parallelism; Chimera of two stages): once its sums are there, each knows
         the global norm by itself."""
@@ -198,13 +234,18 @@ class GradientSync:
         self._device = self._all[0].device if self._all else torch.device("cpu")
 
     @staticmethod
-    def _is_first_holder(device: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...]) -> bool:
-        first = min((held[stage], r) for r, held in enumerate(placement))
+    def _is_first_holder(
+        device: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...], among: Iterable[int]
+    ) -> bool:
+        first = min((placement[r][stage], r) for r in among)
         return first == (device, replica)
 
     def begin_step(self, order: Iterable[StageKey]) -> None:
         """Announce the order in which this step will ``launch`` all-reduces."""
         self._turns = deque(key for key in order if key in self._sums)
+        self._unannounced = {key for key in self._sharded if key in self._sums and self._sums[key].order} - set(
+            self._turns
+        )
         for sum_ in self._sums.values():
             sum_.begin_step()
 
@@ -255,6 +296,8 @@ class GradientSync:
             TransportError: another holder did not join in time.
         """
         completed: dict[StageKey, Mark] = {}
+        for key in sorted(self._unannounced):
+            self.launch(key)
         for key in list(self._pending):
             at = self.settle(key, push, clock)
             assert at is not None

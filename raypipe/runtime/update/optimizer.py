@@ -11,21 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raypipe.job.train_spec import TrainSpec
+from raypipe.job.train_spec import OPTIMIZERS, TrainSpec
+from raypipe.runtime.update.muon import MUON, MuonAndAdamW, takes_muon
 
 MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 """Methods of torch's optimizers that ``torch.compile`` is not to trace."""
-
-
-class OptimizerKind(NamedTuple):
-    """An optimizer of PyTorch's, or of transformers'."""
-
-    made_by: Any
-    """Its class, or a function that imports it."""
-    options: tuple[str, ...]
-    """Keys of ``train`` that it reads, beside rate and weight decay."""
-    fused: bool = True
-    """Whether it has fused kernels on CPU and CUDA alike."""
 
 
 def adafactor(held: list[dict[str, Any]], lr: float, weight_decay: float) -> torch.optim.Optimizer:
@@ -46,15 +36,6 @@ def adafactor(held: list[dict[str, Any]], lr: float, weight_decay: float) -> tor
     return made
 
 
-OPTIMIZERS = {
-    "adamw": OptimizerKind(torch.optim.AdamW, ("betas", "eps")),
-    "adam": OptimizerKind(torch.optim.Adam, ("betas", "eps")),
-    "sgd": OptimizerKind(torch.optim.SGD, ("momentum",)),
-    "adagrad": OptimizerKind(torch.optim.Adagrad, ("eps",), fused=False),
-    "rmsprop": OptimizerKind(torch.optim.RMSprop, ("alpha", "eps", "momentum"), fused=False),
-    "adafactor": OptimizerKind(adafactor, (), fused=False),
-}
-"""Those that ``train.optimizer`` has."""
 SCALE = "scale"
 """Key of a parameter group: the factor of each step's learning rate."""
 
@@ -84,14 +65,19 @@ def make_optimizer(
         pieces: of those that are divided.
     """
     groups = {name: group for group in train.groups for name in group.parameters}
-    held: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, train.weight_decay): []}  # of a frozen stage, too
+    # A frozen stage has a group too.
+    held: dict[tuple[float, float, bool], list[nn.Parameter]] = {(1.0, train.weight_decay, False): []}
     for values, name, dims in (*(ParameterPiece(p, name, p.dim()) for name, p in parameters.items()), *pieces):
         group = groups.get(name)
         decay = train.weight_decay if train.decay == "all" or dims > 1 else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
-        held.setdefault((1.0 if group is None else group.scale, decay), []).append(values)
-    made = [{"params": some, SCALE: scale, "weight_decay": decay} for (scale, decay), some in held.items()]
+        by_muon = train.optimizer == "muon" and takes_muon(train, name, dims)
+        held.setdefault((1.0 if group is None else group.scale, decay, by_muon), []).append(values)
+    made = [
+        {"params": some, SCALE: scale, "weight_decay": decay, **({MUON: by_muon} if train.optimizer == "muon" else {})}
+        for (scale, decay, by_muon), some in held.items()
+    ]
     if train.dtype != "bfloat16-true":
         return _optimizer(train, made)
     optimizer = _optimizer(train, master_groups(made))
@@ -110,11 +96,15 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _optimizer(train: TrainSpec, held: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    if train.optimizer == "muon":
+        both: torch.optim.Optimizer = untraced(MuonAndAdamW)(held, untraced, train)
+        return both
     kind = OPTIMIZERS[train.optimizer]
     options: dict[str, Any] = {key: getattr(train, key) for key in kind.options}
     if kind.fused:
         options["fused"] = True
-    make = untraced(kind.made_by) if isinstance(kind.made_by, type) else kind.made_by
+    name = kind.made_by.removeprefix("torch.optim.")
+    make = adafactor if name == kind.made_by else untraced(getattr(torch.optim, name))
     made: torch.optim.Optimizer = make(held, lr=train.lr, weight_decay=train.weight_decay, **options)
     return made
 

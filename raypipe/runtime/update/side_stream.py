@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raypipe.models.host_copies import runs_behind
+from raypipe.models.host_copies import named_stream, runs_behind
 
 Work = Callable[[], None]
 MAIN_PRIORITY, SIDE_PRIORITY = -1, 0
@@ -68,7 +68,7 @@ class ThreadStream:
 
 def make_stream(device: torch.device) -> Any:
     """Return a stream of lower priority than the main one."""
-    return torch.cuda.Stream(device, priority=SIDE_PRIORITY)  # type: ignore[no-untyped-call]
+    return named_stream(device, "second", SIDE_PRIORITY)
 
 
 def make_event() -> Any:
@@ -87,9 +87,14 @@ def use(stream: Any) -> AbstractContextManager[object]:
 
 
 def prefer_main_stream(device: torch.device) -> None:
-    """Compute on a stream that goes before a second one, from now on; does nothing without a GPU."""
+    """Compute on a stream that goes before a second one, from now on; does nothing without a GPU.
+
+    It waits for what is queued where the device computed before, such as the start values of parameters.
+    """
     if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream(device, priority=MAIN_PRIORITY))  # type: ignore[no-untyped-call]
+        main = named_stream(device, "main", MAIN_PRIORITY)
+        main.wait_stream(current_stream(device))
+        torch.cuda.set_stream(main)
 
 
 class DeviceStream:

@@ -34,7 +34,9 @@ def step_settings(setup: Setup, device: torch.device, batch_statistics: bool, di
     # The same holds for those that divide a stage: a step begun again gathers it again, on all of them.
     # And running statistics that an update has moved cannot be taken back.
     skips = job.train.on_nonfinite == "skip"
-    together = setup.tensor > 1 or divides or ((setup.recovers or skips) and batch_statistics)
+    together = (
+        setup.tensor > 1 or setup.parallel.experts > 1 or divides or ((setup.recovers or skips) and batch_statistics)
+    )
     update: RequestedNormPolicy = "wait" if together else parallel.update
     return StepSettings(
         seed=job.train.seed,

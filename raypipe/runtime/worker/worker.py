@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,14 @@ from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.process.memory import MemoryReports, resident_bytes
-from raypipe.runtime.process.set_up import choose_precision, first_backward, heap_bytes, set_up_cuda, set_up_process
+from raypipe.runtime.process.set_up import (
+    choose_precision,
+    compute_deterministically,
+    first_backward,
+    heap_bytes,
+    set_up_cuda,
+    set_up_process,
+)
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.replacement import (
     Transfer,
@@ -40,7 +47,7 @@ from raypipe.runtime.recovery.replacement import (
 from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
-from raypipe.runtime.setup.tensor_ranks import TENSOR_GROUP, own_channels, own_groups
+from raypipe.runtime.setup.tensor_ranks import EXPERT_GROUP, TENSOR_GROUP, own_channels, own_groups
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Store, Write, put_snapshot, send_snapshot
 from raypipe.runtime.state.state import read_previous, read_state, state_to_save
@@ -57,7 +64,7 @@ from raypipe.runtime.worker.profiler_window import FOLDER, ProfilerWindow
 from raypipe.runtime.worker.settings import dtype_of_sums, first_k_tuner, norm_shares, step_settings
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
-from raypipe.tensor import ProcessGroup, SoloGroup, TensorGroup, set_group
+from raypipe.tensor import Axis, ProcessGroup, SoloGroup, TensorGroup, set_group
 
 if TYPE_CHECKING:
     from raypipe.runtime.worker.compilation import Compilation
@@ -81,6 +88,8 @@ class StageWorker:
         self.shard_writer = ShardWriter()
         self.apart = False
         """Whether this device has left the groups that it shared with others."""
+        self.broken = False
+        """Whether its GPU's context is broken: then only another process can use the GPU."""
         self.compilation: Compilation | None = None
         """What compiles this device's stages; None where the job does not want it."""
         self.parted: Standing | None = None
@@ -134,7 +143,7 @@ class StageWorker:
             checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
             for key, module in self.modules.items():
                 optimizer, divided = self.optimizers[key], self.shards.divided(key)
-                read_state(checkpoint, module, optimizer, setup.tied, setup.tensor_rank, divided)
+                read_state(checkpoint, module, optimizer, setup.tied, setup.ranks, divided)
                 if divided:
                     read_shards(checkpoint, self.shards.stages[key], optimizer)
         self._assemble(setup, checkpoint)
@@ -169,7 +178,7 @@ class StageWorker:
         choose_precision(self.device, setup.job.train.tf32)
         first_backward()
         if setup.job.train.deterministic:
-            torch.use_deterministic_algorithms(True)
+            compute_deterministically()
         self.communicators = Communicators(setup.rank, setup.topology, self._backend(setup.topology))
 
     def part(self) -> Standing | None:
@@ -182,7 +191,8 @@ class StageWorker:
         """
         if not self.apart:
             self.apart = True
-            set_group(SoloGroup())
+            for axis in get_args(Axis):
+                set_group(SoloGroup(), axis)
             if self.executor.updates.ledger is None:
                 leave(self.executor, self.communicators)
             else:
@@ -230,7 +240,7 @@ class StageWorker:
         """Build the stages and their optimizers."""
         job = setup.job
         groups = self._own_groups(setup)
-        self.plan = plan = build_model(job, setup.fields, setup.tensor_rank, setup.parallel)
+        self.plan = plan = build_model(job, setup.fields, setup.tensor_rank, setup.parallel, setup.ranks["experts"])
         plan.slices = setup.slices
         self.io_specs = specs = io_specs_of(setup, plan)
         self.modules: dict[StageKey, StageModule] = {
@@ -240,6 +250,7 @@ class StageWorker:
             if device == setup.device
         }
         whole = tied_over_devices(setup.tied)
+        whole |= {name for module in self.modules.values() for name in module.experts}  # divided already
         self.shards = divide(self.modules, setup.sharding, setup.placement, whole, groups, dtype_of_sums(setup))
         updated = {key: self.shards.updated(key, module) for key, module in self.modules.items()}
         self.optimizers = {key: make_optimizer(job.train, *of) for key, of in updated.items()}
@@ -252,7 +263,7 @@ class StageWorker:
         versions = {} if rule == "flush" else {k: WeightVersions(m, rule) for k, m in self.modules.items()}
         if checkpoint is not None:
             for key, kept in versions.items():
-                kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.tensor_rank))
+                kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.ranks))
         feed = device_feed(setup, plan.task, self.modules, self.device, self.reads_whole)
         if setup.slices > 1:
             feed.cut(setup.slices, plan.slice_lengths(setup.slices))
@@ -272,6 +283,7 @@ class StageWorker:
             by_layer=setup.parallel.by_layer,
             tuner=first_k_tuner(setup, self.device),
             dtype=dtype_of_sums(setup),
+            expert_ranks=setup.expert_ranks,
         )
         self.executor = executor_for(setup, self.device, self.executor_class)(
             settings,
@@ -289,19 +301,22 @@ class StageWorker:
         )
         self.executor.measures = setup.search_recompute
         self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
-        self.group = self._tensor_group(groups)
+        self.divided_by: dict[Axis, TensorGroup] = {
+            "tensor": self._group("tensor", groups.get(TENSOR_GROUP)),
+            "experts": self._group("experts", groups.get(EXPERT_GROUP)),
+        }
         if setup.recovers and communicators.world is not None:
             self.executor.updates.ledger = Ledger(communicators.world, self.modules, setup.done, 2 * MOST_STEPS)
 
-    def _tensor_group(self, groups: Mapping[str, dist.ProcessGroup]) -> TensorGroup:
-        """Make the device's tensor-parallel group known to the divided layers."""
+    def _group(self, axis: Axis, members: dist.ProcessGroup | None) -> TensorGroup:
+        """Make a group that divides layers with this process known to them."""
         group: TensorGroup = SoloGroup()
-        if TENSOR_GROUP in groups:
+        if members is not None:
             # Keep sending this process's messages while it waits for the group: another rank of the group may need
             # one of them (through its pipeline neighbours) before it can join the collective.
             push = self.executor.outgoing.push
-            group = ProcessGroup(groups[TENSOR_GROUP], lambda what, work: wait_for(what, work, push))
-        set_group(group)
+            group = ProcessGroup(members, lambda what, work: wait_for(what, work, push), axis)
+        set_group(group, axis)
         return group
 
     def _shares(self, alone: bool, setup: Setup) -> Shares | DeviceShares:
@@ -314,7 +329,13 @@ class StageWorker:
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
 
     def leave(self) -> None:
-        """Leave the plan for good, whatever became of the others; the process waits for the next ``setup``."""
+        """Leave the plan for good, whatever became of the others; the process waits for the next ``setup``.
+
+        Raises:
+            TransportError: it cannot: its GPU's context is broken. Whoever asked ends the process.
+        """
+        if self.broken:
+            raise TransportError(self.whereabouts(), "its GPU's context is broken", "start another process on its GPU")
         if hasattr(self, "executor"):
             self.part()
         self._leave()
@@ -459,7 +480,7 @@ class StageWorker:
         waited_s = time.monotonic() - began
         self.executor.updates.commit()
         tensors, broken = state_to_save(
-            self.setup_data, self.modules, self.optimizers, self.executor.versions, self.shards, self.group
+            self.setup_data, self.modules, self.optimizers, self.executor.versions, self.shards, self.divided_by
         )
         if broken is None:
             self.shard_writer.begin(self.rank, number, tensors, store)

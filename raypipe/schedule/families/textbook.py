@@ -110,9 +110,17 @@ def interleaved(shape: Shape, costs: CostTable) -> Schedule:
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
     """
     depth, slices, chunks = shape.devices, shape.slices, shape.chunks
-    count = shape.microbatches * slices
     if chunks == 1:
         return one_f_one_b(shape, costs)
+    where, count = [[s % depth for s in range(depth * chunks)]], shape.microbatches * slices
+    return Schedule.of_chain(
+        "interleaved-1f1b", where, [order for order, _ in interleaved_orders(shape)], count, Rules(slices=slices)
+    )
+
+
+def interleaved_orders(shape: Shape, more: int = 0) -> list[tuple[list[Task], int]]:
+    """Return the orders of interleaved 1F1B and how many forwards each begins with, ``more`` than it takes."""
+    depth, chunks, count = shape.devices, shape.chunks, shape.microbatches * shape.slices
     there, back = forward_ids(shape), returning_ids(shape)
     rounds = _rounds(count, max(1, count // depth))
     orders = []
@@ -122,10 +130,9 @@ def interleaved(shape: Shape, costs: CostTable) -> Schedule:
         backwards = [Task(BW, s, (back[m],)) for r in rounds for s in reversed(up) for m in r]
         at = {task[1:]: k for k, task in enumerate(forwards)}
         ahead = max(at[task[1:]] - k for k, task in enumerate(backwards))  # so that each comes after its own forward
-        orders.append(tuple(alternate(forwards, backwards, 2 * (depth - 1 - d) + ahead)))
-    return Schedule.of_chain(
-        "interleaved-1f1b", [[s % depth for s in range(depth * chunks)]], orders, count, Rules(slices=slices)
-    )
+        ahead = min(len(forwards), 2 * (depth - 1 - d) + ahead + more)
+        orders.append((alternate(forwards, backwards, ahead), ahead))
+    return orders
 
 
 def _rounds(count: int, rounds: int) -> list[range]:

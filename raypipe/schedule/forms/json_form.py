@@ -2,11 +2,14 @@
 
 ``to_json`` and ``from_json`` are inverse to each other. A time is a number or a list with one value per stage; value s
 of ``comm`` is the latency between stages s and s+1 (see ``latency``). A task has ``dur`` if its time is not
-``durations[kind]``: a pair of forwards, half a micro-batch, or a slice of one. ``recompute``, ``w_dep``,
+``durations[kind]``: a pair of forwards, half a micro-batch, or a slice of one. A task with ``joined`` runs together
+with the one before it, and both have the time of the pair. ``recompute``, ``w_dep``,
 ``skip_first_B`` and ``frozen`` occur if a rule differs from the default; ``slices`` if ids are slices of micro-batches,
 with the parts of F and B that grow along them (``attention``, ``attention_grad``); ``edges``, ``size`` and ``versions``
 if the stage graph is not a chain, an id is a part of a micro-batch, or weights have several versions; ``zero``,
-``copies`` and ``shard_group`` if data-parallel copies divide anything (``Sharding``).
+``copies`` and ``shard_group`` if data-parallel copies divide anything (``Sharding``); ``dispatch``,
+``combine`` and ``overlap`` if tokens travel to experts (``CostTable``), with ``experts`` and ``exchange`` where
+that takes tasks of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from raypipe.files import parse_json, read_regular, short
 from raypipe.schedule.costs import LONGEST, Comm, CostTable
 from raypipe.schedule.forms.text import RECOMPUTE, VERSIONS, W_DEP, built, from_text, parse_task, unusual
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import BOOKKEEPING, BW, JOINT, KINDS, TRAITS, Kind
+from raypipe.schedule.kinds import BOOKKEEPING, BW, EXCHANGES, JOINT, KINDS, TRAITS, Kind
 
 RESULTS = (
     "makespan",
@@ -57,8 +60,8 @@ def to_json(
         ScheduleError: ``costs`` has another number of stages than ``schedule``.
     """
     durations = {kind: _one_if_even(costs.by_kind(kind)) for kind in KINDS}
-    for kind in BOOKKEEPING:
-        if durations[kind] == 0:
+    for kind in BOOKKEEPING | EXCHANGES:
+        if durations[kind] == 0 or kind in EXCHANGES:
             del durations[kind]
     lengths = iter(costs.durations(schedule, list(schedule.tasks())))
     clock = None if times is None else [_clock(device) for device in times]
@@ -76,8 +79,10 @@ def to_json(
             if clock is not None:
                 entry["start"], entry["end"] = clock[d][task].popleft()
             length = next(lengths)
-            if length != costs.by_kind(kind)[stage]:
+            if length != costs.by_kind(kind)[stage] or kind in EXCHANGES:
                 entry["dur"] = _whole(length)
+            if task in schedule.joined:
+                entry["joined"] = True
             orders[-1].append(entry)
     found: dict[str, Any] = {
         "name": schedule.name,
@@ -93,6 +98,9 @@ def to_json(
     if schedule.rules.slices != 1:
         parts = (("attention", costs.attention), ("attention_grad", costs.attention_grad))
         found |= {name: _one_if_even(part) for name, part in parts if any(part)}
+    if any(costs.dispatch) or any(costs.combine):
+        found |= {"dispatch": _one_if_even(costs.dispatch), "combine": _one_if_even(costs.combine)}
+        found |= {"overlap": costs.overlap} if costs.overlap != 1 else {}
     return found
 
 
@@ -117,6 +125,12 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
     top.only((*KEYS, *RESULTS))
     orders = tuple(tuple(_task(t) for t in order.items("tasks")) for order in top.need("orders").items("devices"))
     given = {key: read(field) for key, read in _READERS.items() if (field := top.get(key)) is not None}
+    given["joined"] = [
+        task
+        for row, order in zip(top.need("orders").items("devices"), orders, strict=True)
+        for entry, task in zip(row.items("tasks"), order, strict=True)
+        if isinstance(entry.value, dict) and (flag := entry.get("joined")) is not None and flag.flag()
+    ]
     if "zero" not in given:
         for other in filter(None, map(top.get, ("copies", "shard_group"))):
             other.fail("belongs to a sharded schedule", 'state the ZeRO level of each stage: "zero": [3, 3]')
@@ -134,7 +148,7 @@ def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTab
 def _task(field: JsonField) -> Task:
     if isinstance(field.value, str):
         return parse_task(field.value, field.where)
-    field.only(("kind", "stage", "mb", "replica", "start", "end", "dur"))
+    field.only(("kind", "stage", "mb", "replica", "start", "end", "dur", "joined"))
     kind = field.need("kind").choice(KINDS)
     mb, replica = field.get("mb"), field.get("replica")
     if mb is None:
@@ -153,6 +167,13 @@ def _placement(field: JsonField) -> list[tuple[int, ...]]:
     return rows
 
 
+def _exchange(field: JsonField) -> tuple[int, ...]:
+    found = field.wholes("numbers")
+    return (
+        found if len(found) == 2 else field.fail(f"{len(found)} numbers", 'give copies and a group: "exchange": [4, 2]')
+    )
+
+
 def _slices(field: JsonField) -> int:
     return field.whole() or field.fail("0 slices", 'leave it out, or write for example "slices": 4')
 
@@ -161,7 +182,7 @@ def _costs(top: JsonField, stages: int) -> CostTable:
     given = top.get("durations")
     times: dict[Kind, tuple[float, ...]] = {}
     if given is not None:
-        given.only(KINDS)
+        given.only([kind for kind in KINDS if kind not in EXCHANGES])
         times = {k: given.need(k).per_stage(stages) for k in KINDS if given.get(k) is not None}
     joint = times.pop(BW, None)
     if joint is not None and "B" not in times and "W" not in times:  # only the sum is used, so split it evenly
@@ -185,8 +206,16 @@ def _costs(top: JsonField, stages: int) -> CostTable:
         reduce_scatter=times["RS"],
         attention=_part(top, "attention", times["F"]),
         attention_grad=_part(top, "attention_grad", times["B"]),
+        dispatch=_per_stage(top, "dispatch", stages),
+        combine=_per_stage(top, "combine", stages),
+        overlap=1.0 if (overlap := top.get("overlap")) is None else overlap.number(),
         comm=0.0 if comm is None else _links(comm, stages),
     )
+
+
+def _per_stage(top: JsonField, key: str, stages: int) -> tuple[float, ...]:
+    given = top.get(key)
+    return (0.0,) * stages if given is None else given.per_stage(stages)
 
 
 def _part(top: JsonField, key: str, whole: tuple[float, ...]) -> tuple[float, ...]:
@@ -349,6 +378,8 @@ _READERS: dict[str, Callable[[JsonField], Any]] = {
     "recompute": lambda field: field.choice(RECOMPUTE),
     "w_dep": lambda field: field.choice(W_DEP),
     "skip_first_B": JsonField.flag,
+    "experts": lambda field: field.wholes("stages"),
+    "exchange": _exchange,
     "frozen": lambda field: field.wholes("stages"),
     "slices": _slices,
     "zero": lambda field: field.wholes("levels"),
@@ -356,7 +387,7 @@ _READERS: dict[str, Callable[[JsonField], Any]] = {
     "shard_group": JsonField.whole,
 }
 """What reads a key of the schedule itself."""
-KEYS = (*_READERS, "orders", "durations", "comm", "attention", "attention_grad")
+KEYS = (*_READERS, "orders", "durations", "comm", "attention", "attention_grad", "dispatch", "combine", "overlap")
 
 
 def _plain(value: object) -> bool:

@@ -6,10 +6,12 @@
     device 0: 0F0 0F1 0BW0 0BW1
     device 1: 1F0 1BW0 1F1 1BW1
 
-Further lines are present only if they differ from the default: ``edges 0>1 0>2 1>2`` (the stage graph is not a chain),
-``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep grad``, ``skip_first_B``, ``frozen 0 1`` (stages without a
-trained parameter), ``slices 4`` (ids are slices of micro-batches; ``size`` may be left out then); ``zero 3 3`` (the
-ZeRO level of each stage), with ``copies 4`` and ``shard_group 2`` (``Sharding``).
+``0F3|0BW1`` is a pair: both tasks run together. Further lines are present only if they differ from the default:
+``edges 0>1 0>2 1>2`` (the stage graph is not a chain), ``size 1/2``, ``versions stash``, ``recompute late``, ``w_dep
+grad``, ``skip_first_B``, ``experts 1 4`` (stages of experts alone), ``exchange 4 2`` (copies, and how many of them
+divide the experts), ``frozen 0 1`` (stages without a trained parameter), ``slices 4`` (ids are slices of micro-batches;
+``size`` may be left out then); ``zero 3 3`` (the ZeRO level of each stage), with ``copies 4`` and ``shard_group 2``
+(``Sharding``).
 A hand-written file may omit ``schedule``, ``microbatches`` and ``placement``, which follow from the tasks. ``#`` starts
 a comment.
 """
@@ -26,7 +28,7 @@ from raypipe.errors import ScheduleError, nearest
 from raypipe.files import short
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Rules, Schedule, Sharding, StageGraph, Task, Versions
-from raypipe.schedule.kinds import BOOKKEEPING, KINDS, TRAITS, Kind
+from raypipe.schedule.kinds import BOOKKEEPING, BW, KINDS, TRAITS, Kind
 
 VERSIONS: tuple[Versions, ...] = get_args(Versions)
 RECOMPUTE: tuple[Literal["early", "late"], ...] = ("early", "late")
@@ -57,7 +59,9 @@ def to_text(schedule: Schedule) -> str:
         words = [f"{src}>{dst}" for src, dst in value] if key == "edges" else value
         words = () if words is True else words if isinstance(words, tuple | list) else (words,)
         lines.append(_words(key, words))
-    lines += [_words(f"device {d}:", order) for d, order in enumerate(schedule.orders)]
+    for d, order in enumerate(schedule.orders):
+        words = "".join(f"{'|' if task in schedule.joined else ' '}{task}" for task in order)
+        lines.append(f"device {d}:{words}")
     return "\n".join(lines) + "\n"
 
 
@@ -71,6 +75,8 @@ def unusual(schedule: Schedule) -> dict[str, Any]:
         "recompute": (rules.recompute, "early"),
         "w_dep": (rules.w_dep, "B"),
         "skip_first_B": (rules.skip_first_b, False),
+        "experts": (rules.experts, ()),
+        "exchange": (schedule.exchange, (1, 1)),
         "frozen": (rules.frozen, ()),
         "slices": (rules.slices, 1),
     }
@@ -144,7 +150,7 @@ def built(name: str, orders: Sequence[tuple[Task, ...]], given: Mapping[str, Any
     """
     placement = tuple(given.get("placement", ())) or infer_placement(orders, source)
     stages, devices = len(placement[0]), 1 + max(d for places in placement for d in places)
-    skip, options = given.get("skip_first_B", False), ("recompute", "w_dep", "frozen", "slices")
+    skip, options = given.get("skip_first_B", False), ("recompute", "w_dep", "experts", "frozen", "slices")
     rules = Rules(skip_first_b=skip, **{key: given[key] for key in options if key in given})
     sharding = None
     if "zero" in given:
@@ -160,6 +166,8 @@ def built(name: str, orders: Sequence[tuple[Task, ...]], given: Mapping[str, Any
         size=given.get("size", Fraction(1, rules.slices)),
         versions=given.get("versions", "flush"),
         sharding=sharding,
+        joined=frozenset(given.get("joined", ())),
+        exchange=given.get("exchange", (1, 1)),
     )
 
 
@@ -198,6 +206,7 @@ class _TextReader:
         self.source, self.line = source, 0
         self.orders: dict[int, tuple[Task, ...]] = {}
         self.given: dict[str, Any] = {}
+        self.joined: set[Task] = set()
 
     def fail(self, why: str, fix: str) -> NoReturn:
         raise ScheduleError(f"{self.source}:{self.line}", why, fix)
@@ -213,7 +222,7 @@ class _TextReader:
             self.fail("copies and shard_group belong to a sharded schedule", "state the level of each stage: zero 3 3")
         name = self.given.pop("schedule", re.split(r"[/\\]", self.source)[-1].split(".")[0] or "schedule")
         orders = [self.orders.get(d, ()) for d in range(1 + max(self.orders))]
-        return built(name, orders, self.given, self.source)
+        return built(name, orders, {**self.given, "joined": self.joined}, self.source)
 
     def one(self, line: str) -> None:
         key, _, rest = line.strip().partition(" ")
@@ -245,6 +254,10 @@ class _TextReader:
             "0 slices", "leave the line out, or write for example: slices 4"
         )
 
+    def exchange(self, rest: str) -> tuple[int, ...]:
+        found = self.wholes(rest, "a number of copies")
+        return found if len(found) == 2 else self.fail(f"{len(found)} numbers", "give copies and a group: exchange 4 2")
+
     def wholes(self, rest: str, what: str) -> tuple[int, ...]:
         return tuple(self.whole(word, what) for word in rest.split())
 
@@ -256,12 +269,14 @@ class _TextReader:
         if int(number) in self.orders:
             self.fail(f"device {number} is given twice", "put its tasks on one line")
         tasks = []
-        for word in re.finditer(r"\S+", line[len(head) + 1 :]):
+        for word in re.finditer(r"(\|?)([^\s|]+|(?<=\|))", line[len(head) + 1 :]):
             try:
-                tasks.append(parse_task(word.group()))
+                tasks.append(parse_task(word.group(2)))
             except ScheduleError as error:
-                at = f"{self.source}:{self.line}:{len(head) + 2 + word.start()}"
+                at = f"{self.source}:{self.line}:{len(head) + 2 + word.start(2)}"
                 raise ScheduleError(at, error.why, error.fix) from None
+            if word.group(1):
+                self.joined.add(tasks[-1])
         self.orders[int(number)] = tuple(tasks)
 
     def name(self, text: str) -> str:
@@ -300,6 +315,8 @@ _LINES: dict[str, Callable[[_TextReader, str], Any]] = {
     "recompute": lambda reader, rest: reader.choice(rest, RECOMPUTE),
     "w_dep": lambda reader, rest: reader.choice(rest, W_DEP),
     "skip_first_B": lambda reader, rest: True,
+    "experts": lambda reader, rest: reader.wholes(rest, "a stage"),
+    "exchange": lambda reader, rest: reader.exchange(rest),
     "frozen": lambda reader, rest: reader.wholes(rest, "a stage"),
     "slices": _TextReader.slices,
     "zero": lambda reader, rest: reader.wholes(rest, "a ZeRO level"),
@@ -311,7 +328,8 @@ _LINES: dict[str, Callable[[_TextReader, str], Any]] = {
 
 # Export to the compute-only CSV that ``torch.distributed.pipelining`` loads (``_PipelineScheduleRuntime._load_csv``).
 #
-# The CSV has one row per device and one action per cell: ``2F0``, ``2I0`` (our B), ``2W0``, ``2B0`` (our BW). PyTorch
+# The CSV has one row per device and one action per cell: ``2F0``, ``2I0`` (our B), ``2W0``, ``2B0`` (our BW), and
+# ``(2F3;1B0)OVERLAP_F_B`` for the pair ``2F3|1BW0``. PyTorch
 # adds messages, gathers and gradient reductions itself. It supports chains of stages on one device each, and plain
 # micro-batches; everything else is refused rather than silently changed.
 #
@@ -341,7 +359,16 @@ def to_torch_csv(schedule: Schedule) -> str:
         while end and order[end - 1].kind in BOOKKEEPING:
             end -= 1
         had_b: set[tuple[int, int]] = set()
-        cells = [_cell(schedule, device, task, had_b) for task in order[:end]]
+        cells: list[str] = []
+        for task in order[:end]:
+            cell = _cell(schedule, device, task, had_b)
+            if task in schedule.joined:
+                if task.kind != BW:
+                    _refuse(
+                        schedule, f"{task} on device {device} is half of a pair; torch pairs F with joint backwards"
+                    )
+                cell = f"({cells.pop()};{cell})OVERLAP_F_B"
+            cells.append(cell)
         if not cells:
             _refuse(schedule, f"device {device} has no task")
         lines.append(",".join(cells))
@@ -362,6 +389,35 @@ def _cell(schedule: Schedule, device: int, task: Task, had_b: set[tuple[int, int
     elif task.kind == "W" and key not in had_b:
         _refuse(schedule, f"{task} on device {device} runs with no B of its own before it; torch's W needs one")
     return f"{task.stage}{traits.torch_letter}{task.mbs[0]}"
+
+
+def from_torch_csv(text: str, source: str = "csv") -> Schedule:
+    """Read a CSV of compute actions: one that ``to_torch_csv`` has written, or one that PyTorch prints.
+
+    Raises:
+        ScheduleError: a cell is no compute action; it names the row and the cell.
+    """
+    kinds: dict[str, Kind] = {traits.torch_letter: kind for kind, traits in TRAITS.items() if traits.torch_letter}
+    orders: list[tuple[Task, ...]] = []
+    joined: set[Task] = set()
+    for row, line in enumerate(text.splitlines(), 1):
+        order: list[Task] = []
+        for cell in filter(None, map(str.strip, line.split(","))):
+            pair = _OVERLAP.fullmatch(cell)
+            for n, word in enumerate(pair.groups() if pair else (cell,)):
+                match = _ACTION.fullmatch(word)
+                if match is None:
+                    fix = "give actions such as 2F0, 2I0, 2W0, 2B0 or (2F1;0B0)OVERLAP_F_B"
+                    raise ScheduleError(f"{source}:{row}", f'"{short(cell)}" is not a compute action', fix)
+                order.append(Task(kinds[match[2]], int(match[1]), (int(match[3]),)))
+                if n:
+                    joined.add(order[-1])
+        orders.append(tuple(order))
+    return built(re.split(r"[/\\]", source)[-1].split(".")[0] or "csv", orders, {"joined": joined}, source)
+
+
+_ACTION = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
+_OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def _refuse(schedule: Schedule, why: str) -> NoReturn:

@@ -97,6 +97,9 @@ def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> li
     Messages follow from the dependency rule (``deps.transfers``); the first task that takes a tensor receives it, such
     as a W that comes before its B. With ``ahead``, devices may begin a step while the last update is pending.
     """
+    if schedule.rules.experts:
+        why = "its all-to-all are tasks of their own, which are planned and simulated, but not run"
+        raise ScheduleError(schedule.name, why, "run the schedule that was divided (passes.divide_experts)")
     taken, given = transfers(schedule.graph, schedule.rules)
     heads = tasks_ahead(schedule) if ahead else [0] * schedule.devices
     early: list[dict[int, int]] = [{} for _ in schedule.orders]

@@ -9,6 +9,7 @@ from raypipe.schedule.passes.backward import (
     split_backward,
     without_frozen,
 )
+from raypipe.schedule.passes.experts import divide_experts
 from raypipe.schedule.passes.shard import forwards_alone, shard
 from raypipe.schedule.passes.sync import add_updates, place_gradient_sync, replicate
 
@@ -16,6 +17,7 @@ __all__ = [
     "add_recompute",
     "add_updates",
     "closed_up",
+    "divide_experts",
     "forwards_alone",
     "fuse_backward",
     "insert_weights",

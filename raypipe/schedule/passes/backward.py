@@ -188,20 +188,24 @@ def insert_weights(
             continue  # the device is busy; the end of its task is another event
         while coming[d] and coming[d][0][0] <= now:
             heapq.heappush(ready[d], heapq.heappop(coming[d])[1])
-        following = fixed[d][position[d]] if position[d] < len(fixed[d]) else None
-        at = known(following) if following is not None else float("inf")
-        full = following is not None and (alive[d] + births(graph.tasks[following], recomputed)) * size > limits[d]
+        # The next task in the order, or both halves of a pair.
+        following = graph.halves(fixed[d][position[d]]) if position[d] < len(fixed[d]) else ()
+        starts = [known(i) for i in following]
+        at = None if None in starts else max((start for start in starts if start is not None), default=float("inf"))
+        born = sum(births(graph.tasks[i], recomputed) for i in following)
+        full = bool(following) and (alive[d] + born) * size > limits[d]
         if ready[d] and (full or at is None or at - now >= patience * durations[ready[d][0]]):
             run(heapq.heappop(ready[d]), d, now)
-        elif following is None or full:
+        elif not following or full:
             continue  # the arrival of the next W is another event
         elif at is None:
-            asleep.setdefault(next(p for p in graph.preds[following] if p not in end), []).append(d)
+            asleep.setdefault(next(p for i in following for p in graph.preds[i] if p not in end), []).append(d)
         elif at > now:
             heapq.heappush(events, (at, d))
         else:
-            position[d] += 1
-            run(following, d, now)
+            position[d] += len(following)
+            for i in following:
+                run(i, d, now)
     return schedule.with_orders(rows)
 
 
@@ -238,7 +242,8 @@ def add_recompute(
             if task.kind in GRADIENTS and task.stage in chosen:
                 fresh = [mb for mb in task.mbs if (task.stage, mb) not in recomputed]
                 recomputed.update((task.stage, mb) for mb in fresh)
-                new += [Task("R", task.stage, (mb,), task.replica) for mb in fresh]
+                at = len(new) - (task in schedule.joined)  # not between the halves of a pair
+                new[at:at] = [Task("R", task.stage, (mb,), task.replica) for mb in fresh]
             new.append(task)
         orders.append(new)
     return schedule.with_orders(orders, rules=replace(schedule.rules, recompute=when))
@@ -309,7 +314,9 @@ def closed_up(schedule: Schedule) -> Schedule:
     tables = [CostTable.even(schedule.stages, weight_grad=w, comm=comm) for w, comm in WAYS]
     best, known = schedule, _lengths(schedule, tables)
     for kinds in ORDERS:
-        found = order_greedily(schedule, tables[1], Policy(kinds=kinds, key=lambda t: (place[t],), limit=limits))
+        found = order_greedily(
+            schedule.unpaired(), tables[1], Policy(kinds=kinds, key=lambda t: (place[t],), limit=limits)
+        )
         if found is None or found.schedule.orders == best.orders:
             continue
         lengths = _lengths(found.schedule, tables)

@@ -102,14 +102,16 @@ def policy_windows(schedule: Schedule, device: int, gather: Gather, unit: int | 
     order = schedule.orders[device]
     copy = schedule.microbatches // (schedule.sharding.copies if schedule.sharding is not None else 1)
     each = {"step": schedule.microbatches, "unit": unit or copy, "microbatch": 1}[gather]
+    halves = schedule.pairs
     reads = [(k, t) for k, t in enumerate(order) if t.kind in READS_WEIGHTS]
     ranges: dict[tuple[int, int], dict[tuple[int, bool], Window]] = {}
     for k, task in reads:
         key = (task.stage, task.replica)
         part = (0, False) if gather == "step" else (task.mbs[0] % copy // each, task.kind != "F")
         own = ranges.setdefault(key, {})
-        first = own[part].first if part in own else k
-        own[part] = Window(first, k, first)
+        begin = k - (task in schedule.joined)  # a window holds whole pairs
+        first = own[part].first if part in own else begin
+        own[part] = Window(first, begin + (task in halves), first)
     found: dict[tuple[int, int], list[Window]] = {}
     for key, parts in ranges.items():
         elsewhere = [k for k, t in reads if (t.stage, t.replica) != key] if gather == "unit" else []
@@ -159,6 +161,9 @@ def place(schedule: Schedule, sharding: Sharding, windows: Sequence[Windows], un
                 gathers.setdefault(issued, []).append((first, Task("AG", stage, (), replica)))
                 frees.setdefault(last + 1, []).append(Task("FREE", stage, (), replica))
         scatters = _scatters(schedule, sharding, d, unit)
+        for k in (k for k, task in enumerate(order) if task in schedule.joined):  # not between the halves of a pair
+            gathers.setdefault(k - 1, []).extend(gathers.pop(k, ()))
+            frees.setdefault(k + 1, []).extend(frees.pop(k, ()))
         row: list[Task] = []
         for k in range(len(order) + 1):
             # A gather is waited for sooner than a reduce-scatter issued at the same moment.

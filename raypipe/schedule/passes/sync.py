@@ -240,4 +240,16 @@ def replicate(schedule: Schedule, copies: int) -> Schedule:
         for order in schedule.orders
     ]
     sharding = schedule.sharding and replace(schedule.sharding, copies=copies * schedule.sharding.copies)
-    return schedule.with_orders(orders, placement=tuple(placement), microbatches=copies * count, sharding=sharding)
+    joined = frozenset(
+        t._replace(mbs=tuple(w * count + m for m in t.mbs), replica=w * replicas + t.replica)
+        for w in range(copies)
+        for t in schedule.joined
+    )
+    return schedule.with_orders(
+        orders,
+        placement=tuple(placement),
+        microbatches=copies * count,
+        sharding=sharding,
+        joined=joined,
+        exchange=(copies * schedule.exchange[0], schedule.exchange[1]),
+    )

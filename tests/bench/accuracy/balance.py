@@ -9,7 +9,6 @@ wants two idle cores, and its costs are measured first (``raypipe profile``). Pr
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,7 +22,12 @@ from raypipe.job import load_job
 from raypipe.partition.partition_job import partition_job
 from raypipe.partition.report import Partition
 from raypipe.plan.plan import Plan
+from raypipe.runtime.emulation.emulated_run import rehearsal
+from raypipe.runtime.emulation.links import Links
+from tests.bench.command import options
+from tests.bench.turns import Turns, take_turns
 
+CUTS = ("even", "balanced")
 SMALL = """
 name: balance
 model:
@@ -39,19 +43,12 @@ parallel: {schedule: 1f1b, stages: 2, microbatch: 4}
 def emulated(rounds: int, steps: int) -> None:
     """Four emulated A100s, both cuts in turns."""
     found = partition_job(load_job("jobs/gpt2-xl.yaml"), cluster=Path("cluster/devices/a100.yaml"))
-    took: dict[str, list[float]] = {"even": [], "balanced": []}
-    predicted: dict[str, float] = {}
-    for _ in range(rounds):
-        for name in took:
-            costs = costs_of(found.profile, getattr(found, name).stages, found.microbatch, found.schedule)
-            options = {"--forward": costs.forward, "--input-grad": costs.input_grad, "--weight-grad": costs.weight_grad,
-                       "--comm": costs.links}  # fmt: skip
-            given = [word for key, row in options.items() for word in (key, ",".join(f"{t * 1e3:.4f}" for t in row))]
-            shape = ["--devices", "4", "--microbatches", str(found.schedule.microbatches), "--steps", str(steps)]
-            run = json.loads(_raypipe("emulate", "1f1b", *shape, *given, "--json").splitlines()[-1])
-            took[name].append(sum(run["measured_s"]) / steps)
-            predicted[name] = sum(run["predicted_steps_s"]) / steps
-    _say("emulated", found, took, predicted)
+    turns = []
+    for name in CUTS:
+        costs = costs_of(found.profile, getattr(found, name).stages, found.microbatch, found.schedule)
+        turns.append(Turns(rehearsal(found.schedule, costs, Links(), 1), name))
+    take_turns(turns, rounds, steps)
+    _say("emulated", found, {one.name: one.measured_s for one in turns}, {one.name: one.predicted_s for one in turns})
 
 
 def trained(rounds: int) -> None:
@@ -62,7 +59,7 @@ def trained(rounds: int) -> None:
         _raypipe("profile", str(job), "--microbatches", "4", "--devices", "2", "--quick", "-o", str(profile))
         spec = load_job(job)
         found = partition_job(spec, profile)
-        took: dict[str, list[float]] = {"even": [], "balanced": []}
+        took: dict[str, list[float]] = {name: [] for name in CUTS}
         for turn in range(rounds):
             for name in took:
                 cut = getattr(found, name)
@@ -95,11 +92,7 @@ def _say(how: str, found: Partition, took: dict[str, list[float]], predicted: di
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rounds", type=int, default=3)
-    options.add_argument("--steps", type=int, default=4)
-    options.add_argument("--train", action="store_true")
-    asked = options.parse_args()
+    asked = options(__doc__, rounds=3, steps=4, train=False)
     emulated(asked.rounds, asked.steps)
     if asked.train:
         trained(asked.rounds)

@@ -9,7 +9,6 @@ and nothing should be swapped; and real CPU runs at their own speed. All losses 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
@@ -23,7 +22,6 @@ from typing import Any
 
 import ray
 from rich.console import Console
-from rich.table import Table
 
 from raypipe.checkpoint import step_directory
 from raypipe.data import declared_fields, prepare_data
@@ -42,6 +40,8 @@ from raypipe.schedule.live_activations import peak_activations
 from raypipe.search import search
 from raypipe.train import make_plan, with_plan
 from tests.bench.accuracy.paced import Pace, PacedStage
+from tests.bench.command import options
+from tests.bench.turns import table
 
 MS = 1e-3
 SAME = 1e-9
@@ -362,46 +362,41 @@ def count_swaps(case: Case, workers: WorkerGroup, where: Path, say: Callable[[st
     return drive(job, searched_for(job, even(len(plan.cut))), paces, workers, where)
 
 
-def show_right(ran: list[tuple[Case, Ran]], out: Console) -> None:
+def show_right(ran: list[tuple[Case, Ran]]) -> None:
     """Print what was swapped though nothing was to be gained."""
-    table = Table(title=f"right costs, times that vary by {NOISE:.0%}", title_justify="left")
-    for name in ("schedule", "step, ms", "swaps", "decisions"):
-        table.add_column(name, justify="right" if name in ("step, ms", "swaps") else "left")
+    rows = []
     for case, one in ran:
         lines = [line for event in one.events if (line := told(event)) is not None]
         swaps = sum(event["event"] in ("replanned", "reverted", "restored") for event in one.events)
-        table.add_row(case.name, f"{one.step_s() / MS:.1f}", str(swaps), "\n".join(lines))
-    out.print(table)
+        rows.append((case.name, "\n".join(lines), f"{one.step_s() / MS:.1f}", str(swaps)))
+    columns = ("schedule", "decisions", "step, ms", "swaps")
+    table(f"right costs, times that vary by {NOISE:.0%}", columns, rows, words=2)
 
 
-def show(outcomes: list[Outcome], out: Console) -> bool:
+def show(outcomes: list[Outcome]) -> bool:
     """Print the table; whether all losses are equal and no run ended slower than it began."""
-    table = Table(title="plans made for wrong costs; step in milliseconds", title_justify="left")
-    for name in ("what is wrong", "left alone", "planned again", "right plan", "recovered", "loss diff", "decisions"):
-        table.add_column(name, justify="left" if name in ("what is wrong", "decisions") else "right")
-    good = True
+    rows, good = [], True
     for one in outcomes:
         alone, loop, right = (r.step_s() / MS for r in (one.alone, one.loop, one.right))
         share = (alone - loop) / (alone - right) if alone > right else 1.0
-        table.add_row(
-            one.case.name, f"{alone:.1f}", f"{loop:.1f}", f"{right:.1f}", f"{share:.0%}", f"{one.difference:.0e}",
-            "\n".join(one.decisions),
-        )  # fmt: skip
+        rows.append((
+            one.case.name, "\n".join(one.decisions), f"{alone:.1f}", f"{loop:.1f}", f"{right:.1f}", f"{share:.0%}",
+            f"{one.difference:.0e}",
+        ))  # fmt: skip
         good &= one.difference <= SAME
-    out.print(table)
+    columns = ("what is wrong", "decisions", "left alone", "planned again", "right plan", "recovered", "loss diff")
+    table("plans made for wrong costs; step in milliseconds", columns, rows, words=2)
     return good
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.accuracy.closed_loop", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="WORDS", help="cases whose names contain one of these")
-    args = parser.parse_args()
+    args = options(__doc__, only=())  # words of cases' names
 
     def wanted(name: str) -> bool:
-        return args.only is None or any(word in name for word in args.only)
+        return not args.only or any(word in name for word in args.only)
 
     os.environ.setdefault("RAY_ADDRESS", "local")
-    out, progress = Console(width=150), Console(stderr=True)
+    progress = Console(stderr=True)
 
     def say(text: str) -> None:
         progress.print(text, style="dim")
@@ -431,9 +426,9 @@ def main() -> int:
                 ray.shutdown()
     good = True
     if outcomes:
-        good = show(outcomes, out)
+        good = show(outcomes)
     if ran:
-        show_right(ran, out)
+        show_right(ran)
     return 0 if good else 1
 
 

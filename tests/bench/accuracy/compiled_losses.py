@@ -8,7 +8,6 @@ loss and of a validation loss, and what ran eagerly; the exit status is the numb
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import uuid
@@ -21,6 +20,7 @@ from raypipe.job.spec import job_from
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.worker.worker import StageWorker
+from tests.bench.command import options
 from tests.bench.runtime.families import TEXT, jobs
 from tests.runtime.runs.small_runs import drive
 
@@ -51,11 +51,7 @@ def models(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     """Train each; see above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=NAMES)
-    parser.add_argument("--schedules", nargs="*", default=SCHEDULES)
-    parser.add_argument("--steps", type=int, default=4)
-    asked = parser.parse_args()
+    asked = options(__doc__, NAMES, schedules=SCHEDULES, steps=4)
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     worker = ray.remote(StageWorker).options(num_cpus=1, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
     actors = [worker.remote(rank, f"stage actor {rank}") for rank in range(2)]
@@ -69,7 +65,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="raypipe-compiled-") as name:
         folder = Path(name)
         every = models(folder, asked.steps)
-        for family in asked.names:
+        for family in asked.names or NAMES:
             job = every[family]
             alone = job_from({**job, "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 2}})
             eager = drive(alone, pool, folder / f"{family}-eager")

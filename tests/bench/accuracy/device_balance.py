@@ -9,10 +9,6 @@ balanced devices) and takes the faster one, so no row may be slower. Exit status
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
 
 from raypipe.cost.analytic import analytic_profile
@@ -23,7 +19,12 @@ from raypipe.plan.best_first import faster_cut
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
+from raypipe.runtime.emulation.emulated_run import rehearsal
+from raypipe.runtime.emulation.links import Links
+from raypipe.schedule import Shape, generate
 from raypipe.schedule.shape import Grid
+from tests.bench.command import options
+from tests.bench.turns import Turns, take_turns
 from tests.cost.plain_layer import plain_layer
 
 GRID = Grid(stages=4, replicas=1, microbatch=1, microbatches=16)
@@ -66,31 +67,15 @@ def both(costs: list[float], schedule: str) -> tuple[Prediction, Prediction]:
     return even, judge.time(faster_cut(judge, even), final=True)
 
 
-def measured(p: Prediction, steps: int) -> float:
-    """Seconds of an emulated step: actors, messages and programs as in training."""
-    costs = p.costs
-    options = {"--forward": costs.forward, "--input-grad": costs.input_grad, "--weight-grad": costs.weight_grad,
-               "--comm": costs.links}  # fmt: skip
-    given = [word for key, row in options.items() for word in (key, ",".join(f"{t * 1e3:.4f}" for t in row))]
-    shape = ["--devices", str(GRID.stages), "--microbatches", str(GRID.microbatches)]
-    if p.candidate.chunks > 1 and p.candidate.schedule != "zb-v":
-        shape += ["--chunks", str(p.candidate.chunks)]
-    words = ["emulate", p.candidate.schedule, *shape, *given, "--steps", str(steps), "--json"]
-    alone = {"RAY_ADDRESS": "local", **os.environ}  # not on a cluster that others may be using
-    done = subprocess.run(
-        [sys.executable, "-m", "raypipe", *words], capture_output=True, text=True, check=False, env=alone
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])["measured_s"]
-    return sum(found) / steps
+def turns_of(p: Prediction) -> Turns:
+    """Return the planned step for emulated devices."""
+    chunks = 1 if p.candidate.schedule == "zb-v" else p.candidate.chunks
+    shape = Shape(devices=GRID.stages, microbatches=GRID.microbatches, chunks=chunks)
+    return Turns(rehearsal(generate(p.candidate.schedule, shape, p.costs), p.costs, Links(), 1))
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--emulate", action="store_true")
-    options.add_argument("--steps", type=int, default=3)
-    asked = options.parse_args()
+    asked = options(__doc__, emulate=False, steps=3)
     print(f"{'model':<38}{'schedule':<18}{'stages even':>12}{'planned':>9}{'gain':>7}  cut planned for even")
     rows = [(name, schedule, *both(costs, schedule)) for name, costs in MODELS.items() for schedule in SCHEDULES]
     for name, schedule, even, planned in rows:
@@ -102,10 +87,13 @@ def main() -> None:
     gains = [even.step_s / planned.step_s for _, _, even, planned in rows]
     print(f"{len(rows)} plans: {sum(g > 1 + 1e-6 for g in gains)} faster, {sum(g < 1 - 1e-6 for g in gains)} slower")
     if asked.emulate:
+        most = sorted(rows, key=lambda row: row[3].step_s / row[2].step_s)[:EMULATED]
+        turns = [[turns_of(p) for p in pair] for _, _, *pair in most]
+        take_turns([one for pair in turns for one in pair], 1, asked.steps)
         print("emulated step")
-        for name, schedule, *pair in sorted(rows, key=lambda row: row[3].step_s / row[2].step_s)[:EMULATED]:
-            even_s, planned_s = (measured(p, asked.steps) for p in pair)
-            print(f"{name:<38}{schedule:<18}{even_s:>10.3f} s{planned_s:>7.3f} s{even_s / planned_s - 1:>7.1%}")
+        for (name, schedule, *_), (even, planned) in zip(most, turns, strict=True):
+            gain = even.step_s / planned.step_s - 1
+            print(f"{name:<38}{schedule:<18}{even.step_s:>10.3f} s{planned.step_s:>7.3f} s{gain:>7.1%}")
     sys.exit(min(gains) < 1 - 1e-6)
 
 

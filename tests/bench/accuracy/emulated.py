@@ -1,39 +1,27 @@
-"""Emulated steps against their prediction, over every schedule: ``python -m tests.bench.accuracy.emulated``.
+"""Emulated steps against their prediction, over every schedule, in turns.
 
-Real driver, actors, programs and messages; kernels are timed waits. One fleet serves all configurations, which take
-turns, so that a slower minute of the machine hits all of them. Wants a quiet machine: sixteen actors on two cores have
-little to spare.
+python -m tests.bench.accuracy.emulated [--rounds 3] [--steps 6] [--only NAME ...] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import os
 import sys
-import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import ray
-from rich.console import Console
-from rich.table import Table
-
-from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal, start_emulated_devices
+from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal
 from raypipe.runtime.emulation.links import Links
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
-from raypipe.schedule.costs import CostTable, each_latency
+from raypipe.schedule.costs import CostTable
 from raypipe.search import search
+from tests.bench.command import options, write_rows
+from tests.bench.turns import MS, Turns, table, take_turns
 
 MEDIAN, WORST = 0.03, 0.06
 """Largest share by which measured steps may differ from predicted ones: in the middle, and anywhere."""
-MS = 1e-3
+COLUMNS = ("schedule", "configuration", "predicted", "measured", "range", "difference")
 NO_LIMIT = Links()
 GRADIENTS = Links(latency_s=20e-6, bytes_per_s=1e9, message_bytes=2e6, gradient_bytes=10e6)
 """1 GB/s: 2 ms a message, 10 ms to sum a stage's gradients over two holders."""
@@ -127,108 +115,30 @@ CASES = (
 )
 
 
-def longer(costs: CostTable, scale: float) -> CostTable:
-    """The costs with every time ``scale`` times as long."""
-    rows = {f.name: tuple(scale * t for t in getattr(costs, f.name)) for f in fields(costs) if f.name != "comm"}
-    return replace(costs, **rows, comm=each_latency(costs.comm, lambda seconds: scale * seconds))
-
-
-@contextlib.contextmanager
-def worker_group_of(devices: int) -> Iterator[WorkerGroup]:
-    """Emulated devices that all configurations share."""
-    os.environ.setdefault("RAY_ADDRESS", "local")
-    request = connect(devices, emulated=True)
-    workers = start_emulated_devices([f"emulated · device {d}" for d in range(devices)], request)
-    try:
-        yield workers
-    finally:
-        workers.stop()
-        ray.shutdown()
-
-
-def first(workers: WorkerGroup, devices: int) -> WorkerGroup:
-    """The first of them, with a fresh port for their rendezvous."""
-    actors = workers.actors[:devices]
-    locations = ray.get([actor.locate.remote() for actor in actors])
-    return replace(workers, actors=actors, locations=locations, run_id=uuid.uuid4().hex[:8])
-
-
-@dataclass(slots=True)
-class Outcome:
-    """A configuration's turns."""
-
-    case: Case
-    what: Rehearsal
-    predicted_s: float = 0.0
-    measured_s: list[float] = field(default_factory=list)
-    """Mean step of each turn, the first step left out."""
-
-    @property
-    def error(self) -> float:
-        """Of the median turn."""
-        return median(self.measured_s) / self.predicted_s - 1
-
-
-def turn(outcome: Outcome, workers: WorkerGroup, steps: int) -> None:
-    """Run a configuration once."""
-    found = run_rehearsal(outcome.what, first(workers, outcome.what.schedule.devices), steps)
-    outcome.predicted_s = sum(found.predicted_steps_s[1:]) / (steps - 1)
-    outcome.measured_s.append(sum(found.measured_s[1:]) / (steps - 1))
-
-
-def show(outcomes: list[Outcome], out: Console) -> tuple[float, float]:
-    """Print the table; returns the median and the largest share by which measured and predicted differ."""
-    table = Table(title="emulated steps, milliseconds", title_justify="left")
-    for name in ("schedule", "configuration", "predicted", "measured", "range", "difference"):
-        table.add_column(name, justify="left" if name in ("schedule", "configuration") else "right")
-    for one in outcomes:
-        low, high = 1e3 * min(one.measured_s), 1e3 * max(one.measured_s)
-        table.add_row(
-            one.case.name, one.case.label, f"{1e3 * one.predicted_s:.1f}", f"{1e3 * median(one.measured_s):.1f}",
-            f"{low:.1f} - {high:.1f}", f"{one.error:+.1%}",
-        )  # fmt: skip
-    out.print(table)
-    errors = [abs(one.error) for one in outcomes]
-    middle, worst = median(errors), max(errors)
-    names = sorted({one.case.name for one in outcomes})
-    out.print(
-        f"{len(outcomes)} configurations of {len(names)} schedules: median {middle:.1%} (at most {MEDIAN:.0%}), "
-        f"worst {worst:.1%} (at most {WORST:.0%})"
-    )
-    return middle, worst
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.accuracy.emulated", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=6, help="steps of a turn, of which the first is left out")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these schedules")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    cases = [case for case in CASES if args.only is None or case.name in args.only]
-    missing = set(SCHEDULES) - {case.name for case in cases}
-    out, progress = Console(width=120), Console(stderr=True)
-    if missing and args.only is None:
-        out.print(f"no configuration of {', '.join(sorted(missing))}")
+    """Run every configuration in turns; exit status 1 beyond a limit."""
+    args = options(__doc__, rounds=3, steps=6, only=SCHEDULES, json=Path)
+    cases = [case for case in CASES if case.name in args.only]
+    if missing := set(args.only) - {case.name for case in cases}:
+        print(f"no configuration of {', '.join(sorted(missing))}")
         return 1
-    outcomes = [Outcome(case, case.rehearsal()) for case in cases]
-    with (
-        contextlib.redirect_stdout(sys.stderr),
-        worker_group_of(max(one.what.schedule.devices for one in outcomes)) as workers,
-    ):
-        for number in range(args.rounds):
-            # Every second round runs backwards: nobody always follows the same neighbour.
-            for one in outcomes if number % 2 == 0 else outcomes[::-1]:
-                progress.print(f"round {number + 1} of {args.rounds}: {one.case.name} {one.case.label}", style="dim")
-                turn(one, workers, args.steps)
-    middle, worst = show(outcomes, out)
-    if args.json:
-        rows = [
-            {"schedule": o.case.name, "configuration": o.case.label, "predicted_s": o.predicted_s,
-             "measured_s": o.measured_s, "difference": o.error}
-            for o in outcomes
-        ]  # fmt: skip
-        args.json.write_text(json.dumps({"median": middle, "worst": worst, "rows": rows}, indent=1) + "\n")
+    found = [Turns(case.rehearsal(), case.label) for case in cases]
+    take_turns(found, args.rounds, args.steps)
+    rows = [
+        (case.name, one.name, f"{one.predicted_s / MS:.1f}", f"{one.step_s / MS:.1f}",
+         f"{min(one.measured_s) / MS:.1f} - {max(one.measured_s) / MS:.1f}", f"{one.error:+.1%}")
+        for case, one in zip(cases, found, strict=True)
+    ]  # fmt: skip
+    table("emulated steps, milliseconds", COLUMNS, rows, words=2)
+    errors = [abs(one.error) for one in found]
+    middle, worst = median(errors), max(errors)
+    print(f"{len(found)} configurations of {len({case.name for case in cases})} schedules: median {middle:.1%} "
+          f"(at most {MEDIAN:.0%}), worst {worst:.1%} (at most {WORST:.0%})")  # fmt: skip
+    write_rows(args.json, [
+        {"schedule": case.name, "configuration": one.name, "predicted_s": one.predicted_s,
+         "measured_s": one.measured_s, "difference": one.error}
+        for case, one in zip(cases, found, strict=True)
+    ])  # fmt: skip
     return 0 if middle <= MEDIAN and worst <= WORST else 1
 
 

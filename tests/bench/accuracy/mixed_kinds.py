@@ -11,13 +11,9 @@ machine.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from raypipe.cost.kinds import of_kinds
@@ -26,10 +22,10 @@ from raypipe.cost.stages import Placed, costs_of
 from raypipe.plan.choose import choose
 from raypipe.plan.online.measured_steps import as_run
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.runtime.emulation.emulated_run import Rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import Rehearsal
 from raypipe.runtime.emulation.emulated_worker import DeviceFaults
-from raypipe.runtime.group.worker_group import WorkerGroup
-from tests.bench.accuracy.emulated import first, worker_group_of
+from tests.bench.command import options, write_rows
+from tests.bench.turns import MS, Turns, take_turns
 from tests.plan.conftest import make_job, make_profile
 
 LIMIT = 0.10
@@ -80,7 +76,7 @@ CASES = (
 )
 
 
-def as_built(case: Case, plan: Plan) -> tuple[Rehearsal, dict[int, DeviceFaults]]:
+def as_built(case: Case, plan: Plan) -> tuple[Rehearsal, str, dict[int, DeviceFaults]]:
     """The plan's step with the times of the fastest kind, and how much longer each device takes."""
     profile, parallel, one = case.profile(), plan.parallel, plan.order()
     assert (parallel.recompute, parallel.shard, parallel.tensor) == ("none", "none", 1), parallel
@@ -97,69 +93,28 @@ def as_built(case: Case, plan: Plan) -> tuple[Rehearsal, dict[int, DeviceFaults]
         copy, position = divmod(rank, one.devices)
         factor = slow[profile.placed.kind_of(placed.device(copy, position))]
         faults[rank] = DeviceFaults(slow=((0, STEPS, factor),))
-    return what, faults
-
-
-@dataclass(slots=True)
-class Outcome:
-    """A case's turns."""
-
-    case: Case
-    plan: Plan
-    measured_s: list[float] = field(default_factory=list)
-    """Mean step of each turn."""
-
-    @property
-    def predicted_s(self) -> float:
-        """What the plan says."""
-        assert self.plan.predicted_step_s is not None
-        return self.plan.predicted_step_s
-
-    @property
-    def error(self) -> float:
-        """Of the median turn."""
-        return median(self.measured_s) / self.predicted_s - 1
-
-    def turn(self, workers: WorkerGroup) -> None:
-        """Run the plan once."""
-        what, faults = as_built(self.case, self.plan)
-        found = run_rehearsal(what, first(workers, what.schedule.devices), STEPS, faults)
-        self.measured_s.append(sum(found.measured_s[1:]) / (STEPS - 1))
-
-    def row(self) -> str:
-        """Of the table."""
-        parallel = self.plan.parallel
-        layers = "-".join(str(len(stage)) for stage in self.plan.cut)
-        return (
-            f"{self.case.cluster:<24}{parallel.schedule:<18}{parallel.replicas:>6}  {layers:<18}"
-            f"{1e3 * self.predicted_s:>9.1f}{1e3 * median(self.measured_s):>9.1f}{self.error:>+8.1%}"
-        )
+    return what, case.cluster, faults
 
 
 def main() -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    asked = parser.parse_args()
-    outcomes = [Outcome(case, case.plan()) for case in CASES]
-    devices = max(sum(count for count, _ in case.kinds) for case in CASES)
-    with contextlib.redirect_stdout(sys.stderr), worker_group_of(devices) as workers:
-        for number in range(asked.rounds):
-            for one in outcomes if number % 2 == 0 else outcomes[::-1]:
-                one.turn(workers)
+    """Run all plans in turns and print a row for each."""
+    asked = options(__doc__, rounds=3, json=Path)
+    plans = [case.plan() for case in CASES]
+    found = [Turns(*as_built(case, plan)) for case, plan in zip(CASES, plans, strict=True)]
+    take_turns(found, asked.rounds, STEPS)
     print(f"{'devices':<24}{'schedule':<18}{'copies':>6}  {'layers':<18}{'predicted':>9}{'measured':>9}   ms a step")
-    for one in outcomes:
-        print(one.row())
-    worst = max(abs(one.error) for one in outcomes)
+    rows = []
+    for case, plan, one in zip(CASES, plans, found, strict=True):
+        assert plan.predicted_step_s is not None
+        error = one.step_s / plan.predicted_step_s - 1
+        layers = "-".join(str(len(stage)) for stage in plan.cut)
+        print(f"{case.cluster:<24}{plan.parallel.schedule:<18}{plan.parallel.replicas:>6}  {layers:<18}"
+              f"{plan.predicted_step_s / MS:>9.1f}{one.step_s / MS:>9.1f}{error:>+8.1%}")  # fmt: skip
+        rows.append({"devices": case.cluster, "schedule": plan.parallel.schedule, "predicted_s": plan.predicted_step_s,
+                     "measured_s": one.measured_s, "difference": error})  # fmt: skip
+    worst = max(abs(row["difference"]) for row in rows)
     print(f"worst {worst:.1%}, at most {LIMIT:.0%}")
-    if asked.json:
-        rows = [
-            {"devices": o.case.cluster, "schedule": o.plan.parallel.schedule, "predicted_s": o.predicted_s,
-             "measured_s": o.measured_s, "difference": o.error}
-            for o in outcomes
-        ]  # fmt: skip
-        asked.json.write_text(json.dumps({"worst": worst, "rows": rows}, indent=1) + "\n")
+    write_rows(asked.json, rows)
     return 0 if worst <= LIMIT else 1
 
 

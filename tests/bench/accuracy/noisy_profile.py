@@ -4,12 +4,12 @@ Run: ``python -m tests.bench.accuracy.noisy_profile``. Wants a quiet machine.
 
 The same profile is measured alone, beside a process that computes all the time on every core, and beside such processes
 that begin when it is half through. The first must bring no warning, the other two must. Shown beside: how far the
-disturbed profiles' times are from the quiet one's.
+disturbed profiles' times are from the quiet one's. ``--thorough`` measures as ``raypipe profile`` does, not as
+``parallel: auto``.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -20,13 +20,14 @@ from pathlib import Path
 
 import ray
 from rich.console import Console
-from rich.table import Table
 
 from raypipe.cost.profile import Profile
 from raypipe.data import prepare
 from raypipe.job.spec import JobSpec, job_from
 from raypipe.profiling.profile_job import measure_profile
 from raypipe.runtime.cluster.connect import connect
+from tests.bench.command import options
+from tests.bench.turns import table
 
 MODEL = {"type": "gpt", "layers": 8, "hidden": 256, "heads": 8, "sequence": 128, "vocabulary": 256, "dropout": 0.0}
 SIZES = (2, 4, 8)
@@ -80,11 +81,9 @@ def furthest(profile: Profile, quiet: Profile) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.accuracy.noisy_profile", description=__doc__)
-    parser.add_argument("--thorough", action="store_true", help="as `raypipe profile` does, not `parallel: auto`")
-    args = parser.parse_args()
+    args = options(__doc__, thorough=False)
     os.environ.setdefault("RAY_ADDRESS", "local")
-    out, progress = Console(width=120), Console(stderr=True)
+    progress = Console(stderr=True)
     cores = os.cpu_count() or 1
     found: dict[str, tuple[Profile, float]] = {}
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory(prefix="raypipe-noisy-") as name:
@@ -115,19 +114,17 @@ def main() -> int:
         measure("burners from the middle on", cores, took / 2)
         measure("quiet again", 0, 0.0)
         ray.shutdown()
-    table = Table(title="one profile, disturbed", title_justify="left")
-    for heading in ("while measuring", "stolen", "drift", "again", "seconds", "times off by up to", "warning"):
-        table.add_column(heading, justify="left" if heading in ("while measuring", "warning") else "right")
-    quiet = found["quiet"][0]
+    quiet, rows = found["quiet"][0], []
     wrong = False
     for label, (profile, seconds) in found.items():
         noise = profile.noise
-        table.add_row(
+        rows.append((
             label, f"{noise.stolen:.1%}", f"{noise.drift:.1%}", str(noise.again), f"{seconds:.1f}",
             f"{furthest(profile, quiet):+.0%}", noise.warning() or "",
-        )  # fmt: skip
+        ))  # fmt: skip
         wrong |= (noise.warning() is None) != ("quiet" in label)
-    out.print(table)
+    columns = ("while measuring", "stolen", "drift", "again", "seconds", "times off by up to", "warning")
+    table("one profile, disturbed", columns, rows)
     return int(wrong)
 
 

@@ -9,16 +9,8 @@ the 23.7 that the driver reports one layer less fits on the first stage, and 1.1
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import sys
-from collections.abc import Sequence
-from dataclasses import fields, replace
 from pathlib import Path
-from statistics import median
-
-from rich.console import Console
-from rich.table import Table
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
@@ -30,12 +22,11 @@ from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.requested_schedule import alphas, layers_to_recompute
 from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
-from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
-from raypipe.simulate.engine import simulate
-from tests.bench.accuracy.emulated import first, worker_group_of
+from tests.bench.command import options
+from tests.bench.turns import Turns, lead, longer, table, take_turns
 
 TARGET = 1.15
 STAGES, BATCH, MICROBATCH = 8, 128, 4
@@ -81,55 +72,33 @@ def largest(profile: Profile, cut: Cut, cap: float) -> Choice:
     return best
 
 
-def scaled(costs: CostTable, factor: float) -> CostTable:
-    """All times multiplied."""
-
-    def times(value: float | Sequence[float]) -> float | tuple[float, ...]:
-        return value * factor if isinstance(value, float) else tuple(v * factor for v in value)
-
-    return replace(costs, **{f.name: times(getattr(costs, f.name)) for f in fields(costs)})
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.accuracy.stage_aware_recompute", description=__doc__)
-    parser.add_argument("--cap-gib", type=float, default=24.0, help="memory of a device, GiB")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="steps of a turn, of which the first is left out")
-    args = parser.parse_args()
+    """Run both in turns; exit status 1 below the target."""
+    args = options(__doc__, cap_gib=24.0, rounds=3, steps=4)
     cap = args.cap_gib * 2**30
     profile = analytic_profile(MODEL, load_cluster(MACHINE), "bfloat16", [MICROBATCH])
     cut = balanced(profile)
     full, aware = Choice(profile, cut, 0.0), largest(profile, cut, cap)
-    out = Console(width=120)
     if max(full.memory) > cap:
-        out.print(f"even with full recomputation a device needs {max(full.memory) / 2**30:.1f} GiB")
+        print(f"even with full recomputation a device needs {max(full.memory) / 2**30:.1f} GiB")
         return 1
     factor = FORWARD_S / max(full.costs.forward)
-    measured: dict[float, list[float]] = {}
-    with contextlib.redirect_stdout(sys.stderr), worker_group_of(STAGES) as workers:
-        for number in range(args.rounds):
-            for one in (full, aware) if number % 2 == 0 else (aware, full):
-                what = rehearsal(one.schedule, scaled(one.costs, factor), Links(), 1)
-                found = run_rehearsal(what, first(workers, STAGES), args.steps)
-                measured.setdefault(one.share, []).append(median(found.measured_s[1:]))
-    table = Table(
-        title=f"GPT-2.5B on 8 stages, {args.cap_gib:g} GiB a device, times x {factor:.3f}", title_justify="left"
-    )
-    for name in ("recomputation", "shares kept", "most memory, GiB", "least, GiB", "simulated step, s", "measured, s"):
-        table.add_column(name)
-    for name, one in (("full", full), ("stage-aware", aware)):
-        table.add_row(
-            name, " ".join(f"{a:.2f}" for a in alphas(STAGES, one.share)), f"{max(one.memory) / 2**30:.1f}",
-            f"{min(one.memory) / 2**30:.1f}", f"{factor * simulate(one.schedule, one.costs).makespan:.3f}",
-            f"{median(measured[one.share]):.3f}",
-        )  # fmt: skip
-    out.print(table)
-    ratio = median(measured[full.share]) / median(measured[aware.share])
-    expected = simulate(full.schedule, full.costs).makespan / simulate(aware.schedule, aware.costs).makespan
-    out.print(
-        f"stage-aware is {ratio:.2f} times as fast as full recomputation ({expected:.2f} simulated; at least "
-        f"{TARGET:.2f}; Merak: 1.21)"
-    )
+    found = [
+        Turns(rehearsal(one.schedule, longer(one.costs, factor), Links(), 1), name)
+        for name, one in (("full", full), ("stage-aware", aware))
+    ]
+    take_turns(found, args.rounds, args.steps)
+    rows = [
+        (turns.name, " ".join(f"{a:.2f}" for a in alphas(STAGES, one.share)), f"{max(one.memory) / 2**30:.1f}",
+         f"{min(one.memory) / 2**30:.1f}", f"{turns.predicted_s:.3f}", f"{turns.step_s:.3f}")
+        for one, turns in zip((full, aware), found, strict=True)
+    ]  # fmt: skip
+    columns = ("recomputation", "shares kept", "most memory, GiB", "least, GiB", "simulated step, s", "measured, s")
+    title = f"GPT-2.5B on 8 stages, {args.cap_gib:g} GiB a device, times x {factor:.3f}"
+    table(title, columns, rows, words=2)
+    expected, ratio = lead(found[1], found[0])
+    print(f"stage-aware is {ratio:.2f} times as fast as full recomputation ({expected:.2f} simulated; at least "
+          f"{TARGET:.2f}; Merak: 1.21)")  # fmt: skip
     return 0 if ratio >= TARGET else 1
 
 

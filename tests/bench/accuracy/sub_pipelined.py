@@ -1,6 +1,6 @@
 """Sub-pipelined tensor parallelism against Merak's formula.
 
-Run: `python -m tests.bench.accuracy.sub_pipelined [--layers K]`.
+Run: `python -m tests.bench.accuracy.sub_pipelined [--layers K] [--compute-ms T_m]`.
 
 One member of a tensor group runs its blocks with the real executor: the real order of products, copies and sums,
 forward and backward. Compute is a timed wait in each half of a block (attention, MLP), backward twice as long; a sum
@@ -11,7 +11,6 @@ with two.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from statistics import median
@@ -22,19 +21,13 @@ from torch import Tensor
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
-from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.executor.step import StepSettings
-from raypipe.runtime.stage.inputs import Feed
-from raypipe.runtime.stage.shapes import StageIOSpecs
-from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.gradients import GradientSync
-from raypipe.runtime.update.norm import Shares
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates
 from raypipe.tensor import Division, SoloGroup, group_of_thread
 from raypipe.tensor.divide import RowParallel
-from tests.runtime.runs.one_device import Fixed
+from tests.bench.command import options
+from tests.runtime.runs.one_device import Fixed, executor_of
 
 ROWS, SEQUENCE = 4, 8
 RATIOS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
@@ -74,26 +67,16 @@ def measure(layers: int, compute_s: float, sums_s: float, halves: bool) -> tuple
     spec = GptSpec(layers=layers, hidden=16, heads=2, sequence=SEQUENCE, vocabulary=256)
     model = GptLayers(spec, torch.float32, Division(2, 0))
     cut = [range(1), range(1, layers + 1), range(layers + 1, layers + 2)]
-    stages = [StageModule(model, part, 0, CPU, False) for part in cut]
-    for block in stages[1].modules():
+    schedule = add_updates(from_text("device 0: 0F0 1F0 2F0 2BW0 1BW0 0BW0"))
+    tokens = torch.zeros(ROWS, SEQUENCE, dtype=torch.int64)
+    data = Fixed({"input_ids": tokens, "shift_labels": tokens})
+    executor = executor_of(
+        model, cut, schedule, data, None, batch=ROWS, microbatch=ROWS, dtype=torch.float32, tied=False,
+        sub_pipelined=halves,
+    )  # fmt: skip
+    for block in executor.modules[1, 0].modules():
         if isinstance(block, RowParallel):
             block.register_forward_pre_hook(lambda _m, args: (_Timed.apply(args[0], compute_s / 2),))
-    schedule = add_updates(from_text("device 0: 0F0 1F0 2F0 2BW0 1BW0 0BW0"))
-    modules = {(s, 0): stage for s, stage in enumerate(stages)}
-    tokens = torch.zeros(ROWS, SEQUENCE, dtype=torch.int64)
-    rows = {"input_ids": tokens, "shift_labels": tokens}
-    feed = Feed(Fixed(rows), model.task, set(rows), 0, ROWS, ROWS, CPU, torch.float32)
-    settings = StepSettings(
-        seed=0, microbatches=1, samples_per_microbatch=ROWS, clip=None, update="wait", timeout_s=10.0, autocast=None,
-        device=CPU, sub_pipelined=halves,
-    )  # fmt: skip
-    optimizers: dict[tuple[int, int], torch.optim.Optimizer] = {
-        key: torch.optim.SGD(m.parameters(), lr=0.0) for key, m in modules.items()
-    }
-    executor = Executor(
-        settings, modules, optimizers, model.task, feed,
-        GradientSync(0, modules, schedule.placement, (), {}), Shares(None), {}, {}, StageIOSpecs(model, cut, ROWS), {},
-    )  # fmt: skip
     (program,) = programs(schedule)
     found: list[tuple[float, float]] = []
     with group_of_thread(Link(sums_s / 2)):
@@ -115,19 +98,16 @@ def formula(layers: int, compute_s: float, sums_s: float, halves: bool) -> float
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--compute-ms", type=float, default=40.0, help="forward of one layer, T_m")
-    options = parser.parse_args()
+    asked = options(__doc__, layers=4, compute_ms=40.0)
     torch.set_num_threads(1)
-    compute = options.compute_ms / 1e3
-    print(f"K = {options.layers} layers, T_m = {options.compute_ms:g} ms; milliseconds of one micro-batch")
-    bare = [sum(measure(options.layers, 0.0, 0.0, halves)) for halves in (False, True)]
+    compute = asked.compute_ms / 1e3
+    print(f"K = {asked.layers} layers, T_m = {asked.compute_ms:g} ms; milliseconds of one micro-batch")
+    bare = [sum(measure(asked.layers, 0.0, 0.0, halves)) for halves in (False, True)]
     print(f"beside all waits the blocks themselves take {1e3 * bare[0]:.0f} ms whole, {1e3 * bare[1]:.0f} ms in halves")
     print("T_a/T_m   whole: measured  formula    halves: measured  formula      gain  by formula")
     for ratio in RATIOS:
-        whole, halves = (sum(measure(options.layers, compute, ratio * compute, way)) for way in (False, True))
-        expected = [formula(options.layers, compute, ratio * compute, way) for way in (False, True)]
+        whole, halves = (sum(measure(asked.layers, compute, ratio * compute, way)) for way in (False, True))
+        expected = [formula(asked.layers, compute, ratio * compute, way) for way in (False, True)]
         times = "".join(f"{1e3 * t:{width}.0f}" for t, width in zip(
             (whole, expected[0], halves, expected[1]), (18, 9, 19, 9), strict=True))  # fmt: skip
         print(f"{ratio:7.2f}{times}   {whole / halves:7.2f}x {expected[0] / expected[1]:10.2f}x")

@@ -13,12 +13,10 @@ prediction by more than 3 %.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec, job_from
@@ -27,10 +25,10 @@ from raypipe.plan.choose import Decision, choose
 from raypipe.plan.online.measured_steps import as_run
 from raypipe.plan.plan import build_schedule
 from raypipe.plan.predict.orders import Order
-from raypipe.runtime.emulation.emulated_run import Rehearsal, run_rehearsal
-from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.emulation.emulated_run import Rehearsal
 from raypipe.schedule.lowering.norm_policy import resolve
-from tests.bench.accuracy.emulated import first, longer, worker_group_of
+from tests.bench.command import options
+from tests.bench.turns import Turns, longer, take_turns, worker_group_of
 from tests.plan.test_worked_jobs import MACHINES, costed
 
 OFF = 0.03
@@ -39,13 +37,14 @@ OFF = 0.03
 
 @dataclass(slots=True)
 class Entry:
-    """One plan of a job and its turns, in seconds of the job's own clock."""
+    """One plan of a job; seconds are of the job's own clock."""
 
     kind: str
     decision: Decision
     excluded: bool = False
     """By the job's own keys."""
-    measured: list[float] = field(default_factory=list)
+    step_s: float = 0.0
+    """Of the median turn."""
 
     @property
     def plan(self) -> str:
@@ -57,11 +56,6 @@ class Entry:
         words += [f"{c.shard}, gather {c.gather}"] if c.shard != "none" else []
         words += [f"recompute {c.recompute}"] if c.recompute != "none" else []
         return ", ".join(words)
-
-    @property
-    def step_s(self) -> float:
-        """Median of the turns."""
-        return median(self.measured)
 
     def rehearsal(self, scale: float, job: JobSpec) -> Rehearsal:
         """The step over all devices; every time is ``scale`` times as long."""
@@ -107,16 +101,6 @@ def entries(name: str) -> tuple[JobSpec, list[Entry]]:
     return job, found
 
 
-def emulate(job: JobSpec, plans: list[Entry], workers: WorkerGroup, seconds: float, rounds: int, steps: int) -> None:
-    """Let the plans take turns; the chosen plan's step is predicted to last ``seconds``."""
-    scale = seconds / plans[0].decision.best.step_s
-    for number in range(rounds):
-        for one in plans if number % 2 == 0 else plans[::-1]:
-            what = one.rehearsal(scale, job)
-            seen = run_rehearsal(what, first(workers, what.schedule.devices), steps)
-            one.measured += [step / scale for step in seen.measured_s[1:]]
-
-
 def show(name: str, plans: list[Entry]) -> bool:
     """Print a job's plans; whether they are within the limits."""
     chosen, good = plans[0], True
@@ -133,22 +117,16 @@ def show(name: str, plans: list[Entry]) -> bool:
 
 def main() -> int:
     """Print a line for each plan; exit status 1 outside the limits."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.accuracy.worked_jobs", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--only", nargs="+", choices=MACHINES, default=list(MACHINES))
-    parser.add_argument("--seconds", type=float, default=4.0, help="the chosen plan's emulated step [4]")
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=3, help="of a turn, of which the first is left out [3]")
-    args = parser.parse_args()
+    args = options(__doc__, only=MACHINES, seconds=4.0, rounds=1, steps=3)
     good = True
-    with contextlib.ExitStack() as stack:
-        with contextlib.redirect_stdout(sys.stderr):
-            workers = stack.enter_context(worker_group_of(max(MACHINES[name][1] for name in args.only)))
+    with worker_group_of(max(MACHINES[name][1] for name in args.only)) as workers:
         for name in args.only:
             job, plans = entries(name)
-            emulate(job, plans, workers, args.seconds, args.rounds, args.steps)
+            scale = args.seconds / plans[0].decision.best.step_s  # so long lasts the chosen plan's emulated step
+            turns = [Turns(one.rehearsal(scale, job)) for one in plans]
+            take_turns(turns, args.rounds, args.steps, workers)
+            for one, own in zip(plans, turns, strict=True):
+                one.step_s = own.step_s / scale
             good = show(name, plans) and good
     return 0 if good else 1
 

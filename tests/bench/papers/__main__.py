@@ -5,9 +5,9 @@ Run: ``python -m tests.bench.papers`` (``--write`` puts the tables into docs/evi
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from tests.bench.command import options
 from tests.bench.papers import chimera, merak, out_of_order, zeropp
 
 PAGE = Path(__file__).parents[3] / "docs" / "evidence" / "papers.md"
@@ -33,11 +33,10 @@ def report() -> str:
 
 def main() -> None:
     """Print the report, and write it where asked."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.papers", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/evidence/papers.md")
+    asked = options(__doc__, write=False)
     text = report()
     print(text)
-    if parser.parse_args().write:
+    if asked.write:
         page = PAGE.read_text(encoding="utf-8")
         before, after = page.split(BEGIN)[0], page.split(END)[1]
         PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")

@@ -13,13 +13,10 @@ from raypipe.cost.sizes import stage_times
 from raypipe.cost.stages import Cut, costs_of
 from raypipe.job import GptSpec, load_cluster
 from raypipe.schedule import Shape, generate
-from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families.out_of_order import reverse_first_k
 from raypipe.schedule.passes import add_updates
-from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.engine import simulate
-from raypipe.simulate.layer_sync import LayerSync, layer_step_time
 from tests.bench.papers.steps import error, table
+from tests.bench.runtime.first_k import papers_case, simulated
 from tests.cost.plain_layer import plain_layer
 
 MACHINE = "cluster/devices/v100.yaml"
@@ -92,19 +89,6 @@ def sections() -> Iterator[tuple[str, str]]:
 
 def first_layer() -> str:
     """Reverse first-k with its tuned k against the usual orders; 54 layers, as of a ResNet-50."""
-    count = 54
-    each = (380 / 3 / count,) * count
-    zeros = (0.0,) * count
-    costs = CostTable(
-        forward=each, input_grad=each, weight_grad=each, recompute=zeros, update=zeros,
-        all_reduce=(350.0, *[0.5] * (count - 1)),
-    )  # fmt: skip
-
-    def step(k: int) -> float:
-        return layer_step_time(reverse_first_k(count, k), costs, "prioritised")
-
-    best = tune_first_k(step, count)
-    syncs: tuple[LayerSync, ...] = ("lazy", "wait-free", "prioritised")
-    usual = {sync: layer_step_time(reverse_first_k(count, 0), costs, sync) for sync in syncs}
-    rows = [[sync, f"{time:.1f}", f"{time / best.seconds:.3f}"] for sync, time in usual.items()]
-    return table(["against", "step, ms", f"reverse first-k (k = {best.k}) is faster by"], rows)
+    *usual, (k, best) = simulated(papers_case()).items()
+    rows = [[sync, f"{1e3 * time:.1f}", f"{time / best:.3f}"] for sync, time in usual]
+    return table(["against", "step, ms", f"reverse first-k ({k}) is faster by"], rows)

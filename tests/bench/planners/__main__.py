@@ -1,32 +1,26 @@
 """What raypipe chooses, beside what others would take: ``python -m tests.bench.planners [--cases N] [--json FILE]``.
 
+``--cases``: so many of them, spread over all; ``--only``: those whose name contains the words.
+
 Models times clusters, all plans timed by one clock that shares nothing with the planners. Regret: a step's time over
 that of the best plan that any system found for the case, less one.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
 
+from tests.bench.command import options, write_rows
 from tests.bench.planners.cases import cases
 from tests.bench.planners.rows import row_of, shown, summary
 from tests.bench.planners.systems import SYSTEMS
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.planners", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, metavar="N", help="only N of them, spread over all; default: all")
-    parser.add_argument("--only", default="", metavar="WORDS", help="only cases whose name contains WORDS")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every plan and time")
-    parser.add_argument("--processes", type=int, default=2)
-    args = parser.parse_args()
+    args = options(__doc__, cases=int, only="", json=Path, processes=2)
     began, every = time.monotonic(), [c for c in cases() if args.only in c.name]
     if args.cases:
         every = [every[k * len(every) // args.cases] for k in range(min(args.cases, len(every)))]
@@ -36,8 +30,7 @@ def main() -> int:
         for row in pool.imap(row_of, every):
             rows.append(row)
             print(shown(row), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(rows, indent=1))
+            write_rows(args.json, rows)
     print(*summary(rows), f"{time.monotonic() - began:.0f} s", sep="\n")
     return 0
 

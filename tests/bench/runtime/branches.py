@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from raypipe.job import JobSpec
 from raypipe.job.cluster import load_cluster
@@ -27,13 +23,11 @@ from raypipe.job.spec import job_from
 from raypipe.launch.plans import layer_costs
 from raypipe.models import build_model
 from raypipe.models.task import Field
-from raypipe.plan.branches.arranged import LayerCosts
-from raypipe.plan.branches.choose import Branches, best_chain, choose_branches
-from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal
+from raypipe.plan.branches import LayerCosts, best_chain, choose_branches
+from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
-from raypipe.runtime.group.worker_group import WorkerGroup
-from tests.bench.accuracy.emulated import first, worker_group_of
 from tests.bench.command import options
+from tests.bench.turns import Turns, table, take_turns
 
 STEPS = 8
 STEP_S = 0.6
@@ -91,60 +85,34 @@ def scaled(costs: LayerCosts, microbatches: int) -> LayerCosts:
     return replace(costs, **times, latency_s=k * costs.latency_s, bytes_per_s=costs.bytes_per_s / k)
 
 
-def emulated(found: Branches, workers: WorkerGroup) -> tuple[float, float]:
-    """Predicted and measured seconds of a step, the measured ones a median."""
-    what = rehearsal(found.schedule, found.arranged.table, Links(), 1)
-    with contextlib.redirect_stdout(sys.stderr):
-        done = run_rehearsal(what, first(workers, what.schedule.devices), STEPS)
-    return what.steady_s(), median(done.measured_s[2:])
-
-
 def compare(names: list[str]) -> list[dict[str, Any]]:
-    """Emulate the best chain and the branches of each case; one fleet serves all cases of so many devices."""
-    rows = []
-    for devices in sorted({CASES[name].devices for name in names}):
-        with contextlib.redirect_stdout(sys.stderr):
-            fleet = worker_group_of(devices)
-            workers = fleet.__enter__()
-        try:
-            for name in names:
-                if CASES[name].devices == devices:
-                    rows += both(name, workers)
-        finally:
-            fleet.__exit__(None, None, None)
-    return rows
-
-
-def both(name: str, workers: WorkerGroup) -> list[dict[str, Any]]:
-    """A case as a chain and as branches."""
-    case, rows = CASES[name], []
-    job = case.job()
-    model = build_model(job, case.fields)
-    machine = load_cluster(Path(f"cluster/devices/{case.machine}.yaml"))
-    costs = scaled(layer_costs(job, model, machine), case.microbatches)
-    for how, choose in (("chain", best_chain), ("branches", choose_branches)):
-        found = choose(costs, case.devices, case.microbatches)
-        predicted, measured = emulated(found, workers)
-        rows.append({
-            "case": name, "cut": how, "pieces": model.count, "stages": len(found.arranged.cut),
-            "sent_mb": found.arranged.sent_bytes / 1e6, "predicted_s": predicted, "measured_s": measured,
-            "over": measured / predicted - 1, "one_device_s": STEP_S,
-        })  # fmt: skip
-        print(rows[-1], file=sys.stderr, flush=True)
+    """Emulate the best chain and the branches of each case."""
+    rows, turns = [], []
+    for name in names:
+        case = CASES[name]
+        job = case.job()
+        model = build_model(job, case.fields)
+        machine = load_cluster(Path(f"cluster/devices/{case.machine}.yaml"))
+        costs = scaled(layer_costs(job, model, machine), case.microbatches)
+        for how, choose in (("chain", best_chain), ("branches", choose_branches)):
+            found = choose(costs, case.devices, case.microbatches)
+            turns.append(Turns(rehearsal(found.schedule, found.arranged.table, Links(), 1), how))
+            rows.append({
+                "case": name, "cut": how, "pieces": model.count, "stages": len(found.arranged.cut),
+                "sent_mb": found.arranged.sent_bytes / 1e6, "one_device_s": STEP_S,
+            })  # fmt: skip
+    take_turns(turns, 1, STEPS)
+    for row, one in zip(rows, turns, strict=True):
+        row |= {"predicted_s": one.predicted_s, "measured_s": one.step_s, "over": one.error}
     return rows
 
 
 def main() -> None:
     """Run the cases that are named, or all."""
-    asked = options(__doc__, CASES)
-    os.environ.setdefault("RAY_ADDRESS", "local")
-    rows = compare(asked.names or list(CASES))
-    table = Table()
-    for key in rows[0]:
-        table.add_column(key)
-    for row in rows:
-        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(file=sys.stderr, width=160).print(table)
+    rows = compare(options(__doc__, CASES).names or list(CASES))
+    with contextlib.redirect_stdout(sys.stderr):
+        table("", list(rows[0]), [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
+                                  for row in rows], words=2)  # fmt: skip
     print(json.dumps(rows))
 
 

@@ -13,10 +13,8 @@ import time
 from statistics import median
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from raypipe.runtime.emulation.emulated_run import emulate
+from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
 from raypipe.runtime.process.set_up import set_up_process
 from raypipe.runtime.update.optimizer import OptimizerSnapshot
@@ -24,6 +22,7 @@ from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from tests.bench.command import options
+from tests.bench.turns import MS, Turns, table, take_turns
 
 TASK_S = 0.010
 WAYS: dict[str, NormPolicy] = {"no clip": "none", "wait": "wait", "optimistic": "optimistic", "undone": "optimistic"}
@@ -34,18 +33,20 @@ def stall(name: str, devices: int, microbatches: int, steps: int, rounds: int, u
     base = generate(name, Shape(devices=devices, microbatches=microbatches))
     chunk = TASK_S * devices / base.stages
     costs = CostTable.even(base.stages, chunk, chunk, chunk)
-    seen: dict[str, list[float]] = {way: [] for way in WAYS}
-    predicted: dict[str, float] = {}
-    for _ in range(rounds):
-        for way, norm in WAYS.items():
-            every = undo if way == "undone" else 0
-            found = emulate(base, costs, Links(), steps, 1, norm, every)
-            predicted[way] = found.predicted_s
-            # Steps count from 1; the step after one whose update is undone holds the second run of its forwards.
-            after = [s for k, s in enumerate(found.measured_s) if k and (not every or k % every == 0)]
-            seen[way] += after
-    cells = [f"{median(seen[w]) * 1e3:.1f}" + (f" ({predicted[w] * 1e3:.0f})" if w != "undone" else "") for w in WAYS]
-    return [name, *cells]
+    ways = {
+        way: Turns(rehearsal(base, costs, Links(), 1, norm, undo if way == "undone" else 0), way)
+        for way, norm in WAYS.items()
+    }
+    after: list[float] = []
+
+    def keep(one: Turns) -> None:
+        # Steps count from 1; the step after one whose update is undone holds the second run of its forwards.
+        if one.name == "undone" and one.last is not None:
+            after.extend(s for k, s in enumerate(one.last.measured_s) if k and k % undo == 0)
+
+    take_turns(list(ways.values()), rounds, steps, then=keep)
+    cells = [f"{one.step_s / MS:.1f} ({one.predicted_s / MS:.0f})" for way, one in ways.items() if way != "undone"]
+    return [name, *cells, f"{median(after) / MS:.1f}"]
 
 
 def update_ms(million: int, undo: bool, steps: int = 8) -> float:
@@ -72,11 +73,8 @@ def main() -> None:
         stall(name, asked.devices, asked.microbatches, asked.steps, asked.rounds, asked.undo)
         for name in ("zb-h2", "zb-v", "zeropp", "1f1b")
     ]
-    shape = f"{asked.devices} devices, {asked.microbatches} micro-batches, F = B = W = {TASK_S * 1e3:g} ms a device"
-    shown = Table("schedule", *WAYS, title=f"{shape}: ms a step (predicted)")
-    for row in rows:
-        shown.add_row(*row)
-    Console().print(shown)
+    shape = f"{asked.devices} devices, {asked.microbatches} micro-batches, F = B = W = {TASK_S / MS:g} ms a device"
+    table(f"{shape}: ms a step (predicted)", ("schedule", *WAYS), rows)
     million = 20
     plain, copied = update_ms(million, undo=False), update_ms(million, undo=True)
     print(

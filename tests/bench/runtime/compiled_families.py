@@ -11,7 +11,6 @@ leave more than 2 % in B.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from raypipe.runtime.compiled.compiler import TracedStage
 from raypipe.runtime.compiled.cut import Cut, GraphPiece, ancestors, is_product, results
 from raypipe.runtime.compiled.trace import value
 from tests.bench.accuracy.compiled_losses import NAMES, models
+from tests.bench.command import options
 from tests.bench.runtime.compiled_stages import activation_bytes
 from tests.runtime.compiled.pieces import compiled_device
 from tests.runtime.runs.one_device import even_cut, one_device
@@ -87,14 +87,12 @@ def share_in_b(stages: Iterable[TracedStage]) -> float:
 
 def main() -> int:
     """Print a row per family; see above."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=NAMES)
-    asked = parser.parse_args()
+    asked = options(__doc__, NAMES)
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="raypipe-compiled-") as name:
         folder = Path(name)
         every = models(folder, 1)
-        for family in asked.names:
+        for family in asked.names or NAMES:
             model, rows = loaded(every[family], folder / family)
             cut = even_cut(model, 2)
             eager = activation_bytes(one_device(model, cut, rows, torch.float32, MICROBATCH))

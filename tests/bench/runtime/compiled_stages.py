@@ -7,14 +7,13 @@ and a row is the median turn. ``small`` is a model whose operations cost more to
 whose time is matrix products. Activations are what a micro-batch's forward saves, parameters and inputs not counted.
 
 ``--first-step`` times ``raypipe train`` up to its first step instead: eager, compiled with an empty cache, compiled
-with the cache that this has filled, and waiting for the compiled stages before the first step. It says when the stages
-were swapped in and how long the longest step took. ``--budgets`` times ``parallel.activation_memory_budget`` beside
-layers that the plan recomputes.
+with the cache that this has filled (or ``--cache``), and waiting for the compiled stages before the first step. It says
+when the stages were swapped in and how long the longest step took. ``--budgets`` times
+``parallel.activation_memory_budget`` beside layers that the plan recomputes.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.runtime.compiled.compiler import TracedStage, compile_graph
 from raypipe.runtime.compiled.cut import Cut
 from raypipe.runtime.compiled.needs import Example
+from tests.bench.command import options
 from tests.runtime.compiled.pieces import compiled_device
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 
@@ -232,16 +232,8 @@ def start_of(folder: Path, run: str, cache: Path, **train: Any) -> Start:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--first-step", action="store_true")
-    parser.add_argument("--budgets", action="store_true")
-    parser.add_argument(
-        "--runs", nargs="*", choices=RUNS, default=["eager", "eager", "compiled", "compiled", "waiting"]
-    )
-    parser.add_argument("--cache", type=Path, help="raypipe's cache directory for --first-step; else an empty one")
-    asked = parser.parse_args()
+    runs = ("eager", "eager", "compiled", "compiled", "waiting")
+    asked = options(__doc__, turns=7, sizes=SIZES, first_step=False, budgets=False, runs=runs, cache=Path)
     with tempfile.TemporaryDirectory(prefix="raypipe-compiled-") as name:
         folder = Path(name)
         if asked.first_step:

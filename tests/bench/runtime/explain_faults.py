@@ -31,8 +31,8 @@ from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.passes import add_recompute, shard
-from tests.bench.accuracy.emulated import first
 from tests.bench.command import options, write_rows
+from tests.bench.turns import first
 
 F_S = 0.012
 """Seconds of a forward; its backward takes twice as long."""

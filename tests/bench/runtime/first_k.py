@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from raypipe.plan.online.tune_first_k import tune_first_k
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.out_of_order import reverse_first_k
-from raypipe.search.first_k import tune_first_k
 from raypipe.simulate.layer_sync import LayerSync, layer_step_time
 
 WORKERS = 16

@@ -10,7 +10,6 @@ devices take turns, and a row is the median turn, because other work on the mach
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
@@ -24,9 +23,12 @@ from raypipe.runtime.emulation.links import Links
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
+from tests.bench.command import options
 
 DEPTH = 8
 TASK_S = 0.001
+SIZES = ("8", "32", "128")
+"""Multiples of the depth."""
 
 
 def pipeline() -> Schedule:
@@ -58,11 +60,8 @@ def until_first_step(counts: Sequence[int], turns: int) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("devices", type=int, nargs="*", default=[8, 32, 128], help=f"multiples of {DEPTH}")
-    parser.add_argument("--turns", type=int, default=3)
-    asked = parser.parse_args()
-    until_first_step(asked.devices, asked.turns)
+    asked = options(__doc__, SIZES, turns=3)
+    until_first_step(list(map(int, asked.names or SIZES)), asked.turns)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
 Each is one that is right with something changed. It has to be taken, and then an independent check must find it right,
 or refused by one clear error, within ten seconds. Exits with 1 if any input shows a defect: a traceback, a hang, or a
-wrong input that was taken.
+wrong input that was taken. ``--only``: these kinds, with their part of ``--inputs``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 
+from tests.bench.command import options
 from tests.bench.safety.targets import Target, targets
 from tests.bench.safety.trial import DEFECTS, attempt
 
@@ -48,11 +48,7 @@ def fuzz(target: Target, inputs: int, seed: int) -> tuple[Counter[str], list[tup
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.safety.fuzz", description=__doc__)
-    parser.add_argument("--inputs", type=int, default=20_000)
-    parser.add_argument("--only", nargs="+", metavar="KIND", help="some kinds of input, with their part of --inputs")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = options(__doc__, inputs=20_000, only=(), seed=0)
     total: Counter[str] = Counter()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="raypipe-fuzz-") as name:
@@ -60,7 +56,7 @@ def main() -> int:
         found = targets(Path(name))
         shares = sum(target.share for target in found.values())
         for kind, target in found.items():
-            if args.only is not None and kind not in args.only:
+            if args.only and kind not in args.only:
                 continue
             inputs = -(-args.inputs * target.share // shares)
             since = time.monotonic()

@@ -19,6 +19,10 @@ from tests.bench.safety.files import changed, torn
 from tests.bench.safety.trial import expect
 
 TASK = re.compile(r"\d+[A-Z]+[\d,]*(?:@\d+)?")
+OWN = """schedule microbatches placement edges size versions recompute w_dep skip_first_B device 0: 1: device: 0F0 1F0@1
+ 0BW0 0F0,1 0>1 1/2 1/0 stash late grad 0 1 99999999 -1 ² " # : @ , F 0F 0FF0 0AR"""
+WORDS = st.lists(st.lists(st.sampled_from(OWN.split()), max_size=5).map(" ".join), max_size=5).map("\n".join)
+"""Texts of the form's own words in any order."""
 
 
 @cache

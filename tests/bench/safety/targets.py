@@ -22,7 +22,9 @@ from raypipe.job.spec import JobSpec, job_from
 from raypipe.launch.plans import given_plan, make_plan
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.hybrid import compare, load_epochs
+from raypipe.schedule import SCHEDULES
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.forms.json_form import from_json, to_json
 from raypipe.schedule.forms.json_form import load as load_schedule
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.verify import verify
@@ -45,6 +47,9 @@ from tests.bench.safety.files import (
     values,
 )  # fmt: skip
 from tests.bench.safety.trial import expect
+
+YAML = "ab:&*[]{}<>-!|#'\"\n ,1e.?%@`~\t"
+"""What a text is YAML by."""
 
 
 class Target(NamedTuple):
@@ -147,6 +152,9 @@ def targets(folder: Path) -> dict[str, Target]:
             raise RequestError("options", "refused", "")
         found = json.loads(out.getvalue())
         expect(status == 0 and math.isfinite(found["makespan"]), f"status {status}")
+        schedule, costs = from_json(found)
+        verify(schedule)
+        expect(from_json(to_json(schedule, costs)) == (schedule, costs), "it reads as another one")
         expect(
             0 <= found["bubble_ratio"] <= 1 and found["lower_bound"] <= found["makespan"] * (1 + 1e-9),
             "impossible times",
@@ -155,10 +163,10 @@ def targets(folder: Path) -> dict[str, Target]:
     return {
         "job": Target(jobs, read_job, 4),
         "overrides": Target(OVERRIDES, read_overrides, 2),
-        "job text": Target(torn(right), read_yaml, 2),
+        "job text": Target(torn(right) | st.text(YAML, max_size=60), read_yaml, 2),
         "plan": Target(mixed(plan), read_plan, 3),
-        "schedule text": Target(schedules.texts(), read_text, 4),
-        "schedule JSON": Target(schedules.documents(), read_document, 4),
+        "schedule text": Target(schedules.texts() | schedules.WORDS | st.text(), read_text, 4),
+        "schedule JSON": Target(schedules.documents() | values.map(json.dumps), read_document, 4),
         "manifest": Target(checkpoints.manifests(real), read_manifest, 3),
         "profile": Target(mixed(profile), read_profile, 1),
         "cluster": Target(mixed(right_cluster()), read_cluster, 2),
@@ -175,11 +183,13 @@ def options(draw: Any) -> list[str]:
     """The words of a ``raypipe schedule``."""
     plain = ["1", "2", "4", "8", "0", "-1", "²", "1e308", "nan", "inf", "1,2", "x", "0.5", "1e12"]
     number = st.sampled_from([*plain, "", "9" * 30, "9" * 5000])
-    words = [draw(st.sampled_from(["1f1b", "gpipe", "chimera", "zb-v", "zeropp", "interleaved-1f1b", "gems", "zzz"]))]
+    family = draw(st.sampled_from([*(name for name in SCHEDULES if name != "auto"), "zzz"]))
+    own = [option.replace("_", "-") for option in SCHEDULES[family].options] if family in SCHEDULES else []
     names = ("devices", "microbatches", "chunks", "unit", "pipelines", "memory-limit", "forward", "input-grad",
-             "weight-grad", "recompute", "comm", "zero", "gather", "ahead", "load")  # fmt: skip
+             "weight-grad", "recompute", "comm", "zero", "gather", "ahead", "load", *3 * own)  # fmt: skip
+    words = [family]
     for name in draw(st.lists(st.sampled_from(names), max_size=3, unique=True)):
-        words += [f"--{name}", draw(number)]
+        words += [f"--{name}", draw(st.sampled_from(["direct", "doubling", "x"]) if name == "concat" else number)]
     return words
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
-from raypipe.search.bounds.one_device import one_device_bound
-from raypipe.search.bounds.order_bounds import lower_bound
 from raypipe.search.budget import Budget
+from raypipe.search.one_device import one_device_bound
+from raypipe.search.order_bounds import lower_bound
 from raypipe.search.problem import build
 from tests.bench.search.line import Effort, Line
 from tests.search.conftest import random_case

@@ -1,32 +1,25 @@
-"""``auto`` beside 1F1B, interleaved 1F1B and ZB-H1 through the real runtime: D = 8, uneven stages, emulated devices.
+"""``auto`` beside 1F1B, interleaved 1F1B and ZB-H1 in turns on emulated devices: D = 8, uneven stages.
 
 Models of 16 parts, uneven by up to 25 %, two parts a device: as one stage, or as the two stages of an interleaved
 schedule. ``auto`` gets 1F1B's placement and memory, and the interleaved schedule's. Updates wait for a global norm, so
-that a step takes its makespan. Real driver, actors, programs and messages; kernels are timed waits.
-
-Schedules take turns, so that a slower minute hits all of them. The lead of ``auto`` over another schedule is that of
-each turn's two steps, held against each other.
+that a step takes its makespan. The lead of ``auto`` over another schedule is that of each turn's two steps, one held
+against the other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from statistics import median
 
-from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.search import search
-from tests.bench.accuracy.emulated import first, worker_group_of
 from tests.bench.search.line import Effort, Line
+from tests.bench.turns import Turns, lead, take_turns
 
 DEPTH, CHUNKS = 8, 2
 TIMES_MS, LATENCY_MS, UNEVEN = (10.0, 12.0, 8.0), 1.0, 0.25
@@ -34,23 +27,6 @@ MICROBATCHES, ROUNDS, STEPS = 16, 3, 6
 """Of a turn's steps the first is left out."""
 STEP, LEAD = 0.03, 0.01
 """Most that a measured step may differ from its prediction, and a measured lead from the predicted one."""
-
-
-@dataclass(slots=True)
-class Entry:
-    """One schedule and its turns, in seconds."""
-
-    name: str
-    memory: float
-    """Activations on the device that holds most, of a stage of 1/8 of the model."""
-    what: Rehearsal
-    predicted: float = 0.0
-    measured: list[float] = field(default_factory=list)
-
-    @property
-    def error(self) -> float:
-        """Share by which the median turn is longer than predicted."""
-        return median(self.measured) / self.predicted - 1
 
 
 def model(seed: int, chunks: int) -> CostTable:
@@ -66,13 +42,14 @@ def model(seed: int, chunks: int) -> CostTable:
     )  # fmt: skip
 
 
-def entries(seed: int) -> list[Entry]:
-    """The schedules of one model, ``auto`` last."""
-    found: list[Entry] = []
+def entries(seed: int) -> list[tuple[float, Turns]]:
+    """The schedules of one model, ``auto`` last; with each the activations, of a stage of 1/8 of the model, on the
+    device that holds most."""
+    found: list[tuple[float, Turns]] = []
 
     def add(name: str, schedule: Schedule, costs: CostTable) -> float:
         held = max(peak_activations(schedule))
-        found.append(Entry(name, held * DEPTH / schedule.stages, rehearsal(schedule, costs, Links(), 1, "wait")))
+        found.append((held * DEPTH / schedule.stages, Turns(rehearsal(schedule, costs, Links(), 1, "wait"), name)))
         return held
 
     line, ring = model(seed, 1), model(seed, CHUNKS)
@@ -87,37 +64,18 @@ def entries(seed: int) -> list[Entry]:
     return found
 
 
-def turn(one: Entry, workers: WorkerGroup) -> None:
-    """Run a schedule once; the first step, which has nobody to wait for, is left out."""
-    seen = run_rehearsal(one.what, first(workers, DEPTH), STEPS)
-    one.predicted = sum(seen.predicted_steps_s[1:]) / (STEPS - 1)
-    one.measured.append(sum(seen.measured_s[1:]) / (STEPS - 1))
-
-
-def leads(one: Entry, other: Entry) -> tuple[float, float]:
-    """Share by which ``other`` takes longer: predicted, and the median of the turns."""
-    measured = median(b / a for a, b in zip(one.measured, other.measured, strict=True)) - 1
-    return other.predicted / one.predicted - 1, measured
-
-
 def emulated(effort: Effort) -> Iterator[Line]:
     """A line for each schedule of each model, and one for each lead of ``auto`` over another."""
     models = {seed: entries(seed) for seed in range(effort.first, effort.first + effort.count)}
-    with contextlib.redirect_stdout(sys.stderr), worker_group_of(DEPTH) as workers:
-        for number in range(ROUNDS):
-            for found in models.values():
-                # Every second round runs backwards: nobody always follows the same neighbour.
-                for one in found if number % 2 == 0 else found[::-1]:
-                    turn(one, workers)
+    take_turns([one for found in models.values() for _, one in found], ROUNDS, STEPS)
     for seed, found in models.items():
-        for one in found:
-            times = f"predicted {1e3 * one.predicted:6.1f} ms, measured {1e3 * median(one.measured):6.1f} ms"
-            text = f"model {seed} {one.name:17} {one.memory:3g} activations, {times}, off {one.error:+.1%}"
+        for memory, one in found:
+            times = f"predicted {1e3 * one.predicted_s:6.1f} ms, measured {1e3 * one.step_s:6.1f} ms"
+            text = f"model {seed} {one.name:17} {memory:3g} activations, {times}, off {one.error:+.1%}"
             yield Line(text, abs(one.error), STEP)
-        autos = [one for one in found if one.name.startswith("auto")]
-        for auto in autos:
-            for one in found:
-                if one not in autos:
-                    predicted, measured = leads(auto, one)
-                    text = f"model {seed} lead of {auto.name} over {one.name:17} {predicted:+.1%} / {measured:+.1%}"
-                    yield Line(text, abs(measured - predicted), LEAD)
+        named = [one for _, one in found if not one.name.startswith("auto")]
+        for auto in (one for _, one in found if one not in named):
+            for one in named:
+                predicted, measured = lead(auto, one)
+                text = f"model {seed} lead of {auto.name} over {one.name:17} {predicted - 1:+.1%} / {measured - 1:+.1%}"
+                yield Line(text, abs(measured - predicted), LEAD)

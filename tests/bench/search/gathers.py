@@ -7,20 +7,17 @@ and as torch lowers them: real driver, actors, programs, messages and collective
 
 from __future__ import annotations
 
-import contextlib
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from raypipe.plan.searched_gathers import better_gathers
-from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal
+from raypipe.plan.searched import better_gathers
+from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
-from raypipe.schedule.ir import Schedule
-from tests.bench.accuracy.emulated import first, longer, worker_group_of
 from tests.bench.search.line import Effort, Line
+from tests.bench.turns import Turns, lead, longer, take_turns
 from tests.plan.test_searched_gathers import first_that_fits, policies_that_fit, shapes
-from tests.search.gathers.test_positions import Searched, compare, makespan
+from tests.search.test_positions import Searched, compare, makespan
 
 GAIN = 1.25
 COPIES = 2
@@ -58,31 +55,23 @@ def gathers(effort: Effort) -> Iterator[Line]:
 
 
 def emulated(sample: Sequence[Searched]) -> Iterator[Line]:
-    """A line for each shape, and one for all of them: the same processes emulate one after another."""
-    most = max(one.found.devices for one in sample) * COPIES
-    off, leads = [], []
-    with contextlib.redirect_stdout(sys.stderr), worker_group_of(most) as workers:
-
-        def turn(one: Searched, schedule: Schedule) -> tuple[float, float]:
-            """Predicted and measured seconds of a step."""
-            costs = longer(one.costs, STEP_S / makespan(one.lowered, one.costs))
-            what = rehearsal(schedule, costs, Links(), COPIES, "wait")
-            seen = run_rehearsal(what, first(workers, what.schedule.devices), STEPS)
-            return median(seen.predicted_steps_s[1:]), median(seen.measured_s[1:])
-
-        seen = [(one, turn(one, one.lowered), turn(one, one.found)) for one in sample]
-    for one, torchs, ours in seen:
-        errors = [measured / predicted - 1 for predicted, measured in (torchs, ours)]
-        leads.append((torchs[0] / ours[0], torchs[1] / ours[1]))
-        off += errors
+    """A line for each shape, and one for all of them."""
+    pairs = []
+    for one in sample:
+        costs = longer(one.costs, STEP_S / makespan(one.lowered, one.costs))
+        pairs.append([Turns(rehearsal(order, costs, Links(), COPIES, "wait")) for order in (one.lowered, one.found)])
+    take_turns([turns for pair in pairs for turns in pair], 1, STEPS)
+    for one, (torchs, ours) in zip(sample, pairs, strict=True):
+        predicted, measured = lead(ours, torchs)
         yield Line(
             f"{one.found.devices} x {COPIES} devices, {one.found.stages} stages, {one.found.microbatches} "
-            f"micro-batches: step {ours[1]:.3f} s, off {errors[1]:+.1%}; "
-            f"torch's lowering {torchs[1]:.3f} s, off {errors[0]:+.1%}; "
-            f"{leads[-1][0]:.2f} times as fast by prediction, {leads[-1][1]:.2f} measured",
-            value=max(map(abs, errors)), most=OFF,
+            f"micro-batches: step {ours.step_s:.3f} s, off {ours.error:+.1%}; "
+            f"torch's lowering {torchs.step_s:.3f} s, off {torchs.error:+.1%}; "
+            f"{predicted:.2f} times as fast by prediction, {measured:.2f} measured",
+            value=max(abs(torchs.error), abs(ours.error)), most=OFF,
         )  # fmt: skip
+    off = [abs(turns.error) for pair in pairs for turns in pair]
     yield Line(
-        f"{len(sample)} shapes emulated: steps off their prediction by {median(map(abs, off)):.1%} in the median, "
-        f"{max(map(abs, off)):.1%} at most"
+        f"{len(sample)} shapes emulated: steps off their prediction by {median(off):.1%} in the median, "
+        f"{max(off):.1%} at most"
     )

@@ -26,7 +26,7 @@ from raypipe.plan.certificate.of_plan import Certifiers
 from raypipe.plan.joint.better_plans import better_plan
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
-from raypipe.plan.searched_orders import searched_orders
+from raypipe.plan.searched import searched_orders
 from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.shape import Grid

@@ -7,24 +7,20 @@ waits. The two plans of a case take turns. What a device holds is read off the o
 
 from __future__ import annotations
 
-import contextlib
 import json
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import exp, log
-from statistics import median
 
 from raypipe.plan.candidate import Candidate
-from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.kinds import COMPUTE
 from raypipe.simulate.timeline import Timeline
-from tests.bench.accuracy.emulated import first, worker_group_of
 from tests.bench.search.joint import Asked, adaptis_cases, asked, plan_name, solve, write_plan
 from tests.bench.search.line import Effort, Line
+from tests.bench.turns import Turns, take_turns
 from tests.plan.joint.clock import Timed, time_of
 
 CLOSE = 0.03
@@ -40,15 +36,14 @@ class Run:
     of: Asked
     cut: list[list[int]]
     clocked: Timed
-    what: Rehearsal
-    measured_s: list[float] = field(default_factory=list)
+    turns: Turns
     peak_bytes: float = 0.0
     """Of the fullest device, by the order in which it ran its tasks."""
 
     @property
     def step_s(self) -> float:
         """Of the median turn."""
-        return median(self.measured_s)
+        return self.turns.step_s
 
     @property
     def error(self) -> float:
@@ -73,11 +68,8 @@ def emulated(effort: Effort) -> Iterator[Line]:
                 write_plan(kept, f)
         title = f"{name:16} P={devices:<2} N={per * devices:<2}"
         found.append((title, _run(of, of.base_order, of.base_cut), _run(of, order, cut)))
-    with contextlib.redirect_stdout(sys.stderr), worker_group_of(max(n for _, _, n, _ in cases)) as workers:
-        for _, base, plan in found:
-            for _ in range(ROUNDS):
-                for one in (base, plan):
-                    _turn(one, workers)
+    runs = {id(one.turns): one for _, base, plan in found for one in (base, plan)}
+    take_turns([one.turns for one in runs.values()], ROUNDS, STEPS, then=lambda turns: _weigh(runs[id(turns)]))
     yield from _lines(found)
 
 
@@ -87,13 +79,15 @@ def _run(of: Asked, order: str, cut: list[list[int]]) -> Run:
     split = any(task.kind == "W" for task in schedule.tasks())
     layers = tuple(map(tuple, cut))
     costs = of.judge.costs_of(Candidate.on(of.grid, "auto"), layers, schedule.placement, split)
-    return Run(of, cut, time_of(order, cut, of.layers, of.messages), rehearsal(schedule, costs, Links(), 1, "wait"))
+    clocked = time_of(order, cut, of.layers, of.messages)
+    return Run(of, cut, clocked, Turns(rehearsal(schedule, costs, Links(), 1, "wait")))
 
 
-def _turn(one: Run, workers: WorkerGroup) -> None:
-    seen = run_rehearsal(one.what, first(workers, one.what.schedule.devices), STEPS)
-    one.measured_s.append(sum(seen.measured_s[1:]) / (STEPS - 1))
-    one.peak_bytes = max(one.peak_bytes, *time_of(_ran(seen.timeline), one.cut, one.of.layers, one.of.messages).peaks)
+def _weigh(one: Run) -> None:
+    """Take down what its last turn held, by the order in which that ran its tasks."""
+    assert one.turns.last is not None
+    ran = time_of(_ran(one.turns.last.timeline), one.cut, one.of.layers, one.of.messages)
+    one.peak_bytes = max(one.peak_bytes, *ran.peaks)
 
 
 def _ran(timeline: Timeline) -> str:

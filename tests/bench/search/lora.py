@@ -11,12 +11,9 @@ actors.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Literal, NamedTuple
 
 from raypipe.cost.profile import Profile
@@ -27,14 +24,14 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifier
 from raypipe.plan.predict.prediction import Cut, Prediction
 from raypipe.plan.predict.predictor import Predictor
-from raypipe.runtime.emulation.emulated_run import rehearsal, run_rehearsal
+from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
 from raypipe.schedule import generate
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.shape import Grid, pipeline_shape
-from tests.bench.accuracy.emulated import first, worker_group_of
 from tests.bench.search.line import Effort, Line
+from tests.bench.turns import Turns, lead, take_turns
 from tests.plan.joint.clock import Layer, time_of
 
 CLUSTER = Path(__file__).parents[3] / "cluster" / "devices" / "a100.yaml"
@@ -148,17 +145,20 @@ def lora(effort: Effort) -> Iterator[Line]:
 
 def emulated(effort: Effort) -> Iterator[Line]:
     """The same pairs on stage actors whose kernels are timed waits; wants a quiet machine."""
-    found = list(plans(EMULATED))
-    steps: dict[str, list[tuple[float, float]]] = {}
-    with contextlib.redirect_stdout(sys.stderr), worker_group_of(EMULATED) as workers:
-        for one in found:
-            for p in (one.unaware, one.aware):
-                schedule = one.judge.schedule_of(p)
-                split = any(task.kind == "W" for task in schedule.tasks())
-                costs = one.judge.costs_of(p.candidate, p.cut, schedule.placement, split)
-                seen = run_rehearsal(rehearsal(schedule, costs, Links(), 1, "wait"), first(workers, EMULATED), STEPS)
-                steps.setdefault(one.name, []).append((median(seen.predicted_steps_s[1:]), median(seen.measured_s[1:])))
-    for name, ((planned, before), (hoped, after)) in steps.items():
-        worst = max(abs(before / planned - 1), abs(after / hoped - 1))
-        text = f"{name:30} {1e3 * before:6.1f} ms, aware {1e3 * after:6.1f} ms, {before / after:.2f} times"
-        yield Line(f"{text} ({planned / hoped:.2f} predicted), off by up to {worst:.1%}", worst, CLOSE)
+    pairs = []
+    for one in plans(EMULATED):
+        pair = []
+        for p in (one.unaware, one.aware):
+            schedule = one.judge.schedule_of(p)
+            split = any(task.kind == "W" for task in schedule.tasks())
+            costs = one.judge.costs_of(p.candidate, p.cut, schedule.placement, split)
+            pair.append(Turns(rehearsal(schedule, costs, Links(), 1, "wait"), one.name))
+        pairs.append(pair)
+    take_turns([turns for pair in pairs for turns in pair], 1, STEPS)
+    for unaware, aware in pairs:
+        worst = max(abs(unaware.error), abs(aware.error))
+        predicted, measured = lead(aware, unaware)
+        text = (
+            f"{aware.name:30} {1e3 * unaware.step_s:6.1f} ms, aware {1e3 * aware.step_s:6.1f} ms, {measured:.2f} times"
+        )
+        yield Line(f"{text} ({predicted:.2f} predicted), off by up to {worst:.1%}", worst, CLOSE)

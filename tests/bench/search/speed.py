@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
 from raypipe.search.budget import Budget
-from raypipe.search.lists.list_scheduling import LaneArrays, list_schedule
-from raypipe.search.lists.priorities import portfolio
+from raypipe.search.list_scheduling import LaneArrays, list_schedule
+from raypipe.search.priorities import portfolio
 from raypipe.search.problem import build
 from raypipe.search.tabu import improve
 from tests.bench.search.line import Effort, Line

@@ -57,6 +57,8 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("train.betas", [0.8, 0.9], {"train": {"optimizer": "sgd"}}, {"train": {"optimizer": "adam"}}),
     ("train.betas", [0.8, 0.9], {"train": {"optimizer": "rmsprop"}}, {}),
     ("train.alpha", 0.9, {}, {"train": {"optimizer": "rmsprop"}}),
+    ("train.muon_rate", "original", {}, {"train": {"optimizer": "muon"}}),
+    ("train.muon_excludes", ["*"], {}, {"train": {"optimizer": "muon"}}),
     ("train.momentum", 0.9, {"train": {"optimizer": "adagrad"}}, {"train": {"optimizer": "rmsprop"}}),
     ("train.eps", 1e-6, {"train": {"optimizer": "sgd"}}, {}),
     ("train.momentum", 0.9, {}, {"train": {"optimizer": "sgd"}}),

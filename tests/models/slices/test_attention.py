@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from raypipe.models import slice_attention
+from raypipe.models.current_slice import SliceRun, current_slice, slice_run
 from raypipe.models.keyed_operations import Site, keyed_attention
 from raypipe.models.keyed_random import random_keys
-from raypipe.models.slices import attention
-from raypipe.models.slices.attention import Dropped, causal_attention
-from raypipe.models.slices.current import SliceRun, current_slice, slice_run
+from raypipe.models.slice_attention import Dropped, causal_attention
 
 
 def tensors(heads: int, keys: int) -> list[torch.Tensor]:
@@ -21,7 +21,7 @@ def tensors(heads: int, keys: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("slices", [1, 2, 3, 8])
 def test_slices_add_up_to_the_whole(fused, heads, keys, scale, slices, monkeypatch) -> None:
     if not fused:  # as on devices without a kernel that gives the log-sum-exp
-        monkeypatch.setattr(attention, "_fused", lambda *_: False)
+        monkeypatch.setattr(slice_attention, "_fused", lambda *_: False)
     *inputs, gradient = tensors(heads, keys)
     whole = [x.clone().requires_grad_() for x in inputs]
     expected = F.scaled_dot_product_attention(*whole, is_causal=True, scale=scale, enable_gqa=heads != keys)

@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from raypipe.cost.profile import LayerProfile
@@ -13,19 +14,20 @@ from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import grids
 from raypipe.plan.certificate.assigned import assigned_bound
 from raypipe.plan.certificate.closed import (
+    MemoryTime,
     closed_bound,
     largest_layers,
     memory_time,
     one_microbatch,
     shared_work,
     spread_bound,
+    whole_layers,
 )
 from raypipe.plan.certificate.instance import alike
 from raypipe.plan.certificate.of_plan import Certifier
-from raypipe.plan.certificate.packed import whole_layers
 from raypipe.plan.choose import deepest
+from raypipe.plan.joint.annealing import LeastStep
 from raypipe.plan.joint.arrangement import Arrangement
-from raypipe.plan.joint.least_step import LeastStep
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.costs import CostTable
 from raypipe.search import search
@@ -179,6 +181,25 @@ def test_each_bound_on_cases_whose_answer_is_plain() -> None:
     recomputed = memory_time(tight)
     assert recomputed <= 10 * (4 + 2 + 2) / 2
     assert recomputed > shared_work(replace(tight, room=(float("inf"),) * 2, barrier=False))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_memory_and_work_are_traded_as_well_as_can_be(seed) -> None:
+    """The dual of the linear program: its best price of memory is where some layer may as well be kept as not."""
+    rng = random.Random(seed)
+    layers, devices, count, room = rng.randint(1, 6), rng.randint(1, 4), rng.randint(1, 9), rng.uniform(0.5, 20)
+    held, again = (np.array([rng.choice([0.0, *[rng.uniform(0.1, 2)] * 4]) for _ in range(layers)]) for _ in range(2))
+    work, always = rng.uniform(1, 9), rng.choice([0.0, rng.uniform(0, 3)])
+    area, time = count * held / room, count * again / devices
+    with np.errstate(invalid="ignore"):
+        prices = [0.0, 1.0, *np.nan_to_num(time / (area + time)).tolist()]
+    best = max(
+        price * count * always / room
+        + (1 - price) * count * work / devices
+        + float(np.minimum(price * area, (1 - price) * time).sum())
+        for price in prices
+    )
+    assert MemoryTime(held, again, work, always).least(count, devices, room) == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from raypipe.plan.certificate.filling import MOMENTS, idle_while_filling
+from raypipe.plan.certificate.closed import MOMENTS, idle_while_filling
 
 
 def done_by(moment: float, forward: list[float], order: list[list[int]]) -> float:

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.errors import SpecError
+from raypipe.plan.cut.exact import Memory, bottlenecks
 from raypipe.plan.cut.layers import cut_layers, fastest_cut, line_of
-from raypipe.plan.cut.line import bottlenecks
-from raypipe.plan.cut.runs import Memory
 from raypipe.schedule.shape import Shape
 from raypipe.search.placements import placed
 

@@ -14,10 +14,9 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifiers
 from raypipe.plan.choose import choose, deepest, plan_of
 from raypipe.plan.decision_json import as_json
+from raypipe.plan.joint.arrangement import balanced, first_arrangements
 from raypipe.plan.joint.better_plans import PlanModel, better_plan, better_plans, fitting
-from raypipe.plan.joint.due_dates import Way
-from raypipe.plan.joint.orders_of import OrdersOf
-from raypipe.plan.joint.starts import balanced, first_arrangements
+from raypipe.plan.joint.orders_of import OrdersOf, Way
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.reasons import why_won
@@ -25,7 +24,7 @@ from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
-from raypipe.search.lists.priorities import PACES
+from raypipe.search.priorities import PACES
 from tests.exhaustive import exhaustive
 from tests.plan.conftest import make_job, make_profile
 from tests.plan.joint.clock import Layer, time_of

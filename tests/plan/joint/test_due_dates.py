@@ -10,15 +10,14 @@ import pytest
 
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import deepest
+from raypipe.plan.joint.arrangement import balanced
 from raypipe.plan.joint.better_plans import PlanModel
-from raypipe.plan.joint.due_dates import DueDates, Way
-from raypipe.plan.joint.orders_of import OrdersOf
-from raypipe.plan.joint.starts import balanced
+from raypipe.plan.joint.orders_of import DueDates, OrdersOf, Way
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
-from raypipe.search.lists.priorities import PACES
 from raypipe.search.objective import Measure, Objective
+from raypipe.search.priorities import PACES
 from tests.plan.conftest import make_job, make_profile
 
 DEVICES, COUNT = 3, 9

@@ -14,7 +14,7 @@ from raypipe.job.requested_schedule import alphas, recomputed_after
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.plan.online.controller import MeasuredStep, StepMemory
 from raypipe.plan.online.measured_steps import StepClock
-from raypipe.plan.online.raise_kept_share import Raiser, levels
+from raypipe.plan.online.sequence import Raiser, levels
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule.costs import CostTable
 from raypipe.simulate.period import period

@@ -13,9 +13,8 @@ from raypipe.plan.online import sequence
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import Event, MeasuredStep, StepMemory
 from raypipe.plan.online.measured_steps import StepClock
-from raypipe.plan.online.raise_kept_share import WATCHED, Raiser
 from raypipe.plan.online.replan import Replanner
-from raypipe.plan.online.sequence import ControllerSequence
+from raypipe.plan.online.sequence import WATCHED, ControllerSequence, Raiser
 from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
 

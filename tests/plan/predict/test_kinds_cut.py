@@ -15,7 +15,7 @@ from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.best_first import best_first, rank_key
 from raypipe.plan.candidate import Candidate, grids
 from raypipe.plan.choose import choose, deepest
-from raypipe.plan.cut.uneven import cut_uneven
+from raypipe.plan.cut.exact import cut_uneven
 from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.schedule import generate

@@ -9,8 +9,7 @@ import pytest
 from raypipe.errors import ScheduleError
 from raypipe.plan.best_first import best_first
 from raypipe.plan.candidate import grids
-from raypipe.plan.predict.least_memory import least_divided
-from raypipe.plan.predict.oom_fallback import OOMFallback
+from raypipe.plan.predict.oom_fallback import OOMFallback, least_divided
 from raypipe.plan.predict.predictor import Predictor
 from tests.exhaustive import exhaustive
 from tests.plan.conftest import MIB, make_job, make_profile

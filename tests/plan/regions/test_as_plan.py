@@ -11,10 +11,17 @@ import pytest
 from raypipe.errors import SpecError
 from raypipe.job.spec import job_from
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.plan.regions.as_plan import held_until, order_of, plan_of
-from raypipe.plan.regions.joint import Joint, assign, joint_schedule
+from raypipe.plan.regions.joint import (
+    Joint,
+    assign,
+    held_until,
+    in_turn,
+    joint_schedule,
+    on_two_streams,
+    order_of,
+    plan_of,
+)
 from raypipe.plan.regions.profile import load_regions
-from raypipe.plan.regions.timing import in_turn, on_two_streams
 from raypipe.schedule.verify import verify
 from tests.plan.regions.profiles import made, random_profile
 

@@ -8,8 +8,7 @@ from statistics import fmean
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.regions.joint import assign, joint_schedule
-from raypipe.plan.regions.timing import in_turn, on_two_streams
+from raypipe.plan.regions.joint import assign, in_turn, joint_schedule, on_two_streams
 from tests.plan.regions.profiles import every_assignment, made, random_profile
 
 

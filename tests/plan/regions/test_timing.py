@@ -7,7 +7,7 @@ import random
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.regions.timing import in_turn, on_two_streams
+from raypipe.plan.regions.joint import in_turn, on_two_streams
 from tests.plan.regions.profiles import every_assignment, made, random_profile, ticked
 
 UNITS = [(1.0, 1.0, 1.0)] * 4

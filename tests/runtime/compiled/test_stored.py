@@ -114,8 +114,8 @@ def test_settings_of_inductor_change_the_key(monkeypatch: pytest.MonkeyPatch) ->
 
 
 KEY_OF_A_LOSS = """
-from raypipe.models.own_loss import OwnLoss
-from raypipe.models.own_loss import GivenLoss
+from raypipe.models.losses import OwnLoss
+from raypipe.models.losses import GivenLoss
 from raypipe.models.task import Labels
 from raypipe.runtime.compiled.stored import _described
 loss = GivenLoss(Labels(), ["labels", "pixel_values", "weights"])

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 from ray.util import list_named_actors
 
 from raypipe.errors import TransportError
-from raypipe.runtime.group.worker_group import device_title, start_actors, start_worker_group
+from raypipe.runtime.group.worker_group import (
+    Places,
+    StageStandby,
+    StandbyPool,
+    WorkerGroup,
+    device_title,
+    start_actors,
+    start_worker_group,
+)
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.reserve import Reservation, reserve
+from raypipe.runtime.setup.communicators import Location
+from raypipe.runtime.transport.channel import Peer
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import replicate
@@ -152,3 +164,21 @@ def _is_stage(pid: int) -> bool:
         return Path(f"/proc/{pid}/cmdline").read_text().startswith("ray::Stage")
     except OSError:
         return False
+
+
+@pytest.mark.parametrize(("gpus", "hidden"), [(0.0, True), (1.0, False)])
+def test_a_worker_that_is_given_no_gpu_sees_none(gpus: float, hidden: bool) -> None:
+    """Ray 2.60 leaves a process that reserves no GPU every GPU of its node."""
+    place: Any = SimpleNamespace(request=DeviceRequest(cpus=1.0, gpus=gpus), strategy=lambda bundle: None)
+    variables = Places(place, [0], StageStandby).options(0, "stage 0")["runtime_env"].get("env_vars", {})
+    assert (variables.get("CUDA_VISIBLE_DEVICES") == "") == hidden
+
+
+@pytest.mark.parametrize(("device", "waiting"), [("cpu", 2), ("cuda:GPU-1", 0)])
+def test_processes_without_a_device_wait_for_workers_on_cpus_only(device, waiting, monkeypatch) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(StandbyPool, "_start", lambda self, node: started.append(node))
+    locations = [Location(Peer(0, "node", device, "stage 0"), "10.0.0.1", 4000, 1)]
+    places: Any = SimpleNamespace()
+    StandbyPool(WorkerGroup([], [], locations, "run", None, places), 2)
+    assert started == ["node"] * waiting

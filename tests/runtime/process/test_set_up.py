@@ -7,19 +7,36 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from raypipe.runtime.process.set_up import CUDA_SETTINGS, set_up_cuda
+from raypipe.runtime.process import set_up
+from raypipe.runtime.process.set_up import ALLOCATOR, CUBLAS_WORKSPACE, CUDA_SETTINGS, OLDER_ALLOCATOR, set_up_cuda
 
 
 def test_cuda_settings_are_made_and_a_users_own_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in CUDA_SETTINGS:
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "")  # so that it is restored
-    del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    assert "CUDA_MODULE_LOADING" in CUDA_SETTINGS
+    monkeypatch.setattr(os, "environ", {"CUDA_MODULE_LOADING": "EAGER"})
     set_up_cuda()
-    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert os.environ[ALLOCATOR] == "expandable_segments:True"
+    assert CUBLAS_WORKSPACE not in os.environ
+
+
+@pytest.mark.parametrize("name", [ALLOCATOR, OLDER_ALLOCATOR])
+def test_a_users_settings_of_the_allocator_win_by_either_name(name, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {name: "max_split_size_mb:64"})
+    set_up_cuda()
+    assert {n: os.environ[n] for n in (ALLOCATOR, OLDER_ALLOCATOR) if n in os.environ} == {name: "max_split_size_mb:64"}
+
+
+@pytest.mark.parametrize("own", [None, ":16:8"])
+def test_cublas_has_its_workspace_where_sums_are_to_be_the_same_each_time(own, monkeypatch) -> None:
+    monkeypatch.setattr(os, "environ", {} if own is None else {CUBLAS_WORKSPACE: own})
+    asked: list[bool] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    set_up.compute_deterministically()
+    assert (os.environ[CUBLAS_WORKSPACE], asked) == (own or ":4096:8", [True])
 
 
 STEP = """

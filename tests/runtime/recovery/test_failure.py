@@ -6,6 +6,7 @@ import importlib.util
 import pickle
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import ray
 import torch
 
 from raypipe.errors import CheckpointError, DeviceError, DevicesError, RunError, SpecError, TransportError
+from raypipe.runtime.group.worker_group import StageStandby
 from raypipe.runtime.recovery.failure import (
     describe,
     failure_message,
@@ -25,6 +27,7 @@ from raypipe.runtime.recovery.failure import (
     root_cause,
     source_line,
 )
+from raypipe.runtime.recovery.replacement import parts_when_lost
 
 GONE = TransportError("1F0 of step 1, rank 0", "connection closed by peer", "see that device's log")
 
@@ -123,6 +126,39 @@ def test_the_users_own_line_is_told_and_no_librarys(tmp_path: Path) -> None:
 def test_kinds(error: Exception, kind: str) -> None:
     assert kind_of(error) == kind
     assert is_final(raised(error)) == (kind == "bug")
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        (cuda_error(700, "CUDA error: an illegal memory access was encountered"), True),
+        (cuda_error(710, "CUDA error: device-side assert triggered"), True),
+        (cuda_error(2, "CUDA error: out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted on rank 1."), False),
+        (ConnectionResetError("reset"), False),
+    ],
+)
+def test_a_worker_whose_context_is_broken_does_not_serve_on(error: Exception, broken: bool) -> None:
+    worker = StageStandby()
+    worker.setup_data = SimpleNamespace(job=SimpleNamespace(train=SimpleNamespace(elastic=object())))  # type: ignore
+    worker.device, worker.rank, parted = torch.device("cuda", 0), 0, []
+    worker.part = lambda: parted.append(True)  # type: ignore[assignment,method-assign,func-returns-value]
+    worker.shard_writer, worker.compilation = SimpleNamespace(drop=lambda: None), None  # type: ignore[assignment]
+
+    def step(self: object) -> None:
+        raise ValueError("in the model") from error
+
+    with pytest.raises(ValueError, match="in the model"):
+        parts_when_lost(step)(worker)
+    assert worker.broken == broken
+    if broken:
+        assert not parted
+        with pytest.raises(TransportError, match="context is broken"):
+            worker.leave()
+    else:
+        worker.leave()
 
 
 def test_what_an_error_was_raised_from_counts() -> None:

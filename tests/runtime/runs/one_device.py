@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -22,16 +22,26 @@ from raypipe.runtime.executor.step import StepSettings
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.gradients import GradientSync, TiedHolders
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders, tied_over_devices
 from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.update.optimizer import make_optimizer
+from raypipe.runtime.update.shards import divide
+from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.forms.text import from_text
-from raypipe.schedule.ir import StageGraph
+from raypipe.schedule.ir import Schedule, StageGraph
 from raypipe.schedule.lowering.programs import Program, programs
 from raypipe.schedule.passes import add_updates, forwards_alone, place_gradient_sync
 from raypipe.schedule.verify import verify
 
 LR = 1.0
+CPU = torch.device("cpu")
+
+
+class TwoMembers:
+    """A process group of this device and another one, which contributes what the test says."""
+
+    def size(self) -> int:
+        return 2
 
 
 @dataclass
@@ -85,6 +95,57 @@ def order(stages: int, microbatches: int, split: bool, recompute: bool = False, 
     return "device 0: " + " ".join(tasks)
 
 
+def executor_of(
+    model: LayeredModel, cut: Sequence[Sequence[int]], schedule: Schedule, data: Any, train: TrainSpec | None, *,
+    batch: int, microbatch: int, dtype: torch.dtype, seed: int = 0, device: torch.device = CPU, copy: int = 0,
+    split: bool | None = None, recomputed: Collection[int] | None = None, finest: bool = False, tied: bool = True,
+    groups: Mapping[str, Any] | None = None, tuner: Any = None, shares: Any = None,
+    make: Callable[..., Executor] = Executor, **settings: Any,
+) -> Executor:  # fmt: skip
+    """Make an executor with all stages of one copy, as a stage actor would; of plain SGD where ``train`` is None.
+
+    ``microbatch``: samples of one; ``tied``: sum gradients of parameters in several stages; ``settings``: of a step.
+    """
+    split = any(task.kind == "W" for task in schedule.tasks()) if split is None else split
+    specs = StageIOSpecs(model, cut, microbatch, schedule.graph)
+    modules = {
+        (s, copy): StageModule(model, list(part), seed, device, split, recomputed, finest, specs.ends_of(s))
+        for s, part in enumerate(cut)
+    }
+    holders = tuple(
+        TiedHolders(g.name, tuple(dict.fromkeys(name for _, name in g.parameters)), tuple(range(schedule.devices)),
+                    g.parameters[0][0])
+        for g in (model.tied if tied else ())
+    )  # fmt: skip
+    shards = divide(modules, schedule.sharding, schedule.placement, tied_over_devices(holders), groups or {})
+    optimizers: dict[Any, torch.optim.Optimizer] = {
+        key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR)
+        if train is None
+        else make_optimizer(train, *shards.updated(key, m))
+        for key, m in modules.items()
+    }
+    fields = {name for stage in modules.values() for name in stage.reads}
+    feed = Feed(data, model.task, fields, seed, batch, microbatch, device, dtype)
+    slices = schedule.rules.slices
+    if slices > 1:
+        feed.cut(slices, model.slice_lengths(slices))
+    given = {"clip": None if train is None else train.clip, "update": "wait", "autocast": None, **settings}
+    return make(
+        StepSettings(
+            seed=seed, microbatches=schedule.microbatches, samples_per_microbatch=microbatch, timeout_s=10.0,
+            device=device, slices=slices, **given,
+        ),
+        modules, optimizers, model.task, feed,
+        GradientSync(
+            copy, modules, schedule.placement, holders, groups or {}, by_layer=given.get("by_layer", False),
+            tuner=tuner, sharded=shards.stages,
+        ),
+        Shares(None) if shares is None else shares, {}, {}, specs,
+        {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
+        shards,
+    )  # fmt: skip
+
+
 @dataclass
 class OneDevice:
     """An executor with all stages, its program, the stages, and the program of a validation."""
@@ -110,48 +171,23 @@ def one_device(
     each layer is updated when its own sum is in; ``first_k``: layers whose weight gradients are postponed; ``graph``:
     which stages talk, where they are no chain. ``text``: the order, if not ``order``'s; ``side_stream``: as in a job.
     """
-    device = device or torch.device("cpu")
     batch = len(next(iter(rows.values())))
     count = batch // microbatch
     schedule = from_text(order(len(cut), count, split, recompute, pairs) if text is None else text)
     if graph is not None:
         schedule = replace(schedule, graph=graph)
-    specs = StageIOSpecs(model, cut, microbatch, graph)
     if groups is not None:
         schedule = place_gradient_sync(schedule, "eager", copies=2)
     schedule = add_updates(schedule)
     verify(schedule)
-    stages = [
-        StageModule(model, part, seed, device, split or first_k is not None, recomputed, finest, specs.ends_of(s))
-        for s, part in enumerate(cut)
-    ]
-    modules = {(s, 0): stage for s, stage in enumerate(stages)}
-    optimizers: dict[Any, torch.optim.Optimizer] = {
-        key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR)
-        if train is None
-        else make_optimizer(train, m.trained)
-        for key, m in modules.items()
-    }
-    tied = tuple(
-        TiedHolders(g.name, tuple(dict.fromkeys(name for _, name in g.parameters)), (0,), g.parameters[0][0])
-        for g in model.tied
-    )
-    fields = {name for stage in stages for name in stage.reads}
-    feed = Feed(data or Fixed(rows, lengths or {}), model.task, fields, seed, batch, microbatch, device, dtype)
-    executor = make(
-        StepSettings(
-            seed=seed, microbatches=count, samples_per_microbatch=microbatch,
-            clip=None if train is None else train.clip, update="wait", timeout_s=10.0,
-            autocast=autocast, device=device, by_layer=by_layer, side_stream=side_stream,
-        ),
-        modules, optimizers, model.task, feed,
-        GradientSync(
-            0, modules, schedule.placement, tied, groups or {}, by_layer=by_layer,
-            tuner=None if first_k is None else partial(FirstKTuner, fixed=first_k),
-        ),
-        Shares(None) if train is None else DeviceShares(None),
-        {}, {}, specs, {},
+    executor = executor_of(
+        model, cut, schedule, data or Fixed(rows, lengths or {}), train, batch=batch, microbatch=microbatch,
+        dtype=dtype, seed=seed, device=device or CPU, split=split or first_k is not None, recomputed=recomputed,
+        finest=finest, groups=groups, tuner=None if first_k is None else partial(FirstKTuner, fixed=first_k), make=make,
+        shares=None if train is None else DeviceShares(None), autocast=autocast, by_layer=by_layer,
+        side_stream=side_stream,
     )  # fmt: skip
+    stages = [executor.modules[s, 0] for s in range(len(cut))]
     (program,), (evaluate,) = programs(schedule), programs(forwards_alone(schedule))
     return OneDevice(executor, program, stages, evaluate)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jobs.two_towers import pairs
-from raypipe.graph.stages.links import stage_graph, stages_of
+from raypipe.graph.liveness import stage_graph, stages_of
 from raypipe.models import LayeredModel, build_model
 from raypipe.plan.plan import build_schedule
 from raypipe.schedule.ir import StageGraph

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raypipe.errors import CaptureError, SpecError
 from raypipe.job import JobSpec
 from raypipe.models import build_model
-from raypipe.models.own_loss import OwnLoss
+from raypipe.models.losses import OwnLoss
 from raypipe.models.task import NextToken
 from tests.capture.models import GROUPED, SMALL
 from tests.exhaustive import exhaustive

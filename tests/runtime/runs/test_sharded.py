@@ -12,7 +12,7 @@ import pytest
 from raypipe.data import prepare
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
-from raypipe.search.gathers.positions import search_gathers
+from raypipe.search.gather_positions import search_gathers
 from raypipe.train import make_plan
 from tests.exhaustive import crossed, exhaustive
 from tests.runtime.runs.plain_training import plain_losses

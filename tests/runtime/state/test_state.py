@@ -118,7 +118,7 @@ def write(directory: Path, layers: range) -> Path:
     for parameter in module.named.values():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    tensors = joined(state_pieces(module, optimizer, TIED), SoloGroup())
+    tensors = joined(state_pieces(module, optimizer, TIED), {"tensor": SoloGroup()})
     return commit(directory, 1, [write_shard(directory, "rank-00000", tensors)], {})
 
 
@@ -168,7 +168,7 @@ def test_every_optimizer_goes_on_from_what_it_saved(optimizer: str, tmp_path: Pa
     module, made = stage(range(4), train=train)
     for step in range(2):
         update(module, made, step)
-    tensors = joined(state_pieces(module, made, ()), SoloGroup())
+    tensors = joined(state_pieces(module, made, ()), {"tensor": SoloGroup()})
     path = commit(tmp_path / "step-2", 2, [write_shard(tmp_path / "step-2", "rank-00000", tensors)], {})
     again, other = stage(range(4), train=train)
     read_state(open_checkpoint(path), again, other, ())

@@ -116,22 +116,21 @@ def test_nccl_delivers_in_any_order_what_was_sent_in_one(base: tuple[ShmSender, 
     sender.flush(1)
 
 
-def test_nccl_refuses_a_wrong_message_before_receiving_it(base: tuple[ShmSender, ShmReceiver]) -> None:
+@pytest.mark.parametrize(
+    ("due", "comes", "says"),
+    [
+        (torch.zeros(2, 3), [torch.zeros(3, 2)], r".*float32 2x3\] but .*float32 3x2\] came"),
+        (torch.zeros(2), [torch.zeros(2)] * 200, ".* but .* came"),  # a longer header
+    ],
+)
+def test_nccl_refuses_a_wrong_message_before_receiving_it(
+    due: torch.Tensor, comes: list[torch.Tensor], says: str, base: tuple[ShmSender, ShmReceiver]
+) -> None:
     link = StageIOSpec()
     sender, receiver = NcclSender(B, link, base[0], Inline()), NcclReceiver(A, link, base[1], Inline())
-    receiver.post([expected(0, torch.zeros(2, 3))])
-    sender.send(label(0), [torch.zeros(3, 2)])
-    with pytest.raises(TransportError, match=r"expected .*micro-batch 0, .*float32 2x3\] but .*float32 3x2\] came"):
-        receiver.recv(label(0), 1)
-    assert not link.queue.empty()
-
-
-def test_nccl_refuses_a_message_whose_header_is_longer(base: tuple[ShmSender, ShmReceiver]) -> None:
-    link = StageIOSpec()
-    sender, receiver = NcclSender(B, link, base[0], Inline()), NcclReceiver(A, link, base[1], Inline())
-    receiver.post([expected(0, torch.zeros(2))])
-    sender.send(label(0), [torch.zeros(2)] * 200)
-    with pytest.raises(TransportError, match=r"expected .*micro-batch 0, .* but .* came"):
+    receiver.post([expected(0, due)])
+    sender.send(label(0), comes)
+    with pytest.raises(TransportError, match=f"expected .*micro-batch 0, {says}"):
         receiver.recv(label(0), 1)
     assert not link.queue.empty()
 
@@ -265,7 +264,10 @@ def test_pinned_on_a_gpu(size: int) -> None:
     raw_in, raw_out = ShmReceiver(B, A, run_id, progress, empty_pinned), ShmSender(A, B, run_id)
     raw_out.connect(1)
     raw_in.accept(1)
-    sender, receiver = PinnedSender(B, raw_out, CopyStream(device)), PinnedReceiver(raw_in, CopyStream(device))
+    sender, receiver = (
+        PinnedSender(B, raw_out, CopyStream(device, "to 1")),
+        PinnedReceiver(raw_in, CopyStream(device, "from 0")),
+    )
     progress.add(sender)
     x = torch.zeros(size, device=device)
     receiver.post([expected(mb, x) for mb in range(10)])

@@ -81,3 +81,11 @@ def test_an_actor_with_several_gpus_is_refused(ray_nccl: SimpleNamespace) -> Non
     with pytest.raises(TransportError, match="give each actor one GPU"):
         RayLink("edge", sends=True, device=torch.device("cuda", 1))
     assert not ray_nccl.joined
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("13.0", "gpu"), ("12.8", "gpu12")])
+def test_without_cupy_the_error_names_the_extra_for_torchs_cuda(cuda, extra, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(TransportError, match=rf"raypipe\[{extra}\]"):
+        RayLink("edge", sends=True, device=CUDA)

@@ -15,7 +15,7 @@ from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update import buckets
 from raypipe.runtime.update.buckets import buckets_of
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups
-from tests.runtime.runs.one_device import even_cut, run_step
+from tests.runtime.runs.one_device import TwoMembers, even_cut, run_step
 
 SPEC = GptSpec(type="gpt", layers=3, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.1, tie_embeddings=True)
 ROWS = {"input_ids": torch.randint(64, (8, 8)), "shift_labels": torch.randint(64, (8, 8))}
@@ -35,13 +35,6 @@ class Done:
 
     def add_done_callback(self, call: Any) -> None:
         call(self)
-
-
-class Group:
-    """A process group whose other member contributes nothing."""
-
-    def size(self) -> int:
-        return 2
 
 
 @dataclass
@@ -82,7 +75,7 @@ def test_gradients_are_complete_when_their_all_reduce_starts(stages, variant, mo
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 8 << 10)
     issued = Issued()
     monkeypatch.setattr(buckets.dist, "all_reduce", issued.all_reduce)
-    groups = {f"stage {s}": Group() for s in range(stages)}
+    groups = {f"stage {s}": TwoMembers() for s in range(stages)}
     summed = run_step(model, cut, ROWS, torch.float64, 2, groups=groups, **variant)
     assert len(issued.flats) > 3 * stages
     assert summed.loss == alone.loss
@@ -102,7 +95,7 @@ def test_a_parameter_tied_inside_a_stage_is_in_its_buckets() -> None:
     module = StageModule(model, range(model.count), 3, torch.device("cpu"), False)
     sums = []
     for tie in (inside, across):
-        sync = GradientSync(0, {(0, 0): module}, placement, (tie,), {"stage 0": Group()})
+        sync = GradientSync(0, {(0, 0): module}, placement, (tie,), {"stage 0": TwoMembers()})
         sync.begin_step([(0, 0)])
         early = sync.early((0, 0))
         assert early is not None
@@ -130,7 +123,7 @@ def test_all_reduces_start_before_the_last_backward_ends(split, monkeypatch) -> 
     monkeypatch.setattr(buckets.BucketedAllReduce, "__init__", make)
     monkeypatch.setattr(buckets.dist, "all_reduce", all_reduce)
     model = GptLayers(SPEC, torch.float64)
-    run_step(model, even_cut(model, 1), ROWS, torch.float64, 2, split=split, groups={"stage 0": Group()})
+    run_step(model, even_cut(model, 1), ROWS, torch.float64, 2, split=split, groups={"stage 0": TwoMembers()})
     first, last = ends[0], ends[-1]
     changed = [not torch.equal(a, b) for a, b in zip(first, last, strict=True)]
     assert not changed[0], "the first bucket was complete"

@@ -19,6 +19,7 @@ from raypipe.runtime.update.policy import Trained
 from raypipe.runtime.update.shards import DeviceShards
 from raypipe.runtime.update.updates import Updates
 from raypipe.schedule.lowering.programs import Program
+from tests.runtime.runs.one_device import TwoMembers
 
 
 class Event:
@@ -37,13 +38,6 @@ class Event:
         Event.waits += 1
 
 
-class Group:
-    """Two devices, of which the other one always has the share 16."""
-
-    def size(self) -> int:
-        return 2
-
-
 class Work:
     def wait(self) -> None:
         pass
@@ -58,7 +52,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> DeviceShares:
     monkeypatch.setattr(norms, "start_all_gather", gather)
     monkeypatch.setattr(Event, "done", True)
     monkeypatch.setattr(Event, "waits", 0)
-    return DeviceShares(Group(), Event)  # type: ignore[arg-type]
+    return DeviceShares(TwoMembers(), Event)  # type: ignore[arg-type]
 
 
 @given(st.floats(0, 1e12), st.floats(1e-6, 1e6))

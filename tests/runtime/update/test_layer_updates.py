@@ -16,7 +16,7 @@ from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.backward import deferred
 from raypipe.runtime.update import buckets
-from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
+from tests.runtime.runs.one_device import LR, OneDevice, TwoMembers, even_cut, one_device
 
 SPEC = GptSpec(type="gpt", layers=3, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.1, tie_embeddings=False)
 ROWS = {"input_ids": torch.randint(64, (8, 8)), "shift_labels": torch.randint(64, (8, 8))}
@@ -42,13 +42,6 @@ class Work:
         pass
 
 
-class Group:
-    """A process group whose other member contributes nothing."""
-
-    def size(self) -> int:
-        return 2
-
-
 @dataclass
 class Log:
     """What happens, in order: bytes of the sums that are waited for, numbers of the layers that run."""
@@ -66,7 +59,7 @@ def two_steps(log: Log, monkeypatch: pytest.MonkeyPatch, stages: int = 1, **vari
     """Start two steps, and ask for no result."""
     monkeypatch.setattr(buckets.dist, "all_reduce", log.all_reduce)
     model = GptLayers(SPEC, torch.float64)
-    groups = {f"stage {s}": Group() for s in range(stages)}
+    groups = {f"stage {s}": TwoMembers() for s in range(stages)}
     made = one_device(model, even_cut(model, stages), ROWS, torch.float64, 2, groups=groups, by_layer=True, **variant)
     layers = [block for stage in made.stages for block in stage.body.blocks]
     for number, layer in enumerate(layers):
@@ -140,7 +133,7 @@ def test_norms_are_reported_when_they_are_known(monkeypatch) -> None:
     monkeypatch.setattr(buckets.dist, "all_reduce", Log().all_reduce)
     model = GptLayers(SPEC, torch.float64)
     results = []
-    for variant in ({}, {"groups": {"stage 0": Group()}, "by_layer": True}):
+    for variant in ({}, {"groups": {"stage 0": TwoMembers()}, "by_layer": True}):
         made = one_device(model, even_cut(model, 1), ROWS, torch.float64, 2, **variant)
         started = [made.executor.start(made.program, step, LR) for step in (5, 6)]
         results.append([one.result() for one in started])
@@ -156,7 +149,7 @@ def test_an_executor_that_is_closed_leaves_no_cycles(by_layer, monkeypatch) -> N
     gc.collect()
     gc.disable()
     try:
-        groups = {"stage 0": Group()}
+        groups = {"stage 0": TwoMembers()}
         model = GptLayers(SPEC, torch.float64)
         made = one_device(model, even_cut(model, 1), ROWS, torch.float64, 2, groups=groups, by_layer=by_layer)
         made.executor.start(made.program, 0, LR)

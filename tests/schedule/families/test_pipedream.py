@@ -7,7 +7,6 @@ from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import unroll, weight_versions
 from raypipe.schedule.verify import verify
-from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 
 
@@ -18,17 +17,6 @@ def test_no_bubble_between_steps(depth: int, count: int) -> None:
         verify(schedule)
         assert period(schedule, CostTable.even(depth)) == 3 * count
         assert period(schedule, CostTable.even(depth, 2, 3, 4)) == 9 * count
-
-
-@pytest.mark.parametrize("comm", [0, 1])
-def test_period_is_what_a_long_run_takes_per_step(comm: float) -> None:
-    costs = CostTable(
-        forward=(1, 2, 1, 3), input_grad=(2, 1, 4, 1), weight_grad=(1, 1, 2, 1), recompute=(0,) * 4,
-        all_reduce=(0,) * 4, update=(0,) * 4, comm=comm,
-    )  # fmt: skip
-    schedule = generate("pipedream", Shape(devices=4, microbatches=6))
-    few, many = (simulate(unroll(schedule, k), costs).makespan for k in (20, 60))
-    assert period(schedule, costs) == pytest.approx((many - few) / 40, rel=1e-9)
 
 
 @pytest.mark.parametrize(("depth", "count"), [(1, 2), (4, 4), (4, 9), (6, 6)])

@@ -1,4 +1,4 @@
-"""The quick bound on held messages: against every state that devices can be in, and against the exact bound."""
+"""The bound on held messages: against every state that devices can be in, and in closed form."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.programs import Message, programs
-from tests.schedule.lowering.exact_bound import messages_in_flight
-from tests.schedule.lowering.test_messages_in_flight import LIMIT
 from tests.schedule.test_properties import schedules
+
+LIMIT = 4000
+"""States; what is beyond is left out."""
 
 
 def sizes_of(schedule: Schedule) -> list[float]:
@@ -23,11 +24,8 @@ def size(m: Message) -> float:
     return 1.0 + (m.src_stage if m.direction == "act" else m.dst_stage)
 
 
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(schedules())
-def test_no_state_holds_more(schedule: Schedule) -> None:
-    """At the start and at the end of every task, in every state that can be reached."""
+def check(schedule: Schedule) -> int:
+    """Hold the bound against all states that devices can be in, or ``LIMIT`` of them; return how many there were."""
     rows = programs(schedule)
     held = held_messages(schedule, sizes_of(schedule))
     start = (0,) * len(rows)
@@ -49,17 +47,21 @@ def test_no_state_holds_more(schedule: Schedule) -> None:
                 if after not in seen:
                     seen.add(after)
                     todo.append(after)
+    return len(seen)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(schedules())
+def test_no_state_holds_more(schedule: Schedule) -> None:
+    """At the start and at the end of every task, in every state that can be reached."""
+    check(schedule)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_never_below_the_exact_bound(name: str) -> None:
-    schedule = generate(name, Shape(devices=4, microbatches=8, chunks=2 if name == "interleaved-1f1b" else 1))
-    held = held_messages(schedule, [1.0] * schedule.stages)
-    rows = programs(schedule)
-    for one, own, program in zip(messages_in_flight(rows), held, rows, strict=True):
-        own_receives = (sum(not m.local for m in a.receives) for a in program.actions)
-        assert one.sent <= max(own)
-        assert one.arriving <= max(a + b for a, b in zip(own, own_receives, strict=True))
+def test_no_state_of_a_named_schedule_holds_more(name: str) -> None:
+    chunks = 2 if name == "interleaved-1f1b" else 1
+    assert check(generate(name, Shape(devices=2, microbatches=6, chunks=chunks))) > 12
 
 
 @pytest.mark.parametrize(("devices", "count"), [(2, 4), (4, 8), (6, 12)])

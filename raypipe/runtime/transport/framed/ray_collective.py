@@ -29,7 +29,7 @@ from raypipe.compat.ray_private import streams_of
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import PUSH_EVERY_S, Peer, Progress
 from raypipe.runtime.transport.framed.frame_channel import FRAME_BYTES, FrameReceiver, FrameSender
-from raypipe.runtime.transport.gpu.nccl import put_on_top
+from raypipe.runtime.transport.gpu.nccl import edge_stream, put_on_top
 from raypipe.runtime.transport.gpu.side_stream import CopyStream, current_gpu
 from raypipe.runtime.transport.inbox import Allocate, empty
 from raypipe.runtime.transport.process_groups import in_rounds
@@ -66,7 +66,7 @@ class RayCollective(Transport):
         for index in chain(*in_rounds(on_gpus)):
             edge = on_gpus[index]
             if opening.me.rank in edge:
-                side = CopyStream(current_gpu())
+                side = CopyStream(current_gpu(), edge_stream(edge, opening))
                 name = f"raypipe-{opening.run_id}-{edge[0]}-{edge[1]}"
                 link = RayLink(name, opening.me.rank == edge[0], side.device)
                 put_on_top(edge, link, side, opening, ends)
@@ -161,6 +161,12 @@ class RayLink:
     """
 
     def __init__(self, name: str, sends: bool, device: torch.device) -> None:
+        try:
+            import cupy  # noqa: F401  Ray's group imports it, and would only say that NCCL is not there
+        except ImportError as error:
+            raise TransportError(
+                "transport: ray-collective", f"no CuPy: {error}", _cupy_for(torch.version.cuda)
+            ) from None
         if device.index not in (0, None):
             # Ray's group looks its communicator up by the peer's GPU index, and takes that to be 0.
             raise TransportError("transport: ray-collective", f"the actor's GPU is {device}", "give each actor one GPU")
@@ -200,3 +206,13 @@ class RayLink:
 
         with contextlib.suppress(Exception):  # the peer, or Ray itself, may be gone already
             collective.destroy_collective_group(self._group)
+
+
+def _cupy_for(cuda: str | None) -> str:
+    """Say which extra has the CuPy for the CUDA that torch is built for.
+
+    >>> _cupy_for("13.0"), _cupy_for("12.8"), _cupy_for("14.1")
+    ("pip install 'raypipe[gpu]'", "pip install 'raypipe[gpu12]'", 'install the CuPy for CUDA 14.1')
+    """
+    extra = {"13": "gpu", "12": "gpu12"}.get((cuda or "").partition(".")[0])
+    return f"pip install 'raypipe[{extra}]'" if extra else f"install the CuPy for CUDA {cuda}"

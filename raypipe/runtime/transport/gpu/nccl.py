@@ -72,7 +72,8 @@ class Nccl(Transport):
             group = new_group(edge, "nccl", timedelta(seconds=opening.timeout_s))
             if group is not None:
                 peer = sum(edge) - opening.me.rank
-                put_on_top(edge, TorchLink(peer, group), CopyStream(current_gpu()), opening, ends)
+                side = CopyStream(current_gpu(), edge_stream(edge, opening))
+                put_on_top(edge, TorchLink(peer, group), side, opening, ends)
 
 
 class Link(Protocol):
@@ -108,6 +109,12 @@ class TorchLink:
 
     def close(self) -> None:
         """See Link.close; torch releases it with the process group."""
+
+
+def edge_stream(edge: Edge, opening: Opening) -> str:
+    """Return the name of this device's stream for an edge."""
+    src, dst = edge
+    return f"to {dst}" if opening.me.rank == src else f"from {src}"
 
 
 def warm_up(link: Link, sends: bool, device: torch.device) -> None:

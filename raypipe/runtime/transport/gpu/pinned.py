@@ -36,9 +36,9 @@ class Pinned(Transport):
         if opening.me.device == "cpu":
             return
         for peer in opening.destinations(edges):
-            ends.out[peer.rank] = PinnedSender(peer, ends.out[peer.rank], CopyStream(current_gpu()))
+            ends.out[peer.rank] = PinnedSender(peer, ends.out[peer.rank], CopyStream(current_gpu(), f"to {peer.rank}"))
         for peer in opening.sources(edges):
-            ends.into[peer.rank] = PinnedReceiver(ends.into[peer.rank], CopyStream(current_gpu()))
+            ends.into[peer.rank] = PinnedReceiver(ends.into[peer.rank], CopyStream(current_gpu(), f"from {peer.rank}"))
 
 
 class PinnedSender:

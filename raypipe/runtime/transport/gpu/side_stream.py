@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from raypipe.models.host_copies import named_stream
 from raypipe.runtime.transport import message_header as wire
 
 
@@ -41,12 +42,12 @@ class Side(Protocol):
 
 
 class CopyStream:
-    """A CUDA stream of its own on ``device``. The calling thread's current stream is the compute stream."""
+    """A CUDA stream of its own on ``device``, by name. The calling thread's current stream is the compute stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, name: str) -> None:
         self.device = device
         # torch's streams do not synchronise with the default stream, so a pending receive never holds up compute.
-        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream: Any = named_stream(device, name)
 
     @contextmanager
     def after_compute(self) -> Iterator[None]:

@@ -1,0 +1,262 @@
+"""Causal attention of one slice of a sequence against the keys and values of the slices up to it.
+
+The queries of slice i meet one piece of keys and values after another: those of slices 0 to i-1 in full, its own
+causally. Each piece is one call of a fused kernel that also returns the log of the sum of exponentials of its scores;
+with these, partial results add up to exactly the attention over all pieces. No mask is made, nothing is concatenated,
+and a slice keeps no more for its backward than it would alone.
+
+Dropped weights are those that the whole sequence drops: a mask is a function of the sample and of the positions of
+query and key (``keyed_random``). No kernel takes such a mask, so a piece's scores are made; the backward makes them and
+the mask again. Dropping follows the softmax, so that what is dropped does not change the sums of exponentials.
+
+Backwards run from the last slice to the first (``schedule.deps``). Each gives gradients to the pieces before, where
+they add up, and takes those that later slices have left for its own.
+
+Sources: Dao et al. 2022 (FlashAttention), arXiv:2205.14135, for blocks and their log-sum-exp; Liu et al. 2023 (ring
+attention), arXiv:2310.01889, for the backward of a block from the result over all; Li et al. 2021 (TeraPipe),
+arXiv:2102.07988, for slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypipe.errors import RunError
+from raypipe.models.current_slice import SliceCache, SliceRun, current_slice, slice_run
+from raypipe.models.keyed_random import (
+    RandomKeys,
+    Site,
+    current_keys,
+    dropout_mask,
+    halves_at,
+    in_training,
+    with_keys,
+)
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The dropout of attention's weights."""
+
+    p: float
+    """Probability of dropping one."""
+    site: Site
+    """The place in the model; its shape is that of the weights, ``[samples, heads, queries, keys]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Masks:
+    """The masks of a slice's weights, which forward and backward draw alike."""
+
+    of: Dropped
+    keys: RandomKeys
+    run: SliceRun
+    """The slice, without its pieces."""
+
+    @staticmethod
+    def of_slice(dropped: Dropped | None, run: SliceRun) -> _Masks | None:
+        """Return the masks of the slice that runs; None in evaluation, and where nothing is dropped."""
+        keys = current_keys()
+        if dropped is None or not dropped.p or not in_training():
+            return None
+        if keys is None:
+            raise RunError(
+                f"random site {dropped.site.number}", "no random keys are set", "run it within random_keys(...)"
+            )
+        return _Masks(dropped, keys, SliceRun(run.number, run.count, []))
+
+    def __call__(self, query: Tensor, number: int) -> Tensor:
+        """Return the mask for the weights of these queries and the keys of slice ``number``."""
+        (batch, heads, length, _), site = query.shape, self.of.site
+        size = (batch, heads, length, (number + 1) * length)  # a part of random numbers begins with the first key
+        with with_keys(self.keys), slice_run(self.run):
+            halves = halves_at(
+                size, site.number, site.batch_dim, site.divided_dim, site.longest, query.device, sequence_dim=2
+            )
+        dtype = query.dtype if query.dtype == torch.float64 else torch.float32
+        return dropout_mask(halves[..., number * length :], self.of.p, dtype)
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    dropped: Dropped | None = None,
+) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention(..., is_causal=True)`` for the slice that runs, or for whole sequences.
+
+    Args:
+        query: ``[batch, heads, positions, width]``.
+        key, value: ``[batch, heads, positions, width]``; with ``enable_gqa``, of fewer heads.
+        scale: of the scores; by default 1 / sqrt(width).
+        enable_gqa: whether several heads of queries share one of keys.
+        dropped: what a slice drops of its weights in training; None: nothing.
+    """
+    run = current_slice()
+    if run is None:
+        assert dropped is None, "whole sequences have keyed_operations.keyed_attention"
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
+    if torch.is_autocast_enabled(query.device.type):  # as it would for the kernel of the whole
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if not torch.is_grad_enabled():  # they outlive this forward, and the tensor that they may be views of should not
+        key, value = key.clone(), value.clone()
+    masks = _Masks.of_slice(dropped, run)
+    made: Tensor = _SliceAttention.apply(query, key, value, scale, run, masks)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _SliceAttention(torch.autograd.Function):
+    """The attention of one slice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float | None, run: SliceRun, masks: _Masks | None
+    ) -> Tensor:
+        pieces = run.next_attention()
+        if run.again:
+            own = pieces[run.number]  # to which later slices have given gradients, or will
+            own.keys, own.values = key.detach(), value.detach()
+        else:
+            own = SliceCache(key.detach(), value.detach())
+            pieces.append(own)
+        earlier = tuple(pieces[: run.number])
+        out, lse = _block(query, own, True, scale, _mask(masks, query, run.number))
+        total, weights = out, lse
+        for number, piece in enumerate(earlier):
+            part, part_lse = _block(query, piece, False, scale, _mask(masks, query, number))
+            both = torch.logaddexp(weights, part_lse)
+            total = total * _share(weights, both, total) + part * _share(part_lse, both, part)
+            weights = both
+        ctx.save_for_backward(query, key, value, total, weights)
+        ctx.earlier, ctx.own, ctx.scale, ctx.masks = earlier, own, scale, masks
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, total, weights = ctx.saved_tensors
+        (given,) = gradients
+        masks: _Masks | None = ctx.masks
+        to_query, to_key, to_value = _block_backward(
+            given, query, key, value, total, weights, True, ctx.scale, _mask(masks, query, len(ctx.earlier))
+        )
+        for number, piece in enumerate(ctx.earlier):
+            more, keys, values = _block_backward(
+                given, query, piece.keys, piece.values, total, weights, False, ctx.scale, _mask(masks, query, number)
+            )
+            to_query.add_(more)
+            piece.add(keys, values)
+            del more, keys, values
+        if ctx.own.gradients is not None:
+            for own, late in zip((to_key, to_value), ctx.own.gradients, strict=True):
+                own.add_(late)
+        ctx.own.release()
+        ctx.earlier = ctx.own = None
+        return to_query, to_key, to_value, None, None, None
+
+
+def _mask(masks: _Masks | None, query: Tensor, number: int) -> Tensor | None:
+    return None if masks is None else masks(query, number)
+
+
+def _share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
+    """Return the share of a partial result in the whole: ``[batch, heads, queries, 1]``."""
+    return (part - whole).exp().unsqueeze(-1).to(like.dtype)
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether torch's fused kernel for CPUs takes these tensors; elsewhere, the scores of one block are made."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] == key.shape[-1]
+
+
+def _block(
+    query: Tensor, piece: SliceCache, causal: bool, scale: float | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the queries' attention over one piece, and the log-sum-exp of its scores: ``[batch, heads, queries]``.
+
+    ``mask``: what its weights are multiplied by, ``[batch, heads, queries, keys]``.
+    """
+    key, value = (_all_heads(x, query) for x in (piece.keys, piece.values))
+    if mask is None and _fused(query, key, value):
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+        return out, lse
+    scores = _scores(query, key, causal, scale)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp_()
+    if mask is not None:
+        weights.mul_(mask)
+    return weights.to(value.dtype) @ value, lse
+
+
+def _block_backward(
+    given: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    total: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+    mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what one piece gives to the gradients of queries, keys and values.
+
+    ``total`` and ``lse`` are those over all pieces: with them, the weights of the block are those in the whole.
+    ``mask`` is the forward's.
+    """
+    heads = key.shape[1]
+    key, value = (_all_heads(x, query) for x in (key, value))
+    if mask is None and _fused(query, key, value):
+        found: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            given.contiguous(), query, key, value, total, lse, 0.0, causal, scale=scale
+        )
+    else:
+        weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
+        by_weight = given.to(weights.dtype) @ value.transpose(-2, -1).to(weights.dtype)
+        kept = weights
+        if mask is not None:
+            by_weight, kept = by_weight * mask, weights * mask
+        back = weights * (by_weight - (given * total).sum(-1, keepdim=True)) * _scale(query, scale)
+        found = (
+            back.to(key.dtype) @ key,
+            back.transpose(-2, -1).to(query.dtype) @ query,
+            kept.transpose(-2, -1).to(given.dtype) @ given,
+        )
+    to_query, to_key, to_value = found
+    return to_query, _own_heads(to_key, heads), _own_heads(to_value, heads)
+
+
+def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Return the scores of a block in float32 or more; -inf where a position would see a later one."""
+    scores = (query @ key.transpose(-2, -1)) * _scale(query, scale)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _all_heads(x: Tensor, query: Tensor) -> Tensor:
+    """Repeat keys or values for all the heads of queries that share them."""
+    return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
+def _own_heads(gradient: Tensor, heads: int) -> Tensor:
+    """Add up the gradients of the repeated heads."""
+    batch, repeated, *rest = gradient.shape
+    return gradient if repeated == heads else gradient.reshape(batch, heads, repeated // heads, *rest).sum(2)

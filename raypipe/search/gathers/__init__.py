@@ -1,1 +1,0 @@
-"""Where a sharded step gathers its weights: windows within memory, and the search for them."""

@@ -1,0 +1,149 @@
+"""Experts divided over data-parallel copies: a copy holds some experts of each layer, and computes all their tokens.
+
+The experts of a layer are one module with stacked parameters, ``[experts, ...]``, that is called with tokens, the
+numbers of their experts and the weights of these, as transformers builds them for every family. A divided module sends
+each token to the copies that hold its experts (an all-to-all of as many rows as there are: no token is dropped, and
+none is padded), calls its own class's forward there, and adds up what comes back.
+
+Source: Lepikhin et al. 2021, "GShard", section 3.2 (dispatch and combine); Rajbhandari et al. 2022, "DeepSpeed-MoE",
+section 5 (expert parallelism inside data parallelism).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raypipe.errors import SpecError
+from raypipe.tensor.group import current_group
+
+EXPERTS = "experts"
+"""The kind of division, among those of feature tables."""
+KEY = "parallel.experts"
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module is a layer's experts: stacked parameters, and ``forward(tokens, numbers, weights)``."""
+    count = getattr(module, "num_experts", None)
+    parameters = [p for p in module._parameters.values() if p is not None]
+    stacked = [p.dim() >= 2 and p.shape[0] == count for p in parameters]
+    if not isinstance(count, int) or not stacked or not all(stacked) or not any(p.dim() == 3 for p in parameters):
+        return False
+    given = [
+        p.name
+        for p in inspect.signature(type(module).forward).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(given) == 4 and ("ind" in given[2] or "experts" in given[2]) and "weights" in given[3]
+
+
+def experts_of(model: nn.Module, size: int) -> dict[str, nn.Module]:
+    """Return the experts modules of a model by path, once each divides evenly over ``size`` copies.
+
+    Raises:
+        SpecError: there are none, one does not, or a module of experts has another interface.
+    """
+    found = {path: module for path, module in model.named_modules() if is_experts(module)}
+    for path, module in model.named_modules():
+        inside = any(path == known or path.startswith(f"{known}.") for known in found)
+        if "Experts" in type(module).__name__ and not inside and next(module.parameters(), None) is not None:
+            why = f"{path} is a {type(module).__name__}, whose experts cannot be divided: they are no stacked "
+            why += "parameters with forward(hidden_states, top_k_index, top_k_weights)"
+            raise SpecError(KEY, why, "use experts: 1, which trains it")
+    if not found:
+        raise SpecError(KEY, f"{type(model).__name__} has no module of experts", "use experts: 1")
+    for path, module in found.items():
+        count: int = module.num_experts
+        if count % size:
+            nearest = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - size), n))
+            raise SpecError(
+                KEY, f"the {count} experts of {path} do not divide over {size} copies", f"use experts: {nearest}"
+            )
+    return found
+
+
+class ExpertsParallel(nn.Module):
+    """The experts that one copy holds of a layer; its forward takes this copy's tokens, as the whole layer's does."""
+
+    num_experts: int
+    """Experts held here."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Map tokens ``[tokens, hidden]`` to the weighted sums of their experts' outputs, ``[tokens, hidden]``.
+
+        ``top_k_index``: int64 ``[tokens, k]``, numbers among all experts; ``top_k_weights``: ``[tokens, k]``.
+        """
+        group, held = current_group("experts"), self.num_experts
+        if group.size == 1:  # while it is captured or measured alone: as many tokens as with an even load
+            return self.product(hidden_states, top_k_index % held, top_k_weights)
+        holder = top_k_index // held
+        wanted = (holder.unsqueeze(-1) == torch.arange(group.size, device=holder.device)).any(1)  # [tokens, copies]
+        to, token = wanted.t().nonzero(as_tuple=True)  # a token goes once to each copy that holds experts of it
+        counts = wanted.sum(0)
+        ones = [1] * group.size
+        received = group.all_to_all(counts, ones, ones)
+        sends, receives = counts.tolist(), received.tolist()
+        numbers = torch.where(holder[token] == to.unsqueeze(-1), top_k_index[token] % held, held)  # held: not there
+        numbers = group.all_to_all(numbers, sends, receives)
+        rows, weights = _exchanged(sends, receives, hidden_states[token], top_k_weights[token])
+        row, place = (numbers < held).nonzero(as_tuple=True)
+        if len(row):
+            of_experts = self.product(rows[row], numbers[row, place, None], weights[row, place, None])
+            made = torch.zeros_like(rows).index_add(0, row, of_experts.to(rows.dtype))
+        else:
+            made = _Unused.apply(rows, weights, *self.parameters())  # type: ignore[no-untyped-call]
+        (returned,) = _exchanged(receives, sends, made)
+        return torch.zeros_like(hidden_states).index_add(0, token, returned)
+
+    def product(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute the forward of the module's own class, with numbers among the experts held here."""
+        forward: Any = super().forward
+        if hidden_states.dtype == torch.float64:  # torch's grouped product has none: the class's own loop over experts
+            forward = partial(getattr(forward, "__wrapped__", forward.__func__), self)
+        y: Tensor = forward(hidden_states, top_k_index, top_k_weights)
+        return y
+
+
+def _exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Exchange rows of several tensors, one after the other in both directions: all copies must agree on the order."""
+    found: tuple[Tensor, ...] = _Exchange.apply(sends, receives, *tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sends, ctx.receives = sends, receives
+        group = current_group("experts")
+        return tuple(group.all_to_all(x.contiguous(), sends, receives) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        group = current_group("experts")
+        back = [
+            group.all_to_all(gradient.contiguous(), ctx.receives, ctx.sends) if wanted else None
+            for gradient, wanted in zip(gradients, ctx.needs_input_grad[2:], strict=True)
+        ]
+        return None, None, *back
+
+
+class _Unused(torch.autograd.Function):
+    """Experts that got no token: the graph goes on, and their gradients are zero, not missing.
+
+    An update without a gradient is none at all, but one with zero decays weights and momenta as it would elsewhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, *parameters)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        others = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return gradients[0], *(torch.zeros_like(x) if wanted else None for x, wanted in others)

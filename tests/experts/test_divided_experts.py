@@ -1,0 +1,124 @@
+"""Divided experts, alone: each copy's outputs and the sums of all gradients are those of the whole layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raypipe.errors import SpecError
+from raypipe.tensor import Division, divide_module
+from tests.exhaustive import exhaustive
+from tests.experts.families import FAMILIES
+from tests.experts.threads import Member, run_copies
+
+transformers = pytest.importorskip("transformers")
+
+
+def model_of(family: str, **changes: Any) -> nn.Module:
+    config = transformers.AutoConfig.for_model(family, **FAMILIES[family], **changes)
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().train()
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens, use_cache=False).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def divided(family: str, size: int, rank: int, whole: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    division = Division(1, 0, None, size, rank)
+    model = model_of(family)
+    shards = divide_module(model, division)
+    own = {name: division.cut(shards.get(name), value) for name, value in whole.state_dict().items()}
+    model.load_state_dict(own)
+    return model, shards
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [*((family, 2) for family in FAMILIES), ("mixtral", 4), *exhaustive(*((f, 4) for f in FAMILIES if f != "mixtral"))],
+)
+def test_copies_with_divided_experts_train_as_one_process(family: str, size: int) -> None:
+    """Unequal numbers of tokens."""
+    whole = model_of(family)
+    tokens = torch.randint(0, 257, (7, 8), generator=torch.Generator().manual_seed(2))
+    rows = [tokens[:4], tokens[4:]] if size == 2 else [tokens[:3], tokens[3:4], tokens[4:6], tokens[6:]]
+    expected = loss_of(whole, tokens)
+    expected.backward()
+
+    def work(rank: int, _member: Member) -> tuple[float, dict[str, Tensor | None], dict[str, Any]]:
+        model, shards = divided(family, size, rank, whole)
+        loss = loss_of(model, rows[rank])
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}, shards
+
+    copies = run_copies(size, work)
+    assert sum(loss for loss, _, _ in copies) == pytest.approx(expected.item(), abs=1e-9, rel=0)
+    shards = copies[0][2]
+    assert {name.split(".")[-2] for name in shards} == {"experts"}
+    for name, p in whole.named_parameters():
+        gradients = [own[name] for _, own, _ in copies]
+        if p.grad is None:
+            assert all(g is None or not g.any() for g in gradients)
+            continue
+        assert all(g is not None for g in gradients if name in shards), f"{name}: a gradient is missing"
+        made = shards[name].join(gradients) if name in shards else sum(g for g in gradients if g is not None)
+        torch.testing.assert_close(made, p.grad, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_one_expert_gets_every_token() -> None:
+    """Top-1 skew: the copy without tokens takes part, and the gradients of its experts are zero and not missing."""
+    whole = model_of("mixtral").model.layers[0].mlp.experts
+    tokens = torch.randn(6, 16, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(6, 1, dtype=torch.float64, requires_grad=True)
+    numbers = torch.full((6, 1), 3)
+    expected = whole(tokens, numbers, weights)
+    expected.square().sum().backward()
+    rows = [slice(0, 0), slice(0, 6)]  # the other copy has no tokens of its own either
+
+    def work(rank: int, member: Member) -> tuple[Tensor, ...]:
+        model, _ = divided("mixtral", 2, rank, model_of("mixtral"))
+        experts = model.model.layers[0].mlp.experts
+        x, w = (t.detach()[rows[rank]].requires_grad_() for t in (tokens, weights))
+        y = experts(x, numbers[rows[rank]], w)
+        y.square().sum().backward()
+        assert len(member.calls) == 8
+        return y.detach(), x.grad, w.grad, *(p.grad for p in experts.parameters())
+
+    empty, full = run_copies(2, work)
+    for made, wanted in zip(full[:3], (expected, tokens.grad, weights.grad), strict=True):
+        torch.testing.assert_close(made, wanted, rtol=0, atol=1e-12)
+    assert [tuple(t.shape) for t in empty[:3]] == [(0, 16), (0, 16), (0, 1)]
+    for p, a, b in zip(whole.parameters(), empty[3:], full[3:], strict=True):
+        torch.testing.assert_close(torch.cat([a, b]), p.grad, rtol=0, atol=1e-12)
+        assert not a.any()
+
+
+def test_experts_that_cannot_be_divided() -> None:
+    with pytest.raises(SpecError, match=r"4 experts of .*experts do not divide over 3 copies") as caught:
+        divide_module(model_of("mixtral"), Division(1, 0, None, 3))
+    assert "use experts: 2" in str(caught.value)
+    config = transformers.AutoConfig.for_model("switch_transformers", vocab_size=32, d_model=8, d_kv=4, d_ff=8,
+                                               num_heads=2, num_layers=2, num_experts=2)  # fmt: skip
+    with pytest.raises(SpecError, match="SwitchTransformersExperts, whose experts cannot be divided") as caught:
+        divide_module(transformers.AutoModel.from_config(config), Division(1, 0, None, 2))
+    assert "experts: 1, which trains it" in str(caught.value)
+    with pytest.raises(SpecError, match="Linear has no module of experts"):
+        divide_module(nn.Linear(2, 2), Division(1, 0, None, 2))
+
+
+def test_token_rows_are_sent_once_to_each_copy() -> None:
+    """Two experts of a token on one copy: one row goes there."""
+
+    def work(rank: int, member: Member) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        model, _ = divided("mixtral", 2, rank, model_of("mixtral"))
+        numbers = torch.tensor([[0, 1], [2, 3], [0, 3]])
+        model.model.layers[0].mlp.experts(torch.randn(3, 16).double(), numbers, torch.ones(3, 2).double())
+        return member.calls
+
+    for calls in run_copies(2, work):
+        assert calls[1:4] == [((2, 2), (2, 2))] * 3

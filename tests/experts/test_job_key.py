@@ -1,0 +1,66 @@
+"""``parallel.experts`` in a job: what it cannot be combined with, and what the planner keeps of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypipe.errors import SpecError
+from raypipe.job.spec import job_from
+from raypipe.models import build_model
+from raypipe.runtime.update.gradients import shared_groups
+from tests.experts.families import FAMILIES
+
+
+def job_of(parallel: dict[str, Any], train: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> Any:
+    mixtral = {"hf": "mixtral", "config": FAMILIES["mixtral"], "sequence": 16}
+    return job_from(
+        {
+            "name": "experts",
+            "model": model or mixtral,
+            "data": {"type": "bytes", "path": "."},
+            "train": {"steps": 2, "batch": 24, "lr": 0.01, **(train or {})},
+            "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 2, **parallel},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train", "where", "fix"),
+    [
+        ({"replicas": 3, "experts": 2}, {}, "parallel.experts", "use experts: 1"),
+        ({"replicas": 6, "experts": 4}, {}, "parallel.experts", "use experts: 3"),
+        ({"replicas": 2, "experts": 2, "update": "optimistic"}, {}, "parallel.update", "use auto"),
+        ({"replicas": 2, "experts": 2, "sync": "reverse-first-k"}, {}, "parallel.sync", "leave sync out"),
+        ({"replicas": 2, "experts": 2}, {"optimizer": "adafactor"}, "parallel.experts", "another optimizer"),
+        (
+            {"replicas": 2, "experts": 2},
+            {"cuda_graphs": "tasks", "compile": "inductor"},
+            "train.cuda_graphs",
+            "use none",
+        ),
+    ],
+)
+def test_what_cannot_be_combined(parallel: Any, train: Any, where: str, fix: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        job_of(parallel, train)
+    assert where in str(caught.value), caught.value
+    assert fix in str(caught.value), caught.value
+
+
+def test_models_without_experts() -> None:
+    gpt = {"type": "gpt", "layers": 1, "hidden": 8, "heads": 1, "sequence": 8, "vocabulary": 256}
+    with pytest.raises(SpecError, match=r"parallel\.experts: only the experts of models from model\.hf"):
+        build_model(job_of({"replicas": 2, "experts": 2}, model=gpt), None, 0)
+
+
+def test_gradients_of_experts_are_summed_over_the_copies_that_hold_them() -> None:
+    placement = tuple((n,) for n in range(4))
+    groups = shared_groups(placement, (), expert_ranks=(0, 1, 0, 1))
+    assert groups == {
+        "stage 0": (0, 1, 2, 3),
+        "stage 0, share 0 of the experts": (0, 2),
+        "stage 0, share 1 of the experts": (1, 3),
+    }
+    assert shared_groups(placement[:2], (), expert_ranks=(0, 1)) == {"stage 0": (0, 1)}

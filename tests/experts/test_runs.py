@@ -1,0 +1,92 @@
+"""Experts divided over copies, with real actors: the losses of one device; checkpoints for any number of copies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raypipe.checkpoint import open_checkpoint
+from raypipe.job.spec import JobSpec
+from tests.exhaustive import exhaustive
+from tests.experts.families import FAMILIES
+from tests.runtime.runs.small_runs import Done, drive, job_for
+
+pytest.importorskip("transformers")
+
+
+def job_of(text: Path, parallel: dict[str, Any], family: str = "mixtral", **train: Any) -> JobSpec:
+    model = {"hf": family, "config": FAMILIES[family], "sequence": 16}
+    return job_for(model, text, {"microbatch": 2, **parallel}, **{"clip": 0.5, "checkpoint_every": 2, **train})
+
+
+@pytest.fixture(scope="module")
+def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory, stage_pool) -> Done:
+    """One device, which holds all experts."""
+    return drive(job_of(text_folder, {}), stage_pool, tmp_path_factory.mktemp("alone"))
+
+
+TWO = {"replicas": 2, "experts": 2}
+PLANS = [
+    {"schedule": "1f1b", "stages": 2, **TWO},
+    {"schedule": "zb-v", "stages": 2, **TWO, "sync": "eager"},
+    {"schedule": "chimera", "stages": 2, **TWO, "microbatch": 1},
+    {"schedule": "1f1b", "stages": 1, "shard": "zero3", **TWO},
+    *exhaustive(
+        {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 2},
+        {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 4},
+        {"schedule": "1f1b", "stages": 2, "shard": "zero1", **TWO},
+        {"schedule": "1f1b", "stages": 1, "shard": "zero2", "replicas": 4, "experts": 2},
+        {"schedule": "early-recompute", "stages": 2, **TWO},
+    ),
+]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
+def test_the_losses_are_those_of_one_device(parallel, reference, stage_pool, text_folder, tmp_path) -> None:
+    """Clipping: the norm counts every value once. The validation batch, and the saved values, are the same too."""
+    done = drive(job_of(text_folder, parallel), stage_pool, tmp_path)
+    assert done.losses == pytest.approx(reference.losses, abs=1e-9, rel=0)
+    assert done.val_losses == pytest.approx(reference.val_losses, abs=1e-9, rel=0)
+    # Per layer and micro-batch of a group: counts, numbers, tokens, weights and the way back; three of them backwards.
+    each = 5 + 3 + 5 * (parallel["schedule"] == "early-recompute")
+    microbatches = 8 // parallel.get("microbatch", 2) // parallel["experts"]
+    assert done.driver.counts["expert_all_to_all"] == each * 2 * microbatches
+    saved, alone = (open_checkpoint(run.checkpoints[4]) for run in (done, reference))
+    assert saved.keys == alone.keys
+    expected = alone.read(alone.keys)
+    for key, value in saved.read(saved.keys).items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-8, msg=lambda m, k=key: f"{k}: {m}")
+
+
+TABLE = """
+family: mixtral's attention
+model_types: [mixtral]
+modules: {self_attn.q_proj: {column: num_attention_heads}, self_attn.k_proj: {column: num_key_value_heads},
+          self_attn.v_proj: {column: num_key_value_heads}, self_attn.o_proj: row}
+"""
+
+
+@pytest.mark.runs
+def test_with_attention_divided_over_tensor_ranks(reference, stage_pool, text_folder, tmp_path) -> None:
+    """Each tensor rank exchanges tokens with its own of the other copy. Checkpoints hold both kinds whole."""
+    (tmp_path / "table.yaml").write_text(TABLE)
+    parallel = {"stages": 1, "tensor": 2, "tensor_table": str(tmp_path / "table.yaml"), **TWO}
+    done = drive(job_of(text_folder, parallel), stage_pool, tmp_path / "run")
+    assert done.losses == pytest.approx(reference.losses, abs=1e-9, rel=0)
+    saved, alone = (open_checkpoint(run.checkpoints[4]) for run in (done, reference))
+    expected = alone.read(alone.keys)
+    for key, value in saved.read(saved.keys).items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-8, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.runs
+def test_a_checkpoint_is_read_with_another_number_of_copies(reference, stage_pool, text_folder, tmp_path) -> None:
+    """Written with divided experts, read by two stages that hold all of theirs; and the other way round."""
+    halves = drive(job_of(text_folder, TWO), stage_pool, tmp_path / "halves")
+    for number, parallel in enumerate([{"stages": 2}, {"stages": 2, **TWO}]):
+        rest = drive(job_of(text_folder, parallel), stage_pool, tmp_path / str(number), halves.checkpoints[2], 2)
+        assert rest.losses == pytest.approx(reference.losses[2:], abs=1e-9, rel=0)

@@ -1,0 +1,166 @@
+"""What runs over the shim, in processes of their own: ``python -m tests.gpu_shim.cases NAME``, which prints JSON.
+
+``LD_LIBRARY_PATH`` has the shim's libraries, and the interpreter torch's CUDA build (``tests/gpu_shim/shim.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+
+from raypipe.errors import TransportError
+from raypipe.models.host_copies import STREAMS
+from raypipe.runtime.process.set_up import set_up_cuda
+from raypipe.runtime.setup.communicators import Communicators, Location, Node, Topology, locate, rendezvous_of
+from raypipe.runtime.transport.channel import Expected, Label, TensorSpec
+
+TIMEOUT_S = 8.0
+"""The message timeout of the cases."""
+HERE = Node("node", "127.0.0.1")
+
+
+def taken_bytes() -> int:
+    """Return what all processes have taken of GPU 0."""
+    library = ctypes.CDLL("libcudart.so.13")  # the one that torch has loaded
+    library.gpu_shim_taken.restype = ctypes.c_long
+    return int(library.gpu_shim_taken(0))
+
+
+def nccl_counts() -> dict[str, int]:
+    """What became of this process's communicators."""
+    library = ctypes.CDLL("libnccl.so.2")
+    return {name: getattr(library, f"gpu_shim_nccl_{name}")() for name in ("aborts", "destroys", "open")}
+
+
+def topology(locations: list[Location], edges: Any, groups: Any = None) -> Topology:
+    return Topology(
+        peers=tuple(at.peer for at in locations), rendezvous=rendezvous_of(locations), edges=tuple(edges),
+        groups=groups or {}, transport="auto", run_id="shim", timeout_s=TIMEOUT_S,
+    )  # fmt: skip
+
+
+def worker(rank: int, count: int, edges: Any, groups: Any, body: str, pipes: Any, said: Any) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    set_up_cuda()
+    device = torch.device("cuda", 0)
+    here = locate(rank, f"stage {rank}", device, HERE)
+    for end in pipes:
+        end.send(here)
+    locations = sorted((said_end.recv() for said_end in said), key=lambda at: at.peer.rank)
+    opened = Communicators(rank, topology(locations, edges, groups), "nccl", HERE.address)
+    globals()[body](rank, opened, device)
+
+
+def together(count: int, edges: Any, body: str, groups: Any = None) -> dict[int, Any]:
+    """Run ``body(rank, communicators, device)`` in as many processes; return each one's exit code."""
+    context = multiprocessing.get_context("spawn")
+    table = [[context.Pipe() for _ in range(count)] for _ in range(count)]
+    started = []
+    for rank in range(count):
+        pipes, said = [table[rank][k][1] for k in range(count)], [table[k][rank][0] for k in range(count)]
+        one = context.Process(target=worker, args=(rank, count, edges, groups, body, pipes, said))
+        one.start()
+        started.append(one)
+    until = time.monotonic() + 60
+    for one in started:
+        one.join(max(0.1, until - time.monotonic()))
+        if one.is_alive():
+            one.kill()
+            one.join()
+    return {rank: one.exitcode for rank, one in enumerate(started)}
+
+
+def say(**found: Any) -> None:
+    print(json.dumps(found), flush=True)
+
+
+def exchange(rank: int, opened: Communicators, device: torch.device) -> None:
+    """Ten messages each way, and an orderly end."""
+    peer, x = 1 - rank, torch.ones(1000, device=device)
+    labels = [Label("act", rank, peer, n, 0) for n in range(10)]
+    opened.receivers[peer].post(
+        [Expected(Label("act", peer, rank, n, 0), (TensorSpec((1000,), torch.float32),)) for n in range(10)]
+    )
+    for n, label in enumerate(labels):
+        opened.senders[peer].send(label, [x])
+        (came,) = opened.receivers[peer].recv(Label("act", peer, rank, n, 0), TIMEOUT_S)
+        assert came.shape == (1000,)
+    torch.cuda.synchronize()
+    opened.senders[peer].flush(TIMEOUT_S)
+    opened.close()
+    say(rank=rank, **nccl_counts())
+
+
+def lost_in_a_sum(rank: int, opened: Communicators, device: torch.device) -> None:
+    """Rank 1 is killed; rank 0 has a sum with it under way, leaves, and goes on."""
+    import torch.distributed as dist
+
+    if rank == 1:
+        os._exit(9)
+    dist.all_reduce(torch.ones(4, device=device), group=opened.groups["both"], async_op=True)
+    time.sleep(TIMEOUT_S + 3.0)  # the watchdog would end the process about now
+    began = time.monotonic()
+    opened.leave()
+    took_s = time.monotonic() - began
+    torch.cuda.synchronize()
+    say(rank=rank, left_s=took_s, works=float(torch.zeros(1, device=device).cpu()) == 0.0, **nccl_counts())
+
+
+def silent_peer(rank: int, opened: Communicators, device: torch.device) -> None:
+    """Rank 1 sends nothing: rank 0 has an error with a name within the timeout, and ends."""
+    if rank == 1:
+        time.sleep(TIMEOUT_S + 2)
+        os._exit(0)
+    wanted = Label("act", 1, 0, 7, 0)
+    opened.receivers[1].post([Expected(wanted, (TensorSpec((4,), torch.float32),))])
+    began = time.monotonic()
+    try:
+        opened.receivers[1].recv(wanted, TIMEOUT_S)
+    except TransportError as error:
+        said = str(error)
+    took_s = time.monotonic() - began
+    opened.leave()
+    say(said=said, took_s=took_s, timeout_s=TIMEOUT_S, left_s=time.monotonic() - began - took_s)
+
+
+def opened_again(rank: int, opened: Communicators, device: torch.device) -> None:
+    """A side stream for each of 40 openings of the same edge: torch gives the 33rd the first one's again."""
+    from raypipe.runtime.transport.gpu.side_stream import CopyStream
+    from raypipe.runtime.update.side_stream import make_stream
+
+    second = make_stream(device)
+    edges = [CopyStream(device, "to 1").stream for _ in range(2 * STREAMS)]
+    say(same=all(one == edges[0] for one in edges), alias=any(one == second for one in edges))
+
+
+def memory(rank: int, opened: Communicators, device: torch.device) -> None:
+    """What the GPU has taken, by its own count, before a tensor of three 20 MiB segments, with it and after it."""
+    torch.cuda.mem_get_info()
+    before = taken_bytes()
+    x = torch.empty(60 << 20, dtype=torch.uint8, device=device)
+    held, grows = taken_bytes(), torch.cuda.memory_snapshot()[0]["is_expandable"]
+    del x
+    torch.cuda.empty_cache()
+    loading = os.environ["CUDA_MODULE_LOADING"]
+    say(before=before, held=held, after=taken_bytes(), grows=grows, cuda_module_loading=loading)
+
+
+BOTH_WAYS = ((0, 1), (1, 0))
+CASES: dict[str, tuple[int, Any, Any]] = {
+    "exchange": (2, BOTH_WAYS, None),
+    "lost_in_a_sum": (2, (), {"both": (0, 1)}),
+    "silent_peer": (2, BOTH_WAYS, None),
+    "opened_again": (1, (), None),
+    "memory": (1, (), None),
+}
+
+if __name__ == "__main__":
+    count, edges, groups = CASES[sys.argv[1]]
+    say(exits=together(count, edges, sys.argv[1], groups))

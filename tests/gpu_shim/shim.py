@@ -1,0 +1,99 @@
+"""The environment that the shim's tests run in: a virtual environment with torch's CUDA build and no library of CUDA.
+
+``python -m tests.gpu_shim.shim`` makes it (``make shim``). It takes 1.8 GB of disk, of which 0.5 GB are downloaded, and
+needs a C compiler and binutils. Everything else is taken from the environment that makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+VENV = Path(os.environ.get("GPU_SHIM_VENV", ROOT / ".venv-shim"))
+PYTHON = VENV / "bin" / "python"
+TORCH = "torch===2.13.0"
+"""From PyPI, where it is built for CUDA; ``===`` leaves out ``2.13.0+cpu``."""
+ENOUGH_BYTES = 3 << 30
+
+
+def lacking() -> str:
+    """Return why the tests cannot run here; empty if they can."""
+    tools = [name for name in ("gcc", "readelf", "nm") if shutil.which(name) is None]
+    if tools:
+        return f"{', '.join(tools)} not found"
+    return "" if PYTHON.exists() else f"no environment in {VENV}: make shim"
+
+
+def make() -> str:
+    """Make the environment where it is not there; return why it cannot be had, or an empty string."""
+    if PYTHON.exists():
+        return ""
+    free = shutil.disk_usage(VENV.parent).free
+    if free < ENOUGH_BYTES:
+        return f"{free >> 20} MiB of disk are free, and {ENOUGH_BYTES >> 20} are needed"
+    print(f"installing torch's CUDA build into {VENV}: 0.5 GB to download, 1.8 GB on disk", flush=True)
+    partial = VENV.with_name(VENV.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(partial)], check=True)
+    python = str(partial / "bin" / "python")
+    done = subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", TORCH], check=False)
+    if done.returncode:
+        shutil.rmtree(partial)
+        return f"pip could not install {TORCH}"
+    packages = Path(_said(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (packages / "zz_all_others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    partial.rename(VENV)
+    return ""
+
+
+def _said(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def libraries() -> Path:
+    """Build the shim's libraries, unless they are newer than their sources; return their folder."""
+    folder = VENV / "shim"
+    newest = max(source.stat().st_mtime for source in Path(__file__).parent.iterdir() if source.is_file())
+    if not (folder / "built").exists() or (folder / "built").stat().st_mtime < newest:
+        subprocess.run([str(PYTHON), str(Path(__file__).with_name("build.py")), str(folder)], check=True)
+        (folder / "built").touch()
+    return folder
+
+
+def run_case(name: str, limit_s: float = 150.0, **settings: object) -> list[dict[str, Any]]:
+    """Run a case of ``cases.py`` over the shim, and return what its processes said; none of them is left."""
+    with tempfile.TemporaryDirectory(prefix="raypipe-gpu-shim-") as meeting:
+        environment = os.environ | {
+            "LD_LIBRARY_PATH": str(libraries()), "GPU_SHIM_DIR": meeting, "PYTHONPATH": str(ROOT),
+            **{f"GPU_SHIM_{key.upper()}": str(value) for key, value in settings.items()},
+        }  # fmt: skip
+        with subprocess.Popen(
+            [str(PYTHON), "-m", "tests.gpu_shim.cases", name], cwd=ROOT, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                out, err = process.communicate(timeout=limit_s)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise AssertionError(f"{name} ended with {process.returncode}:\n{err[-3000:]}")
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+if __name__ == "__main__":
+    if why := make() or lacking():
+        print(f"the tests over the GPU shim are skipped: {why}")
+        sys.exit(0)
+    libraries()
+    sys.exit(subprocess.run([sys.executable, "-m", "pytest", "-v", "tests/gpu_shim"], cwd=ROOT, check=False).returncode)
