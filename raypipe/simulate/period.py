@@ -380,8 +380,10 @@ def wait_for_norm(
         first, last = graph.first[d], graph.first[d + 1]
         away = [(i, lag) for e in devices if e != d for i in complete[e]]
         if norm == "optimistic":
-            if heads[d] < last - first:
-                after[first + heads[d]] = away
+            for i in range(first + heads[d], last):  # the device stops there, and so does what it issues to networks
+                after[i] = away
+                if graph.tasks[i].kind not in NETWORK:
+                    break
             continue
         update = next(i for i in range(first, last) if graph.tasks[i].kind == "U")
         if any(i > update for i in complete[d]):

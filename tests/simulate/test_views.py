@@ -320,6 +320,21 @@ def test_several_steps(schedule: Schedule, sync: Sync, norm: NormPolicy, occupan
     assert series(whole, costs, 3, occupancy, norm) == expected
 
 
+def test_a_copy_without_micro_batches_sums_at_the_head_and_waits_there_for_the_norm() -> None:
+    """Its all-reduce comes first, where the device stops until the norm of the step before is known."""
+    orders = [[Task(kind, stage, (0,), 1) for kind in ("F", "BW")] for stage in (0, 1)]  # type: ignore[arg-type]
+    whole = add_updates(place_gradient_sync(Schedule.of_chain("one", [(0, 0), (0, 1)], orders, 1), "eager"))
+    assert whole.orders[0][0].kind == "AR"
+    free = (0.0, 0.0)
+    costs = CostTable(
+        forward=free, input_grad=free, weight_grad=free, recompute=free, all_reduce=(0.0, 3.0), update=free, comm=2.0
+    )
+    expected = step_ends(happens(whole, costs, 3, 0.0, "optimistic", runner=True), 3)
+    assert series(whole, costs, 3, 0.0, "optimistic") == expected
+    unlimited = step_ends(happens(whole, costs, 3, 0.0, "none", runner=True), 3)
+    assert expected[-1] > unlimited[-1]
+
+
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
