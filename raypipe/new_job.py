@@ -83,9 +83,9 @@ def _data(model: Path, data: str, column: str, text: dict[str, Any]) -> list[str
     if files[0].path.suffix.lower() in ARRAYS:
         return ["", "data:", "  type: arrays  # an array for each argument of the model, and labels", where]
     longest = next((n for key in ("max_position_embeddings", "n_positions") if isinstance(n := text.get(key), int)), 0)
+    limit = f"; the model takes up to {longest}" if longest else ""
     lines = [
-        f"  sequence: {min(longest or LONGEST, LONGEST)}  # tokens of a sample"
-        + f"; the model takes up to {longest}" * bool(longest),
+        f"  sequence: {min(longest or LONGEST, LONGEST)}  # tokens of a sample{limit}",
         "",
         "data:",
         "  type: documents  # packed into samples of that length, streamed",

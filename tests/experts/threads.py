@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import BrokenBarrierError
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from raypipe.tensor import group_of_thread
-from tests.tensor.threads import Meeting
+from tests.tensor.threads import Meeting, run_members
 
 T = TypeVar("T")
 
@@ -37,20 +34,4 @@ class Member:
 
 def run_copies(size: int, work: Callable[[int, Member], T]) -> list[T]:
     """Return what ``work(rank, member)`` returns on every member of a group, each in its thread."""
-    meeting = Meeting(size)
-
-    def run(rank: int) -> T:
-        member = Member(meeting, rank)
-        try:
-            with meeting.turn, group_of_thread(member, "experts"):  # type: ignore[arg-type]
-                return work(rank, member)
-        except BaseException:
-            meeting.barrier.abort()
-            raise
-
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(run, rank) for rank in range(size)]
-        errors = [e for f in futures if (e := f.exception()) is not None]
-        for error in sorted(errors, key=lambda e: isinstance(e, BrokenBarrierError)):
-            raise error
-        return [f.result() for f in futures]
+    return run_members(size, Member, "experts", work)

@@ -1,4 +1,4 @@
-"""A tensor group whose members are threads of one process: collectives by meeting at a barrier.
+"""A group whose members are threads of one process: collectives by meeting at a barrier.
 
 One thread runs at a time, from collective to collective, with the random keys that it set itself: a process keeps one
 set of them.
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from raypipe.models.keyed_random import swap_keys
-from raypipe.tensor import group_of_thread
+from raypipe.tensor import Axis, group_of_thread
 
-T = TypeVar("T")
+M, T = TypeVar("M"), TypeVar("T")
 
 
 class Meeting:
@@ -64,14 +64,22 @@ class TensorRankWork:
 
 
 def run_tensor_ranks(size: int, work: Callable[[int, TensorRankWork], T]) -> list[T]:
-    """``work(rank, member)`` on every member of a group, each in its thread; what each returned."""
+    """``work(rank, member)`` on every member of a tensor group, each in its thread; what each returned."""
+    return run_members(size, TensorRankWork, "tensor", work)
+
+
+def run_members(size: int, kind: Callable[[Meeting, int], M], axis: Axis, work: Callable[[int, M], T]) -> list[T]:
+    """``work(rank, member)`` on every member of a group of this axis, made by ``kind``, each in its thread.
+
+    Of several errors the first is raised that is not only about another member's.
+    """
     meeting = Meeting(size)
 
     def run(rank: int) -> T:
-        tensor_rank = TensorRankWork(meeting, rank)
+        member = kind(meeting, rank)
         try:
-            with meeting.turn, group_of_thread(tensor_rank):
-                return work(rank, tensor_rank)
+            with meeting.turn, group_of_thread(member, axis):  # type: ignore[arg-type]
+                return work(rank, member)
         except BaseException:
             meeting.barrier.abort()
             raise
@@ -79,7 +87,6 @@ def run_tensor_ranks(size: int, work: Callable[[int, TensorRankWork], T]) -> lis
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(run, rank) for rank in range(size)]
         errors = [e for f in futures if (e := f.exception()) is not None]
-        for error in errors:
-            if not isinstance(error, threading.BrokenBarrierError):
-                raise error
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
         return [f.result() for f in futures]
