@@ -1,10 +1,10 @@
 """Published tokens/s per GPU and memory beside raypipe's prediction of the same layout.
 
-Run: ``python -m tests.bench.published [FILE]`` (``FILE``: rows in the form of rows.json; ``--merits``: the orders of merit
-alone; ``--only N ...``: these rows; ``--choose SECONDS``: what raypipe would have chosen instead, and its
+Run: ``python -m tests.bench.published [FILE]`` (``FILE``: rows in the form of rows.json; ``--merits``: the orders of
+merit alone; ``--only N ...``: these rows; ``--choose SECONDS``: what raypipe would have chosen instead, and its
 predicted gain). A few seconds on one core and those of the choices, and half a minute for models that have not been
-captured yet. The device files' figures come from data sheets and kernel benchmarks; none is fitted to these rows. Ends
-with status 1 above its limits, or where another one wins. The last line is the summary.
+captured yet. The device files' figures come from data sheets and kernel benchmarks; none is fitted to these rows.
+Ends with status 1 above its limits, or where another one wins. The last line is the summary.
 """
 
 from __future__ import annotations
