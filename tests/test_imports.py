@@ -17,7 +17,7 @@ LAYERS = [
 RUNTIME = [
     "transport", "clocks", "process", "backward", "stage", "update", "validation", "setup", "hosts",
     "executor", "compiled", "graphs", "samples", "state", "recovery", "worker", "group", "saving", "driver",
-    "cluster", "emulation",
+    "cluster", "emulation", "session",
 ]  # fmt: skip
 """The rooms of ``runtime``, in their order; the files beside them are the driver's."""
 PLANNING = {

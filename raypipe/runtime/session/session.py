@@ -1,0 +1,275 @@
+"""A session: the workers of a plan stay up, and calls from outside run on them in the order in which they come.
+
+``forward`` returns the log-probability of every target, ``forward_backward`` adds gradients to those of the calls
+before, ``optim_step`` updates. Calls are queued with the workers as steps of a run are, so that devices go from one to
+the next without waiting for whoever called.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from raypipe.errors import SampleCountError, SpecError
+from raypipe.job.spec import JobSpec
+from raypipe.models import GptLayers, LayeredModel, build_model
+from raypipe.models.captured import CapturedModel
+from raypipe.models.task import NextToken
+from raypipe.plan.online.better_order import running_of
+from raypipe.plan.plan import Plan
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.hosts.host_check import check_hosts
+from raypipe.runtime.session.call_data import CallData, Datum, Limits, check, pack
+from raypipe.runtime.session.call_programs import KEPT, CallPrograms, Key, Kind
+from raypipe.runtime.session.session_worker import AdamW, CallPart
+from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
+from raypipe.runtime.set_up_workers import setups_of
+from raypipe.runtime.setup.communicators import check_devices
+
+QUEUED = 8
+"""Calls that are queued with the workers; whoever makes another one waits until the oldest has ended."""
+INLINE_BYTES = 64 << 10
+"""Data of a call that travels with it; larger data is put into Ray's object store once, for all workers."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a call on data returns."""
+
+    loss_sum: float
+    """The loss, summed over all positions of all sequences."""
+    logprobs: Sequence[NDArray[Any]]
+    """Of each sequence, ``[length]``: the log-probability of each target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What an update returns."""
+
+    step: int
+    """Number of updates of the session so far."""
+    grad_norm: float
+    """Global norm of the gradients, before clipping."""
+
+
+class Pending(Generic[T]):
+    """A call that has been queued."""
+
+    def __init__(self, refs: list[Any], read: Callable[[list[Any]], T]) -> None:
+        self.refs, self._read = refs, read
+
+    def result(self) -> T:
+        """Wait for the call, and return its result.
+
+        Raises:
+            ray.exceptions.RayError: it failed, or a worker died.
+        """
+        return self._read(ray.get(self.refs))
+
+
+class Session:
+    """The calls on the workers of a plan.
+
+    Args:
+        job: the job; of its ``train`` section the seed, ``dtype``, ``decay`` and time limits count.
+        plan: the plan, for ``job.train.batch`` sequences.
+        directory: of the run.
+        workers: ``StageSession`` actors, one per rank.
+
+    Raises:
+        SpecError: sessions cannot run such a job.
+    """
+
+    def __init__(self, job: JobSpec, plan: Plan, directory: Path, workers: WorkerGroup) -> None:
+        check_job(job, plan)
+        self.job, self.plan, self.workers = asked_of_workers(job), plan, workers
+        self.limits = limits_of(build_model(job, None, 0, plan.parallel), job)
+        self._directory = directory
+        self._programs = CallPrograms(plan, job.train.batch, not workers.on_cpus())
+        self._known: OrderedDict[Key, None] = OrderedDict()
+        self._queued: deque[Pending[Any]] = deque()
+        self._lock = threading.Lock()
+        self._calls = self._updates = 0
+        self._gradients = False
+        """Whether there is something to update with."""
+
+    def set_up(self, checkpoint: Path | None = None) -> None:
+        """Build the stages on the workers; call it before anything else.
+
+        Raises:
+            ClusterError: the nodes cannot run the job together.
+        """
+        workers, job = self.workers, self.job
+        check_devices(workers.locations)
+        check_hosts(
+            workers.actors, workers.locations, timeout_s=job.train.message_timeout_s
+        )  # there is no data to find
+        running = running_of(self.plan, job.train.batch, clips=False)
+        setups = setups_of(workers, job, running, self._directory, checkpoint, False, 0, recovers=False, left_out=0)
+        ray.get(workers.call_each("setup", [(one,) for one in setups]))
+
+    def forward(
+        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS
+    ) -> Pending[Outputs]:
+        """Queue a forward; dropout draws nothing in it.
+
+        Raises:
+            SpecError: the data does not fit the loss or the model.
+        """
+        return self._call("forward", data, loss, options)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS
+    ) -> Pending[Outputs]:
+        """Queue a forward and backward, whose gradients are added to those since the last update.
+
+        Raises:
+            SpecError: the data does not fit the loss or the model.
+        """
+        return self._call("backward", data, loss, options)
+
+    def optim_step(self, adam: AdamW) -> Pending[Updated]:
+        """Queue an update with the gradients of all calls since the last one.
+
+        Raises:
+            SpecError: there are none, or a number is out of range.
+        """
+        check_adam(adam)
+        with self._lock:
+            if not self._gradients:
+                raise SpecError("optim_step", "no forward_backward has come since the last one", "call it first")
+            self._gradients = False
+            self._updates += 1
+            key, step = Key("update", 0), self._updates
+            refs = self._queue(key, "update", (adam,))
+            return self._remember(Pending(refs, lambda shares: Updated(step, math.sqrt(math.fsum(shares)))))
+
+    def _call(self, kind: Kind, data: Sequence[Datum], loss: str, options: Options) -> Pending[Outputs]:
+        check(data, loss, options, self.limits)
+        with self._lock:
+            count, each = self._programs.fitting(len(data)), self._programs.each
+            dtype = "float64" if self.job.train.dtype == "float64" else "float32"
+            call = pack(data, each, count, self.limits, dtype)
+            size = sum(values.nbytes for values in call.rows.values())
+            sent: Any = call if size <= INLINE_BYTES else ray.put(call)
+            refs = self._queue(Key(kind, count), "run_call", (sent, loss, dict(options)))
+            self._gradients = self._gradients or kind == "backward"
+            return self._remember(Pending(refs, lambda parts: _outputs(data, call, parts)))
+
+    def _queue(self, key: Key, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+        while len(self._queued) >= QUEUED:
+            oldest = self._queued.popleft()
+            ray.wait(oldest.refs, num_returns=len(oldest.refs))
+        if key not in self._known:
+            made = self._programs.programs(key)
+            self.workers.call_each("learn", [(key, program) for program in made])
+            if len(self._known) >= 3 * KEPT:
+                old, _ = self._known.popitem(last=False)
+                self.workers.call("forget", old)
+        self._known[key] = None
+        self._known.move_to_end(key)
+        number, self._calls = self._calls, self._calls + 1
+        return self.workers.call(method, number, key, *arguments)
+
+    def _remember(self, call: Pending[T]) -> Pending[T]:
+        self._queued.append(call)
+        return call
+
+
+def _outputs(data: Sequence[Datum], call: CallData, parts: Sequence[CallPart]) -> Outputs:
+    counted = sum(part.samples for part in parts)
+    if counted != len(call.order):
+        why = f"its loss covers {counted} sequences instead of {len(call.order)}"
+        raise SampleCountError("a call", why, "this is a fault of raypipe: report it with the run's plan.json")
+    found = {row: values for part in parts for row, values in part.logprobs.items()}
+    logprobs = [found[i][: len(one.tokens)] for i, one in enumerate(data)]
+    return Outputs(math.fsum(part.loss_sum for part in parts), logprobs)
+
+
+def check_adam(adam: AdamW) -> None:
+    """Raise SpecError where a number of an update is out of range."""
+    values: Mapping[str, tuple[float, float, float]] = {
+        "learning_rate": (adam.lr, 0.0, math.inf),
+        "beta1": (adam.betas[0], 0.0, 1.0),
+        "beta2": (adam.betas[1], 0.0, 1.0),
+        "eps": (adam.eps, 0.0, math.inf),
+        "weight_decay": (adam.weight_decay, 0.0, math.inf),
+        "grad_clip_norm": (0.0 if adam.clip is None else adam.clip, 0.0, math.inf),
+    }
+    for name, (value, least, below) in values.items():
+        if not least <= value < below:  # also where it is not a number
+            raise SpecError(f"optim_step.{name}", f"is {value}", f"use a number from {least:g}, below {below:g}")
+
+
+REFUSED = "sessions run"
+"""How the reasons for which jobs are refused begin."""
+
+
+def check_job(job: JobSpec, plan: Plan) -> None:
+    """Raise SpecError where a job or its plan asks for what sessions do not have."""
+    parallel, train = plan.parallel, job.train
+    wanted: list[tuple[str, Any, Any, str]] = [
+        ("train.optimizer", train.optimizer, "adamw", "AdamW"),
+        ("train.compile", train.compile, "none", "stages eagerly"),
+        ("train.cuda_graphs", train.cuda_graphs, "none", "stages eagerly"),
+        ("train.label_smoothing", train.label_smoothing, 0, "the losses of their calls"),
+        ("parallel.tensor", parallel.tensor, 1, "without tensor parallelism"),
+        ("parallel.experts", parallel.experts, 1, "without expert parallelism"),
+        ("parallel.slices", parallel.slices, 1, "whole sequences"),
+        ("parallel.shard", parallel.shard, "none", "replicas that hold whole stages"),
+        ("parallel.side_stream", parallel.side_stream, None, "one stream"),
+        ("parallel.placement", parallel.placement == "branches", False, "models that are a chain"),
+    ]
+    for key, have, want, how in wanted:
+        if have != want:
+            raise SpecError(key, f"{REFUSED} {how}", f"set {key} to {want}, or use raypipe train")
+    if parallel.by_layer:
+        raise SpecError("parallel.sync", f"{REFUSED} updates of their own", "use sync: lazy, or raypipe train")
+    if plan.one_copy().versions != "flush":
+        why = f"{REFUSED} synchronous schedules, and {parallel.schedule} keeps several versions of the weights"
+        raise SpecError("parallel.schedule", why, "use 1f1b, zb-h1, zb-v or chimera")
+
+
+def asked_of_workers(job: JobSpec) -> JobSpec:
+    """Return the job with which workers are set up: a call may clip, and a group of parameters that decays says so."""
+    clips = {} if job.train.clip is not None else {"clip": 1.0}
+    train = job.train.model_copy(update={"weight_decay": 1.0, "on_nonfinite": "stop", **clips})
+    return job.model_copy(update={"train": train})
+
+
+def limits_of(model: LayeredModel, job: JobSpec) -> Limits:
+    """Return what a model takes.
+
+    Raises:
+        SpecError: it does not predict the next token of every position, or depends on the other sequences of a call.
+    """
+    if not isinstance(model.task, NextToken) or model.batch_statistics:
+        raise SpecError("model", f"{REFUSED} language models that predict the next token", "use a causal one")
+    if isinstance(model, GptLayers):
+        return Limits(model.model.vocabulary, model.model.sequence)
+    assert isinstance(model, CapturedModel)
+    (logits,) = model.graph.outputs.values()
+    kind = model.graph.operations[logits].type
+    vocabulary = kind.shape[-1] if kind is not None else None
+    if not isinstance(vocabulary, int):
+        raise SpecError("model", "the size of its vocabulary is not fixed", "use a causal language model")
+    return Limits(vocabulary, int(job.model.sequence or 1), model.shortest_slice)
+
+
+def arrays(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
+    """Make a sequence from Python's lists; ``target_tokens`` are whole numbers, all else is not."""
+    found = {
+        name: np.asarray(values, np.int64 if name == "target_tokens" else np.float64) for name, values in inputs.items()
+    }
+    return Datum(np.asarray(tokens, np.int64), found)
