@@ -104,8 +104,7 @@ def autoconfigure(
     from raypipe.observe.tables import batches_document, batches_table
     from raypipe.plan.choose import POLICIES, choose
     from raypipe.plan.decision_json import as_json
-    from raypipe.plan.hybrid import load_epochs
-    from raypipe.plan.time_to_target import rank_batches
+    from raypipe.plan.hybrid import load_epochs, rank_batches
     from raypipe.plan.watch import BUDGET_S
     from raypipe.profiling.profile_and_plan import as_profiled, choose_budget, with_budget
     from raypipe.search.budget import Budget

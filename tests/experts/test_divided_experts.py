@@ -94,6 +94,8 @@ def test_one_expert_gets_every_token() -> None:
         y = experts(x, numbers[rows[rank]], w)
         y.square().sum().backward()
         assert len(member.calls) == 8
+        assert experts.take_loads().tolist() == [0, 0, 0, len(x)]
+        assert experts.take_loads() is None
         return y.detach(), x.grad, w.grad, *(p.grad for p in experts.parameters())
 
     empty, full = run_copies(2, work)

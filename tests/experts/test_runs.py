@@ -33,6 +33,12 @@ def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory, stage
     return drive(job_of(text_folder, {}), stage_pool, tmp_path_factory.mktemp("alone"))
 
 
+@pytest.fixture(scope="module")
+def known_loads() -> dict[str, Any]:
+    """What the first plan's routers did."""
+    return {}
+
+
 TWO = {"replicas": 2, "experts": 2}
 PLANS = [
     {"schedule": "1f1b", "stages": 2, **TWO},
@@ -56,7 +62,9 @@ RECOMPUTED_LAYERS = {"early-recompute": 2, "full": 2, "[2]": 1}
 
 @pytest.mark.runs
 @pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
-def test_the_losses_are_those_of_one_device(parallel, reference, stage_pool, text_folder, tmp_path) -> None:
+def test_the_losses_are_those_of_one_device(
+    parallel, reference, known_loads, stage_pool, text_folder, tmp_path
+) -> None:
     """Clipping: the norm counts every value once. The validation batch, and the saved values, are the same too."""
     done = drive(job_of(text_folder, parallel), stage_pool, tmp_path)
     assert done.losses == pytest.approx(reference.losses, abs=1e-9, rel=0)
@@ -65,6 +73,10 @@ def test_the_losses_are_those_of_one_device(parallel, reference, stage_pool, tex
     recomputed = RECOMPUTED_LAYERS.get(str(parallel.get("recompute", parallel["schedule"])), 0)
     microbatches = 8 // parallel.get("microbatch", 2) // parallel["experts"]
     assert done.driver.counts["expert_all_to_all"] == ((5 + 3) * 2 + 5 * recomputed) * microbatches
+    loads = [row["expert_load"] for row in done.rows]  # of the whole mini-batch: the same for every plan
+    assert all(1.0 < load < 4.0 for step in loads for load in step.values())
+    assert loads == known_loads.setdefault("loads", loads)
+    assert list(loads[0]) == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
     saved, alone = (open_checkpoint(run.checkpoints[4]) for run in (done, reference))
     assert saved.keys == alone.keys
     expected = alone.read(alone.keys)
