@@ -8,6 +8,7 @@ the next without waiting for whoever called.
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +85,7 @@ class Session:
     Args:
         job: the job; of its ``train`` section the seed, ``dtype``, ``decay`` and time limits count.
         plan: the plan, for ``job.train.batch`` sequences.
-        directory: of the run.
+        directory: one without prepared data; a call brings its own.
         workers: ``StageSession`` actors, one per rank.
 
     Raises:
@@ -104,7 +105,7 @@ class Session:
         self._gradients = False
         """Whether there is something to update with."""
 
-    def set_up(self, checkpoint: Path | None = None) -> None:
+    def set_up(self) -> None:
         """Build the stages on the workers; call it before anything else.
 
         Raises:
@@ -116,7 +117,8 @@ class Session:
             workers.actors, workers.locations, timeout_s=job.train.message_timeout_s
         )  # there is no data to find
         running = running_of(self.plan, job.train.batch, clips=False)
-        setups = setups_of(workers, job, running, self._directory, checkpoint, False, 0, recovers=False, left_out=0)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        setups = setups_of(workers, job, running, self._directory, None, False, 0, recovers=False, left_out=0)
         ray.get(workers.call_each("setup", [(one,) for one in setups]))
 
     def forward(
@@ -154,6 +156,28 @@ class Session:
             key, step = Key("update", 0), self._updates
             refs = self._queue(key, "update", (adam,))
             return self._remember(Pending(refs, lambda shares: Updated(step, math.sqrt(math.fsum(shares)))))
+
+    def save(self, folder: Path) -> Pending[Path]:
+        """Queue writing the weights and the optimizer's state into a folder, which is there when all is written; what
+        was there before is replaced then."""
+        partial = folder.with_name(f".{folder.name}.partial")
+
+        def whole(_: list[Any]) -> Path:
+            shutil.rmtree(folder, ignore_errors=True)
+            return partial.rename(folder)
+
+        with self._lock:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            refs = self.workers.call("write_weights", partial)
+            return self._remember(Pending(refs, whole))
+
+    def load(self, folder: Path, with_optimizer: bool) -> Pending[None]:
+        """Queue reading weights that ``save`` wrote; gradients since the last update are dropped."""
+        with self._lock:
+            self._gradients = False
+            refs = self.workers.call("read_weights", folder, with_optimizer)
+            return self._remember(Pending(refs, lambda _: None))
 
     def _call(self, kind: Kind, data: Sequence[Datum], loss: str, options: Options) -> Pending[Outputs]:
         check(data, loss, options, self.limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.replacement import parts_when_lost
 from raypipe.runtime.session.call_data import PADDING, CallData
 from raypipe.runtime.session.call_programs import Key
+from raypipe.runtime.session.saved_weights import read, write
 from raypipe.runtime.session.token_losses import ROW, TOKENS, CallTask, Options
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
@@ -141,3 +143,23 @@ class StageSession(StageWorker):
         assert isinstance(updates, Updates)
         updates.limit = adam.clip
         return self.executor.run(self.programs[key], number, adam.lr).norm_squared
+
+    @raises_device_errors
+    @parts_when_lost
+    def write_weights(self, folder: Path) -> None:
+        """Write the weights that this device is the first to hold, and their optimizer's state, into a folder."""
+        first = [key for key in self.modules if key[1] == 0]
+        write(folder, self.rank, [(self.modules[key].trained, self.optimizers[key]) for key in first])
+
+    @raises_device_errors
+    @parts_when_lost
+    def read_weights(self, folder: Path, with_optimizer: bool) -> None:
+        """Read weights, and with them the optimizer's state or none; gradients since the last update are dropped.
+
+        Raises:
+            CheckpointError: they are those of another model.
+        """
+        read(folder, [(m.trained, self.optimizers[key]) for key, m in self.modules.items()], with_optimizer)
+        for key in self.modules:
+            self.executor.sync.drop(key)
+        self.executor.casts.drop()
