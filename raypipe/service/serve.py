@@ -21,17 +21,20 @@ from raypipe.train import Prepared, prepare_run
 
 TOKEN = "RAYPIPE_SERVE_TOKEN"
 """Environment variable with the secret that clients send as their API key; a command line can be read by others."""
+ADAPTERS = 16
+"""Models at once where each has only adapters of its own; all weights take as much memory for each as for the first."""
 Say = Callable[[str], None]
 
 
-def serve(job: JobSpec, directory: Path | None, host: str, port: int, say: Say) -> None:
+def serve(job: JobSpec, directory: Path | None, host: str, port: int, models: int | None, say: Say) -> None:
     """Serve a job's model until SIGINT or SIGTERM.
 
     Args:
         job: the job; its data and most of ``train`` are those of ``raypipe train`` and count for nothing here.
         directory: of the run, for the plan and checkpoints; None for a new one.
         host: the address to listen on.
-        port: the port; 0 for a free one.
+        port: the port.
+        models: that clients may have at once; None for ``ADAPTERS`` of them where adapters are trained, or else one.
         say: called with what there is to say, line by line.
 
     Raises:
@@ -71,7 +74,7 @@ def serve(job: JobSpec, directory: Path | None, host: str, port: int, say: Say) 
         reservation.give_back()
         raise
     try:
-        service = started(prepared, workers)
+        service = started(prepared, workers, models)
         app = make_app(service, host, token, tokenizer_of(job))
         server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False))
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -87,12 +90,13 @@ def of_calls(job: JobSpec) -> JobSpec:
     return job.model_copy(update={"data": DataSpec(type="bytes", path="stdlib")})
 
 
-def started(prepared: Prepared, workers: WorkerGroup) -> Service:
+def started(prepared: Prepared, workers: WorkerGroup, models: int | None) -> Service:
     """Return the service of a prepared job on running workers."""
     session = Session(prepared.job, prepared.plan, prepared.directory / "session", workers)
     session.set_up()
     lora = prepared.job.model.lora if isinstance(prepared.job.model, HfSpec) else None
-    service = Service(session, name_of(prepared.job), prepared.directory, 0 if lora is None else lora.r)
+    rank, usual = (0, 1) if lora is None else (lora.r, ADAPTERS)
+    service = Service(session, name_of(prepared.job), prepared.directory, rank, models or usual)
     service.begin()
     return service
 

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ class Model:
 
     id: str
     session: str
+    slot: int
+    """Of the runtime's session."""
     steps: int = 0
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -50,25 +52,19 @@ class Client:
     models: list[str] = field(default_factory=list)
 
 
-class Done:
-    """What needs no worker."""
-
-    def result(self) -> None:
-        """Return nothing, at once."""
-
-
 class Service:
     """Sessions, models and checkpoints of the clients of one server.
 
     Args:
-        session: the runtime's; its weights belong to one model at a time.
+        session: the runtime's; each model has a slot of it.
         base: the name of the base model.
         directory: the run's; checkpoints are in ``checkpoints/MODEL/KIND/NAME``.
         rank: of the job's adapters (``model.lora``); 0 where all weights are trained.
+        most: models that there may be at once; each has what is trained, its gradients and the optimizer's state.
     """
 
-    def __init__(self, session: Session, base: str, directory: Path, rank: int = 0) -> None:
-        self.session, self.base, self.directory, self.rank = session, base, directory, rank
+    def __init__(self, session: Session, base: str, directory: Path, rank: int = 0, most: int = 1) -> None:
+        self.session, self.base, self.directory, self.rank, self.most = session, base, directory, rank, most
         self.requests = Requests(failed)
         self._clients: dict[str, Client] = {}
         self._models: dict[str, Model] = {}
@@ -125,9 +121,10 @@ class Service:
 
     def _end(self, session: str) -> None:
         client = self._client(session)
-        for model in client.models:
-            self._models.pop(model, None)
         self.requests.close_lines(session, client.models)
+        for name in client.models:
+            slot = self._models.pop(name).slot
+            self.requests.then(partial(self.session.free, slot))
         del self._clients[session]
 
     # Models.
@@ -158,23 +155,25 @@ class Service:
             raise SpecError("base_model", f'"{name}" is not served here', f'use "{self.base}"')
 
     def _make(self, asked: Any, body: bytes, folder: Path, with_optimizer: bool) -> tuple[str, str]:
-        model = Model(f"{asked.session_id}:train:{asked.model_seq_id}", asked.session_id)
-        kind = asked.type
+        name, kind = f"{asked.session_id}:train:{asked.model_seq_id}", asked.type
         with self._lock:
             client = self._client(asked.session_id)
-            others = [name for name in self._models if name != model.id]
-            if others:
-                why = "the weights of this server belong to another model until its session ends"
-                raise SpecError("create_model", why, "end that session, or serve a job of its own for each")
-            if model.id not in self._models:
+            model = self._models.get(name)
+            if model is None:
+                taken = {one.slot for one in self._models.values()}
+                if len(taken) >= self.most:
+                    why = f"this server has {self.most} models at once, and others have them until their sessions end"
+                    raise SpecError("create_model", why, "end a session, or serve with more --models")
+                model = Model(name, asked.session_id, min(set(range(self.most)) - taken))
                 client.models.append(model.id)
                 self._models[model.id] = model
+            slot = model.slot
             one = Accepted(
                 f"{model.id}:0",
                 asked.session_id,
                 digest_of(body),
-                lambda: self.session.load(folder, with_optimizer),
-                lambda _: Result({"type": kind, "model_id": model.id, "path": None}),
+                lambda: self.session.load(folder, with_optimizer, slot),
+                lambda _: Result({"type": kind, "model_id": name, "path": None}),
                 len(body),
             )
             return self.requests.accept_first(model.id, one), model.id
@@ -218,7 +217,7 @@ class Service:
         def finish(outputs: Outputs) -> Result:
             return Result(protobuf=output_bytes(outputs.logprobs, {"loss:sum": outputs.loss_sum}))
 
-        one = self._accepted(model, number, body, lambda: queue(data, loss, options), finish)
+        one = self._accepted(model, number, body, lambda: queue(data, loss, options, model.slot), finish)
         return self.requests.accept(model.id, number, one), model.id
 
     def optim_step(self, asked: Any, body: bytes) -> tuple[str, str]:
@@ -241,7 +240,7 @@ class Service:
             model.steps += 1
             return Result({"type": "optim_step", "metrics": {"grad_norm": updated.grad_norm, "step": model.steps}})
 
-        one = self._accepted(model, number, body, lambda: self.session.optim_step(adam), finish)
+        one = self._accepted(model, number, body, lambda: self.session.optim_step(adam, model.slot), finish)
         return self.requests.accept(model.id, number, one), model.id
 
     def _accepted(self, model: Model, number: int, body: bytes, start: Any, finish: Any) -> Accepted:
@@ -274,7 +273,7 @@ class Service:
             (saved / ABOUT).write_text(json.dumps(about), encoding="utf-8")
             return Result({"type": asked.type, "path": path})
 
-        one = self._accepted(model, number, body, lambda: self.session.save(folder), finish)
+        one = self._accepted(model, number, body, lambda: self.session.save(folder, model.slot), finish)
         return self.requests.accept(model.id, number, one), model.id
 
     def load(self, asked: Any, body: bytes) -> tuple[str, str]:
@@ -297,7 +296,7 @@ class Service:
             model,
             number,
             body,
-            lambda: self.session.load(folder, with_optimizer),
+            lambda: self.session.load(folder, with_optimizer, model.slot),
             lambda _: Result({"type": "load_weights", "path": path, "model_id": model.id}),
         )
         return self.requests.accept(model.id, number, one), model.id

@@ -54,7 +54,7 @@ def serving(session_of: Opened, tmp_path_factory: pytest.TempPathFactory) -> Ite
     from raypipe.service.service import Service
     from tests.runtime.session.test_session import job_of
 
-    service = Service(session_of(job_of({})), BASE, tmp_path_factory.mktemp("served"))
+    service = Service(session_of(job_of({})), BASE, tmp_path_factory.mktemp("served"), most=2)
     service.begin()
     server = Serving(service)
     yield server

@@ -142,7 +142,6 @@ def wrong_verbs(session: str, model: str) -> Iterator[Request]:
                         ("session_id", "none"), ("session_id", None), ("type", "create_models")):  # fmt: skip
         right = {"session_id": session, "model_seq_id": 1, "base_model": BASE}
         yield verb("create_model", {**right, name: value})
-    yield verb("create_model", {"session_id": session, "model_seq_id": 1, "base_model": BASE})  # there is one already
     yield verb("session_heartbeat", {"session_id": "none"})
     yield verb("get_info", {"model_id": "none"})
     for request in ("", "none", f"{model}:999", "../..", None, 7):

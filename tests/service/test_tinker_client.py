@@ -71,15 +71,42 @@ def test_a_script_for_tinker_trains(serving: Serving) -> None:
     for loss in ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"):
         step(loss)
     path = training.save_state("after-six").result().path
+    assert path.endswith("/weights/after-six")
     kept = {name: p.detach().clone() for name, p in plain.model.state_dict().items()}
     state = plain.optimizer.state_dict()
     step("cross_entropy")
-    again = client.create_training_client_from_state_with_optimizer
     training.load_state_with_optimizer(path).result()
     plain.model.load_state_dict(kept)
     plain.optimizer.load_state_dict(state)
     step("cross_entropy")
-    assert again is not None
+    plain.model.load_state_dict(kept)
+    plain.optimizer.load_state_dict(state)
+    training = client.create_training_client_from_state_with_optimizer(path).result()  # a second model
+    step("cross_entropy")
+
+
+def test_two_clients_at_once_train_a_model_each(serving: Serving) -> None:
+    """Their calls come interleaved, and each model is as if it were alone."""
+    clients = [client_of(serving), client_of(serving)]
+    trained = [client.create_lora_training_client(base_model=BASE, rank=0).result() for client in clients]
+    plain = [PlainCalls(whole_gpt(job_of({}))) for _ in trained]
+    rng = random.Random(8)
+    for _ in range(6):
+        queued = []
+        for which, training in enumerate(trained):
+            data = rounded(sampled(rng, "ppo", 3))
+            call = training.forward_backward(sent(data), "ppo")
+            update = training.optim_step(tinker.AdamParams(learning_rate=0.01 * (which + 1), eps=1e-8))
+            queued.append((which, data, call, update))
+        for which, data, call, update in queued:
+            expected, _ = plain[which].forward_backward(data, "ppo")
+            norm = plain[which].optim_step(AdamW(lr=0.01 * (which + 1), eps=1e-8))
+            assert call.result().metrics["loss:sum"] == pytest.approx(expected, abs=1e-9)
+            assert update.result().metrics["grad_norm"] == pytest.approx(norm, abs=1e-9)
+    with pytest.raises(tinker.BadRequestError, match="this server has 2 models at once"):
+        clients[0].create_lora_training_client(base_model=BASE, rank=0).result()
+    serving.service.end_session(clients[1].holder.get_session_id())
+    assert clients[0].create_lora_training_client(base_model=BASE, rank=0).result().model_id
 
 
 def test_a_custom_loss_is_computed_by_the_client(serving: Serving) -> None:
