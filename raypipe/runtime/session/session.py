@@ -8,8 +8,9 @@ the next without waiting for whoever called.
 from __future__ import annotations
 
 import math
+import shutil
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ class Updated:
     """What an update returns."""
 
     step: int
-    """Number of updates of the session so far."""
+    """Number of updates of its slot so far."""
     grad_norm: float
     """Global norm of the gradients, before clipping."""
 
@@ -81,10 +82,13 @@ class Pending(Generic[T]):
 class Session:
     """The calls on the workers of a plan.
 
+    Calls name a slot: a model of its own, with weights, gradients and optimizer state (``slots``). One that is new
+    begins with the weights that ran last; ``load`` gives it others.
+
     Args:
         job: the job; of its ``train`` section the seed, ``dtype``, ``decay`` and time limits count.
         plan: the plan, for ``job.train.batch`` sequences.
-        directory: of the run.
+        directory: one without prepared data; a call brings its own.
         workers: ``StageSession`` actors, one per rank.
 
     Raises:
@@ -100,11 +104,12 @@ class Session:
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._queued: deque[Pending[Any]] = deque()
         self._lock = threading.Lock()
-        self._calls = self._updates = 0
-        self._gradients = False
-        """Whether there is something to update with."""
+        self._calls = 0
+        self._updates: Counter[int] = Counter()
+        self._gradients: set[int] = set()
+        """Slots that have something to update with."""
 
-    def set_up(self, checkpoint: Path | None = None) -> None:
+    def set_up(self) -> None:
         """Build the stages on the workers; call it before anything else.
 
         Raises:
@@ -116,30 +121,31 @@ class Session:
             workers.actors, workers.locations, timeout_s=job.train.message_timeout_s
         )  # there is no data to find
         running = running_of(self.plan, job.train.batch, clips=False)
-        setups = setups_of(workers, job, running, self._directory, checkpoint, False, 0, recovers=False, left_out=0)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        setups = setups_of(workers, job, running, self._directory, None, False, 0, recovers=False, left_out=0)
         ray.get(workers.call_each("setup", [(one,) for one in setups]))
 
     def forward(
-        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS
+        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
     ) -> Pending[Outputs]:
         """Queue a forward; dropout draws nothing in it.
 
         Raises:
             SpecError: the data does not fit the loss or the model.
         """
-        return self._call("forward", data, loss, options)
+        return self._call("forward", data, loss, options, slot)
 
     def forward_backward(
-        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS
+        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
     ) -> Pending[Outputs]:
         """Queue a forward and backward, whose gradients are added to those since the last update.
 
         Raises:
             SpecError: the data does not fit the loss or the model.
         """
-        return self._call("backward", data, loss, options)
+        return self._call("backward", data, loss, options, slot)
 
-    def optim_step(self, adam: AdamW) -> Pending[Updated]:
+    def optim_step(self, adam: AdamW, slot: int = 0) -> Pending[Updated]:
         """Queue an update with the gradients of all calls since the last one.
 
         Raises:
@@ -147,15 +153,44 @@ class Session:
         """
         check_adam(adam)
         with self._lock:
-            if not self._gradients:
+            if slot not in self._gradients:
                 raise SpecError("optim_step", "no forward_backward has come since the last one", "call it first")
-            self._gradients = False
-            self._updates += 1
-            key, step = Key("update", 0), self._updates
-            refs = self._queue(key, "update", (adam,))
+            self._gradients.discard(slot)
+            self._updates[slot] += 1
+            key, step = Key("update", 0), self._updates[slot]
+            refs = self._queue(key, "update", slot, (adam,))
             return self._remember(Pending(refs, lambda shares: Updated(step, math.sqrt(math.fsum(shares)))))
 
-    def _call(self, kind: Kind, data: Sequence[Datum], loss: str, options: Options) -> Pending[Outputs]:
+    def save(self, folder: Path, slot: int = 0) -> Pending[Path]:
+        """Queue writing the weights and the optimizer's state into a folder, which is there when all is written; what
+        was there before is replaced then."""
+        partial = folder.with_name(f".{folder.name}.partial")
+
+        def whole(_: list[Any]) -> Path:
+            shutil.rmtree(folder, ignore_errors=True)
+            return partial.rename(folder)
+
+        with self._lock:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            refs = self.workers.call("write_weights", slot, partial)
+            return self._remember(Pending(refs, whole))
+
+    def load(self, folder: Path, with_optimizer: bool, slot: int = 0) -> Pending[None]:
+        """Queue reading weights that ``save`` wrote; gradients since the last update are dropped."""
+        with self._lock:
+            self._gradients.discard(slot)
+            refs = self.workers.call("read_weights", slot, folder, with_optimizer)
+            return self._remember(Pending(refs, lambda _: None))
+
+    def free(self, slot: int) -> Pending[None]:
+        """Queue giving up all that a slot has."""
+        with self._lock:
+            self._gradients.discard(slot)
+            self._updates.pop(slot, None)
+            return self._remember(Pending(self.workers.call("free", slot), lambda _: None))
+
+    def _call(self, kind: Kind, data: Sequence[Datum], loss: str, options: Options, slot: int) -> Pending[Outputs]:
         check(data, loss, options, self.limits)
         with self._lock:
             count, each = self._programs.fitting(len(data)), self._programs.each
@@ -163,11 +198,12 @@ class Session:
             call = pack(data, each, count, self.limits, dtype)
             size = sum(values.nbytes for values in call.rows.values())
             sent: Any = call if size <= INLINE_BYTES else ray.put(call)
-            refs = self._queue(Key(kind, count), "run_call", (sent, loss, dict(options)))
-            self._gradients = self._gradients or kind == "backward"
+            refs = self._queue(Key(kind, count), "run_call", slot, (sent, loss, dict(options)))
+            if kind == "backward":
+                self._gradients.add(slot)
             return self._remember(Pending(refs, lambda parts: _outputs(data, call, parts)))
 
-    def _queue(self, key: Key, method: str, arguments: tuple[Any, ...]) -> list[Any]:
+    def _queue(self, key: Key, method: str, slot: int, arguments: tuple[Any, ...]) -> list[Any]:
         while len(self._queued) >= QUEUED:
             oldest = self._queued.popleft()
             ray.wait(oldest.refs, num_returns=len(oldest.refs))
@@ -180,7 +216,7 @@ class Session:
         self._known[key] = None
         self._known.move_to_end(key)
         number, self._calls = self._calls, self._calls + 1
-        return self.workers.call(method, number, key, *arguments)
+        return self.workers.call(method, slot, number, key, *arguments)
 
     def _remember(self, call: Pending[T]) -> Pending[T]:
         self._queued.append(call)
