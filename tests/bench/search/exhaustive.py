@@ -19,12 +19,12 @@ from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.shard_ways import WORDS
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from raypipe.schedule import SCHEDULES
-from raypipe.schedule.shape import NEUTRAL
+from raypipe.schedule.shape import NEUTRAL, Grid
 from tests.bench.search.line import Effort, Line
 from tests.plan.conftest import make_job, make_profile, make_shared
 
-LONGER, TIGHT = 0.01, (1.0, 0.9, 0.75, 0.6, 0.45)
-"""What a chosen plan's step may take more; shares of the memory of the fastest plan without a limit."""
+LONGER, TIGHT = 0.01, (2.0, 1.0, 0.85, 0.7, 0.55)
+"""What a chosen plan's step may take more; shares of the memory of whole copies with the smallest micro-batches."""
 LARGEST = 8
 
 
@@ -36,7 +36,7 @@ class Small(NamedTuple):
 
 
 def small(seed: int) -> Small:
-    """A random small model on a small cluster, with the memory that leaves some of the fastest plan's."""
+    """A random small model on a small cluster, with plenty of memory or little."""
     rng = random.Random(seed)
     layers, devices, batch = rng.randint(2, 5), rng.choice((2, 3, 4)), rng.choice((4, 6, 8))
     job = make_job(layers, batch, clip=rng.choice((None, 1.0)))
@@ -47,9 +47,10 @@ def small(seed: int) -> Small:
         "update_s_per_parameter": rng.choice((2e-10, 2e-9)),
     }
     roomy = make_profile(layers, devices, seed, **changes)
-    share = rng.choice(TIGHT)
-    needed = max(choose(job, roomy, top=1, search_s=0).best.memory_bytes)
-    profile = roomy if share == 1.0 else make_profile(layers, devices, seed, memory_bytes=share * needed, **changes)
+    share, copies = rng.choice(TIGHT), max(n for n in divisors(batch) if n <= devices)
+    whole = Candidate.on(Grid(1, copies, 1, batch // copies), "1f1b")
+    needed = max(Predictor(roomy, job.train, layers).predict(whole).memory_bytes)
+    profile = make_profile(layers, devices, seed, memory_bytes=share * needed, **changes)
     shared = {(2, halves): make_shared(profile, 2, halves) for halves in (False, True)} if rng.random() < 0.3 else {}
     about = f"{layers} layers, {devices} devices, {batch} samples, {share:.0%} of the memory"
     return Small(job, profile, shared, about + (", groups" if shared else ""))
