@@ -172,7 +172,7 @@ class Service:
                 f"{model.id}:0",
                 asked.session_id,
                 digest_of(body),
-                lambda: self.session.load(folder, with_optimizer, slot),
+                lambda: self.session.load(folder, with_optimizer, slot, lasting=folder == self._start),
                 lambda _: Result({"type": kind, "model_id": name, "path": None}),
                 len(body),
             )
