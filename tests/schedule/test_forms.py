@@ -15,7 +15,7 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.json_form import from_json, load, to_json
-from raypipe.schedule.forms.text import from_text, parse_task, to_text, to_torch_csv
+from raypipe.schedule.forms.text import from_text, from_torch_csv, parse_task, to_text, to_torch_csv
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task
 from raypipe.schedule.passes import (
     add_recompute,
@@ -359,3 +359,9 @@ def test_pairs_survive_every_form_and_the_passes():
         assert from_text(to_text(other)) == other
     with pytest.raises(ScheduleError, match="torch pairs F with joint backwards"):
         to_torch_csv(split_backward(schedule))
+
+
+@pytest.mark.parametrize("text", ["0F0,1X0", "0F0,(0F1;0B0)OVERLAP", "0F0,(0F1)OVERLAP_F_B", "0F0,1SEND_F0"])
+def test_a_csv_of_something_else_is_refused(text):
+    with pytest.raises(ScheduleError, match="is not a compute action"):
+        from_torch_csv(text)

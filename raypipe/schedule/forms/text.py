@@ -391,6 +391,35 @@ def _cell(schedule: Schedule, device: int, task: Task, had_b: set[tuple[int, int
     return f"{task.stage}{traits.torch_letter}{task.mbs[0]}"
 
 
+def from_torch_csv(text: str, source: str = "csv") -> Schedule:
+    """Read a CSV of compute actions: one that ``to_torch_csv`` has written, or one that PyTorch prints.
+
+    Raises:
+        ScheduleError: a cell is no compute action; it names the row and the cell.
+    """
+    kinds: dict[str, Kind] = {traits.torch_letter: kind for kind, traits in TRAITS.items() if traits.torch_letter}
+    orders: list[tuple[Task, ...]] = []
+    joined: set[Task] = set()
+    for row, line in enumerate(text.splitlines(), 1):
+        order: list[Task] = []
+        for cell in filter(None, map(str.strip, line.split(","))):
+            pair = _OVERLAP.fullmatch(cell)
+            for n, word in enumerate(pair.groups() if pair else (cell,)):
+                match = _ACTION.fullmatch(word)
+                if match is None:
+                    fix = "give actions such as 2F0, 2I0, 2W0, 2B0 or (2F1;0B0)OVERLAP_F_B"
+                    raise ScheduleError(f"{source}:{row}", f'"{short(cell)}" is not a compute action', fix)
+                order.append(Task(kinds[match[2]], int(match[1]), (int(match[3]),)))
+                if n:
+                    joined.add(order[-1])
+        orders.append(tuple(order))
+    return built(re.split(r"[/\\]", source)[-1].split(".")[0] or "csv", orders, {"joined": joined}, source)
+
+
+_ACTION = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
+_OVERLAP = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+
+
 def _refuse(schedule: Schedule, why: str) -> NoReturn:
     raise ScheduleError(
         f'schedule "{schedule.name}" as torch CSV',

@@ -8,7 +8,7 @@ import pytest
 from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.forms.text import to_torch_csv
+from raypipe.schedule.forms.text import from_torch_csv, to_torch_csv
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
@@ -53,13 +53,17 @@ def test_dualpipev_is_torchs_own_and_overlapped_interleaving_is_no_longer(depth:
     torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     of = torch_schedules.ScheduleDualPipeV._calculate_single_rank_operations
     rows = [of(SimpleNamespace(pp_group_size=depth, _n_microbatches=count), rank) for rank in range(depth)]
+    theirs = from_torch_csv("\n".join(",".join(map(str, row)) for row in rows), "torch.csv")
     ours = made("dualpipev", depth, count)
-    for line, row in zip(to_torch_csv(ours).splitlines(), rows, strict=True):
-        assert [torch_schedules._Action.from_str(cell) for cell in line.split(",")] == row
-    limit = simulate(ours, CostTable.even(2 * depth, 6, 6, 6)).makespan
+    assert (theirs.orders, theirs.joined, theirs.placement) == (ours.orders, ours.joined, ours.placement)
+    limit = simulate(theirs, CostTable.even(2 * depth, 6, 6, 6)).makespan
     if count % depth == 0:
         short = made("interleaved-overlap", depth, count, chunks=3)
         assert simulate(short, CostTable.even(3 * depth, 4, 4, 4)).makespan <= limit
+    text = to_torch_csv(ours)
+    assert from_torch_csv(text, "dualpipev.csv") == replace(ours, name="dualpipev")
+    for line, row in zip(text.splitlines(), rows, strict=True):
+        assert [torch_schedules._Action.from_str(cell) for cell in line.split(",")] == row
 
 
 @pytest.mark.parametrize(("depth", "chunks", "count"), [(2, 1, 4), (4, 2, 8), (4, 3, 16), (8, 4, 16)])
