@@ -72,6 +72,8 @@ class ExpertsParallel(nn.Module):
 
     num_experts: int
     """Experts held here."""
+    loads: Tensor | None = None
+    """int64 ``[experts]``, over all copies: how many of this copy's tokens went to each since ``take_loads``."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Map tokens ``[tokens, hidden]`` to the weighted sums of their experts' outputs, ``[tokens, hidden]``.
@@ -81,6 +83,9 @@ class ExpertsParallel(nn.Module):
         group, held = current_group("experts"), self.num_experts
         if group.size == 1:  # while it is captured or measured alone: as many tokens as with an even load
             return self.product(hidden_states, top_k_index % held, top_k_weights)
+        if torch.is_grad_enabled():  # once for a micro-batch: neither in a validation nor in what R repeats
+            loads = torch.bincount(top_k_index.flatten(), minlength=held * group.size)
+            self.loads = loads if self.loads is None else self.loads + loads
         holder = top_k_index // held
         wanted = (holder.unsqueeze(-1) == torch.arange(group.size, device=holder.device)).any(1)  # [tokens, copies]
         to, token = wanted.t().nonzero(as_tuple=True)  # a token goes once to each copy that holds experts of it
@@ -99,6 +104,11 @@ class ExpertsParallel(nn.Module):
             made = _Unused.apply(rows, weights, *self.parameters())  # type: ignore[no-untyped-call]
         (returned,) = _exchanged(receives, sends, made)
         return torch.zeros_like(hidden_states).index_add(0, token, returned)
+
+    def take_loads(self) -> Tensor | None:
+        """Return ``loads``, and begin to count anew."""
+        found, self.loads = self.loads, None
+        return found
 
     def product(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the forward of the module's own class, with numbers among the experts held here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,12 @@ def test_copies_with_divided_experts_train_as_one_process(family: str, size: int
         return loss.item(), {name: p.grad for name, p in model.named_parameters()}, shards
 
     copies = run_copies(size, work)
+    for name, cut in copies[0][2].items():  # what a checkpoint holds is whole, whoever wrote it and whoever reads it
+        value = whole.state_dict()[name]
+        for others in (1, 2, 4):
+            of = Division(1, 0, None, others)
+            again = [replace(of, expert_rank=rank).cut(replace(cut, size=others), value) for rank in range(others)]
+            assert torch.equal(replace(cut, size=others).join(again), value)
     assert sum(loss for loss, _, _ in copies) == pytest.approx(expected.item(), abs=1e-9, rel=0)
     shards = copies[0][2]
     assert {name.split(".")[-2] for name in shards} == {"experts"}
@@ -87,6 +94,8 @@ def test_one_expert_gets_every_token() -> None:
         y = experts(x, numbers[rows[rank]], w)
         y.square().sum().backward()
         assert len(member.calls) == 8
+        assert experts.take_loads().tolist() == [0, 0, 0, len(x)]
+        assert experts.take_loads() is None
         return y.detach(), x.grad, w.grad, *(p.grad for p in experts.parameters())
 
     empty, full = run_copies(2, work)

@@ -449,10 +449,23 @@ class Executor(ProgramRunner):
         self._gather_waits.clear()
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
         squares = late = None
+        loads: dict[str, Tensor] = {}
         if self.training:
             squares = to_host(torch.stack(self.updates.squares)) if self.updates.squares else None
             late = self.updates.report(self.step, self.program)
-        started = StartedStep(result, loss, targets, squares, self.clock.end(marks), self.times_of, late)
+            for path, experts in (found for module in self.modules.values() for found in module.routed.items()):
+                if (counts := experts.take_loads()) is not None:
+                    loads[path] = loads[path] + counts if path in loads else counts
+        started = StartedStep(
+            result,
+            loss,
+            targets,
+            squares,
+            self.clock.end(marks),
+            self.times_of,
+            {k: to_host(v) for k, v in loads.items()},
+            late,
+        )
         if self.training and runs_behind(self.settings.device):
             self.feed.prefetch(self.split, self.step + 1)  # the host is ahead: it reads while the device works
         return started

@@ -174,6 +174,7 @@ class StageWorker:
         """Join the other devices."""
         self.setup_data, self.apart, self.parted = setup, False, None
         self.started: dict[int, StartedStep] = {}
+        self.divided_by: dict[Axis, TensorGroup] = {}
         self.compilation = None
         self.compiled_since: list[StageReport] = []
         choose_precision(self.device, setup.job.train.tf32)
@@ -194,6 +195,7 @@ class StageWorker:
             self.apart = True
             for axis in get_args(Axis):
                 set_group(SoloGroup(), axis)
+            self.divided_by.clear()  # a group's connections end with the last reference to it
             if self.executor.updates.ledger is None:
                 leave(self.executor, self.communicators)
             else:
@@ -310,7 +312,7 @@ class StageWorker:
         )
         self.executor.measures = setup.search_recompute
         self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
-        self.divided_by: dict[Axis, TensorGroup] = {
+        self.divided_by = {
             "tensor": self._group("tensor", groups.get(TENSOR_GROUP)),
             "experts": self._group("experts", groups.get(EXPERT_GROUP)),
         }

@@ -22,11 +22,11 @@ COMPILED = ":compiled"
 
 
 class Side:
-    """The process of one checkout. It runs this file, with that checkout's raypipe and head-to-head."""
+    """The process of one checkout. It runs that checkout's own copy of this file, since names of raypipe move."""
 
     def __init__(self, checkout: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--answer"], cwd=checkout,
+            [sys.executable, str(checkout / "tests/bench/head_to_head/checkouts.py"), "--answer"], cwd=checkout,
             env={**os.environ, "PYTHONPATH": str(checkout)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
