@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -88,7 +88,7 @@ class Requests:
         self._failed = failed
         self._lines: dict[str, Line] = {}
         self._known: dict[str, Accepted] = {}
-        self._bytes = 0
+        self._bytes = self._aside = 0
         self._lock = threading.Lock()
         self._to_start: queue.SimpleQueue[tuple[Line, Accepted] | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[tuple[Line, Accepted, Queued] | None] = queue.SimpleQueue()
@@ -157,6 +157,35 @@ class Requests:
             line = self._lines[model] = Line(running=1)
             self._to_start.put((line, one))
             return one.id
+
+    def accept_aside(self, one: Accepted, work: Callable[[], Result], pool: ThreadPoolExecutor) -> str:
+        """Accept a request that needs no worker, and run it in a pool of threads; return its id.
+
+        Raises:
+            SpecError: its number was given to another request.
+            BusyError: too much is waiting.
+        """
+        with self._lock:
+            if (known := self._known.get(one.id)) is not None:
+                return self._again(known, one)
+            self._keep(one)
+            self._aside += 1
+            if self._aside > AHEAD:
+                self._aside -= 1
+                self._forget(one)
+                raise BusyError(one.id, f"{AHEAD} requests for samples are waiting", "send it again later")
+
+        def run() -> None:
+            try:
+                result, error = work(), None
+            except Exception as failed:
+                result, error = None, failed
+            with self._lock:
+                self._aside -= 1
+            self._end(Line(running=1), one, result, error)
+
+        pool.submit(run)
+        return one.id
 
     def then(self, start: Callable[[], Queued]) -> None:
         """Queue what no client has asked for, after all that was accepted."""

@@ -16,6 +16,7 @@ from raypipe.runtime.hosts.rank_order import kinds_of
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.session.session import Session, check_job
 from raypipe.runtime.session.session_worker import StageSession
+from raypipe.service.sampling import Sampler
 from raypipe.service.service import Service
 from raypipe.train import Prepared, prepare_run
 
@@ -96,7 +97,10 @@ def started(prepared: Prepared, workers: WorkerGroup, models: int | None) -> Ser
     session.set_up()
     lora = prepared.job.model.lora if isinstance(prepared.job.model, HfSpec) else None
     rank, usual = (0, 1) if lora is None else (lora.r, ADAPTERS)
-    service = Service(session, name_of(prepared.job), prepared.directory, rank, models or usual)
+    limits = session.limits
+    whole = isinstance(prepared.job.model, HfSpec)
+    sampler = Sampler(prepared.job, limits.longest, limits.vocabulary) if whole else None
+    service = Service(session, name_of(prepared.job), prepared.directory, rank, models or usual, sampler)
     service.begin()
     return service
 

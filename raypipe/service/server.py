@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 
 from raypipe.errors import CheckpointError, RaypipeError, SpecError
 from raypipe.service.futures import BusyError, GoneError
+from raypipe.service.sampling import Asked
 from raypipe.service.service import Service
 from raypipe.service.wire import PROTOBUF
 
@@ -107,7 +108,8 @@ class SaveWeights(Body):  # noqa: D101
 
 class SaveForSampler(Body):  # noqa: D101
     model_id: str
-    path: str
+    path: str | None = None
+    sampling_session_seq_id: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     kind: Literal["snapshot"] = "snapshot"
     seq_id: int | None = None
     ttl_seconds: None = None
@@ -127,6 +129,46 @@ class LoadWeights(Body):  # noqa: D101
     optimizer_config: dict[str, Any] | None = None
     weights_access_token: None = None
     type: Literal["load_weights"] = "load_weights"
+
+
+class CreateSampler(Body):  # noqa: D101
+    session_id: str
+    sampling_session_seq_id: Annotated[int, Field(ge=0, lt=1 << 31)]
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class TextChunk(Body):  # noqa: D101
+    tokens: list[int]
+    type: Literal["encoded_text"] = "encoded_text"
+
+
+class Prompt(Body):  # noqa: D101
+    chunks: list[TextChunk]
+
+
+class SamplingParams(Body):  # noqa: D101
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: list[int] | None = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(Body):  # noqa: D101
+    sampling_session_id: str
+    seq_id: Annotated[int, Field(ge=0)]
+    prompt: Prompt
+    sampling_params: SamplingParams
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Literal[0] = 0
+    prompt_alt_tokens_k: Literal[0] = 0
+    record_stability_info: Literal[False] = False
+    type: Literal["sample"] = "sample"
 
 
 class Retrieve(Body):  # noqa: D101
@@ -157,6 +199,7 @@ def make_app(service: Service, host: str, token: str | None, tokenizer: str | No
     app.exception_handler(HTTPException)(_http)
     _add_session_routes(app, service, tokenizer)
     _add_model_routes(app, service)
+    _add_sampling_routes(app, service)
     return app
 
 
@@ -250,7 +293,8 @@ def _add_session_routes(app: FastAPI, service: Service, tokenizer: str | None) -
     @app.get("/api/v1/get_server_capabilities")
     def capabilities() -> dict[str, Any]:
         longest = service.session.limits.longest
-        about = {"model_name": service.base, "max_context_length": longest, "trainable": True, "sampleable": False}
+        about = {"model_name": service.base, "max_context_length": longest, "trainable": True}
+        about["sampleable"] = service.sampler is not None
         return {"supported_models": [about]}
 
     @app.post("/api/v1/client/config")
@@ -303,6 +347,28 @@ def _add_session_routes(app: FastAPI, service: Service, tokenizer: str | None) -
         if result.json is not None:
             return JSONResponse(result.json)
         return Response(result.protobuf, media_type=PROTOBUF)
+
+
+def _add_sampling_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/api/v1/create_sampling_session")
+    def create_sampler(asked: CreateSampler) -> dict[str, str]:
+        return {"type": "create_sampling_session", "sampling_session_id": service.create_sampler(asked)}
+
+    @app.get("/api/v1/samplers/{sampler}")
+    def sampler(sampler: str) -> dict[str, Any]:
+        found = service.sampled(sampler)
+        return {"sampler_id": found.id, "base_model": service.base, "model_path": found.path}
+
+    @app.post("/api/v1/asample")
+    def sample(asked: Sample, body: Raw) -> dict[str, Any]:
+        given = asked.sampling_params
+        prompt = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
+        wanted = Asked(
+            prompt, asked.num_samples, given.max_tokens, given.temperature, given.top_k, given.top_p, given.seed,
+            given.stop, asked.prompt_logprobs,
+        )  # fmt: skip
+        request = service.sample(asked.sampling_session_id, asked.seq_id, wanted, body)
+        return {"request_id": request, "sample_sequence_ids": [f"{request}:{i}" for i in range(asked.num_samples)]}
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:

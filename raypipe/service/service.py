@@ -9,10 +9,11 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypipe.errors import CheckpointError, RaypipeError, RunError, SpecError
 from raypipe.runtime.recovery.failure import describe, own_error
@@ -20,7 +21,8 @@ from raypipe.runtime.session.call_data import check
 from raypipe.runtime.session.session import Outputs, Session, Updated, check_adam
 from raypipe.runtime.session.session_worker import AdamW
 from raypipe.service.futures import Accepted, GoneError, Requests, Result, digest_of
-from raypipe.service.wire import data_of, options_of, output_bytes, read_request
+from raypipe.service.sampling import Asked, Sampler
+from raypipe.service.wire import data_of, options_of, output_bytes, read_request, samples_bytes
 
 SESSION_S = 60.0
 """A session whose client has not been heard of for so long ends; clients send a heartbeat every 10 s."""
@@ -44,12 +46,23 @@ class Model:
     steps: int = 0
 
 
+class Sampled(NamedTuple):
+    """What a client samples from."""
+
+    id: str
+    folder: Path
+    path: str | None
+    """Of the checkpoint; None for the base model, and for weights that were saved for this alone."""
+
+
 @dataclass(slots=True)
 class Client:
     """A session of a client."""
 
     heard_at: float
     models: list[str] = field(default_factory=list)
+    samplers: dict[str, Sampled] = field(default_factory=dict)
+    """By id."""
 
 
 class Service:
@@ -61,11 +74,22 @@ class Service:
         directory: the run's; checkpoints are in ``checkpoints/MODEL/KIND/NAME``.
         rank: of the job's adapters (``model.lora``); 0 where all weights are trained.
         most: models that there may be at once; each has what is trained, its gradients and the optimizer's state.
+        sampler: samples from checkpoints; None where nothing does.
     """
 
-    def __init__(self, session: Session, base: str, directory: Path, rank: int = 0, most: int = 1) -> None:
+    def __init__(
+        self,
+        session: Session,
+        base: str,
+        directory: Path,
+        rank: int = 0,
+        most: int = 1,
+        sampler: Sampler | None = None,
+    ) -> None:
         self.session, self.base, self.directory, self.rank, self.most = session, base, directory, rank, most
         self.requests = Requests(failed)
+        self.sampler = sampler
+        self._sampling = ThreadPoolExecutor(1, "raypipe-sample")
         self._clients: dict[str, Client] = {}
         self._models: dict[str, Model] = {}
         self._lock = threading.Lock()
@@ -122,6 +146,9 @@ class Service:
     def _end(self, session: str) -> None:
         client = self._client(session)
         self.requests.close_lines(session, client.models)
+        for one in client.samplers.values():
+            if one.path is None and one.folder != self._start:
+                shutil.rmtree(one.folder, ignore_errors=True)
         for name in client.models:
             slot = self._models.pop(name).slot
             self.requests.then(partial(self.session.free, slot))
@@ -255,7 +282,12 @@ class Service:
             SpecError: the name is none, or there is such a checkpoint.
         """
         model, number = self.model(asked.model_id), self._number(asked.seq_id)
+        sampler = getattr(asked, "sampling_session_seq_id", None)
         try:
+            if kind == KINDS[1] and (sampler is None) == (asked.path is None):
+                raise SpecError("path", "and sampling_session_seq_id are for one of two uses", "give one of them")
+            if sampler is not None:
+                self._check_samples()
             name = asked.path if asked.path is not None else f"{number:06}"
             if not NAME.fullmatch(name):
                 why = f"{json.dumps(name[:60])} is no name of a checkpoint"
@@ -271,7 +303,10 @@ class Service:
         def finish(saved: Path) -> Result:
             about = {"base_model": self.base, "model_id": model.id, "steps": model.steps}
             (saved / ABOUT).write_text(json.dumps(about), encoding="utf-8")
-            return Result({"type": asked.type, "path": path})
+            if sampler is None:
+                return Result({"type": asked.type, "path": path})
+            made = self._sampler_of(model.session, sampler, saved, None)
+            return Result({"type": asked.type, "sampling_session_id": made.id})
 
         one = self._accepted(model, number, body, lambda: self.session.save(folder, model.slot), finish)
         return self.requests.accept(model.id, number, one), model.id
@@ -301,6 +336,61 @@ class Service:
         )
         return self.requests.accept(model.id, number, one), model.id
 
+    # Samples.
+
+    def create_sampler(self, asked: Any) -> str:
+        """Begin to sample from a checkpoint or the base model; return the id to do so.
+
+        Raises:
+            SpecError: there is no such checkpoint, or no sampling here.
+        """
+        self.heard(asked.session_id)
+        self._check_base(asked.base_model)
+        folder = self._start if asked.model_path is None else self.saved(asked.model_path)
+        return self._sampler_of(asked.session_id, asked.sampling_session_seq_id, folder, asked.model_path).id
+
+    def _check_samples(self) -> None:
+        if self.sampler is None:
+            why = "this server samples from models of transformers alone"
+            raise SpecError("create_sampling_session", why, "serve a job with model.hf, or sample elsewhere")
+
+    def _sampler_of(self, session: str, number: int, folder: Path, path: str | None) -> Sampled:
+        self._check_samples()
+        made = Sampled(f"{session}:sample:{number}", folder, path)
+        with self._lock:
+            return self._client(session).samplers.setdefault(made.id, made)
+
+    def sampled(self, sampler: str) -> Sampled:
+        """Return what a client samples from.
+
+        Raises:
+            GoneError: its session has ended.
+        """
+        session = sampler.partition(":")[0]
+        self.heard(session)
+        with self._lock:
+            found = self._client(session).samplers.get(sampler)
+        if found is None:
+            raise GoneError("sampling_session_id", "there is no such sampling session", "create one")
+        return found
+
+    def sample(self, sampler: str, number: int | None, asked: Asked, body: bytes) -> str:
+        """Accept a request for continuations of a prompt; return the request's id.
+
+        Raises:
+            SpecError: it is wrong.
+        """
+        found, engine = self.sampled(sampler), self.sampler
+        assert engine is not None
+        engine.check(asked)
+
+        def work() -> Result:
+            return Result(protobuf=samples_bytes(*engine.sample(found.folder, asked)))
+
+        session = sampler.partition(":")[0]
+        one = Accepted(f"{sampler}:{number}", session, digest_of(body), _unused, _unused, len(body))
+        return self.requests.accept_aside(one, work, self._sampling)
+
     def _folder(self, model: str, kind: str, name: str) -> Path:
         return self.directory / "checkpoints" / model.replace(":", "-") / kind / name
 
@@ -320,6 +410,10 @@ class Service:
         if not (folder / ABOUT).is_file():
             raise SpecError("path", f"there is no checkpoint {path}", "use a path that save_weights returned")
         return folder
+
+
+def _unused(*_: Any) -> Any:
+    raise AssertionError("it needs no worker")
 
 
 def check_optimizer(config: Mapping[str, Any] | None) -> None:

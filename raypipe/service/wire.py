@@ -1,7 +1,7 @@
 """The protobuf messages of the Tinker API (client 0.38), by field number, and what they mean.
 
-Only these two travel as protobuf: a ``forward_backward`` request, and its result. They are described here, rather than
-taken from the client's package, so that a server needs no client.
+These travel as protobuf: a ``forward_backward`` request, its result, and that of sampling. They are described here,
+rather than taken from the client's package, so that a server needs no client.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from raypipe.errors import SpecError
 from raypipe.runtime.session.call_data import Datum
 from raypipe.runtime.session.token_losses import TARGETS
+from raypipe.service.sampling import Continuation
 
 PROTOBUF: Final = "application/x-protobuf"
 FLOAT32, INT64, INT32 = 1, 2, 3
@@ -43,6 +44,8 @@ _MESSAGES: Final[Mapping[str, Sequence[tuple[int, str, str]]]] = {
     "BatchedTensor": [
         (1, "data", "bytes"), (2, "offsets", "bytes"), (3, "dtype", "i32"), (4, "trailing_shape", "*i64"),
     ],
+    "SampleResponse": [(1, "sequences", "*SampledSequence"), (2, "prompt_logprobs", "?bytes")],
+    "SampledSequence": [(1, "stop_reason", "i32"), (2, "tokens", "bytes"), (3, "logprobs", "?bytes")],
 }  # fmt: skip
 """Per message, (number, name, type) of its fields: ``*`` many, ``{`` a map from strings, ``?`` one that may be absent.
 """
@@ -159,3 +162,16 @@ def output_bytes(logprobs: Sequence[NDArray[Any]], metrics: Mapping[str, float])
     result.metrics.update(metrics)
     made: bytes = result.SerializeToString()
     return made
+
+
+def samples_bytes(made: Sequence[Continuation], prompt_logprobs: NDArray[np.float32] | None) -> bytes:
+    """Return the result of a request for samples."""
+    result = _CLASSES["SampleResponse"]()
+    for one in made:
+        stop_reason = 0 if one.stopped else 1
+        tokens, logprobs = one.tokens.astype("<i4").tobytes(), one.logprobs.astype("<f4").tobytes()
+        result.sequences.add(stop_reason=stop_reason, tokens=tokens, logprobs=logprobs)
+    if prompt_logprobs is not None:
+        result.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    written: bytes = result.SerializeToString()
+    return written

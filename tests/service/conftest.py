@@ -49,6 +49,30 @@ class Serving:
         self._thread.join(10)
 
 
+@pytest.fixture(params=["adapters", "all weights"])
+def sampling(
+    request: pytest.FixtureRequest,
+    session_of: Opened,  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Serving]:
+    """A server of a model of transformers, or of adapters over it, which it samples from."""
+    from raypipe.service.sampling import Sampler
+    from raypipe.service.service import Service
+    from tests.runtime.session.test_session import LORA, QWEN3, job_of
+
+    adapters = request.param == "adapters"
+    job = job_of({}, {**QWEN3, "lora": LORA} if adapters else QWEN3, dtype="float32")
+    session = session_of(job)
+    sampler = Sampler(job, session.limits.longest, session.limits.vocabulary)
+    rank = LORA["r"] if adapters else 0
+    service = Service(session, BASE, tmp_path_factory.mktemp("served"), rank, most=4, sampler=sampler)
+    service.begin()
+    server = Serving(service)
+    yield server
+    server.stop()
+    service.requests.close()
+
+
 @pytest.fixture
 def serving(session_of: Opened, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:  # noqa: F811
     from raypipe.service.service import Service

@@ -129,6 +129,10 @@ def wrong_verbs(session: str, model: str) -> Iterator[Request]:
         yield verb("save_weights_for_sampler", {"model_id": model, "seq_id": 60, "path": path})
     yield verb("save_weights", {"model_id": model, "seq_id": 60, "path": "x", "ttl_seconds": 5})
     yield verb("save_weights_for_sampler", {"model_id": model, "seq_id": 60})
+    yield verb("save_weights_for_sampler", {"model_id": model, "seq_id": 60, "sampling_session_seq_id": 0})
+    yield verb("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE})
+    prompt = {"chunks": [{"tokens": [1], "type": "encoded_text"}]}
+    yield verb("asample", {"sampling_session_id": "x", "seq_id": 0, "prompt": prompt, "sampling_params": {}})
     for path in (
         "", "x", "/etc/passwd", "tinker://", "tinker://a/b/c", "tinker://../weights/x", "tinker://a/weights/../..",
         "tinker://a/weights/none", f"tinker://{model}/weights/..", f"tinker://{model}/weights/none", "file:///etc/passwd",

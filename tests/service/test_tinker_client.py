@@ -127,6 +127,48 @@ def test_a_custom_loss_is_computed_by_the_client(serving: Serving) -> None:
     assert update.result().metrics["grad_norm"] == pytest.approx(plain.optim_step(AdamW(lr=0.0)), rel=1e-5)
 
 
+def test_a_policy_learns_from_its_own_samples(sampling: Serving) -> None:
+    """The weights go to the sampler, its samples to importance sampling, and a toy reward goes up."""
+    rank = sampling.service.rank
+    training = client_of(sampling).create_lora_training_client(base_model=BASE, rank=rank).result()
+    prompt = tinker.ModelInput.from_ints([1, 2, 3])
+    params = tinker.SamplingParams(max_tokens=8, temperature=1.0, seed=5, stop=[])
+    rewards = []
+    for _ in range(4 if rank else 20):
+        sampler = training.save_weights_and_get_sampling_client().result()
+        drawn = sampler.sample(prompt=prompt, num_samples=16, sampling_params=params).result().sequences
+        assert [len(one.tokens) for one in drawn] == [8] * 16
+        reward = np.array([np.mean(np.array(one.tokens) < 64) for one in drawn])
+        rewards.append(reward.mean())
+        data = []
+        for one, value in zip(drawn, reward - reward.mean(), strict=True):
+            tokens = [1, 2, 3, *one.tokens]
+            given = {
+                "target_tokens": np.array(tokens[1:]),
+                "logprobs": np.array([0.0, 0.0, *one.logprobs], np.float32),
+                "advantages": np.array([0.0, 0.0, *[value] * len(one.tokens)], np.float32),
+            }
+            data.append(tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=given))
+        call = training.forward_backward(data, "importance_sampling")
+        training.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
+        for one, output in zip(drawn, call.result().loss_fn_outputs, strict=True):  # what samples is what trains
+            np.testing.assert_allclose(output["logprobs"].to_numpy()[2:], one.logprobs, atol=2e-4)
+    if not rank:  # adapters inside so small a model, of random weights, move its logits too little
+        assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.2, rewards
+    known = sampler.compute_logprobs(prompt).result()
+    assert known[0] is None
+    assert len(known) == 3
+    greedy = [
+        sampler.sample(prompt=prompt, num_samples=1, sampling_params=tinker.SamplingParams(max_tokens=4, temperature=0))
+        for _ in range(2)
+    ]
+    assert greedy[0].result().sequences[0].tokens == greedy[1].result().sequences[0].tokens
+    written = sampling.service.directory / "checkpoints"
+    assert list(written.rglob("about.json"))
+    sampling.service.end_session(training.holder.get_session_id())
+    assert not list(written.rglob("about.json"))
+
+
 def test_what_the_server_has_not_is_refused_in_a_sentence(serving: Serving) -> None:
     client = client_of(serving)
     with pytest.raises(tinker.BadRequestError, match="trains all weights, without adapters"):
