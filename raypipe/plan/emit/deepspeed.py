@@ -10,7 +10,7 @@ from typing import Any
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.spec import JobSpec
-from raypipe.plan.emit.layout import Layout, even_cut, layer_by_layer
+from raypipe.plan.emit.layout import TrainerLayout, even_cut, layer_by_layer
 from raypipe.plan.emit.nearest import Abilities
 from raypipe.plan.emit.settings import Settings
 
@@ -26,7 +26,7 @@ ABLE = Abilities(
 Z = "zero_optimization."
 
 
-def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
+def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     """Return the JSON. ``pipeline.partition`` has the first layer of each stage and the number of layers, which
     ``PipelineModule.parts`` holds; the engine reads no such key, so the model's ``_partition_layers`` sets it."""
     p, train = layout.parallel, job.train
@@ -56,7 +56,7 @@ def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
     return json.dumps(config, indent=1) + "\n"
 
 
-def read(text: str, source: str, devices: int, blocks: int) -> Layout:
+def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
     """Read the JSON; arguments as of ``torchtitan.read``.
 
     Raises:
@@ -86,7 +86,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> Layout:
         or "activation_checkpointing" in settings.values
     )
     return layer_by_layer(
-        Layout(
+        TrainerLayout(
             parallel=ParallelSpec(
                 stages=stages,
                 replicas=replicas,

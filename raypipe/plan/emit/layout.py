@@ -20,7 +20,7 @@ from raypipe.schedule.ir import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class TrainerLayout:
     """A plan less its program: ``plan`` makes that of it."""
 
     parallel: ParallelSpec
@@ -85,7 +85,7 @@ class Layout:
         """Compute tasks of one data-parallel copy, without recomputation that the keys ask for."""
         return base_schedule(self.parallel, self.batch) if self.order is None else self.order
 
-    def with_keys(self, **keys: Any) -> Layout:
+    def with_keys(self, **keys: Any) -> TrainerLayout:
         """The layout with other ``parallel`` keys."""
         return replace(self, parallel=self.parallel.model_copy(update=keys))
 
@@ -132,7 +132,7 @@ def of_blocks(cut: Cut, per_block: int) -> Cut:
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
-def layer_by_layer(layout: Layout) -> Layout:
+def layer_by_layer(layout: TrainerLayout) -> TrainerLayout:
     """The layout; where copies of the whole model divide weights too, with a stage for each layer, as FSDP wraps
     them."""
     keys: dict[str, Any] = {"gather": "microbatch"} if layout.parallel.shard == "zero3" else {}
@@ -146,8 +146,8 @@ def layer_by_layer(layout: Layout) -> Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """What trainers' files say of a decoder's shape."""
+class DecoderShape:
+    """A decoder's shape, as far as trainers' files say it."""
 
     blocks: int
     hidden: int
@@ -164,7 +164,7 @@ class Model:
     """Embedding and head share their matrix."""
 
     @classmethod
-    def of(cls, job: JobSpec) -> Model:
+    def of(cls, job: JobSpec) -> DecoderShape:
         """The shape of a job's model.
 
         Raises:
@@ -174,9 +174,13 @@ class Model:
         if isinstance(model, GptSpec):
             positions = model.positions or model.sequence
             return cls(
-                blocks=model.layers, hidden=model.hidden, heads=model.heads, sequence=model.sequence,
-                positions=positions, tied=model.tie_embeddings,
-            )  # fmt: skip
+                blocks=model.layers,
+                hidden=model.hidden,
+                heads=model.heads,
+                sequence=model.sequence,
+                positions=positions,
+                tied=model.tie_embeddings,
+            )
         if not isinstance(model, HfSpec):
             raise SpecError("model", "is no decoder of Hugging Face", "leave out --emit and --from")
         config = {**_saved(model.hf), **model.config}
@@ -219,7 +223,7 @@ def layers_per_block(job: JobSpec, layers: int) -> int:
     Raises:
         SpecError: it is no such model.
     """
-    blocks = Model.of(job).blocks
+    blocks = DecoderShape.of(job).blocks
     if (layers - 2) % blocks:
         why = f"is planned in {layers} layers, not as an embedding, {blocks} blocks and a head"
         raise SpecError("model", why, "other trainers' layouts are of decoders alone: leave out --emit and --from")

@@ -9,7 +9,7 @@ from pathlib import Path
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
-from raypipe.plan.emit.layout import Layout, Model, cut_of, even_cut, layer_by_layer
+from raypipe.plan.emit.layout import DecoderShape, TrainerLayout, cut_of, even_cut, layer_by_layer
 from raypipe.plan.emit.nearest import Abilities, first_blocks, recomputed_blocks
 from raypipe.plan.emit.settings import Settings
 from raypipe.plan.predict.prediction import Cut
@@ -31,14 +31,14 @@ LEVEL: dict[str, Shard] = {"no_shard": "none", "optim": "zero1", **{word: shard 
 WORLD = re.compile(r"^# WORLD_SIZE=(\d+)$", re.MULTILINE)
 
 
-def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
+def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     """Return the arguments, one a line; ``WORLD_SIZE`` is in a comment, as Megatron reads it from the environment."""
     return f"# WORLD_SIZE={layout.parallel.devices}\n" + "".join(f"--{line}\n" for line in _arguments(layout, job))
 
 
-def _arguments(layout: Layout, job: JobSpec) -> Iterator[str]:
+def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
     p, train = layout.parallel, job.train
-    yield from _model(Model.of(job))
+    yield from _model(DecoderShape.of(job))
     yield f"micro-batch-size {p.microbatch}"
     yield f"global-batch-size {layout.batch}"
     yield f"train-iters {train.steps}"
@@ -74,7 +74,7 @@ def _arguments(layout: Layout, job: JobSpec) -> Iterator[str]:
         yield f"recompute-num-layers {some}"
 
 
-def _model(model: Model) -> Iterator[str]:
+def _model(model: DecoderShape) -> Iterator[str]:
     yield f"num-layers {model.blocks}"
     yield f"hidden-size {model.hidden}"
     yield f"num-attention-heads {model.heads}"
@@ -127,7 +127,7 @@ def cut_from_string(text: str, settings: Settings) -> Cut:
     return tuple(range(a, a + size) for a, size in zip(starts, ends, strict=True))
 
 
-def read(text: str, source: str, devices: int, blocks: int) -> Layout:
+def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
     """Read arguments.
 
     Args:
@@ -168,7 +168,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> Layout:
         sync="eager" if settings.flag("overlap-grad-reduce") and replicas > 1 else "lazy",
         update="wait",
     )
-    layout = Layout(parallel=parallel, cut=cut, batch=settings.whole("global-batch-size", microbatch * replicas))
+    layout = TrainerLayout(parallel=parallel, cut=cut, batch=settings.whole("global-batch-size", microbatch * replicas))
     return layer_by_layer(_recomputed(layout, settings))
 
 
@@ -195,7 +195,7 @@ def _cut(settings: Settings, stages: int, model_blocks: int) -> Cut:
     return even_cut(blocks, stages * chunks)
 
 
-def _recomputed(layout: Layout, settings: Settings) -> Layout:
+def _recomputed(layout: TrainerLayout, settings: Settings) -> TrainerLayout:
     if "recompute-granularity" not in settings.values:
         return layout
     settings.choice("recompute-granularity", {"full": True}, True)

@@ -10,7 +10,7 @@ from typing import Any
 from raypipe.errors import RequestError, ScheduleError
 from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS, Innermost, ParallelSpec, Shard
 from raypipe.job.requested_schedule import layers_to_recompute
-from raypipe.plan.emit.layout import Layout, layer_by_layer
+from raypipe.plan.emit.layout import TrainerLayout, layer_by_layer
 from raypipe.plan.predict.prediction import Cut
 from raypipe.schedule.forms.text import to_torch_csv
 from raypipe.schedule.ir import Schedule
@@ -26,7 +26,7 @@ MOST_TASKS = 60_000
 
 @dataclass(frozen=True)
 class Choices:
-    """What there is to choose from where a plan's own order is not expressible."""
+    """Cuts and micro-batches to choose from where a plan's own order is not expressible."""
 
     cut: Callable[[int, int], Cut]
     """The best cut between blocks into so many stages, for micro-batches of a size."""
@@ -36,7 +36,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a trainer can express."""
+    """The layouts that a trainer can express."""
 
     title: str
     schedules: tuple[str, ...]
@@ -67,7 +67,7 @@ class Abilities:
 class Draft:
     """A layout on its way to what a trainer can express."""
 
-    layout: Layout
+    layout: TrainerLayout
     lost: list[str] = field(default_factory=list)
 
     def set(self, why: str, **keys: Any) -> None:
@@ -91,7 +91,7 @@ def _word(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def nearest(layout: Layout, able: Abilities, choices: Choices) -> list[Draft]:
+def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Draft]:
     """Return the layouts nearest to a plan's that a trainer can express, each with what it loses.
 
     Raises:
@@ -129,7 +129,7 @@ def nearest(layout: Layout, able: Abilities, choices: Choices) -> list[Draft]:
 
 
 def _shard(draft: Draft, able: Abilities) -> None:
-    """What copies divide, and when gradients are summed."""
+    """Reduce what copies divide, and when gradients are summed."""
     parallel = draft.layout.parallel
     whole = not draft.layout.pipelined and parallel.tensor == 1
     shard = "none" if parallel.replicas == 1 else parallel.shard
@@ -157,7 +157,7 @@ def _shard(draft: Draft, able: Abilities) -> None:
 
 
 def _scheduled(draft: Draft, able: Abilities, choices: Choices) -> Iterator[Draft]:
-    """The order of tasks: the plan's where the trainer has it, else each of the nearest that it has."""
+    """Yield the order of tasks: the plan's where the trainer has it, else each of the nearest that it has."""
     layout = draft.layout
     parallel, cut = layout.parallel, layout.cut
     name, devices = SAME_AS.get(parallel.schedule, parallel.schedule), parallel.stages
@@ -208,7 +208,7 @@ def _scheduled(draft: Draft, able: Abilities, choices: Choices) -> Iterator[Draf
             yield one
 
 
-def _exported(layout: Layout) -> tuple[Schedule, str] | None:
+def _exported(layout: TrainerLayout) -> tuple[Schedule, str] | None:
     """The order for ``torch.distributed.pipelining``, and how its stages lie: round after round, or in a V."""
     try:
         order = layout.own_order
@@ -224,7 +224,7 @@ def _exported(layout: Layout) -> tuple[Schedule, str] | None:
 
 
 def _recompute(draft: Draft, able: Abilities) -> None:
-    """Activations that are computed again."""
+    """Reduce which activations are computed again."""
     layout = draft.layout
     parallel = layout.parallel
     draft.silently(alphas=None)
@@ -243,11 +243,11 @@ def _recompute(draft: Draft, able: Abilities) -> None:
         draft.set(why, recompute=first_blocks(layout, most))
 
 
-def recomputed_blocks(layout: Layout, again: AbstractSet[int]) -> int:
+def recomputed_blocks(layout: TrainerLayout, again: AbstractSet[int]) -> int:
     """Return the blocks that are recomputed, some layers of them at least, of the stage that recomputes most."""
     return max(sum(not again.isdisjoint(layout.layers_of(b)) for b in own) for own in layout.blocks)
 
 
-def first_blocks(layout: Layout, count: int) -> tuple[int, ...]:
+def first_blocks(layout: TrainerLayout, count: int) -> tuple[int, ...]:
     """Return the layers of so many of the first blocks of each stage."""
     return tuple(sorted(i for own in layout.blocks for b in own[:count] for i in layout.layers_of(b)))

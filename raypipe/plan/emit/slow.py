@@ -1,4 +1,4 @@
-"""What is slow about a layout: where its step goes beside the chosen plan's, and what each of its decisions saves."""
+"""Explain a layout: where its step goes beside the chosen plan's, and what each of the plan's decisions saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from raypipe.errors import RaypipeError
-from raypipe.plan.emit.layout import Layout
+from raypipe.plan.emit.layout import TrainerLayout
 from raypipe.plan.emit.trainers import GIB, Costs, layout_of
 from raypipe.plan.plan import Plan
 from raypipe.plan.predict.of_plan import PlanPrediction
@@ -59,7 +59,7 @@ class Slow:
             yield "  no decision of the plan alone shortens it: they differ in how devices are divided"
 
 
-def slow(layout: Layout, plan: Plan, costs: Costs) -> Slow:
+def slow(layout: TrainerLayout, plan: Plan, costs: Costs) -> Slow:
     """Return what is slow about a layout.
 
     Raises:
@@ -101,7 +101,7 @@ def _parts(p: PlanPrediction, plan: Plan) -> dict[str, float]:
     }
 
 
-def _changed(layout: Layout, planned: Layout, costs: Costs) -> Iterator[tuple[str, float]]:
+def _changed(layout: TrainerLayout, planned: TrainerLayout, costs: Costs) -> Iterator[tuple[str, float]]:
     """The layout with one decision of the plan at a time: its name, and the step where it fits."""
     for name, keys in CHANGES.items():
         tried = layout.with_keys(**{key: getattr(planned.parallel, key) for key in keys})

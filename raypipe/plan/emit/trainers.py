@@ -16,7 +16,7 @@ from raypipe.job.requested_schedule import is_file
 from raypipe.job.spec import JobSpec
 from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.emit import automodel, deepspeed, megatron, torchtitan
-from raypipe.plan.emit.layout import Layout, layers_per_block, of_blocks
+from raypipe.plan.emit.layout import TrainerLayout, layers_per_block, of_blocks
 from raypipe.plan.emit.nearest import Abilities, Choices, Draft, nearest
 from raypipe.plan.plan import Plan
 from raypipe.plan.predict.of_plan import PlanPrediction, PlanPredictor
@@ -30,7 +30,7 @@ GIB = 2**30
 class Write(Protocol):
     """Writes a layout; an order that has no name goes into a file beside ``file``."""
 
-    def __call__(self, layout: Layout, job: JobSpec, file: Path | None = None) -> str:
+    def __call__(self, layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
         """Return the trainer's file."""
 
 
@@ -40,7 +40,7 @@ class Trainer:
 
     able: Abilities
     write: Write
-    read: Callable[[str, str, int, int], Layout]
+    read: Callable[[str, str, int, int], TrainerLayout]
     """From text, its source, devices, and the model's layers."""
     json: bool = False
     """Its file has no comments."""
@@ -55,7 +55,7 @@ TRAINERS = {
 
 
 class Costs:
-    """What layouts of a job take on a cluster.
+    """The steps and the memory of a job's layouts on a cluster.
 
     Args:
         job: what is trained.
@@ -85,7 +85,7 @@ class Costs:
             raise SpecError("parallel.tensor", why, f"known: {', '.join(str(t) for t, _ in self.by)}")
         return self.by[p.tensor, p.sub_pipelined]
 
-    def choices(self, layout: Layout) -> Choices:
+    def choices(self, layout: TrainerLayout) -> Choices:
         """Return the cuts between blocks, and the sizes of micro-batches, for a layout's groups of devices."""
         of = layout.with_keys(sub_pipelined=False).parallel
         judge = Predictor(as_exchanged(without_noise(self._of(of)), self.job.train, of), self.job.train, self.layers)
@@ -107,17 +107,17 @@ class Emitted:
     text: str
     lost: tuple[str, ...]
     """What the trainer cannot express, and the predicted cost of that; empty if nothing."""
-    layout: Layout
+    layout: TrainerLayout
     """What the file says."""
 
 
-def layout_of(plan: Plan, costs: Costs) -> Layout:
+def layout_of(plan: Plan, costs: Costs) -> TrainerLayout:
     """Return the layout of a plan."""
     cut = tuple(range(own[0], own[-1] + 1) for own in plan.cut)
     if [i for own in plan.cut for i in own] != list(range(cut[-1].stop)):
         raise RequestError("--emit", "the plan's stages are a graph of branches", "plan without placement: branches")
     own = plan.parallel.schedule == "auto" or plan.parallel.gather == "order" or is_file(plan.parallel.schedule)
-    return Layout(
+    return TrainerLayout(
         parallel=plan.parallel,
         cut=cut,
         batch=costs.job.train.batch,
@@ -180,7 +180,7 @@ def recognised(text: str) -> str:
     return "torchtitan" if any("--parallelism." in line or "--training." in line for line in bare) else "megatron"
 
 
-def read(file: Path, costs: Costs, devices: int) -> tuple[str, Layout]:
+def read(file: Path, costs: Costs, devices: int) -> tuple[str, TrainerLayout]:
     """Read a trainer's file: its trainer's title, and its layout.
 
     Raises:

@@ -24,7 +24,7 @@ from raypipe.job import job_from, load_cluster, load_job
 from raypipe.job.spec import JobSpec
 from raypipe.partition.job_costs import job_profile, shared_profiles
 from raypipe.plan.choose import choose
-from raypipe.plan.emit.layout import Layout
+from raypipe.plan.emit.layout import TrainerLayout
 from raypipe.plan.emit.trainers import TRAINERS, Costs, emit, read
 from raypipe.plan.watch import Watch
 from raypipe.search.budget import Budget
@@ -89,7 +89,7 @@ class Written(NamedTuple):
     case: Case
     trainer: str
     file: Path
-    layout: Layout
+    layout: TrainerLayout
 
 
 def written(case: Case, folder: Path) -> Iterator[Written | str]:
@@ -118,7 +118,7 @@ def written(case: Case, folder: Path) -> Iterator[Written | str]:
 
 
 def parsed(trainer: str, python: str, files: list[Written]) -> Iterator[str]:
-    """What the trainer's own parser refuses, or reads otherwise."""
+    """Yield what the trainer's own parser refuses, or reads otherwise."""
     script = Path(__file__).with_name("peer_parsers.py")
     command = [python, "-W", "ignore", str(script), trainer, *(str(one.file) for one in files)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

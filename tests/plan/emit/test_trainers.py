@@ -11,7 +11,7 @@ import pytest
 from raypipe.errors import RequestError, SpecError
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.candidate import Candidate
-from raypipe.plan.emit.layout import Layout, even_cut
+from raypipe.plan.emit.layout import TrainerLayout, even_cut
 from raypipe.plan.emit.nearest import nearest
 from raypipe.plan.emit.slow import slow
 from raypipe.plan.emit.trainers import TRAINERS, Costs, emit, layout_of, read
@@ -221,7 +221,7 @@ def test_stages_that_end_inside_blocks_move_between_them(tmp_path: Path) -> None
 
 def test_what_is_slow_about_a_layout_adds_up_and_the_plan_mends_it() -> None:
     best = Plan.of(ParallelSpec(stages=2, replicas=2, microbatch=1, sync="eager", update="wait"), EVEN, 16)
-    poor = Layout(
+    poor = TrainerLayout(
         parallel=best.parallel.model_copy(update={"recompute": "full"}), cut=(range(2), range(2, 8)), batch=16
     )
     found = slow(poor, best, COSTS)
