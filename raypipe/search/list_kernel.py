@@ -384,6 +384,15 @@ def list_schedule(
     return True, order, places, free, free - begun
 
 
+@compiled
+def by_priority(
+    flat: Flat, key: Floats, pace: float, patience: Floats, ahead: Floats, reserve: int
+) -> tuple[bool, Ints, Ints, Floats, Floats]:
+    """List schedule by the settings of ``list_scheduling.Setting``, in one call from Python."""
+    due = per_task(flat, key, pace)
+    return list_schedule(flat, due, np.inf, patience, ahead, reserve, np.inf, 1.0, False)
+
+
 class Template(NamedTuple):
     """The common part of all chains of so many stages, wherever they are placed; see ``chains``."""
 

@@ -165,10 +165,18 @@ def list_schedule(layout: LaneArrays, setting: Setting) -> Listed | None:
     Returns:
         The order, or None on a deadlock: the limits leave every device waiting.
     """
-    from raypipe.search.list_kernel import per_task
+    from raypipe.search import list_kernel as kernel
 
-    due = per_task(layout.flat, floats(setting.key), float(setting.pace))
-    return _listed(layout, due, math.inf, setting)
+    lanes = len(setting.key)
+    whole, tasks, places, ends, spans = kernel.by_priority(
+        layout.flat,
+        floats(setting.key),
+        float(setting.pace),
+        floats(setting.patience or (0.0,) * lanes),
+        floats(setting.ahead or (math.inf,) * lanes),
+        {"stages": kernel.STAGES, "safe": kernel.SAFE, "none": kernel.NONE}[setting.reserve],
+    )
+    return Listed(layout.orders(tasks, places), ends.tolist(), spans.tolist()) if whole else None
 
 
 def decode(layout: LaneArrays, wish: Sequence[float], patience: float) -> DeviceOrders | None:
@@ -183,27 +191,21 @@ def decode(layout: LaneArrays, wish: Sequence[float], patience: float) -> Device
     Returns:
         The order, or None on a deadlock: every device waits for memory.
     """
-    limited = Setting((), reserve="safe" if layout.several else "none")
-    listed = _listed(layout, floats(wish), patience, limited)
-    return None if listed is None else listed.orders
-
-
-def _listed(layout: LaneArrays, due: NDArray[Any], slack: float, setting: Setting) -> Listed | None:
     from raypipe.search import list_kernel as kernel
 
     lanes = len(layout.in_turn)
-    whole, tasks, places, ends, spans = kernel.list_schedule(
+    whole, tasks, places, _, _ = kernel.list_schedule(
         layout.flat,
-        due,
-        float(slack),
-        floats(setting.patience or (0.0,) * lanes),
-        floats(setting.ahead or (math.inf,) * lanes),
-        {"stages": kernel.STAGES, "safe": kernel.SAFE, "none": kernel.NONE}[setting.reserve],
+        floats(wish),
+        float(patience),
+        floats((0.0,) * lanes),
+        floats((math.inf,) * lanes),
+        kernel.SAFE if layout.several else kernel.NONE,
         math.inf,
         1.0,
         False,
     )
-    return Listed(layout.orders(tasks, places), ends.tolist(), spans.tolist()) if whole else None
+    return layout.orders(tasks, places) if whole else None
 
 
 def disturbed(layout: LaneArrays, starts: Sequence[float], makespan: float, rng: random.Random) -> list[float]:
