@@ -336,7 +336,7 @@ def _add_session_routes(app: FastAPI, service: Service, tokenizer: str | None) -
         found = service.requests.find(asked.request_id)
         try:
             result = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(found.future)), POLL_S)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # Python 3.10 has two of this name
             again = {"type": "try_again", "request_id": found.id, "queue_state": "active"}
             return JSONResponse(again)
         except RaypipeError as error:
