@@ -14,6 +14,7 @@ import pytest
 
 from raypipe.cli import run
 from raypipe.job import load_job
+from raypipe.plan.best_first import NEAR
 from raypipe.plan.plan import build_schedule, load_plan
 from raypipe.plan.watch import Watch
 from tests.plan.conftest import make_profile
@@ -58,7 +59,8 @@ def test_json_and_plan_file(files, tmp_path, capsys) -> None:
     assert printed.out.count("\n") == 1
     assert [row["fits"] for row in told["candidates"][:3]] == [True] * 3
     steps = [row["predicted_step_s"] for row in told["candidates"][:3]]
-    assert steps == sorted(steps)
+    assert steps[0] <= min(steps) * (1 + NEAR)  # the simplest of the plans that are about as fast
+    assert steps[1:] == sorted(steps[1:])
     plan = load_plan(out)
     assert plan.model_dump(mode="json") == told["best"]
     first = told["candidates"][0]
