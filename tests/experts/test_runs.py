@@ -45,6 +45,7 @@ PLANS = [
     {"schedule": "zb-v", "stages": 2, **TWO, "sync": "eager"},
     {"schedule": "chimera", "stages": 2, **TWO, "microbatch": 1},
     {"schedule": "1f1b", "stages": 1, "shard": "zero3", **TWO},
+    {"schedule": "dualpipev", "stages": 1, **TWO, "microbatch": 1},
     *exhaustive(
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 2},
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 4},
@@ -52,6 +53,9 @@ PLANS = [
         {"schedule": "1f1b", "stages": 1, "shard": "zero2", "replicas": 4, "experts": 2},
         {"schedule": "early-recompute", "stages": 2, **TWO},
         {"schedule": "1f1b", "stages": 2, "recompute": "full", **TWO},
+        {"schedule": "dualpipev", "stages": 2, **TWO, "microbatch": 1},
+        {"schedule": "dualpipe", "stages": 2, **TWO, "microbatch": 1},
+        {"schedule": "interleaved-overlap", "stages": 2, **TWO, "microbatch": 1},
         {"schedule": "1f1b", "stages": 1, "recompute": [2], **TWO},
     ),
 ]

@@ -27,6 +27,7 @@ from raypipe.runtime.executor.computation import Microbatches, PostponedGradient
 from raypipe.runtime.executor.runner import Handler, ProgramRunner
 from raypipe.runtime.executor.step import FirstK, StartedStep, StepResult, StepSettings
 from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
+from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import Ports, StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
@@ -87,6 +88,8 @@ class Executor(ProgramRunner):
         )
         self.updates = _policy(settings, trained, shares, versions)
         self.handlers = dict(HANDLERS)
+        if settings.pairs and not runs_behind(device):
+            self.turns = Alternation()
         # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}

@@ -195,6 +195,8 @@ class StepSettings:
     gradient is held back, and before which stage's next forward it begins."""
     sub_pipelined: bool = False
     """Whether every micro-batch runs in two halves that alternate."""
+    pairs: bool = False
+    """Whether the halves of a pair run in turns, on CPUs: while one's tokens travel to experts, the other computes."""
     tensor_rank: int = 0
     """Tensor rank of this process within its device. All ranks compute the loss; only rank 0 reports it."""
 
