@@ -22,7 +22,7 @@ from raypipe.job.model_spec import HfSpec
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.models.sources.hugging_face import HuggingFace
-from raypipe.runtime.session.saved_weights import WEIGHTS
+from raypipe.runtime.session.slots import WEIGHTS
 
 MOST_SAMPLES = 256
 """Continuations of one request."""
