@@ -85,11 +85,11 @@ def autoconfigure(
     from raypipe.job import load_job
     from raypipe.observe.progress import stderr_console
     from raypipe.observe.tables import batches_document, batches_table
+    from raypipe.plan.choice import as_profiled, with_budget
     from raypipe.plan.choose import POLICIES, choose
     from raypipe.plan.decision_json import as_json
     from raypipe.plan.hybrid import load_epochs, rank_batches
     from raypipe.plan.watch import BUDGET_S
-    from raypipe.profiling.profile_and_plan import as_profiled, choose_budget, with_budget
     from raypipe.search.budget import Budget
 
     for word in allow or ():
@@ -139,6 +139,8 @@ def autoconfigure(
     def plan_for(one: JobSpec) -> Decision:
         if given is not None:
             return plan(one, given[0])
+        from raypipe.profiling.profile_and_plan import choose_budget  # Ray and torch
+
         return choose_budget(one, measure, plan, lambda text: print(text, file=sys.stderr))
 
     batches = None if table is None else rank_batches(spec, table, plan_for)

@@ -11,7 +11,7 @@ from raypipe.cost.profile import Profile
 from raypipe.cost.stages import as_exchanged
 from raypipe.errors import SpecError
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.parallel_spec import INNERMOST, SAME_AS, SHARDING
+from raypipe.job.parallel_spec import BUDGET, INNERMOST, SAME_AS, SHARDING
 from raypipe.job.rules.no_effect import BrokenRule
 from raypipe.job.rules.schedule import stash
 from raypipe.job.spec import JobSpec
@@ -153,6 +153,20 @@ def choice_of(
 def deepest(job: JobSpec, profile: Profile) -> int:
     """Stages that the model can be cut into."""
     return job.model.layers if isinstance(job.model, GptSpec) else len(profile.layers)
+
+
+def with_budget(job: JobSpec, budget: float) -> JobSpec:
+    """Return the job with a budget for the activations of compiled stages."""
+    changed: Mapping[str, Any] = {"parallel": job.parallel.model_copy(update={BUDGET: budget})}
+    return job.model_copy(update=changed)
+
+
+def as_profiled(job: JobSpec, profile: Profile) -> JobSpec:
+    """Return the job with the budget that a profile was measured under, if the job leaves it open."""
+    taken = profile.taken_for
+    if taken is None or job.train.compile != "inductor" or BUDGET in job.parallel.given:
+        return job
+    return with_budget(job, taken.activation_memory_budget)
 
 
 def _given(job: JobSpec) -> dict[str, Any]:
