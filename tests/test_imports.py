@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
     "errors", "signals", "files", "atomic_write", "machine_code", "schedule", "simulate", "search", "job", "cost",
     "graph", "plan", "explain", "compat", "checkpoint", "tensor", "capture", "models", "data", "partition", "observe",
-    "runtime", "profiling", "launch", "new_job", "train", "trained", "sample", "trainer", "cli", "__main__",
+    "runtime", "profiling", "launch", "new_job", "train", "trained", "sample", "trainer", "service", "cli",
+    "__main__",
 ]  # fmt: skip
 """The rooms, in the order that data flows through them."""
 RUNTIME = [

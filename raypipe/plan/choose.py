@@ -140,22 +140,24 @@ class _Chooser:
                 yield faster_cut(self.judge, best) if best.fits else best
 
     def divided(self, step_s: float) -> list[Prediction]:
-        """Copies of the whole model that divide its weights too (ZeRO-3), where memory does not ask for that but their
-        gathers hide more of the link's time than whole sums do: the fastest of those tried, if enough shorter than
-        ``step_s``."""
+        """Copies of the whole model in several stages that divide its optimizer state (ZeRO-1) or its weights too
+        (ZeRO-3), where memory does not ask for that but their gathers and reduce-scatters hide more of the link's time
+        than whole sums do: the fastest of those tried, if enough shorter than ``step_s``."""
         grids = sorted((g for g in self.grids if g.stages == g.tensor == 1 < g.replicas), key=self.judge.least_on)
         on_each = [self._divided_on(grid) for grid in grids]
         turns = (way for turn in zip_longest(*on_each) for way in turn if way is not None)
-        step_s *= 1 - WORTH_DIVIDING
         best: Prediction | None = None
         for way in islice(turns, DIVIDED_WAYS):
             if self.watch.over:
                 break
-            if self.judge.least(way) >= step_s:
+            most_s = step_s * (1 - (WORTH_DIVIDING if way.level == 3 else NEAR))
+            most_s = most_s if best is None else min(most_s, best.step_s)
+            if self.judge.least(way) >= most_s:
                 continue
-            for p in self._fitting(way, step_s):
-                if p.step_s < step_s:
-                    best, step_s = self.judge.time(p, final=True), p.step_s
+            for p in self._fitting(way, most_s):
+                if p.step_s < most_s:
+                    best = self.judge.time(p, final=True)
+                    most_s = best.step_s
         return [] if best is None else [best]
 
     def _fitting(self, c: Candidate, step_s: float) -> Iterator[Prediction]:
@@ -167,15 +169,15 @@ class _Chooser:
         if p.fits:
             yield p
         for least, less in [] if p.fits else self.judge.oom_fallback(p):
-            if least < step_s and less.shard == c.shard:
+            if least < step_s and less.level <= max(c.level, 2):  # ZeRO-2 takes no longer than ZeRO-1
                 yield from self._fitting(less, step_s)
 
     def _divided_on(self, grid: Grid) -> list[Candidate]:
-        """The ways to divide all weights on a grid, by the time that each takes at least."""
+        """The ways to divide all weights on a grid, or optimizer state alone, by the time that each takes at least."""
         made = [c for c in self.judge.on(grid) if c.shard == "none"]
-        ways = {
-            way for c in made for way in self.judge.shard_ways(c) if way.level == 3 and self.choice.pick(way) == way
-        }
+        whole = {way for c in made for way in self.judge.shard_ways(c) if way.level == 3}
+        state = {replace(way, shard="zero1") for way in whole if way.gather == "unit"}
+        ways = [way for way in whole | state if self.choice.pick(way) == way]
         return sorted(ways, key=lambda way: (self.judge.least(way), way.simplicity))
 
     def _shared(self, ranked: list[Prediction]) -> list[Grid]:

@@ -245,6 +245,47 @@ def test_what_takes_one_kind_of_device_says_so(files, capsys) -> None:
     assert "devices of several kinds" in capsys.readouterr().err
 
 
+def test_a_plan_is_written_for_another_trainer_and_explained(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, cluster = map(str, files)
+    asked = ["autoconfigure", job, "--cluster", cluster, "--search", "0"]
+    pipeline = ["--set", "parallel.schedule=zb-h1", "--set", "parallel.stages=2"]
+    assert run([*asked, *pipeline, "--emit", "megatron"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("# raypipe's nearest layout for Megatron-LM: predicted ")
+    assert "--pipeline-model-parallel-size 2" in said.out
+    lost = [line for line in said.err.splitlines() if "zb-h1 becomes" in line]
+    assert len(lost) == 1
+    assert f"# {lost[0]}" in said.out
+    file = tmp_path / "layout"
+    file.write_text(said.out)
+    assert run([*asked, "--from", str(file)]) == 0
+    assert f"{file} (Megatron-LM): predicted" in capsys.readouterr().out
+    assert run([*asked, "--from", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["from"]
+    assert sum(own for own, _ in found["parts"].values()) == pytest.approx(found["step_s"])
+    assert run([*asked, *pipeline, "--emit", "torchtitan", "-o", str(tmp_path / "titan.txt"), "--json"]) == 0
+    assert "pipeline_parallel_schedule_csv" in (tmp_path / "titan.txt").read_text()
+    assert json.loads(capsys.readouterr().out)["best"]["parallel"]["schedule"] == "zb-h1"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--emit", "megatorn"], '"megatorn" is unknown\n  fix: did you mean "megatron"?'),
+        (["--emit", "megatron", "--json"], "its file and --json both go to standard output"),
+        (["--from", "no-such-file"], "no-such-file: can't be read"),
+    ],
+)
+def test_requests_of_other_trainers_files_that_make_no_sense(
+    options: list[str], why: str, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, cluster = map(str, files)
+    assert run(["autoconfigure", job, "--cluster", cluster, "--search", "0", *options]) == 2
+    assert why in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_prints_the_best_plan_so_far(number: signal.Signals, tmp_path: Path) -> None:

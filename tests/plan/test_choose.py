@@ -21,6 +21,7 @@ from raypipe.plan.remedies import device_gib
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.simulate.engine import simulate
+from tests.bench.search.exhaustive import every, small
 from tests.exhaustive import exhaustive
 from tests.plan.conftest import MIB, make_job, make_profile, make_shared
 
@@ -47,6 +48,15 @@ def test_every_family_has_a_row_that_says_why_it_lost() -> None:
     stale = [row for row in decision.rows if row.prediction.form.versions != "flush"]
     assert {row.prediction.candidate.schedule for row in stale} == {"pipedream", "pipedream-2bw"}
     assert all("--allow asynchronous" in row.why for row in stale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [32, *exhaustive(16, 24, 35, 45, 47)])
+def test_no_candidate_that_fits_is_shorter_by_more_than_a_per_cent(seed: int) -> None:
+    """Cases in which copies of the whole model in several stages that divide optimizer state alone were not tried."""
+    case = small(seed)
+    chosen = choose(case.job, case.profile, search_s=0, top=1, shared=case.shared).best
+    assert chosen.step_s <= 1.01 * min(p.step_s for p in every(case))
 
 
 @pytest.mark.slow

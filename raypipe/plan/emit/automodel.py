@@ -10,7 +10,7 @@ import yaml
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.spec import JobSpec
-from raypipe.plan.emit.layout import Layout, even_cut, layer_by_layer
+from raypipe.plan.emit.layout import TrainerLayout, even_cut, layer_by_layer
 from raypipe.plan.emit.nearest import Abilities
 from raypipe.plan.emit.settings import Settings
 from raypipe.plan.emit.torch_stages import NAMES, Names, scheduled, written
@@ -31,7 +31,7 @@ MODULES = Names("model.embed_tokens", "model.layers.", ("model.norm", "lm_head")
 D = "distributed."
 
 
-def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
+def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     """Return the YAML; an order that has no name goes into a CSV beside ``file``."""
     p = layout.parallel
     whole = p.shard == "none" and not layout.pipelined and p.tensor == 1
@@ -47,7 +47,7 @@ def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
             "pp_schedule": schedule["schedule"],
             **({"pp_schedule_csv": schedule["csv"]} if "csv" in schedule else {}),
             "pp_microbatch_size": p.microbatch,
-            "module_fqns_per_model_part": MODULES.of(layout.cut),
+            "module_fqns_per_model_part": MODULES.of(layout.block_cut),
         }
     scheduler = {
         "global_batch_size": layout.batch,
@@ -57,7 +57,7 @@ def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
     return yaml.safe_dump({"step_scheduler": scheduler, "distributed": distributed}, sort_keys=False, width=110)
 
 
-def read(text: str, source: str, devices: int, layers: int) -> Layout:
+def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
     """Read the YAML; arguments as of ``torchtitan.read``.
 
     Raises:
@@ -80,7 +80,7 @@ def read(text: str, source: str, devices: int, layers: int) -> Layout:
     )
     parts, key = settings.values.get(f"{D}pipeline.module_fqns_per_model_part"), f"{D}pipeline.pp_schedule"
     chunks = 1 if str(settings.values.get(key, "1F1B")).upper() in ("1F1B", "GPIPE") else 2
-    layout = Layout(
+    layout = TrainerLayout(
         parallel=ParallelSpec(
             stages=stages,
             replicas=replicas,
@@ -95,7 +95,7 @@ def read(text: str, source: str, devices: int, layers: int) -> Layout:
         ),
         cut=MODULES.cut(parts, settings, f"{D}pipeline.module_fqns_per_model_part")
         if parts
-        else even_cut(layers, stages * chunks),
+        else even_cut(blocks, stages * chunks),
         batch=settings.whole("step_scheduler.global_batch_size", local * replicas),
     )
     if stages > 1:

@@ -10,7 +10,7 @@ from typing import Any
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.spec import JobSpec
-from raypipe.plan.emit.layout import Layout, even_cut, layer_by_layer
+from raypipe.plan.emit.layout import TrainerLayout, even_cut, layer_by_layer
 from raypipe.plan.emit.nearest import Abilities
 from raypipe.plan.emit.settings import Settings
 
@@ -19,7 +19,6 @@ ABLE = Abilities(
     schedules=("1f1b",),
     shards={"none": "none", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3"},
     pipelined_shards={"none": "none", "zero1": "zero1", "zero2": "zero1", "zero3": "zero1"},
-    shard_groups=("zero3",),
     lazy=("none", "zero1", "zero2"),
     eager=("zero1", "zero2", "zero3"),
 )
@@ -27,7 +26,7 @@ ABLE = Abilities(
 Z = "zero_optimization."
 
 
-def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
+def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     """Return the JSON. ``pipeline.partition`` has the first layer of each stage and the number of layers, which
     ``PipelineModule.parts`` holds; the engine reads no such key, so the model's ``_partition_layers`` sets it."""
     p, train = layout.parallel, job.train
@@ -43,15 +42,13 @@ def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
     zero: dict[str, Any] = {"stage": 0 if p.shard == "none" else int(p.shard[-1])}
     if p.shard != "none":
         zero["overlap_comm"] = p.sync == "eager"
-    if p.shard_replicas is not None:
-        zero["mics_shard_size"] = p.shard_replicas
     config["zero_optimization"] = zero
     if p.tensor > 1:
         config["tensor_parallel"] = {"autotp_size": p.tensor}
     if layout.pipelined:
         config["pipeline"] = {
             "stages": p.stages,
-            "partition": [own.start for own in layout.cut] + [layout.layers],
+            "partition": [0, *(own.stop for own in layout.block_cut)],
             "activation_checkpoint_interval": layout.deepest + 1 if p.recompute == "full" else 0,
         }
     elif p.recompute == "full":
@@ -59,7 +56,7 @@ def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
     return json.dumps(config, indent=1) + "\n"
 
 
-def read(text: str, source: str, devices: int, layers: int) -> Layout:
+def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
     """Read the JSON; arguments as of ``torchtitan.read``.
 
     Raises:
@@ -78,17 +75,18 @@ def read(text: str, source: str, devices: int, layers: int) -> Layout:
     words: dict[str, Shard] = {"0": "none", "1": "zero1", "2": "zero2", "3": "zero3"}
     shard = "none" if replicas == 1 else settings.choice(f"{Z}stage", words, "none")
     bounds = settings.values.get("pipeline.partition")
-    cut = tuple(range(a, b) for a, b in pairwise(bounds)) if isinstance(bounds, list) else even_cut(layers, stages)
-    if len(cut) != stages or cut[0].start or cut[-1].stop != layers:
-        raise settings.fail("pipeline.partition", f"is no cut of {layers} layers in {stages} stages", "leave it out")
+    cut = tuple(range(a, b) for a, b in pairwise(bounds)) if isinstance(bounds, list) else even_cut(blocks, stages)
+    if len(cut) != stages or cut[0].start or cut[-1].stop != blocks + 2:
+        raise settings.fail(
+            "pipeline.partition", f"is no cut of {blocks + 2} layers in {stages} stages", "leave it out"
+        )
     overlap = settings.flag(f"{Z}overlap_comm") or (shard == "zero3" and f"{Z}overlap_comm" not in settings.values)
     again = (
         settings.values.get("pipeline.activation_checkpoint_interval", 0)
         or "activation_checkpointing" in settings.values
     )
-    group = settings.whole(f"{Z}mics_shard_size", replicas)
     return layer_by_layer(
-        Layout(
+        TrainerLayout(
             parallel=ParallelSpec(
                 stages=stages,
                 replicas=replicas,
@@ -96,7 +94,6 @@ def read(text: str, source: str, devices: int, layers: int) -> Layout:
                 tensor=tensor,
                 innermost="replicas",
                 shard=shard,
-                shard_replicas=group if shard != "none" and group < replicas else None,
                 sync="eager" if overlap and replicas > 1 and stages == 1 and shard != "none" else "lazy",
                 update="wait",
                 recompute="full" if again else "none",

@@ -20,7 +20,7 @@ from raypipe.schedule.ir import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class TrainerLayout:
     """A plan less its program: ``plan`` makes that of it."""
 
     parallel: ParallelSpec
@@ -28,6 +28,8 @@ class Layout:
     """The layers of each stage: the embedding, the blocks, and the head with the norm before it."""
     batch: int
     """``train.batch``: samples of a step."""
+    per_block: int = 1
+    """Layers that a block of the model is planned in."""
     order: Schedule | None = None
     """The order of one data-parallel copy, where ``parallel.schedule`` does not generate it."""
 
@@ -37,19 +39,41 @@ class Layout:
         return self.cut[-1].stop
 
     @property
+    def units(self) -> int:
+        """The embedding, the blocks and the head."""
+        return 2 + (self.layers - 2) // self.per_block
+
+    @property
     def microbatches(self) -> int:
         """Micro-batches of a copy."""
         return self.batch // (self.parallel.replicas * self.parallel.microbatch)
 
     @property
+    def block_cut(self) -> Cut:
+        """The same, where the embedding, each block and the head count as one."""
+        ends = [0, *(1 + (own.stop - 1) // self.per_block for own in self.cut[:-1])]
+        ends += [self.units]
+        return tuple(range(a, b) for a, b in pairwise(ends))
+
+    @property
+    def aligned(self) -> bool:
+        """Return whether no stage ends inside a block."""
+        return self.cut == of_blocks(self.block_cut, self.per_block)
+
+    @property
     def blocks(self) -> list[list[int]]:
         """The blocks of each stage, from 0."""
-        return [[i - 1 for i in own if 0 < i < self.layers - 1] for own in self.cut]
+        last = self.block_cut[-1].stop - 1
+        return [[i - 1 for i in own if 0 < i < last] for own in self.block_cut]
 
     @property
     def deepest(self) -> int:
         """Blocks of the stage that has most."""
         return max(map(len, self.blocks))
+
+    def layers_of(self, block: int) -> range:
+        """The layers that a block is planned in."""
+        return range(1 + block * self.per_block, 1 + (block + 1) * self.per_block)
 
     @property
     def pipelined(self) -> bool:
@@ -61,7 +85,7 @@ class Layout:
         """Compute tasks of one data-parallel copy, without recomputation that the keys ask for."""
         return base_schedule(self.parallel, self.batch) if self.order is None else self.order
 
-    def with_keys(self, **keys: Any) -> Layout:
+    def with_keys(self, **keys: Any) -> TrainerLayout:
         """The layout with other ``parallel`` keys."""
         return replace(self, parallel=self.parallel.model_copy(update=keys))
 
@@ -74,14 +98,14 @@ class Layout:
         return Plan.of(self.parallel, self.cut, self.batch, self.order)
 
 
-def even_cut(layers: int, stages: int) -> Cut:
+def even_cut(blocks: int, stages: int) -> Cut:
     """Deal blocks out evenly, as all four trainers do where nothing else is said: embedding and head go with the first
     and the last, and left-over blocks to the first stages.
 
-    >>> even_cut(7, 2)
+    >>> even_cut(5, 2)
     (range(0, 4), range(4, 7))
     """
-    few, more = divmod(layers - 2, stages)
+    few, more = divmod(blocks, stages)
     return cut_of([few + (s < more) for s in range(stages)])
 
 
@@ -96,7 +120,19 @@ def cut_of(blocks: Sequence[int]) -> Cut:
     return tuple(range(a, b) for a, b in pairwise(ends))
 
 
-def layer_by_layer(layout: Layout) -> Layout:
+def of_blocks(cut: Cut, per_block: int) -> Cut:
+    """Return a cut in layers, of one in which each block counts as one.
+
+    >>> of_blocks((range(0, 2), range(2, 4)), 2)
+    (range(0, 3), range(3, 6))
+    """
+    last = cut[-1].stop - 1
+    ends = [1 + (end - 1) * per_block if 0 < end <= last else end for end in (0, *(own.stop for own in cut[:-1]))]
+    ends += [2 + (last - 1) * per_block]
+    return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+def layer_by_layer(layout: TrainerLayout) -> TrainerLayout:
     """The layout; where copies of the whole model divide weights too, with a stage for each layer, as FSDP wraps
     them."""
     keys: dict[str, Any] = {"gather": "microbatch"} if layout.parallel.shard == "zero3" else {}
@@ -104,14 +140,14 @@ def layer_by_layer(layout: Layout) -> Layout:
         return layout.with_keys(**keys)
     if not keys:
         return replace(layout.with_keys(schedule="1f1b", chunks=1), cut=(range(layout.layers),), order=None)
-    cut = tuple(range(i, i + 1) for i in range(layout.layers))
+    cut = of_blocks(tuple(range(i, i + 1) for i in range(layout.units)), layout.per_block)
     keys |= {"schedule": "interleaved-1f1b", "chunks": len(cut)}
     return replace(layout.with_keys(**keys), cut=cut, order=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """What trainers' files say of a decoder's shape."""
+class DecoderShape:
+    """A decoder's shape, as far as trainers' files say it."""
 
     blocks: int
     hidden: int
@@ -128,7 +164,7 @@ class Model:
     """Embedding and head share their matrix."""
 
     @classmethod
-    def of(cls, job: JobSpec) -> Model:
+    def of(cls, job: JobSpec) -> DecoderShape:
         """The shape of a job's model.
 
         Raises:
@@ -138,9 +174,13 @@ class Model:
         if isinstance(model, GptSpec):
             positions = model.positions or model.sequence
             return cls(
-                blocks=model.layers, hidden=model.hidden, heads=model.heads, sequence=model.sequence,
-                positions=positions, tied=model.tie_embeddings,
-            )  # fmt: skip
+                blocks=model.layers,
+                hidden=model.hidden,
+                heads=model.heads,
+                sequence=model.sequence,
+                positions=positions,
+                tied=model.tie_embeddings,
+            )
         if not isinstance(model, HfSpec):
             raise SpecError("model", "is no decoder of Hugging Face", "leave out --emit and --from")
         config = {**_saved(model.hf), **model.config}
@@ -177,14 +217,14 @@ def _saved(hf: str) -> dict[str, Any]:
     return dict(read_json(file)) if file.is_file() else {}
 
 
-def check_blocks(job: JobSpec, layers: int) -> Model:
-    """Return the model's shape, whose layers are an embedding, blocks and a head, as these trainers number them.
+def layers_per_block(job: JobSpec, layers: int) -> int:
+    """Return the number of layers that a block of the job's model is planned in, beside an embedding and a head.
 
     Raises:
-        SpecError: it is another model, or is not planned block by block.
+        SpecError: it is no such model.
     """
-    model = Model.of(job)
-    if model.blocks != layers - 2:
-        why = f"is planned in {layers} layers, not as an embedding, {model.blocks} blocks and a head"
+    blocks = DecoderShape.of(job).blocks
+    if (layers - 2) % blocks:
+        why = f"is planned in {layers} layers, not as an embedding, {blocks} blocks and a head"
         raise SpecError("model", why, "other trainers' layouts are of decoders alone: leave out --emit and --from")
-    return model
+    return (layers - 2) // blocks

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from raypipe.job.parallel_spec import ParallelSpec, Shard
+from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
-from raypipe.plan.emit.layout import Layout, Model, cut_of, even_cut, layer_by_layer
-from raypipe.plan.emit.nearest import Abilities
+from raypipe.plan.emit.layout import DecoderShape, TrainerLayout, cut_of, even_cut, layer_by_layer
+from raypipe.plan.emit.nearest import Abilities, first_blocks, recomputed_blocks
 from raypipe.plan.emit.settings import Settings
 from raypipe.plan.predict.prediction import Cut
 
@@ -30,14 +31,14 @@ LEVEL: dict[str, Shard] = {"no_shard": "none", "optim": "zero1", **{word: shard 
 WORLD = re.compile(r"^# WORLD_SIZE=(\d+)$", re.MULTILINE)
 
 
-def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
+def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     """Return the arguments, one a line; ``WORLD_SIZE`` is in a comment, as Megatron reads it from the environment."""
     return f"# WORLD_SIZE={layout.parallel.devices}\n" + "".join(f"--{line}\n" for line in _arguments(layout, job))
 
 
-def _arguments(layout: Layout, job: JobSpec) -> Iterator[str]:
+def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
     p, train = layout.parallel, job.train
-    yield from _model(Model.of(job))
+    yield from _model(DecoderShape.of(job))
     yield f"micro-batch-size {p.microbatch}"
     yield f"global-batch-size {layout.batch}"
     yield f"train-iters {train.steps}"
@@ -51,7 +52,7 @@ def _arguments(layout: Layout, job: JobSpec) -> Iterator[str]:
     yield f"tensor-model-parallel-size {p.tensor}"
     yield f"pipeline-model-parallel-size {p.stages}"
     if layout.pipelined:
-        yield f"pipeline-model-parallel-layout {layout_string(layout.cut)}"
+        yield f"pipeline-model-parallel-layout {layout_string(layout.block_cut)}"
         if p.innermost == "stages" and p.replicas > 1:
             yield "use-tp-pp-dp-mapping"
     if p.shard == "zero1":
@@ -68,12 +69,12 @@ def _arguments(layout: Layout, job: JobSpec) -> Iterator[str]:
     if p.recompute != "none":
         yield "recompute-granularity full"
         whole = p.recompute == "full"
-        some = layout.deepest if whole else len(set(p.recompute) & {b + 1 for b in max(layout.blocks, key=len)})
+        some = layout.deepest if whole else recomputed_blocks(layout, layers_to_recompute(p, layout.cut) or set())
         yield f"recompute-method {'uniform' if whole else 'block'}"
         yield f"recompute-num-layers {some}"
 
 
-def _model(model: Model) -> Iterator[str]:
+def _model(model: DecoderShape) -> Iterator[str]:
     yield f"num-layers {model.blocks}"
     yield f"hidden-size {model.hidden}"
     yield f"num-attention-heads {model.heads}"
@@ -126,14 +127,14 @@ def cut_from_string(text: str, settings: Settings) -> Cut:
     return tuple(range(a, a + size) for a, size in zip(starts, ends, strict=True))
 
 
-def read(text: str, source: str, devices: int, layers: int) -> Layout:
+def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
     """Read arguments.
 
     Args:
         text: the file.
         source: its name, for messages.
         devices: of the whole job, where no comment says ``WORLD_SIZE``.
-        layers: of the model, the embedding and the head among them.
+        blocks: of the model.
 
     Raises:
         SpecError: an argument asks for what no plan has, or the numbers do not divide.
@@ -144,7 +145,7 @@ def read(text: str, source: str, devices: int, layers: int) -> Layout:
     devices = devices if world is None else int(world[1])
     tensor, stages = (settings.whole(f"{key}-model-parallel-size") for key in ("tensor", "pipeline"))
     replicas = settings.divided("pipeline-model-parallel-size", devices, tensor * stages)
-    cut = _cut(settings, stages, layers)
+    cut = _cut(settings, stages, blocks)
     shard: Shard = "none"
     if settings.flag("use-megatron-fsdp"):
         shard = settings.choice("data-parallel-sharding-strategy", LEVEL, "none")
@@ -167,17 +168,17 @@ def read(text: str, source: str, devices: int, layers: int) -> Layout:
         sync="eager" if settings.flag("overlap-grad-reduce") and replicas > 1 else "lazy",
         update="wait",
     )
-    layout = Layout(parallel=parallel, cut=cut, batch=settings.whole("global-batch-size", microbatch * replicas))
+    layout = TrainerLayout(parallel=parallel, cut=cut, batch=settings.whole("global-batch-size", microbatch * replicas))
     return layer_by_layer(_recomputed(layout, settings))
 
 
-def _cut(settings: Settings, stages: int, layers: int) -> Cut:
+def _cut(settings: Settings, stages: int, model_blocks: int) -> Cut:
     given = settings.values.get("pipeline-model-parallel-layout")
     if given is not None:
         cut = cut_from_string(str(given), settings)
         settings.divided("pipeline-model-parallel-layout", len(cut), stages)
         return cut
-    blocks = settings.whole("num-layers", layers - 2)
+    blocks = settings.whole("num-layers", model_blocks)
     ends = {key: settings.values.get(f"decoder-{key}-pipeline-num-layers") for key in ("first", "last")}
     if any(value is not None for value in ends.values()):
         first, last = (
@@ -191,10 +192,10 @@ def _cut(settings: Settings, stages: int, layers: int) -> Cut:
     if "num-layers-per-virtual-pipeline-stage" in settings.values:
         each = settings.whole("num-layers-per-virtual-pipeline-stage")
         chunks = settings.divided("num-layers-per-virtual-pipeline-stage", blocks, stages * each)
-    return even_cut(blocks + 2, stages * chunks)
+    return even_cut(blocks, stages * chunks)
 
 
-def _recomputed(layout: Layout, settings: Settings) -> Layout:
+def _recomputed(layout: TrainerLayout, settings: Settings) -> TrainerLayout:
     if "recompute-granularity" not in settings.values:
         return layout
     settings.choice("recompute-granularity", {"full": True}, True)
@@ -202,4 +203,4 @@ def _recomputed(layout: Layout, settings: Settings) -> Layout:
     count = settings.whole("recompute-num-layers")
     if whole or count >= layout.deepest:
         return layout.with_keys(recompute="full")
-    return layout.with_keys(recompute=tuple(sorted(b + 1 for own in layout.blocks for b in own[:count])))
+    return layout.with_keys(recompute=first_blocks(layout, count))

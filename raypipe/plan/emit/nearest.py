@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raypipe.errors import RequestError, ScheduleError
 from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS, Innermost, ParallelSpec, Shard
 from raypipe.job.requested_schedule import layers_to_recompute
-from raypipe.plan.emit.layout import Layout, layer_by_layer
+from raypipe.plan.emit.layout import TrainerLayout, layer_by_layer
 from raypipe.plan.predict.prediction import Cut
 from raypipe.schedule.forms.text import to_torch_csv
 from raypipe.schedule.ir import Schedule
@@ -19,13 +20,23 @@ from raypipe.schedule.shape import NEUTRAL
 Shards = Mapping[Shard, Shard]
 """What copies divide in a plan -> what they may divide in a trainer."""
 DEFAULTS = ParallelSpec()
-CutFor = Callable[[int, int], Cut]
-"""The best cut into so many stages for micro-batches of a size."""
+MOST_TASKS = 60_000
+"""Longer steps are not tried with other micro-batches."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Cuts and micro-batches to choose from where a plan's own order is not expressible."""
+
+    cut: Callable[[int, int], Cut]
+    """The best cut between blocks into so many stages, for micro-batches of a size."""
+    sizes: tuple[int, ...]
+    """Micro-batches whose times are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """What a trainer can express."""
+    """The layouts that a trainer can express."""
 
     title: str
     schedules: tuple[str, ...]
@@ -56,7 +67,7 @@ class Abilities:
 class Draft:
     """A layout on its way to what a trainer can express."""
 
-    layout: Layout
+    layout: TrainerLayout
     lost: list[str] = field(default_factory=list)
 
     def set(self, why: str, **keys: Any) -> None:
@@ -75,10 +86,12 @@ class Draft:
 
 
 def _word(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"{len(value)} layers"
     return "none" if value is None else str(value)
 
 
-def nearest(layout: Layout, able: Abilities, cut_for: CutFor) -> list[Draft]:
+def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Draft]:
     """Return the layouts nearest to a plan's that a trainer can express, each with what it loses.
 
     Raises:
@@ -104,15 +117,19 @@ def nearest(layout: Layout, able: Abilities, cut_for: CutFor) -> list[Draft]:
         draft.set(f"{title} numbers copies next to each other", innermost=able.innermost[0])
     elif not layout.pipelined or parallel.replicas == 1:
         draft.silently(innermost=able.innermost[0])
+    if not layout.aligned and layout.pipelined:
+        cut = choices.cut(len(layout.cut), parallel.microbatch)
+        draft.layout = replace(draft.layout, cut=cut)
+        draft.lost.append(f"cut: stages end inside blocks, and {title} cuts between them")
     _shard(draft, able)
-    found = list(_scheduled(draft, able, cut_for))
+    found = list(_scheduled(draft, able, choices))
     for one in found:
         _recompute(one, able)
     return found
 
 
 def _shard(draft: Draft, able: Abilities) -> None:
-    """What copies divide, and when gradients are summed."""
+    """Reduce what copies divide, and when gradients are summed."""
     parallel = draft.layout.parallel
     whole = not draft.layout.pipelined and parallel.tensor == 1
     shard = "none" if parallel.replicas == 1 else parallel.shard
@@ -139,8 +156,8 @@ def _shard(draft: Draft, able: Abilities) -> None:
         draft.silently(sync="eager")
 
 
-def _scheduled(draft: Draft, able: Abilities, cut_for: CutFor) -> Iterator[Draft]:
-    """The order of tasks: the plan's where the trainer has it, else each of the nearest that it has."""
+def _scheduled(draft: Draft, able: Abilities, choices: Choices) -> Iterator[Draft]:
+    """Yield the order of tasks: the plan's where the trainer has it, else each of the nearest that it has."""
     layout = draft.layout
     parallel, cut = layout.parallel, layout.cut
     name, devices = SAME_AS.get(parallel.schedule, parallel.schedule), parallel.stages
@@ -167,24 +184,31 @@ def _scheduled(draft: Draft, able: Abilities, cut_for: CutFor) -> Iterator[Draft
         draft.layout = replace(draft.layout, order=replace(order, name="auto"))
         yield draft
         return
-    lost = f"schedule: {name} becomes {{}}: {able.title} has {', '.join(able.schedules)}"
-    chunks, left = divmod(len(cut), devices)
     order = layout.own_order
     if any(task.kind == "R" for task in order.tasks()) and parallel.recompute == "none":  # by its own schedule
-        draft.silently(recompute="full")
+        draft.set(f"as {name} recomputes by itself", recompute="full")
         layout = draft.layout
-    if "interleaved-1f1b" in able.schedules and not left and chunks > 1 and not layout.microbatches % devices:
-        other = Draft(replace(layout, order=None), [*draft.lost, lost.format("interleaved-1f1b")])
-        other.silently(**neutral | {"schedule": "interleaved-1f1b", "chunks": chunks})
-        yield other
-    cut = cut if len(cut) == devices else cut_for(devices, parallel.microbatch)
-    draft.layout = replace(layout, order=None, cut=cut)
-    draft.lost.append(lost.format("1f1b"))
-    draft.silently(**neutral | {"schedule": "1f1b"})
-    yield draft
+    lost = f"{able.title} has {', '.join(able.schedules)}"
+    for chunks in dict.fromkeys((1, 2, len(cut) // devices)):
+        stages = devices * chunks
+        for size in choices.sizes:
+            count, left = divmod(layout.batch // parallel.replicas, size)
+            interleaved = chunks > 1
+            if left or layout.batch % parallel.replicas or stages > layout.units or 3 * stages * count > MOST_TASKS:
+                continue
+            if interleaved and (count % devices or "interleaved-1f1b" not in able.schedules):
+                continue
+            if able.full_pipelines and count < devices:
+                continue
+            own = cut if len(cut) == stages else choices.cut(stages, size)
+            one = Draft(replace(layout, order=None, cut=own), list(draft.lost))
+            one.silently(**neutral | {"chunks": chunks})
+            one.set(lost, schedule="interleaved-1f1b" if interleaved else "1f1b")
+            one.set("the schedule is another one", microbatch=size)
+            yield one
 
 
-def _exported(layout: Layout) -> tuple[Schedule, str] | None:
+def _exported(layout: TrainerLayout) -> tuple[Schedule, str] | None:
     """The order for ``torch.distributed.pipelining``, and how its stages lie: round after round, or in a V."""
     try:
         order = layout.own_order
@@ -200,7 +224,7 @@ def _exported(layout: Layout) -> tuple[Schedule, str] | None:
 
 
 def _recompute(draft: Draft, able: Abilities) -> None:
-    """Activations that are computed again."""
+    """Reduce which activations are computed again."""
     layout = draft.layout
     parallel = layout.parallel
     draft.silently(alphas=None)
@@ -209,13 +233,21 @@ def _recompute(draft: Draft, able: Abilities) -> None:
     if parallel.recompute in ("none", "full"):
         return
     again = layers_to_recompute(parallel, layout.cut) or frozenset()
-    blocks = layout.blocks
-    most = max(sum(b + 1 in again for b in own) for own in blocks)
+    most = recomputed_blocks(layout, again)
     if not able.some_layers or most == layout.deepest:
         draft.set(f"{able.title} recomputes all blocks or none", recompute="full")
-        return
-    if not most:
+    elif not most:
         draft.set(f"{able.title} recomputes blocks alone", recompute="none")
-        return
-    first = tuple(sorted(b + 1 for own in blocks for b in own[:most]))
-    draft.set(f"{able.title} recomputes as many of the first blocks of each stage", recompute=first)
+    else:
+        why = f"{able.title} recomputes as many of the first blocks of each stage"
+        draft.set(why, recompute=first_blocks(layout, most))
+
+
+def recomputed_blocks(layout: TrainerLayout, again: AbstractSet[int]) -> int:
+    """Return the blocks that are recomputed, some layers of them at least, of the stage that recomputes most."""
+    return max(sum(not again.isdisjoint(layout.layers_of(b)) for b in own) for own in layout.blocks)
+
+
+def first_blocks(layout: TrainerLayout, count: int) -> tuple[int, ...]:
+    """Return the layers of so many of the first blocks of each stage."""
+    return tuple(sorted(i for own in layout.blocks for b in own[:count] for i in layout.layers_of(b)))

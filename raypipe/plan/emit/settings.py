@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Settings:
-    """What a file sets.
+    """The settings of a file.
 
     Args:
         source: the file's name, for messages.

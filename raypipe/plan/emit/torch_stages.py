@@ -10,7 +10,7 @@ from typing import Any
 
 from raypipe.errors import RequestError
 from raypipe.files import expanded
-from raypipe.plan.emit.layout import Layout
+from raypipe.plan.emit.layout import TrainerLayout
 from raypipe.plan.emit.settings import Settings
 from raypipe.plan.predict.prediction import Cut
 from raypipe.schedule.forms.text import from_torch_csv, to_torch_csv
@@ -63,7 +63,7 @@ class Names:
         return cut
 
 
-def written(layout: Layout, file: Path | None) -> dict[str, str]:
+def written(layout: TrainerLayout, file: Path | None) -> dict[str, str]:
     """Return the schedule's name, and ``csv``, where its order was written, if it has one of its own.
 
     Raises:
@@ -78,7 +78,7 @@ def written(layout: Layout, file: Path | None) -> dict[str, str]:
     return {"schedule": V if layout.parallel.placement == "v" else LOOPS, "csv": str(beside)}
 
 
-def scheduled(layout: Layout, settings: Settings, schedule: str, csv: str) -> Layout:
+def scheduled(layout: TrainerLayout, settings: Settings, schedule: str, csv: str) -> TrainerLayout:
     """The layout with the schedule that these keys of a file name.
 
     Raises:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.spec import JobSpec
-from raypipe.plan.emit.layout import Layout, Model, even_cut, layer_by_layer
+from raypipe.plan.emit.layout import DecoderShape, TrainerLayout, even_cut, layer_by_layer
 from raypipe.plan.emit.nearest import Abilities
 from raypipe.plan.emit.settings import Settings
 from raypipe.plan.emit.torch_stages import NAMES, Names, scheduled, written
@@ -30,13 +30,13 @@ RESHARD: dict[Shard, str] = {"zero2": "never", "zero3": "always"}
 P, T = "parallelism.", "training."
 
 
-def write(layout: Layout, job: JobSpec, file: Path | None = None) -> str:
+def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     """Return the arguments, one a line; an order that has no name goes into a CSV beside ``file``."""
     return "".join(f"{line}\n" for line in _arguments(layout, job, file))
 
 
-def _arguments(layout: Layout, job: JobSpec, file: Path | None) -> Iterator[str]:
-    p, train, model = layout.parallel, job.train, Model.of(job)
+def _arguments(layout: TrainerLayout, job: JobSpec, file: Path | None) -> Iterator[str]:
+    p, train, model = layout.parallel, job.train, DecoderShape.of(job)
     if model.llama and (model.blocks, model.hidden) in CONFIGS:
         yield "--module llama3"
         yield f"--config {CONFIGS[model.blocks, model.hidden]}"
@@ -59,7 +59,7 @@ def _arguments(layout: Layout, job: JobSpec, file: Path | None) -> Iterator[str]
     if layout.pipelined:
         yield f"--{T}disable_cuda_graphs"
         yield f"--{P}pipeline_parallel_microbatch_size {p.microbatch}"
-        yield f"--{P}module_fqns_per_model_part " + " ".join(map(",".join, MODULES.of(layout.cut)))
+        yield f"--{P}module_fqns_per_model_part " + " ".join(map(",".join, MODULES.of(layout.block_cut)))
         schedule = written(layout, file)
         yield f"--{P}pipeline_parallel_schedule {schedule['schedule']}"
         if "csv" in schedule:
@@ -69,14 +69,14 @@ def _arguments(layout: Layout, job: JobSpec, file: Path | None) -> Iterator[str]
     yield "activation-checkpoint:" + ("none" if p.recompute == "none" else "full")
 
 
-def read(text: str, source: str, devices: int, layers: int) -> Layout:
+def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
     """Read arguments.
 
     Args:
         text: the file.
         source: its name, for messages.
         devices: of the whole job, where the arguments leave the degree of sharding open.
-        layers: of the model, the embedding and the head among them.
+        blocks: of the model.
 
     Raises:
         SpecError: an argument asks for what no plan has, or the numbers do not divide.
@@ -97,7 +97,7 @@ def read(text: str, source: str, devices: int, layers: int) -> Layout:
     named = [str(part).split(",") for part in ([parts] if isinstance(parts, str) else parts or ())]
     key = f"{P}module_fqns_per_model_part"
     chunks = 1 if str(settings.values.get(f"{P}pipeline_parallel_schedule", "1F1B")) in ("1F1B", "GPipe") else 2
-    layout = Layout(
+    layout = TrainerLayout(
         parallel=ParallelSpec(
             stages=stages,
             replicas=replicas,
@@ -110,7 +110,7 @@ def read(text: str, source: str, devices: int, layers: int) -> Layout:
             update="wait",
             recompute=_recomputed(settings),  # type: ignore[arg-type]
         ),
-        cut=MODULES.cut(named, settings, key) if named else even_cut(layers, stages * chunks),
+        cut=MODULES.cut(named, settings, key) if named else even_cut(blocks, stages * chunks),
         batch=settings.whole(f"{T}global_batch_size", local * replicas),
     )
     if stages > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,16 +14,15 @@ from raypipe.errors import RequestError, SpecError
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.requested_schedule import is_file
 from raypipe.job.spec import JobSpec
-from raypipe.plan.candidate import Candidate
+from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.emit import automodel, deepspeed, megatron, torchtitan
-from raypipe.plan.emit.layout import Layout, check_blocks
-from raypipe.plan.emit.nearest import Abilities, Draft, nearest
+from raypipe.plan.emit.layout import TrainerLayout, layers_per_block, of_blocks
+from raypipe.plan.emit.nearest import Abilities, Choices, Draft, nearest
 from raypipe.plan.plan import Plan
 from raypipe.plan.predict.of_plan import PlanPrediction, PlanPredictor
 from raypipe.plan.predict.prediction import Cut
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.tensor_groups import ALONE, Sharing
-from raypipe.schedule.shape import Grid
 
 GIB = 2**30
 
@@ -31,7 +30,7 @@ GIB = 2**30
 class Write(Protocol):
     """Writes a layout; an order that has no name goes into a file beside ``file``."""
 
-    def __call__(self, layout: Layout, job: JobSpec, file: Path | None = None) -> str:
+    def __call__(self, layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
         """Return the trainer's file."""
 
 
@@ -41,7 +40,7 @@ class Trainer:
 
     able: Abilities
     write: Write
-    read: Callable[[str, str, int, int], Layout]
+    read: Callable[[str, str, int, int], TrainerLayout]
     """From text, its source, devices, and the model's layers."""
     json: bool = False
     """Its file has no comments."""
@@ -56,17 +55,21 @@ TRAINERS = {
 
 
 class Costs:
-    """What layouts of a job take on a cluster.
+    """The steps and the memory of a job's layouts on a cluster.
 
     Args:
         job: what is trained.
         profile: its costs.
         shared: profiles whose devices are groups that share each layer.
+
+    Raises:
+        SpecError: the model is not one that the trainers number in blocks.
     """
 
     def __init__(self, job: JobSpec, profile: Profile, shared: Mapping[Sharing, Profile]) -> None:
         self.job, self.by = job, {ALONE: profile, **shared}
-        self.layers = len(profile.layers)
+        self.layers, self.devices = len(profile.layers), profile.devices
+        self.per_block = layers_per_block(job, self.layers)
 
     def predict(self, plan: Plan) -> PlanPrediction:
         """Predict a plan's step and memory.
@@ -82,11 +85,19 @@ class Costs:
             raise SpecError("parallel.tensor", why, f"known: {', '.join(str(t) for t, _ in self.by)}")
         return self.by[p.tensor, p.sub_pipelined]
 
-    def cut_for(self, layout: Layout) -> Callable[[int, int], Cut]:
-        """Return what finds the best cut for one stage a device."""
-        job, own = self.job, as_exchanged(without_noise(self._of(layout.parallel)), self.job.train, self.job.parallel)
-        judge = Predictor(own, job.train, self.layers)
-        return lambda stages, microbatch: judge.cut(Candidate.on(Grid(stages, 1, microbatch, stages), "1f1b"))
+    def choices(self, layout: TrainerLayout) -> Choices:
+        """Return the cuts between blocks, and the sizes of micro-batches, for a layout's groups of devices."""
+        of = layout.with_keys(sub_pipelined=False).parallel
+        judge = Predictor(as_exchanged(without_noise(self._of(of)), self.job.train, of), self.job.train, self.layers)
+
+        def cut(stages: int, microbatch: int) -> Cut:
+            times, each = judge.layer_times(microbatch), self.per_block
+            inner = [sum(times[i : i + each]) for i in range(1, self.layers - 1, each)]
+            found = cut_layers([times[0], *inner, times[-1]], line_of(stages), balance="stages")
+            return of_blocks(found.stages, each)
+
+        sizes = set.intersection(*(set(layer.times) for layer in judge.profile.layers))
+        return Choices(cut, tuple(sorted(sizes)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,17 +107,23 @@ class Emitted:
     text: str
     lost: tuple[str, ...]
     """What the trainer cannot express, and the predicted cost of that; empty if nothing."""
-    layout: Layout
+    layout: TrainerLayout
     """What the file says."""
 
 
-def layout_of(plan: Plan, batch: int) -> Layout:
+def layout_of(plan: Plan, costs: Costs) -> TrainerLayout:
     """Return the layout of a plan."""
     cut = tuple(range(own[0], own[-1] + 1) for own in plan.cut)
     if [i for own in plan.cut for i in own] != list(range(cut[-1].stop)):
         raise RequestError("--emit", "the plan's stages are a graph of branches", "plan without placement: branches")
     own = plan.parallel.schedule == "auto" or plan.parallel.gather == "order" or is_file(plan.parallel.schedule)
-    return Layout(parallel=plan.parallel, cut=cut, batch=batch, order=plan.order() if own else None)
+    return TrainerLayout(
+        parallel=plan.parallel,
+        cut=cut,
+        batch=costs.job.train.batch,
+        per_block=costs.per_block,
+        order=plan.order() if own else None,
+    )
 
 
 def emit(name: str, plan: Plan, costs: Costs, file: Path | None) -> Emitted:
@@ -120,12 +137,9 @@ def emit(name: str, plan: Plan, costs: Costs, file: Path | None) -> Emitted:
 
     Raises:
         RequestError: the trainer has no layout near the plan that fits.
-        SpecError: the model is not one that these trainers number in blocks.
     """
     trainer, job = TRAINERS[name], costs.job
-    check_blocks(job, costs.layers)
-    whole = layout_of(plan, job.train.batch)
-    drafts = nearest(whole, trainer.able, costs.cut_for(whole))
+    drafts = nearest(layout_of(plan, costs), trainer.able, costs.choices(layout_of(plan, costs)))
     found = [(draft, costs.predict(draft.layout.plan())) for draft in drafts]
     draft, best = min(found, key=lambda pair: (max(0.0, pair[1].excess), pair[1].time.step))
     if best.excess > 0:
@@ -166,7 +180,7 @@ def recognised(text: str) -> str:
     return "torchtitan" if any("--parallelism." in line or "--training." in line for line in bare) else "megatron"
 
 
-def read(file: Path, costs: Costs, devices: int) -> tuple[str, Layout]:
+def read(file: Path, costs: Costs, devices: int) -> tuple[str, TrainerLayout]:
     """Read a trainer's file: its trainer's title, and its layout.
 
     Raises:
@@ -177,13 +191,17 @@ def read(file: Path, costs: Costs, devices: int) -> tuple[str, Layout]:
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(str(file), f"can't be read: {error}", "give a trainer's file") from None
     trainer = TRAINERS[recognised(text)]
-    model = check_blocks(costs.job, costs.layers)
-    layout = trainer.read(text, str(file), devices, costs.layers)
-    batch = costs.job.train.batch
-    if layout.layers != costs.layers:
+    blocks = (costs.layers - 2) // costs.per_block
+    layout = trainer.read(text, str(file), devices, blocks)
+    if layout.units != blocks + 2:
         raise SpecError(
-            str(file), f"has {layout.layers - 2} blocks, the job's model {model.blocks}", "give its own job"
+            str(file), f"has {layout.units - 2} blocks, the job's model {blocks}", "give the file's own job"
         )
+    again = layout.parallel.recompute
+    layout = replace(layout, cut=of_blocks(layout.cut, costs.per_block), per_block=costs.per_block)
+    if isinstance(again, tuple):
+        layout = layout.with_keys(recompute=tuple(i for block in again for i in layout.layers_of(int(block) - 1)))
+    batch = costs.job.train.batch
     if layout.batch != batch:
         raise SpecError(
             str(file), f"has a batch of {layout.batch}, the job {batch}", f"--set train.batch={layout.batch}"

@@ -69,7 +69,7 @@ class PlanPredictor:
         memory = device_memory(
             profile,
             tuple(range(own[0], own[-1] + 1) for own in plan.cut),
-            order.schedule,
+            plan.one_copy(),  # sums under way take memory too
             parallel.microbatch,
             copies=parallel.replicas,
             optimizer=train.optimizer,

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import SpecError, nearest
+from raypipe.files import short
 from raypipe.runtime.session.token_losses import LOSSES, OWN, ROW, TARGETS, TOKENS, Options
 
 MULTIPLE = 8
@@ -59,11 +60,11 @@ def check(data: Sequence[Datum], loss: str, options: Options, limits: Limits) ->
         SpecError: there is no such loss or option, or a sequence does not fit it or the model.
     """
     if loss not in LOSSES:
-        raise SpecError("loss_fn", f'there is no loss "{loss}"', nearest(loss, LOSSES))
+        raise SpecError("loss_fn", f'there is no loss "{short(loss)}"', nearest(loss, LOSSES))
     known = LOSSES[loss]
     for name, value in options.items():
         if name not in known.options:
-            raise SpecError("loss_fn_config", f"{loss} has no option {name}", nearest(name, known.options))
+            raise SpecError("loss_fn_config", f"{loss} has no option {short(name)}", nearest(name, known.options))
         if not np.isfinite(value):
             raise SpecError(f"loss_fn_config.{name}", f"{value} is no finite number", "use one")
     if not data:
@@ -79,7 +80,7 @@ def check(data: Sequence[Datum], loss: str, options: Options, limits: Limits) ->
             raise SpecError(f"{where}.loss_fn_inputs", f"lacks {name}, which {loss} needs", f"add {name}")
         for name, values in one.inputs.items():
             if name != TARGETS and name not in known.takes:
-                why = f"{loss} reads no {name}"
+                why = f"{loss} reads no {short(name)}"
                 raise SpecError(f"{where}.loss_fn_inputs", why, nearest(name, {TARGETS, *known.takes}))
             if values.shape != (length,):
                 why = f"has shape {list(values.shape)}, and the sequence {length} tokens"

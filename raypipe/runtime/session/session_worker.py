@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.replacement import parts_when_lost
 from raypipe.runtime.session.call_data import PADDING, CallData
 from raypipe.runtime.session.call_programs import Key
+from raypipe.runtime.session.saved_weights import read, write
+from raypipe.runtime.session.slots import Slots
 from raypipe.runtime.session.token_losses import ROW, TOKENS, CallTask, Options
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
@@ -99,7 +102,9 @@ class StageSession(StageWorker):
     def setup(self, setup: Setup) -> tuple[int, list[str]]:
         """See ``StageWorker.setup``."""
         self.programs: dict[Key, Program] = {}
-        return super().setup(replace(setup, microbatches=MOST_MICROBATCHES))
+        held = super().setup(replace(setup, microbatches=MOST_MICROBATCHES))
+        self.slots = Slots(self.modules, self.optimizers, self.executor)
+        return held
 
     def learn(self, key: Key, program: Program) -> None:
         """Keep the program of calls with so many micro-batches."""
@@ -111,16 +116,18 @@ class StageSession(StageWorker):
 
     @raises_device_errors
     @parts_when_lost
-    def run_call(self, number: int, key: Key, call: CallData, loss: str, options: Options) -> CallPart:
+    def run_call(self, slot: int, number: int, key: Key, call: CallData, loss: str, options: Options) -> CallPart:
         """Run the micro-batches of a call; with ``key.kind`` backward, their gradients add to those of earlier calls.
 
         Args:
+            slot: the weights to run on.
             number: of the call in its session.
             key: names the program.
             call: the data.
             loss: name of the loss.
             options: its options.
         """
+        self.slots.use(slot)
         self.feed.begin(call)
         self.task.begin(loss, options)
         result = self.executor.run(self.programs[key], number, 0.0, "train" if key.kind == "backward" else "val")
@@ -129,9 +136,10 @@ class StageSession(StageWorker):
 
     @raises_device_errors
     @parts_when_lost
-    def update(self, number: int, key: Key, adam: AdamW) -> float:
+    def update(self, slot: int, number: int, key: Key, adam: AdamW) -> float:
         """Sum the gradients since the last update, clip them and update; return this device's share of the squared
         global norm, before clipping."""
+        self.slots.use(slot)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
                 decays = group.setdefault("decays", group["weight_decay"] > 0)
@@ -141,3 +149,31 @@ class StageSession(StageWorker):
         assert isinstance(updates, Updates)
         updates.limit = adam.clip
         return self.executor.run(self.programs[key], number, adam.lr).norm_squared
+
+    @raises_device_errors
+    @parts_when_lost
+    def free(self, slot: int) -> None:
+        """Give up what a slot has."""
+        self.slots.free(slot)
+
+    @raises_device_errors
+    @parts_when_lost
+    def write_weights(self, slot: int, folder: Path) -> None:
+        """Write the weights that this device is the first to hold, and their optimizer's state, into a folder."""
+        self.slots.use(slot)
+        first = [key for key in self.modules if key[1] == 0]
+        write(folder, self.rank, [(self.modules[key].trained, self.optimizers[key]) for key in first])
+
+    @raises_device_errors
+    @parts_when_lost
+    def read_weights(self, slot: int, folder: Path, with_optimizer: bool) -> None:
+        """Read weights, and with them the optimizer's state or none; gradients since the last update are dropped.
+
+        Raises:
+            CheckpointError: they are those of another model.
+        """
+        self.slots.use(slot)
+        read(folder, [(m.trained, self.optimizers[key]) for key, m in self.modules.items()], with_optimizer)
+        for key in self.modules:
+            self.executor.sync.drop(key)
+        self.executor.casts.drop()

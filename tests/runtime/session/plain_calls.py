@@ -42,7 +42,7 @@ class PlainCalls:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, low: float = 0.8, high: float = 1.2

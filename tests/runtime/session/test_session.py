@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.runtime.session.call_data import Datum, Limits, check
-from raypipe.runtime.session.session import arrays, check_job
+from raypipe.runtime.session.session import Updated, arrays, check_job
 from raypipe.runtime.session.session_worker import AdamW
 from raypipe.runtime.session.token_losses import HIGH, LOSSES, LOW
 from raypipe.train import make_plan
@@ -199,6 +200,64 @@ def test_an_update_needs_gradients_and_numbers_in_range(session_of: Opened) -> N
     assert session.optim_step(AdamW()).result().step == 1
     with pytest.raises(SpecError, match="no forward_backward has come"):
         session.optim_step(AdamW())
+
+
+LORA = {"r": 4, "target_modules": "all-linear"}
+
+
+def whole_model(job: JobSpec) -> torch.nn.Module:
+    """The model of transformers, or peft's over it, with the start values of a session."""
+    model = HuggingFace(job.model).build().double()
+    start = build_model(job, None, 0)
+    model.load_state_dict(start.build_stage(range(start.count), job.train.seed).named(), strict=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [
+        ({}, GPT),
+        ({"schedule": "zb-h1"}, {**QWEN3, "lora": LORA}),
+        ({"schedule": "chimera"}, {**QWEN3, "lora": LORA}),
+        ({"stages": 1, "replicas": 2}, GPT),
+    ],
+    ids=["whole", "adapters, zb-h1", "adapters, chimera", "whole, replicas"],
+)
+def test_models_whose_calls_take_turns_equal_each_alone(
+    session_of: Opened, tmp_path: Path, parallel: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """Also where one is called between another's gradients and its update, and where one begins as a copy."""
+    job, rng = job_of(parallel, model), random.Random(11)
+    session = session_of(job)
+    session.save(tmp_path / "start").result()
+    plain = [PlainCalls(whole_gpt(job) if model is GPT else whole_model(job)) for _ in range(3)]
+    for slot in range(3):
+        session.load(tmp_path / "start", with_optimizer=False, slot=slot)
+    waiting: set[int] = set()
+    for turn in range(60):
+        slot = rng.randrange(3)
+        if slot in waiting and rng.random() < 0.5:
+            waiting.discard(slot)
+            adam = AdamW(lr=0.01 * (slot + 1), eps=1e-8, weight_decay=0.1, clip=rng.choice([None, 1.0]))
+            found = session.optim_step(adam, slot).result()
+            assert found.grad_norm == pytest.approx(plain[slot].optim_step(adam), abs=1e-9), turn
+        else:
+            waiting.add(slot)
+            data = sampled(rng, "ppo", rng.randint(1, 5))
+            outputs = session.forward_backward(data, "ppo", slot=slot).result()
+            assert outputs.loss_sum == pytest.approx(plain[slot].forward_backward(data, "ppo")[0], abs=1e-9), turn
+    session.save(tmp_path / "saved", 1).result()
+    session.free(0)
+    session.load(tmp_path / "saved", with_optimizer=True, slot=0)
+    data = sampled(rng, "cross_entropy", 4)
+    plain[1].optimizer.zero_grad()
+    session.forward_backward(data, slot=0)
+    plain[1].forward_backward(data, "cross_entropy")
+    adam = AdamW(lr=0.01, eps=1e-8)
+    found = session.optim_step(adam, 0).result()
+    assert found == Updated(1, pytest.approx(plain[1].optim_step(adam), abs=1e-9))
+    expected, _ = plain[1].forward_backward(data, "cross_entropy")  # with the weights that the optimizer's state led to
+    assert session.forward(data, slot=0).result().loss_sum == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize(
