@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from raypipe.errors import SpecError
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
-from raypipe.tensor import Division, divide_module
+from raypipe.tensor import Division, divide_module, is_experts
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
 from tests.experts.threads import Member, run_copies
@@ -78,9 +78,14 @@ def test_copies_with_divided_experts_train_as_one_process(family: str, size: int
         torch.testing.assert_close(made, p.grad, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_one_expert_gets_every_token() -> None:
+def first_experts(model: nn.Module) -> nn.Module:
+    return next(module for module in model.modules() if is_experts(module))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_expert_gets_every_token(family: str) -> None:
     """Top-1 skew: the copy without tokens takes part, and the gradients of its experts are zero and not missing."""
-    whole = model_of("mixtral").model.layers[0].mlp.experts
+    whole = first_experts(model_of(family))
     tokens = torch.randn(6, 16, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(6, 1, dtype=torch.float64, requires_grad=True)
     numbers = torch.full((6, 1), 3)
@@ -89,8 +94,8 @@ def test_one_expert_gets_every_token() -> None:
     rows = [slice(0, 0), slice(0, 6)]  # the other copy has no tokens of its own either
 
     def work(rank: int, member: Member) -> tuple[Tensor, ...]:
-        model, _ = divided("mixtral", 2, rank, model_of("mixtral"))
-        experts = model.model.layers[0].mlp.experts
+        model, _ = divided(family, 2, rank, model_of(family))
+        experts = first_experts(model)
         x, w = (t.detach()[rows[rank]].requires_grad_() for t in (tokens, weights))
         y = experts(x, numbers[rows[rank]], w)
         y.square().sum().backward()
