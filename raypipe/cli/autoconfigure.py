@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from raypipe.cost.profile import Profile
     from raypipe.job.spec import JobSpec
     from raypipe.plan.choose import Decision
-    from raypipe.plan.emit.slow import Slow
-    from raypipe.plan.emit.trainers import Costs
+    from raypipe.plan.emit.trainers import Costs, Slow
     from raypipe.plan.tensor_groups import Sharing
 
 ALLOWED = ("asynchronous",)
@@ -217,8 +216,7 @@ def _emitted(trainer: str, decision: Decision, costs: Costs, file: Path | None) 
 
 def _slow(file: Path, decision: Decision, costs: Costs, devices: int | None) -> tuple[str, Slow]:
     """Return a layout's file with its trainer, and what is slow about it."""
-    from raypipe.plan.emit.slow import slow
-    from raypipe.plan.emit.trainers import read
+    from raypipe.plan.emit.trainers import read, slow
 
     title, found = read(file, costs, devices or costs.devices)
     return f"{file} ({title})", slow(found, decision.plan, costs)

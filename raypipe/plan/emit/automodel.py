@@ -10,10 +10,9 @@ import yaml
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.spec import JobSpec
-from raypipe.plan.emit.layout import TrainerLayout, even_cut, layer_by_layer
+from raypipe.plan.emit.layout import Settings, TrainerLayout, even_cut, layer_by_layer
 from raypipe.plan.emit.nearest import Abilities
-from raypipe.plan.emit.settings import Settings
-from raypipe.plan.emit.torch_stages import NAMES, Names, scheduled, written
+from raypipe.plan.emit.torchtitan import NAMES, Names, scheduled, written
 
 ABLE = Abilities(
     title="AutoModel",

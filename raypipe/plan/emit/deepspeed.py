@@ -10,9 +10,8 @@ from typing import Any
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.spec import JobSpec
-from raypipe.plan.emit.layout import TrainerLayout, even_cut, layer_by_layer
+from raypipe.plan.emit.layout import Settings, TrainerLayout, even_cut, layer_by_layer
 from raypipe.plan.emit.nearest import Abilities
-from raypipe.plan.emit.settings import Settings
 
 ABLE = Abilities(
     title="DeepSpeed",

@@ -9,9 +9,8 @@ from pathlib import Path
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
-from raypipe.plan.emit.layout import DecoderShape, TrainerLayout, cut_of, even_cut, layer_by_layer
+from raypipe.plan.emit.layout import DecoderShape, Settings, TrainerLayout, cut_of, even_cut, layer_by_layer
 from raypipe.plan.emit.nearest import Abilities, first_blocks, recomputed_blocks
-from raypipe.plan.emit.settings import Settings
 from raypipe.plan.predict.prediction import Cut
 
 ABLE = Abilities(

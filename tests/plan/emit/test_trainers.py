@@ -13,8 +13,7 @@ from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.emit.layout import TrainerLayout, even_cut
 from raypipe.plan.emit.nearest import nearest
-from raypipe.plan.emit.slow import slow
-from raypipe.plan.emit.trainers import TRAINERS, Costs, emit, layout_of, read
+from raypipe.plan.emit.trainers import TRAINERS, Costs, emit, layout_of, read, slow
 from raypipe.plan.plan import Plan
 from raypipe.plan.predict.prediction import Cut
 from raypipe.plan.predict.predictor import Predictor
