@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "adafactor": OptimizerKind("transformers.optimization.Adafactor", fused=False, divides=False),
     # Momentum of matrices, and AdamW's two moments of the rest.
     "muon": OptimizerKind(
-        "raypipe.runtime.update.muon.MuonAndAdamW",
+        "raypipe.runtime.update.optimizer.MuonAndAdamW",
         ("betas", "eps", "momentum", "muon_rate", "muon_excludes"),
         values=1,
         fused=False,

@@ -17,8 +17,10 @@ from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec, load_job
 from raypipe.partition.partition_job import JobPieces, divided, job_pieces
 from raypipe.plan.choose import choose
+from raypipe.schedule.garbage_collection import no_collection
 
 
+@no_collection()
 def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
     """Return the computed profile of a job's model.
 
@@ -52,6 +54,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
     return of_kinds(profiles)
 
 
+@no_collection()
 def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined: bool = False) -> Profile:
     """Return the same profile with every layer shared by a group of ``size`` devices, which then counts as one device.
 

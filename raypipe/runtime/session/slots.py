@@ -1,0 +1,163 @@
+"""Several models on one pipeline: what a model does not share with the others changes places between two calls.
+
+A slot is a model's own values of all trained parameters (of all weights, or of the adapters over frozen ones), with the
+gradients that have added up and the optimizer's state. Those of one slot are in the stages at a time. Each device
+changes them by itself when the next call is for another slot, by pointers, and no device waits for another: calls of
+several models follow one another as those of one model do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from raypipe.errors import CheckpointError
+from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.update.gradients import StageKey
+from raypipe.runtime.update.optimizer import load_master, updated_tensor
+
+
+class _Held(NamedTuple):
+    """What a slot has of one parameter."""
+
+    values: Tensor
+    master: Tensor
+    """What the optimizer updates: ``values``, or their master weights."""
+    gradient: Tensor | None
+    state: dict[str, Any] | None
+    """The optimizer's; None before the first update."""
+
+
+class Slots:
+    """The slots of one device.
+
+    Args:
+        modules: its stage replicas, whose parameters have the values of the slot that runs.
+        optimizers: one for each.
+        executor: runs them.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[StageKey, StageModule],
+        optimizers: Mapping[StageKey, torch.optim.Optimizer],
+        executor: Executor,
+    ) -> None:
+        self._modules, self._optimizers, self._executor = modules, optimizers, executor
+        self._away: dict[int, dict[tuple[StageKey, str], _Held]] = {}
+        self._here: int | None = None
+
+    def use(self, slot: int) -> None:
+        """Run on a slot from now on; a new one begins with the values that are there, and nothing else."""
+        if slot == self._here:
+            return
+        if self._here is not None:
+            self._away[self._here] = self._take_out()
+        found = self._away.pop(slot, None)
+        for key, module in self._modules.items():
+            optimizer = self._optimizers[key]
+            for name, p in module.trained.items():
+                master = updated_tensor(optimizer, p)
+                if found is not None:
+                    held = found[key, name]
+                    master.data, p.data, p.grad = held.master, held.values, held.gradient
+                    if held.state is not None:
+                        optimizer.state[master] = held.state
+                elif self._here is not None:
+                    p.data = p.data.clone()
+                    if master is not p:
+                        master.data = master.data.clone()
+        self._executor.casts.drop()
+        self._here = slot
+
+    def free(self, slot: int) -> None:
+        """Give up what a slot has."""
+        if slot == self._here:
+            self._take_out()
+            self._here = None
+        self._away.pop(slot, None)
+
+    def _take_out(self) -> dict[tuple[StageKey, str], _Held]:
+        found = {}
+        for key, module in self._modules.items():
+            optimizer = self._optimizers[key]
+            for name, p in module.trained.items():
+                master = updated_tensor(optimizer, p)
+                found[key, name] = _Held(p.data, master.data, p.grad, optimizer.state.pop(master, None))
+            self._executor.sync.drop(key)
+        return found
+
+
+# Weights and optimizer state of a session by name, in a folder of safetensors that each device writes and reads.
+#
+# ``weights-RANK.safetensors`` has parameters by the model's own names, so that transformers and samplers can read them;
+# ``optimizer-RANK.safetensors`` has, for each, ``NAME::KEY`` of the optimizer's state.
+
+
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
+BETWEEN = "::"
+
+
+def write(folder: Path, rank: int, held: Iterable[tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]]) -> None:
+    """Write the parameters of a device's stages, and what their optimizers keep of them."""
+    weights: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
+    for named, optimizer in held:
+        for name, parameter in named.items():
+            master = updated_tensor(optimizer, parameter)
+            weights[name] = master.detach().cpu().contiguous()
+            for key, value in optimizer.state.get(master, {}).items():
+                states[f"{name}{BETWEEN}{key}"] = value.detach().cpu().contiguous()
+    if weights:
+        save_file(weights, folder / f"{WEIGHTS}-{rank:05}.safetensors")
+        save_file(states, folder / f"{OPTIMIZER}-{rank:05}.safetensors")
+
+
+def read(
+    folder: Path,
+    held: Iterable[tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]],
+    with_optimizer: bool,
+) -> None:
+    """Set the parameters of a device's stages, and their optimizers' state; without it the optimizers begin anew.
+
+    Raises:
+        CheckpointError: the folder does not have all parameters, or one has another shape.
+    """
+    where = {key: (file, key) for file in sorted(folder.glob("*.safetensors")) for key in _keys(file)}
+
+    def get(key: str) -> Tensor:
+        file, name = where[key]
+        with safe_open(file, framework="pt") as found:
+            value: Tensor = found.get_tensor(name)
+        return value
+
+    for named, optimizer in held:
+        for name, parameter in named.items():
+            if name not in where:
+                raise CheckpointError(str(folder), f"has no parameter {name}", "load weights of the same model")
+            value = get(name)
+            if value.shape != parameter.shape:
+                why = f"{name} has shape {list(value.shape)}, and in the model {list(parameter.shape)}"
+                raise CheckpointError(str(folder), why, "load weights of the same model")
+            load_master(optimizer, parameter, value)
+            master = updated_tensor(optimizer, parameter)
+            optimizer.state.pop(master, None)
+            prefix = f"{name}{BETWEEN}"
+            keys = [key for key in where if key.startswith(prefix)]
+            if with_optimizer and keys:
+                state = {key.removeprefix(prefix): get(key) for key in keys}
+                optimizer.state[master] = {
+                    key: value if key == "step" else value.to(master.device) for key, value in state.items()
+                }
+
+
+def _keys(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as found:
+        return list(found.keys())
