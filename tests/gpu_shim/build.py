@@ -29,7 +29,7 @@ SPECIAL = {
     " void *r, int *found) {{ *found = 1; return 0; }}",
     "nvmlDeviceGetCount_v2": 'int {name}(unsigned *n) {{ char *s = getenv("GPU_SHIM_DEVICES"); *n = s ? atoi(s) : 2;'
     " return 0; }}",
-    "nvmlDeviceGetName": "int {name}(void *d, char *to, unsigned n) {{ snprintf(to, n, \"GPU shim\"); return 0; }}",
+    "nvmlDeviceGetName": 'int {name}(void *d, char *to, unsigned n) {{ snprintf(to, n, "GPU shim"); return 0; }}',
 }
 NVML = (
     "nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetGpuFabricInfoV",

@@ -243,7 +243,8 @@ EXPORT int cudaGetDeviceProperties(void *to, int d) {
     snprintf(p.name, sizeof p.name, "%s", name && *name ? name : "GPU shim");
     snprintf(p.uuid, sizeof p.uuid, "shim%d", gpus[d]);
     memcpy(to, &p, sizeof p);
-    ((int *)to)[624 / 4] = 2048; /* maxThreadsPerMultiProcessor */
+    /* Offsets of CUDA 13: threads, bytes of shared memory and registers of a multiprocessor, bytes that a block may have */
+    ((int *)to)[604 / 4] = 2048; ((size_t *)to)[624 / 8] = 233472; ((int *)to)[632 / 4] = 65536; ((size_t *)to)[672 / 8] = 232448;
     return OK;
 }
 
@@ -356,7 +357,7 @@ EXPORT int cudaLaunchCooperativeKernel(const void *f, dim3 g, dim3 b, void **a, 
 EXPORT int cudaLaunchKernelExC(const void *config, const void *f, void **a) { (void)f; (void)a; return launch(*(void **)((char *)config + 32)); }
 EXPORT int __cudaGetKernel(void **k, const void *f) { *k = (void *)f; return OK; }
 EXPORT void **__cudaRegisterFatBinary(void *b) { (void)b; static void *one; return &one; }
-EXPORT int cudaFuncGetAttributes(void *to, const void *f) { (void)f; memset(to, 0, 64); ((int *)to)[6] = 1024; ((int *)to)[7] = 32; return OK; }
+EXPORT int cudaFuncGetAttributes(void *to, const void *f) { (void)f; memset(to, 0, 64); ((int *)to)[6] = 1024; ((int *)to)[7] = 32; ((int *)to)[8] = ((int *)to)[9] = 90; return OK; }
 EXPORT int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, const void *f, int b, size_t s) { (void)f; (void)b; (void)s; *n = 2; return OK; }
 EXPORT int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n, const void *f, int b, size_t s, unsigned g) { (void)g; return cudaOccupancyMaxActiveBlocksPerMultiprocessor(n, f, b, s); }
 

@@ -131,9 +131,9 @@ def not_finite(module: StageModule, pieces: Sequence[TensorPiece]) -> str | None
         if piece.tensor.is_floating_point() and piece.tensor.numel() and piece.key not in frozen:
             by_kind.setdefault((piece.tensor.device, piece.tensor.dtype), []).append(piece)
     for group in by_kind.values():
-        largest = _largest([piece.tensor for piece in group])
-        if not bool(torch.isfinite(largest).all()):
-            return group[int(torch.isfinite(largest).logical_not().nonzero()[0])].key
+        for piece, largest in zip(group, _largest([piece.tensor for piece in group]).tolist(), strict=True):
+            if not math.isfinite(largest):
+                return piece.key
     return None
 
 
