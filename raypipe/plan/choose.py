@@ -32,7 +32,7 @@ from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_lar
 from raypipe.plan.remedies import remedies, used_up
 from raypipe.plan.searched import searched_gathers, searched_orders
 from raypipe.plan.shard_ways import check_statistics
-from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
+from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, of_experts
 from raypipe.plan.watch import ENDLESS, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
@@ -291,7 +291,7 @@ def label(c: Candidate) -> str:
 def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
-    stay = [*JOBS_OWN, BUDGET, "experts", *(["tensor_table"] if p.candidate.tensor > 1 else [])]
+    stay = [*JOBS_OWN, BUDGET, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
     own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
     recomputed = {"recompute": tuple(sorted(p.recomputed))} if p.recomputed else {}
     return {**p.candidate.parallel(**keep, **own, **recomputed).model_dump(), "auto": False}
@@ -360,6 +360,7 @@ def choose(
         asked["schedule"] = named
     syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
     profiles = {ALONE: profile, **(shared if policy == "best" or "tensor" in given else {})}
+    profiles = of_experts({Sharing(*key): own for key, own in profiles.items()}, given.get("experts"))
     orders_made = Orders()
     judge = Judges(
         {
@@ -371,7 +372,7 @@ def choose(
                 recompute=ways_to_recompute(given.get("recompute"), greedy),
                 asked=asked,
                 slices=slice_counts(job, own) if sharing == ALONE and "slices" not in asked else (),
-                divides=sharing == ALONE
+                divides=sharing.tensor == 1
                 and not profile.batch_statistics
                 and not parallel.replan
                 and (not greedy or "shard" in given),
@@ -389,14 +390,13 @@ def choose(
         )
     every = [
         g
-        for (tensor, halves), own in profiles.items()
-        for g in grids(count, train.batch, deepest(job, own), 1, _largest(own), tensor, halves)
+        for sharing, own in profiles.items()
+        for g in grids(count, train.batch, deepest(job, own), 1, _largest(own), *sharing)
         if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in GRID if key != "microbatches")
-        and not g.replicas % given.get("experts", 1)
     ]
     if not every:
         fix = "give fewer keys, or others"
-        if given.get("tensor", 1) not in {size for size, _ in profiles}:
+        if given.get("tensor", 1) not in {sharing.tensor for sharing in profiles}:
             fix = "costs of divided layers are computed, not measured: "
             fix += "--cluster, with a tensor that divides model and host"
         raise SpecError(

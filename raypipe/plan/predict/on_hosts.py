@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from raypipe.cost.collectives import Layout, collective_seconds
-from raypipe.cost.hosts import Hosts, words
+from raypipe.cost.collectives import collective_seconds
+from raypipe.cost.hosts import Hosts, Layout, words
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.sharded_stages import with_sharding
