@@ -385,7 +385,6 @@ def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> To
     from ray.train.torch import TorchConfig, TorchTrainer
 
     from raypipe.runtime.cluster.attempts import driver_loop
-    from raypipe.runtime.hosts.devices import NO_GPUS
 
     class NoProcessGroup(TorchConfig):  # type: ignore[misc]
         """Starts no process group, which Ray Train would also for one worker: its store listens on every interface."""
@@ -403,7 +402,6 @@ def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> To
             num_workers=1, resources_per_worker={"CPU": 0, "memory": DRIVER_BYTES, **this_node()}
         ),
         run_config=RunConfig(
-            worker_runtime_env={"env_vars": dict(NO_GPUS)},
             name=request.directory.name,
             storage_path=str(request.directory.parent),
             failure_config=FailureConfig(max_failures=restarts),

@@ -11,13 +11,14 @@ ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
     "errors", "signals", "files", "atomic_write", "machine_code", "schedule", "simulate", "search", "job", "cost",
     "graph", "plan", "explain", "compat", "checkpoint", "tensor", "capture", "models", "data", "partition", "observe",
-    "runtime", "profiling", "launch", "new_job", "train", "trained", "sample", "trainer", "cli", "__main__",
+    "runtime", "profiling", "launch", "new_job", "train", "trained", "sample", "trainer", "service", "cli",
+    "__main__",
 ]  # fmt: skip
 """The rooms, in the order that data flows through them."""
 RUNTIME = [
     "transport", "clocks", "process", "backward", "stage", "update", "validation", "setup", "hosts",
     "executor", "compiled", "graphs", "samples", "state", "recovery", "worker", "group", "saving", "driver",
-    "cluster", "emulation",
+    "cluster", "emulation", "session",
 ]  # fmt: skip
 """The rooms of ``runtime``, in their order; the files beside them are the driver's."""
 PLANNING = {

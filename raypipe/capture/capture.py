@@ -334,6 +334,8 @@ def check_sizes(graph: OperationGraph) -> None:
 # own position, both give a weight of exactly 0.
 
 
+MASKS = 64
+"""Masks of which it is remembered what they say."""
 LONGEST = 16_384
 """Longest sequence for which a mask is computed: 256 MiB for each of its steps."""
 Kind = Literal["causal", "absent", "other"]
@@ -389,6 +391,58 @@ def _kind(captured: Captured, mask: int, varying: Dims | None, notify: Notify) -
     if longest > LONGEST:
         notify(f"attention keeps its mask {operation.name}, for at length {longest} it is not compared with others")
         return "other"
+    key = _made_by(captured, mask, sizes)
+    if key not in _known:
+        if len(_known) >= MASKS:
+            _known.clear()
+        _known[key] = _compared(captured, mask, sizes)
+    return _known[key]
+
+
+_known: dict[str, Kind] = {}
+"""Masks by what makes them: the shares of tensor ranks have the same one, of which half a second is saved."""
+
+
+def _made_by(captured: Captured, mask: int, sizes: Sizes) -> str:
+    """Describe what ``computed`` computes: operations, constants, and the shapes of what only has its shape read."""
+    graph, places, said = captured.graph, dict[int | str, int](), list[object]()
+
+    def shape_of(operand: int | str) -> object:
+        kind = graph.type_of(operand)
+        return None if kind is None else (kind.dtype, evaluate_all(kind.shape, sizes))
+
+    def place(operand: int | str) -> object:
+        if operand not in places:
+            what: object = shape_of(operand)
+            if isinstance(operand, int):
+                operation = graph.operations[operand]
+                name = short_name(operation.target)
+                shape_alone = name == "sym_size" or name in CONSTANT
+                read = [(shape_alone and shape_of(one)) or place(one) for one in operation.operands]
+                what = operation.target, _bare(operation.args), _bare(operation.kwargs), read
+            elif operand in captured.values:
+                what = captured.values[operand].tolist()
+            places[operand] = len(places)
+            said.append(what)
+        return places[operand]
+
+    place(mask)
+    return repr((said, sizes))
+
+
+def _bare(value: Plain) -> Plain:
+    """Return arguments without the numbers and names of operands."""
+    if isinstance(value, list | tuple):
+        return [_bare(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: None if key in ("op", "of") else _bare(item) for key, item in value.items()}
+    return value
+
+
+def _compared(captured: Captured, mask: int, sizes: Sizes) -> Kind:
+    """Compare the values of a mask with those of a causal one and of one that shows everything."""
+    operation = captured.graph.operations[mask]
+    assert operation.type is not None
     value = computed(captured, mask, sizes)
     if value is None:
         return "other"

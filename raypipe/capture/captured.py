@@ -15,16 +15,17 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
-from safetensors import torch as safetensors
-from torch import Tensor
 
 from raypipe.atomic_write import write_whole
 from raypipe.files import open_regular, read_regular
 from raypipe.graph.operations import OperationGraph
+
+if TYPE_CHECKING:  # planning a described cluster from what is cached needs no torch
+    from torch import Tensor
 
 Notify = Callable[[str], None]
 ROWS = 3
@@ -81,6 +82,8 @@ def captured_once(
 
 def load_kept(key: str, folder: Path | None = None, notify: Notify = to_stderr) -> Captured | None:
     """Read the captured model that is cached under ``key``; None if it is missing or damaged."""
+    from safetensors import torch as safetensors
+
     path = (folder or cache_folder()) / f"{key}.json"
     try:
         content = read_regular(path)
@@ -108,6 +111,8 @@ def load_kept(key: str, folder: Path | None = None, notify: Notify = to_stderr) 
 
 def save(key: str, captured: Captured, folder: Path | None = None, notify: Notify = to_stderr) -> None:
     """Cache a captured model. If the folder cannot be written, a notice says so, and it is captured again next time."""
+    from safetensors import torch as safetensors
+
     where = folder or cache_folder()
     values = safetensors.save({name: value.contiguous() for name, value in captured.values.items()})
     document = CapturedDocument(captured.graph, hashlib.sha256(values).hexdigest())

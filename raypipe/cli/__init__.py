@@ -26,6 +26,7 @@ from raypipe.signals import Terminated, end_on_signals
 __all__ = ["VERBS", "main", "run", "verb_function"]
 VERBS = {
     **dict.fromkeys(("quickstart", "init", "train", "submit"), "train"),
+    "serve": "serve",
     "autoconfigure": "autoconfigure",
     **dict.fromkeys(("schedule", "emulate"), "schedule"),
     **dict.fromkeys(("profile", "partition", "regions", "graph", "place"), "models"),

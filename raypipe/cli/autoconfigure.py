@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from raypipe.cost.profile import Profile
     from raypipe.job.spec import JobSpec
     from raypipe.plan.choose import Decision
+    from raypipe.plan.emit.slow import Slow
+    from raypipe.plan.emit.trainers import Costs
     from raypipe.plan.tensor_groups import Sharing
 
 ALLOWED = ("asynchronous",)
@@ -49,7 +52,21 @@ def autoconfigure(
             "--out",
             parser=output("--out"),
             metavar="FILE",
-            help="Write the plan to FILE, for `raypipe train --plan FILE`.",
+            help="Write the plan to FILE, for `raypipe train --plan FILE`; with --emit, the trainer's file.",
+        ),
+    ] = None,
+    emit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRAINER",
+            help="megatron, torchtitan, automodel, deepspeed: write the nearest layout that it can express as its own "
+            "file, to -o or standard output, and what that loses.",
+        ),
+    ] = None,
+    layout: Annotated[
+        Path | None,
+        typer.Option(
+            "--from", metavar="FILE", help="Read a layout from such a trainer's file, and say what is slow about it."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the ranking as one JSON object.")] = False,
@@ -85,12 +102,11 @@ def autoconfigure(
     from raypipe.job import load_job
     from raypipe.observe.progress import stderr_console
     from raypipe.observe.tables import batches_document, batches_table
+    from raypipe.plan.choice import as_profiled, with_budget
     from raypipe.plan.choose import POLICIES, choose
     from raypipe.plan.decision_json import as_json
-    from raypipe.plan.hybrid import load_epochs
-    from raypipe.plan.time_to_target import rank_batches
+    from raypipe.plan.hybrid import load_epochs, rank_batches
     from raypipe.plan.watch import BUDGET_S
-    from raypipe.profiling.profile_and_plan import as_profiled, choose_budget, with_budget
     from raypipe.search.budget import Budget
 
     for word in allow or ():
@@ -103,6 +119,13 @@ def autoconfigure(
     for name, given_s in (("--search", search), ("--budget", budget)):
         if given_s is not None and not given_s <= DAY_S:
             raise RequestError(name, f"{given_s:g} is not a valid time", f"give seconds from 0 to {DAY_S:g}")
+    if emit is not None:
+        from raypipe.plan.emit.trainers import TRAINERS
+
+        if emit not in TRAINERS:
+            raise RequestError("--emit", f'"{emit}" is unknown', nearest(emit, TRAINERS))
+        if json and out is None:
+            raise RequestError("--emit", "its file and --json both go to standard output", "give -o FILE")
     if out is not None:
         check_writable(out)
     spec = load_job(job, override or ())
@@ -140,23 +163,38 @@ def autoconfigure(
     def plan_for(one: JobSpec) -> Decision:
         if given is not None:
             return plan(one, given[0])
+        from raypipe.profiling.profile_and_plan import choose_budget  # Ray and torch
+
         return choose_budget(one, measure, plan, lambda text: print(text, file=sys.stderr))
 
     batches = None if table is None else rank_batches(spec, table, plan_for)
     decision = plan_for(spec) if batches is None else batches.ranked[0].decision
+    if emit is not None or layout is not None:
+        from raypipe.plan.emit.trainers import Costs
+
+        budget_share = decision.plan.parallel.activation_memory_budget
+        if batches is not None:
+            spec = spec.model_copy(update={"train": spec.train.model_copy(update={"batch": batches.ranked[0].batch})})
+        costs = Costs(spec, *(given if given is not None else (taken[budget_share], {})))
+    text = decision.plan.text() if emit is None else _emitted(emit, decision, costs, out)
     if out is not None:
-        write(out, decision.plan.text())
+        write(out, text)
         print(f"wrote {out}", file=sys.stderr)
+    slow = None if layout is None else _slow(layout, decision, costs, devices)
     if json:
-        print(
-            strict_json(as_json(decision) | ({} if batches is None else {"time_to_target": batches_document(batches)}))
-        )
+        document = as_json(decision) | ({} if batches is None else {"time_to_target": batches_document(batches)})
+        print(strict_json(document | ({} if slow is None else {"from": asdict(slow[1])})))
+        return
+    if emit is not None and out is None:
+        print(text, end="")
         return
     from rich.console import Console
 
     from raypipe.observe.plan_table import WIDTH, show_decision
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    if slow is not None:
+        console.print("\n".join(slow[1].lines(slow[0])) + "\n", markup=False, soft_wrap=True)
     if batches is not None:
         console.print(batches_table(batches))
         for batch, why in batches.left_out.items():
@@ -165,6 +203,25 @@ def autoconfigure(
         keys = f"train.batch: {first.batch}" + ("" if first.lr is None else f" and train.lr: {first.lr:.3g}")
         console.print(f"\nset {keys}; the plans of that batch:\n", markup=False)
     show_decision(decision, console)
+
+
+def _emitted(trainer: str, decision: Decision, costs: Costs, file: Path | None) -> str:
+    """Return the plan as a trainer's file, and say what that loses."""
+    from raypipe.plan.emit.trainers import emit
+
+    found = emit(trainer, decision.plan, costs, file)
+    for line in found.lost:
+        print(line, file=sys.stderr)
+    return found.text
+
+
+def _slow(file: Path, decision: Decision, costs: Costs, devices: int | None) -> tuple[str, Slow]:
+    """Return a layout's file with its trainer, and what is slow about it."""
+    from raypipe.plan.emit.slow import slow
+    from raypipe.plan.emit.trainers import read
+
+    title, found = read(file, costs, devices or costs.devices)
+    return f"{file} ({title})", slow(found, decision.plan, costs)
 
 
 def _check(job: JobSpec, costs: Profile, devices: int | None = None) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -88,19 +88,26 @@ _rows: dict[int, int] = {}
 class RandomKeys:
     """The random keys of one forward: one per sample, from (seed, step, sample), and one from (seed, step).
 
-    ``step`` is the number of the step, ``first`` that of the first sample within it, or -1 without samples.
+    ``step`` is the number of the step, ``first`` that of the first sample within it, or -1 without samples. Keys are
+    made when something is drawn, for a forward without dropout has no use for them.
     """
-
-    __slots__ = ("_table", "first", "samples", "shared", "step", "training")
 
     def __init__(self, seed: int, step: int, samples: Sequence[int] | Tensor, training: bool) -> None:
         numbers = samples.tolist() if isinstance(samples, Tensor) else samples
-        base = fold64(seed, step) if training else 0
-        self.samples = [fold64(base, sample) for sample in numbers] if training else []
-        self.shared = fold64(base, -1) if training else 0
-        self.training = training
+        self._seed, self._numbers, self.training = seed, numbers, training
         self.step, self.first = step, int(numbers[0]) if len(numbers) else -1
         self._table: Tensor | None = None
+
+    @cached_property
+    def samples(self) -> list[int]:
+        """Return a key per sample; none outside training."""
+        base = fold64(self._seed, self.step)
+        return [fold64(base, sample) for sample in self._numbers] if self.training else []
+
+    @cached_property
+    def shared(self) -> int:
+        """Return the key that all samples of the step share; 0 outside training."""
+        return fold64(fold64(self._seed, self.step), -1) if self.training else 0
 
     def of_site(self, site: int, device: torch.device) -> Tensor:
         """Return the samples' keys for a site: int32 ``[samples, 2]`` on ``device``, the low and the high half.

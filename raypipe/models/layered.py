@@ -170,9 +170,9 @@ class LayeredModel(ABC):
             RaypipeError: the model was captured for other lengths only.
         """
 
-    def crossing(self, i: int, samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
+    def crossing(self, i: int, samples: int) -> tuple[CutTensor, ...]:
         """Return the tensors that cross a cut of the chain after layer ``i``; see ``tensors``."""
-        return self.tensors(live_after(self.results, i), samples, lengths)
+        return self.tensors(live_after(self.results, i), samples)
 
     def ends_in_chain(self, layers: Sequence[int]) -> BodyEnds:
         """Return what consecutive layers receive and send on as a stage of a chain."""

@@ -185,6 +185,12 @@ def _notes(run: RunRecord, recorded: RecordedSteps, has_profile: bool) -> list[s
         found.append("only one step was recorded, so what is between steps is not known")
     if run.parallel.get("sync") in BY_LAYER:
         found.append("with this parallel.sync, tasks wait inside for gradient sums: that is not told apart from work")
+    if loads := run.steps[-1].get("expert_load") if run.steps else None:
+        layer = max(loads, key=lambda path: loads[path])
+        found.append(
+            f"the busiest expert of {layer} gets {loads[layer]:.2f} times the mean in the newest step, and the copies "
+            "wait for the one that holds it"
+        )
     if run.parallel.get("side_stream") is not None:
         found.append("weight gradients run on a second stream, whose time is not told apart: theirs look like nothing")
     if recorded.schedule.replicas == 1 and not has_profile and recorded.schedule.devices > 1:

@@ -37,14 +37,15 @@ HEIGHT = 0.84
 """Height of a box, relative to its lane."""
 
 
-def gantt(
-    timelines: Sequence[Timeline], width: float = 10.0, time_label: str = "time", critical: bool = False
-) -> Figure:
+WIDTH = 10.0
+"""Of a page with a lane per device, in inches; the height follows from the number of devices."""
+
+
+def gantt(timelines: Sequence[Timeline], time_label: str = "time", critical: bool = False) -> Figure:
     """Draw one chart per timeline, stacked over one time axis.
 
     Args:
         timelines: predicted, emulated or measured steps.
-        width: width of the page, in inches; the height follows from the number of devices.
         time_label: label of the time axis.
         critical: whether to outline the tasks of each critical path.
     """
@@ -53,15 +54,15 @@ def gantt(
     heights = [lane * n for n in lanes]
     gap, foot, head = 0.38, 0.66, 0.32
     height = head + sum(heights) + gap * (len(lanes) - 1) + foot
-    figure = Figure(figsize=(width, height))
-    left, right = 0.8 / width, 1 - 0.15 / width
+    figure = Figure(figsize=(WIDTH, height))
+    left, right = 0.8 / WIDTH, 1 - 0.15 / WIDTH
     end = max((t.makespan for t in timelines), default=0.0) or 1.0
     top = height - head
     for n, (timeline, tall) in enumerate(zip(timelines, heights, strict=True)):
         axes = figure.add_axes((left, (top - tall) / height, right - left, tall / height))
         top -= tall + gap
         axes.set_xlim(0, end)
-        draw_lanes(axes, timeline, points=72 * width * (right - left) / end, lane_points=72 * lane)
+        draw_lanes(axes, timeline, points=72 * WIDTH * (right - left) / end, lane_points=72 * lane)
         if critical:
             _outline(axes, timeline)
         if n < len(timelines) - 1:
@@ -223,16 +224,11 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], bottom: float, critic
 MOST_LANES = 16
 
 
-def memory_plot(timelines: Sequence[Timeline], width: float = 10.0, time_label: str = "time") -> Figure:
+def memory_plot(timelines: Sequence[Timeline]) -> Figure:
     """Plot the live activations of each timeline; all share one time axis.
 
     Devices of one timeline share a memory axis. Timelines do not, because the unit is one stage's activation and their
     stages may differ in size.
-
-    Args:
-        timelines: the steps to draw.
-        width: width of the page, in inches.
-        time_label: label of the time axis.
     """
     # If there are more devices than fit a page, show evenly spaced ones, including the first and the last.
     shown = [_choose(len(t.spans)) for t in timelines]
@@ -240,8 +236,8 @@ def memory_plot(timelines: Sequence[Timeline], width: float = 10.0, time_label: 
     end = max((t.makespan for t in timelines), default=0.0) or 1.0
     lane, gap, head, foot = 0.42, 0.38, 0.32, 0.42
     height = head + foot + gap * (len(timelines) - 1) + lane * sum(map(len, shown))
-    figure = Figure(figsize=(width, height))
-    left, right = 0.95 / width, 1 - 0.3 / width
+    figure = Figure(figsize=(WIDTH, height))
+    left, right = 0.95 / WIDTH, 1 - 0.3 / WIDTH
     top = height - head
     for n, (timeline, devices) in enumerate(zip(timelines, shown, strict=True)):
         peaks = timeline.peak_activations
@@ -258,7 +254,7 @@ def memory_plot(timelines: Sequence[Timeline], width: float = 10.0, time_label: 
                 axes.set_title(timeline.schedule.name, loc="left", fontsize=9, fontweight="bold", pad=4)
                 axes.set_title(f"at most {highest:g} activations", loc="right", fontsize=8, pad=4)
             if last:
-                axes.set_xlabel(time_label, fontsize=8, labelpad=1)
+                axes.set_xlabel("time", fontsize=8, labelpad=1)
         top -= lane * len(devices) + gap
     return figure
 
@@ -287,15 +283,14 @@ def _memory_lane(
         axes.spines[side].set_color("#bbbbbb")
 
 
-def hybrid_plot(found: Comparison, title: str, width: float = 7.0) -> Figure:
+def hybrid_plot(found: Comparison, title: str) -> Figure:
     """One line per strategy over a logarithmic device axis; a dashed line marks the tipping point.
 
     Args:
         found: the rows to draw.
         title: above the axes.
-        width: of the page, in inches.
     """
-    figure = Figure(figsize=(width, width * 0.6), layout="constrained")
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
     axes = figure.add_subplot()
     counts = [row.devices for row in found.rows]
     axes.plot(counts, counts, color="0.75", linestyle=":", label="linear")

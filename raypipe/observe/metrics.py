@@ -75,6 +75,11 @@ MEMORY_LIMIT = Metric(
 DATA_WAIT = Metric(
     "raypipe_data_wait_ratio", "Share of the newest step for which the device that waited longest waited for samples."
 )
+EXPERT_LOAD = Metric(
+    "raypipe_expert_load_ratio",
+    "Tokens of a layer's busiest expert as a multiple of the mean in the newest step; absent without divided experts.",
+    ("layer",),
+)
 LOST = Metric(
     "raypipe_lost_seconds",
     "Seconds of a step above the ideal one, by cause, as `raypipe explain` finds them.",
@@ -111,6 +116,8 @@ def step_readings(row: dict[str, Any], batch: int) -> Iterator[Reading]:
     yield BUBBLE, row["bubble_ratio"], {}
     if "data_wait_share" in row:
         yield DATA_WAIT, row["data_wait_share"], {}
+    for layer, load in row.get("expert_load", {}).items():
+        yield EXPERT_LOAD, load, {"layer": layer}
 
 
 def device_readings(timeline: Timeline, step_s: float, copies: int) -> Iterator[Reading]:

@@ -286,10 +286,10 @@ def _devices(run: RunRecord) -> Table | None:
     return table
 
 
-def curve(run: RunRecord, width: int = CURVE) -> str:
+def curve(run: RunRecord) -> str:
     """Draw the losses in one line; each character is the mean of as many steps."""
     losses = [row["loss"] for row in run.steps if row["loss"] is not None]
-    count = min(width, len(losses))
+    count = min(CURVE, len(losses))
     means = []
     for n in range(count):
         part = losses[n * len(losses) // count : (n + 1) * len(losses) // count]

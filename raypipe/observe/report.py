@@ -80,6 +80,7 @@ def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
         ("step predicted, from its first task times", summary["calibrated_step_s"], "{:.4f} s"),
         ("bubbles measured (median)", summary["bubble_ratio"], "{:.1%}"),
         ("data wait (median)", summary["data_wait_share"] if summary["streams_data"] else None, "{:.2%}"),
+        ("busiest expert's tokens over the mean (median)", summary["expert_load"], "{:.2f}"),
         ("recoveries", summary["recoveries"], "{:d}"),
     ):
         if value is not None:

@@ -265,6 +265,7 @@ def summarise(
         "throughput_unit": units.throughput,
         "bubble_ratio": median(r["bubble_ratio"] for r in timed) if timed else None,
         "data_wait_share": median(r.get("data_wait_share", 0.0) for r in timed) if timed else None,
+        "expert_load": _expert_load(timed),
         "streams_data": (directory / STREAMED).exists(),
         "plan": plan,
         "planned": _planned(events),
@@ -283,6 +284,12 @@ def summarise(
         "checkpoint_stall_s": _stall_s(this_run),
         "run_dir": str(directory),
     }
+
+
+def _expert_load(rows: list[dict[str, Any]]) -> float | None:
+    """Return the median over steps of the most uneven layer's load, max / mean; None if no copies divide experts."""
+    found = [max(row["expert_load"].values()) for row in rows if row.get("expert_load")]
+    return median(found) if found else None
 
 
 def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

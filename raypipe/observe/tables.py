@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from raypipe.cost.profile import LayerProfile, LinkFit, Profile
     from raypipe.graph.placement.placement import Placement
     from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
-    from raypipe.plan.hybrid import Comparison
+    from raypipe.plan.hybrid import ByTime, Comparison
     from raypipe.plan.regions.joint import Joint
     from raypipe.plan.regions.profile import RegionProfile
-    from raypipe.plan.time_to_target import ByTime
 
 
 def text_table(

@@ -22,8 +22,10 @@ from raypipe.partition.partition_job import JobPieces, divided, job_pieces
 from raypipe.plan.candidate import divisors
 from raypipe.plan.choose import choose
 from raypipe.plan.tensor_groups import Sharing
+from raypipe.schedule.garbage_collection import no_collection
 
 
+@no_collection()
 def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1) -> Profile:
     """Return the computed profile of a job's model; ``experts``: of copies of which so many divide its experts.
 
@@ -77,6 +79,7 @@ def expert_counts(job: JobSpec, cluster: ClusterSpec) -> list[int]:
     ]
 
 
+@no_collection()
 def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined: bool = False) -> Profile:
     """Return the same profile with every layer shared by a group of ``size`` devices, which then counts as one device.
 

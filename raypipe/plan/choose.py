@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from types import MappingProxyType
@@ -12,31 +11,25 @@ from typing import Literal
 
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
-from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
-from raypipe.job.model_spec import GptSpec
-from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, SAME_AS, SHARDING, ParallelSpec
-from raypipe.job.rules.no_effect import BrokenRule
-from raypipe.job.rules.schedule import stash
+from raypipe.job.parallel_spec import BUDGET, JOBS_OWN, ParallelSpec
 from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, effort_s, faster_cut, rank_key, simplest
-from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, slices_refused, ways_to_recompute
+from raypipe.plan.candidate import Candidate, slices_refused
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
+from raypipe.plan.choice import Choice, choice_of
 from raypipe.plan.joint.better_plans import better_plans
 from raypipe.plan.plan import Plan
 from raypipe.plan.policy import largest_microbatch
-from raypipe.plan.predict.orders import Orders
 from raypipe.plan.predict.prediction import Prediction
-from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_large, why_won
-from raypipe.plan.remedies import remedies, used_up
+from raypipe.plan.remedies import nothing_fits
 from raypipe.plan.searched import searched_gathers, searched_orders
-from raypipe.plan.shard_ways import check_statistics
-from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, of_experts
+from raypipe.plan.tensor_groups import Judges, Sharing
 from raypipe.plan.watch import ENDLESS, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
-from raypipe.schedule.shape import GRID, OPTIONS, Grid
+from raypipe.schedule.shape import OPTIONS, Grid
 
 CONSIDERED = 10
 """The best plans of all, which shards, gathers, orders and cuts are tried with, however many rows are to be named."""
@@ -51,8 +44,6 @@ WORTH_DIVIDING = 0.02
 then sent in every step, and whatever slows a link down slows the step down."""
 DIVIDED_WAYS = 250
 """Ways of dividing all weights over copies of the whole model that are tried."""
-SMALLEST = 12
-"""Of plans that do not fit, those that are predicted to name what the smallest lacks."""
 TOO_LARGE = 3
 """Plans named that would be faster and do not fit."""
 PROOF, MOST_PROOF_S = 1 / 3, 1.0
@@ -102,43 +93,18 @@ class Decision:
 class _Chooser:
     """One choice under way."""
 
-    job: JobSpec
-    judge: Judges
-    grids: list[Grid]
-    asynchronous: bool
+    choice: Choice
     watch: Watch
 
-    def wished(self, c: Candidate) -> Candidate | None:
-        """The candidate, if it is one that the job asks for; with the recomputation that it asks for."""
-        given = self.job.parallel.given if self.job.parallel.auto else {}
-        for key in ("schedule", *OPTIONS):
-            wish = SAME_AS.get(str(given.get(key)), given.get(key))
-            if key in given and wish not in (getattr(c, key), "auto"):
-                return None
-        if given.get("schedule") == "auto" and c.stages == 1:
-            return None
-        if any(
-            key in given and given[key] != getattr(c, key) for key in SHARDING if c.shard != "none" or key == "shard"
-        ):
-            return None
-        if given.get("recompute") == "none" and c.form.recomputes and "schedule" not in given:
-            return None
-        recompute = "full" if given.get("recompute") == "full" else c.recompute
-        return replace(c, recompute=recompute, innermost=given.get(INNERMOST, c.innermost))
+    @property
+    def judge(self) -> Judges:
+        """Return what judges candidates."""
+        return self.choice.judge
 
-    def pick(self, c: Candidate) -> Candidate | None:
-        """The candidate, if it may be chosen."""
-        return None if self.refusal(c) else self.wished(c)
-
-    def refusal(self, c: Candidate) -> BrokenRule | None:
-        """Why a candidate may not be chosen."""
-        named = self.job.parallel.auto and self.job.parallel.given.get("schedule") == c.schedule
-        if c.form.versions != "flush" and not (self.asynchronous or named):
-            why = "trains on stale weights; allow it with --allow asynchronous"
-            return "parallel.schedule", why, "allow it, or leave the schedule out"
-        if c.form.versions == "stash":
-            return next(stash(self.job.model, self.job.train, c.parallel()), None)
-        return None
+    @property
+    def grids(self) -> list[Grid]:
+        """Return every division of the devices that the job allows."""
+        return self.choice.grids
 
     def others(self, ranked: list[Prediction]) -> Iterator[Prediction]:
         """The best of each family that is not among ``ranked``, on the grids of those that are."""
@@ -149,14 +115,14 @@ class _Chooser:
             ("tensor parallel", self._shared(ranked)),
         ):
             if kind not in seen and not self.watch.over:
-                yield from best_first(self.judge, of_kind, 1, self.wished, watch=self.watch).best
+                yield from best_first(self.judge, of_kind, 1, self.choice.wished, watch=self.watch).best
         deep = list(dict.fromkeys(p.candidate.grid for p in ranked if p.candidate.stages > 1))[:GRIDS]
         if not deep:
             deep = sorted((g for g in self.grids if g.stages > 1 == g.tensor), key=self.judge.least_on)[:GRIDS]
         families: dict[str, list[Candidate]] = {name: [] for name in SCHEDULES if name not in seen}
         for grid in deep:
             for made in self.judge.on(grid):
-                c = self.wished(made)
+                c = self.choice.wished(made)
                 if c is not None and c.schedule in families:
                     families[c.schedule].append(c)
         for own in families.values():
@@ -174,22 +140,24 @@ class _Chooser:
                 yield faster_cut(self.judge, best) if best.fits else best
 
     def divided(self, step_s: float) -> list[Prediction]:
-        """Copies of the whole model that divide its weights too (ZeRO-3), where memory does not ask for that but their
-        gathers hide more of the link's time than whole sums do: the fastest of those tried, if enough shorter than
-        ``step_s``."""
+        """Copies of the whole model in several stages that divide its optimizer state (ZeRO-1) or its weights too
+        (ZeRO-3), where memory does not ask for that but their gathers and reduce-scatters hide more of the link's time
+        than whole sums do: the fastest of those tried, if enough shorter than ``step_s``."""
         grids = sorted((g for g in self.grids if g.stages == g.tensor == 1 < g.replicas), key=self.judge.least_on)
         on_each = [self._divided_on(grid) for grid in grids]
         turns = (way for turn in zip_longest(*on_each) for way in turn if way is not None)
-        step_s *= 1 - WORTH_DIVIDING
         best: Prediction | None = None
         for way in islice(turns, DIVIDED_WAYS):
             if self.watch.over:
                 break
-            if self.judge.least(way) >= step_s:
+            most_s = step_s * (1 - (WORTH_DIVIDING if way.level == 3 else NEAR))
+            most_s = most_s if best is None else min(most_s, best.step_s)
+            if self.judge.least(way) >= most_s:
                 continue
-            for p in self._fitting(way, step_s):
-                if p.step_s < step_s:
-                    best, step_s = self.judge.time(p, final=True), p.step_s
+            for p in self._fitting(way, most_s):
+                if p.step_s < most_s:
+                    best = self.judge.time(p, final=True)
+                    most_s = best.step_s
         return [] if best is None else [best]
 
     def _fitting(self, c: Candidate, step_s: float) -> Iterator[Prediction]:
@@ -201,13 +169,15 @@ class _Chooser:
         if p.fits:
             yield p
         for least, less in [] if p.fits else self.judge.oom_fallback(p):
-            if least < step_s and less.shard == c.shard:
+            if least < step_s and less.level <= max(c.level, 2):  # ZeRO-2 takes no longer than ZeRO-1
                 yield from self._fitting(less, step_s)
 
     def _divided_on(self, grid: Grid) -> list[Candidate]:
-        """The ways to divide all weights on a grid, by the time that each takes at least."""
+        """The ways to divide all weights on a grid, or optimizer state alone, by the time that each takes at least."""
         made = [c for c in self.judge.on(grid) if c.shard == "none"]
-        ways = {way for c in made for way in self.judge.shard_ways(c) if way.level == 3 and self.pick(way) == way}
+        whole = {way for c in made for way in self.judge.shard_ways(c) if way.level == 3}
+        state = {replace(way, shard="zero1") for way in whole if way.gather == "unit"}
+        ways = [way for way in whole | state if self.choice.pick(way) == way]
         return sorted(ways, key=lambda way: (self.judge.least(way), way.simplicity))
 
     def _shared(self, ranked: list[Prediction]) -> list[Grid]:
@@ -228,55 +198,6 @@ class _Chooser:
         if c.shard == "none":
             return next((f"shard: {way.shard}" for way in self.judge.shard_ways(c) if self.judge.holds(way)), None)
         return None
-
-    def _ways(self, c: Candidate) -> list[Candidate]:
-        """A candidate as it takes most memory, and least."""
-        ways = [c, *(self.judge.shard_ways(c) if c.shard == "none" else ())]
-        less = [replace(way, update="wait") for way in ways]
-        return [c, *(replace(way, recompute="full") if self.judge.of(c).recompute else way for way in less)]
-
-    def _predicted(self, ways: Iterable[Candidate]) -> Iterator[Prediction]:
-        """The predictions of those that exist."""
-        for way in ways:
-            try:
-                yield self.judge.predict(way)
-            except ScheduleError:
-                continue
-
-    def nothing_fits(self, found: Ranking) -> SpecError:
-        """Say what the smallest plan lacks."""
-        deepest = max(g.stages for g in self.grids)
-        ways = [c for c in found.unmade if c.shard != "none"] + [way for c in found.hopeless for way in self._ways(c)]
-        smallest = {
-            halves: min((g.microbatch for g in self.grids if g.sub_pipelined == halves), default=0)
-            for halves in (False, True)
-        }
-        for grid in self.grids:
-            if grid.stages in (1, deepest) and grid.microbatch == smallest[grid.sub_pipelined]:
-                c = self.pick(Candidate.on(grid, "1f1b"))
-                for made in [c] if c is not None else list(filter(None, map(self.pick, self.judge.on(grid)))):
-                    ways += self._ways(made)
-        ways = heapq.nsmallest(SMALLEST, dict.fromkeys(ways), key=self.judge.least_excess)
-        nearest = sorted(found.too_large, key=lambda p: p.excess)[:SMALLEST]
-        tried = [*nearest, *self._predicted(ways)]
-        if not tried:
-            wanted = (c for grid in self.grids for c in self.judge.on(grid) if self.wished(c))
-            refused = next(filter(None, map(self.refusal, wanted)), None)
-            if refused is not None:
-                return SpecError(*refused)
-            return SpecError(
-                "parallel", "no schedule of this kind exists for the devices and the mini-batch", "give fewer keys"
-            )
-        least = min(tried, key=lambda p: p.excess)
-        c = least.candidate
-        shared = f" x {c.tensor}" if c.tensor > 1 else ""
-        recomputed = ", recomputing," if c.recompute != "none" else ""
-        return SpecError(
-            "memory",
-            f"no plan fits: even {c.schedule} on {c.stages} x {c.replicas}{shared} devices with micro-batches of "
-            f"{c.microbatch}{recomputed} " + least.memory[least.fullest].sentence(least.capacity, used_up(least)),
-            remedies(self.job, self.judge, tried, self.wished),
-        )
 
 
 def label(c: Candidate) -> str:
@@ -304,11 +225,6 @@ def plan_of(p: Prediction, job: JobSpec, certificate: Certificate | None = None)
     plan = Plan.of(parallel, p.cut, job.train.batch, order, p.frozen)
     bound_s = None if certificate is None else certificate.bound_s
     return plan.model_copy(update={"predicted_step_s": p.step_s, "bound_s": bound_s})
-
-
-def deepest(job: JobSpec, profile: Profile) -> int:
-    """Stages that the model can be cut into."""
-    return job.model.layers if isinstance(job.model, GptSpec) else len(profile.layers)
 
 
 @no_collection()
@@ -343,75 +259,27 @@ def choose(
     """
     began = time.monotonic()
     check_profile(job, profile)
-    parallel, train = job.parallel, job.train
-    check_statistics(parallel.shard, profile.batch_statistics)
-    given, greedy = parallel.given if parallel.auto else {}, policy == "largest-microbatch"
+    greedy = policy == "largest-microbatch"
+    choice = choice_of(
+        job, profile, devices or profile.devices, shared=shared, asynchronous=asynchronous, greedy=greedy
+    )
+    given, judge, count = choice.given, choice.judge, choice.count
     if given.get("schedule") == "auto" and search_s <= 0:
         raise SpecError(
             "parallel.schedule",
             "auto is an order that is searched for, and there is no time to search",
             "give --search some seconds, or leave the schedule out",
         )
-    if given.get("slices", 1) > 1 and profile.slicing is not None and profile.slicing.refused:
-        raise SpecError("parallel.slices", profile.slicing.refused, "use slices: 1")
-    named = SAME_AS.get(str(given.get("schedule")), given.get("schedule"))
-    asked = {key: given[key] for key in (*OPTIONS, *SHARDING, INNERMOST) if key in given}
-    if named not in (None, "auto"):
-        asked["schedule"] = named
-    syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
-    profiles = {ALONE: profile, **(shared if policy == "best" or "tensor" in given else {})}
-    profiles = of_experts({Sharing(*key): own for key, own in profiles.items()}, given.get("experts"))
-    orders_made = Orders()
-    judge = Judges(
-        {
-            sharing: Predictor(
-                as_exchanged(without_noise(own), train, parallel),
-                train,
-                deepest(job, own),
-                syncs=syncs,
-                recompute=ways_to_recompute(given.get("recompute"), greedy),
-                asked=asked,
-                slices=slice_counts(job, own) if sharing == ALONE and "slices" not in asked else (),
-                divides=sharing.tensor == 1
-                and not profile.batch_statistics
-                and not parallel.replan
-                and (not greedy or "shard" in given),
-                _orders=orders_made,
-            )
-            for sharing, own in profiles.items()
-        }
-    )
-    count = devices or profile.devices
-    if profile.other_kinds and count > profile.devices:
-        raise SpecError(
-            "devices",
-            f"{count} devices of a cluster that has {profile.devices}, of several kinds",
-            f"use at most {profile.devices}",
-        )
-    every = [
-        g
-        for sharing, own in profiles.items()
-        for g in grids(count, train.batch, deepest(job, own), 1, _largest(own), *sharing)
-        if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in GRID if key != "microbatches")
-    ]
-    if not every:
-        fix = "give fewer keys, or others"
-        if given.get("tensor", 1) not in {sharing.tensor for sharing in profiles}:
-            fix = "costs of divided layers are computed, not measured: "
-            fix += "--cluster, with a tensor that divides model and host"
-        raise SpecError(
-            "parallel", f"no plan on {count} devices has {_words(given)} at train.batch = {train.batch}", fix
-        )
-    chooser = _Chooser(job, judge, every, asynchronous, watch)
+    chooser = _Chooser(choice, watch)
 
     def searched(count: int) -> Ranking:
         if greedy:
-            return largest_microbatch(judge, every, count, chooser.pick)
-        return best_first(judge, every, count, chooser.pick, NEAR, watch)
+            return largest_microbatch(judge, choice.grids, count, choice.pick)
+        return best_first(judge, choice.grids, count, choice.pick, NEAR, watch)
 
     found = searched(CONSIDERED)
     if not found.best:
-        raise chooser.nothing_fits(found)
+        raise nothing_fits(choice, found)
     ranked = sorted((judge.time(p, final=True) for p in found.best + found.near), key=rank_key)
     ranked = [*(judge.with_shards(p) for p in ranked[:DIVIDED]), *ranked]
     if not greedy:
@@ -442,7 +310,7 @@ def choose(
     rest = []
     for other in chooser.others(ranked):
         p = judge.time(other, final=True)
-        refused = chooser.refusal(p.candidate)
+        refused = choice.refusal(p.candidate)
         if refused is not None:
             why = why_refused(refused[1], p, best)
         else:
@@ -539,12 +407,3 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
         if timed.step_s < best.step_s:
             seen.add(label(c))
             yield Row(chooser.judge.time(timed, final=True), why_too_large(timed, chooser.remedy(timed)), "too large")
-
-
-def _largest(profile: Profile) -> int:
-    """The largest micro-batch that it has times of."""
-    return max(size for layer in profile.layers for size in layer.times)
-
-
-def _words(given: dict[str, object]) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in given.items()) or "any shape"

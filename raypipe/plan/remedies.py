@@ -1,55 +1,288 @@
-"""Suggest changes to a job for which no plan fits; only changes that were tested are suggested."""
+"""What is said where no plan fits: the least memory that any plan needs, on which device, and the cheapest ways out.
+
+Every way out is a changed job, or other devices, for which a plan was found that fits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count, takewhile
+from itertools import islice
 from math import ceil
 
+import numpy as np
+
+from raypipe.cost.kinds import room_bytes
 from raypipe.cost.memory.terms import FEWER, RECOMPUTE, SMALLER, STAGES
-from raypipe.cost.profile import Profile
-from raypipe.errors import ScheduleError
-from raypipe.job.spec import JobSpec
-from raypipe.plan.candidate import Candidate, Ways, divisors
+from raypipe.cost.profile import LayerProfile, Profile
+from raypipe.errors import ScheduleError, SpecError
+from raypipe.job.model_spec import GptSpec, HfSpec
+from raypipe.plan.best_first import Ranking, effort_s
+from raypipe.plan.candidate import Candidate, chunk_counts, divisors
+from raypipe.plan.choice import Choice
+from raypipe.plan.predict.form import form_of
+from raypipe.plan.predict.oom_fallback import by_device
 from raypipe.plan.predict.prediction import Prediction
-from raypipe.plan.predict.predictor import Predictor
-from raypipe.plan.tensor_groups import Judges
+from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule.shape import Grid
 
 GIB = 2**30
-GROWTH = 1.25
-"""Deeper pipelines are tried by growing their depth by this factor, then by bisection."""
-NEAREST = 8
-"""How many plans, those with the least excess memory, are tried with another optimizer."""
-Wished = Callable[[Candidate], Candidate | None]
-"""Returns the candidate with the keys that the job fixes applied; None if they exclude it."""
+SMALLEST = 60
+"""Of the plans that need least memory by closed forms, those whose memory is played."""
+MOST_S, LEAST_MOST_S = 0.2, 0.8
+"""Seconds that making these orders takes at most, by estimate: for a way out, and for the least memory of all."""
+ONE_IN_FLIGHT = "model-parallel"
+"""The schedule that begins a micro-batch when the one before has ended."""
+FEW_GRIDS = 40
+"""Of more grids with the smallest micro-batches, only those whose copies have one device or as many as there are."""
+NAMED = 3
+"""Ways out that are named."""
+MOST_DEVICES = 64
+"""More devices are suggested up to so many times those that there are."""
+SHORTEST = 128
+"""Positions of a sequence below which no shorter one is suggested."""
+WISHES = ("recompute", "microbatch", "shard", "schedule", "chunks", "unit", "stages", "replicas", "tensor")
+"""Keys of ``parallel`` that decide how much memory a plan needs, those first that cost least time."""
+OF_A_SAMPLE = (
+    "kept_bytes",
+    "unread_input_bytes",
+    "waiting_bytes",
+    "read_bytes",
+    "output_bytes",
+    "output_floats",
+    "message_bytes",
+    "workspace_bytes",
+    "split_workspace_bytes",
+    "key_value_bytes",
+)
+"""Fields of a layer that shrink with a sample's sequence, at least in proportion."""
 
 
-def remedies(job: JobSpec, judge: Judges, tried: Sequence[Prediction], wished: Wished) -> str:
-    """List the changes with which the job would fit, joined by "or"; larger devices are always one of them.
+def nothing_fits(choice: Choice, found: Ranking) -> SpecError:
+    """Return the error of a job for which no plan fits.
 
     Args:
-        job: the job as given.
-        judge: predicts memory.
-        tried: plans, none of which fits.
-        wished: applies the keys that the job fixes.
+        choice: what a plan was to be chosen from.
+        found: what the search found, none of which fits.
     """
-    nearest = sorted(tried, key=lambda p: p.excess)[:NEAREST]
-    least = nearest[0]
-    predictor = judge.of(least.candidate)
-    found = [f"use devices of {device_gib(predictor.profile, max(least.memory_bytes)):.1f} GiB"]
-    given = job.parallel.given if job.parallel.auto else {}
-    c = least.candidate
-    found += list(_other_wishes(predictor, c, given))
-    deeper = None if {"stages", "replicas"} & set(given) else _deeper(judge, c, job.train.batch, wished)
-    if deeper is not None:
-        found.append(f"{deeper * c.tensor} devices in a pipeline")
+    tried = sorted(found.too_large, key=lambda p: p.excess)[:1]
+    for lacks, p in _smallest(choice, [c for c in found.unmade if c.shard != "none"], LEAST_MOST_S):
+        tried.append(p)
+        if min(one.excess for one in tried) <= lacks:
+            break
+    if not tried:
+        wanted = (c for grid in choice.grids for c in choice.judge.on(grid) if choice.wished(c))
+        refused = next(filter(None, map(choice.refusal, wanted)), None)
+        if refused is not None:
+            return SpecError(*refused)
+        why = "no schedule of this kind exists for the devices and the mini-batch"
+        return SpecError("parallel", why, "give fewer keys")
+    least = min(tried, key=lambda p: p.excess)
+    c, device = least.candidate, least.fullest
+    shared = f" x {c.tensor}" if c.tensor > 1 else ""
+    recomputed = ", recomputing" if c.recompute != "none" else ""
+    divided = f", {c.shard}" if c.shard != "none" else ""
+    return SpecError(
+        "memory",
+        f"no plan fits: of all, {c.schedule} on {c.stages} x {c.replicas}{shared} devices with micro-batches of "
+        f"{c.microbatch}{recomputed}{divided} needs least; of these, {_place(least, device)} "
+        + least.memory[device].sentence(least.capacity, used_up(least)),
+        ", or ".join(islice(_ways_out(choice, least), NAMED)),
+    )
+
+
+def _place(p: Prediction, device: int) -> str:
+    """Say which device of a copy it is, and which layers it holds."""
+    held = sorted({s for row in p.form.placement for s, d in enumerate(row) if d == device})
+    layers = [f"{p.cut[s].start} to {p.cut[s].stop - 1}" for s in held if len(p.cut[s])]
+    some = layers if len(layers) <= 2 else [layers[0], "...", layers[-1]]
+    each = " of each copy" if p.candidate.replicas > 1 else ""
+    return f"device {device}{each} (layers {', '.join(some)})"
+
+
+def _smallest(
+    choice: Choice, known: Sequence[Candidate] = (), most_s: float = MOST_S
+) -> Iterator[tuple[float, Prediction]]:
+    """Yield the plans that may need least memory, each after the least bytes that it and all later ones lack.
+
+    Micro-batches are the smallest, one after the other, where the job leaves that open. Of what closed forms say needs
+    least, the orders of ``SMALLEST`` are made.
+
+    Args:
+        choice: what they are chosen from.
+        known: candidates that are considered beside these.
+        most_s: seconds that making orders takes at most, by estimate.
+    """
+    judge = choice.judge
+    grids = _small(choice.grids)
+    few = len(grids) <= FEW_GRIDS
+    made = (c for grid in (grids if few else _ends(grids)) for c in _in_turn(choice, grid, every=few))
+    ways = dict.fromkeys(way for c in itertools.chain(known, made) for way in _least_ways(choice, c))
+    spent_s = 0.0
+    for lacks, _, way in heapq.nsmallest(SMALLEST, ((_lacks(judge, c), n, c) for n, c in enumerate(ways))):
+        spent_s += effort_s(way)
+        try:
+            yield lacks, judge.predict(way)
+        except ScheduleError:
+            continue
+        if spent_s > most_s:
+            return
+
+
+def _in_turn(choice: Choice, grid: Grid, every: bool) -> list[Candidate]:
+    """Return the candidates on a grid that begin a micro-batch when the one before has ended; ``every`` one, if so
+    asked or if the job wants other schedules."""
+    made = []
+    if not every:
+        most = choice.judge.of(Candidate.on(grid, "1f1b")).most_stages
+        chunks = chunk_counts(grid.stages, most) if grid.stages > 1 else [1]
+        turns = [Candidate.on(grid, ONE_IN_FLIGHT if grid.stages > 1 else "1f1b", chunks=n) for n in chunks]
+        made = [c for c in turns if not isinstance(form_of(c), ScheduleError) and choice.pick(c) is not None]
+    return list(filter(None, map(choice.pick, made or choice.judge.on(grid))))
+
+
+def _lacks(judge: Judges, c: Candidate) -> float:
+    """Return the bytes that a device lacks at least: in a backward, or before its update, when it has all gradients."""
+    predictor, form = judge.of(c), c.form
+    stage, place = predictor.stage_bytes(c, form, c.level, c.shard_group), np.array(form.placement)
+    held = by_device(place, stage["weights"] + stage["frozen"] + stage["optimizer"] + stage["gradients"])
+    lacks = float((held - room_bytes(predictor.profile, c.stages, c.replicas)).max())
+    return max(lacks, judge.least_excess(c))
+
+
+def _small(grids: Sequence[Grid]) -> list[Grid]:
+    """Return the grids with the smallest micro-batches."""
+    smallest: dict[bool, int] = {}
+    for g in grids:
+        smallest[g.sub_pipelined] = min(g.microbatch, smallest.get(g.sub_pipelined, g.microbatch))
+    return [g for g in grids if g.microbatch == smallest[g.sub_pipelined]]
+
+
+def _ends(grids: Sequence[Grid]) -> list[Grid]:
+    """Return those of the grids whose copies have one device, or as many as there are for them."""
+    deepest: dict[tuple[int, int, bool], int] = {}
+    for g in grids:
+        key = g.replicas, g.tensor, g.sub_pipelined
+        deepest[key] = max(g.stages, deepest.get(key, 0))
+    return [g for g in grids if g.stages in (1, deepest[g.replicas, g.tensor, g.sub_pipelined])]
+
+
+def _least_ways(choice: Choice, c: Candidate) -> list[Candidate]:
+    """Return a candidate as it takes most memory, and least."""
+    judge = choice.judge
+    ways = [c, *(judge.shard_ways(c) if c.shard == "none" else ())]
+    less = [replace(way, update="wait") for way in ways]
+    return [c, *(replace(way, recompute="full") if judge.of(c).recompute else way for way in less)]
+
+
+def _ways_out(choice: Choice, least: Prediction) -> Iterator[str]:
+    """Yield the changes with which a plan fits, the cheapest first.
+
+    Keys of ``parallel`` cost time alone; shorter sequences and another optimizer change what is trained; devices cost
+    most. Larger devices always do, so there is always one.
+    """
+    job = choice.job
+    yield from _other_wishes(choice)
+    shorter = _shorter(choice)
+    if shorter is not None:
+        yield f"model.sequence: {shorter}"
     if job.train.optimizer != "sgd":
-        plain = job.train.model_copy(update={"optimizer": "sgd"})
-        if any(replace(judge.of(p.candidate), train=plain).holds(p.candidate) for p in nearest):
-            found.append("train.optimizer: sgd")
-    return ", or ".join(found)
+        plain = job.model_copy(update={"train": job.train.model_copy(update={"optimizer": "sgd"})})
+        if _fitting(choice.of(plain, choice.profiles)) is not None:
+            yield "train.optimizer: sgd"
+    more = _more_devices(choice)
+    if more is not None:
+        yield f"use {more} devices"
+    profile = choice.judge.of(least.candidate).profile
+    yield f"use devices of {device_gib(profile, max(least.memory_bytes)):.1f} GiB"
+
+
+def _fitting(choice: Choice) -> Prediction | None:
+    """Return a plan that fits, if one of those that need least memory does."""
+    for lacks, p in _smallest(choice):
+        if p.fits or lacks > 0:
+            return p if p.fits else None
+    return None
+
+
+def _other_wishes(choice: Choice) -> Iterator[str]:
+    """Yield values of the ``parallel`` keys that the job fixes, with each of which alone a plan fits."""
+    for key in (key for key in WISHES if key in choice.given):
+        fitting = _fitting_with(choice, key, None)
+        if fitting is None:
+            continue
+        mild: Sequence[object] = ()
+        if key == "microbatch":
+            mild = [size for size in reversed(divisors(choice.job.train.batch)) if size < choice.given[key]]
+        elif key == "schedule":
+            mild = ["1f1b"]
+        elif key == "shard":
+            mild = ["zero1", "zero2"]
+        values = (value for value in mild if _fitting_with(choice, key, value) is not None)
+        yield f"parallel.{key}: {next(values, getattr(fitting.candidate, key))}"
+
+
+def _fitting_with(choice: Choice, key: str, value: object) -> Prediction | None:
+    """Return a plan that fits with another value of a key that the job fixes; None: with any."""
+    job = choice.job
+    keys = {**job.parallel.model_dump(include=set(choice.given)), "auto": True}
+    del keys[key]
+    keys |= {} if value is None else {key: value}
+    parallel = type(job.parallel).model_validate(keys)
+    try:
+        return _fitting(choice.of(job.model_copy(update={"parallel": parallel}), choice.profiles))
+    except SpecError:  # of the keys that are left
+        return None
+
+
+def _shorter(choice: Choice) -> int | None:
+    """Return the longest sequence, of the job's halved again and again, with which a plan fits; None if none does."""
+    job = choice.job
+    if not isinstance(job.model, GptSpec | HfSpec) or job.data.type != "bytes" or not job.model.sequence:
+        return None
+    lengths = [job.model.sequence >> n for n in range(1, job.model.sequence.bit_length())]
+    lengths = [n for k, n in enumerate(lengths, 1) if n >= SHORTEST and n << k == job.model.sequence]
+    enough = None
+    for length in reversed(lengths):  # from the shortest: where that does not fit, none does
+        share = job.model.sequence // length
+        profiles = {sharing: _of_shorter(own, share) for sharing, own in choice.profiles.items()}
+        if _fitting(choice.of(job, profiles)) is None:
+            return enough
+        enough = length
+    return enough
+
+
+def _of_shorter(profile: Profile, share: int) -> Profile:
+    """Return a profile of sequences of a part of the length, as far as memory goes."""
+
+    def less(layer: LayerProfile) -> LayerProfile:
+        known = {name: getattr(layer, name) for name in OF_A_SAMPLE}
+        return layer.model_copy(update={name: n if n is None else n / share for name, n in known.items()})
+
+    return profile.model_copy(
+        update={
+            "layers": tuple(map(less, profile.layers)),
+            "other_kinds": tuple(_of_shorter(kind, share) for kind in profile.other_kinds),
+        }
+    )
+
+
+def _more_devices(choice: Choice) -> int | None:
+    """Return the smallest number of devices on which a plan fits; None if there is none, or none is known."""
+    if choice.profiles[ALONE].other_kinds or {"stages", "replicas"} <= set(choice.given):
+        return None
+    failed, enough = choice.count, 2 * choice.count
+    while _fitting(choice.on(enough)) is None:
+        failed, enough = enough, 2 * enough
+        if enough > MOST_DEVICES * choice.count:
+            return None
+    while enough - failed > 1:
+        middle = (enough + failed) // 2
+        found = _fitting(choice.on(middle))
+        failed, enough = (middle, enough) if found is None else (failed, middle)
+    return enough
 
 
 def used_up(p: Prediction) -> set[str]:
@@ -59,7 +292,7 @@ def used_up(p: Prediction) -> set[str]:
     exhausted = {
         RECOMPUTE: c.recompute != "none" or bool(form.recomputes),
         SMALLER: c.microbatch == 1,
-        FEWER: c.microbatches == 1 or c.schedule == "model-parallel",
+        FEWER: c.microbatches == 1 or c.schedule == ONE_IN_FLIGHT,
         STAGES: held == [1],  # one layer
     }
     return {way for way, used in exhausted.items() if used}
@@ -77,57 +310,3 @@ def device_gib(profile: Profile, need: float) -> float:
         share = grows / profile.memory_bytes
         need = (need - grows) / (1 - share) if share < 1 else need
     return ceil(10 * need / GIB * (1 - 1e-12)) / 10
-
-
-def _other_wishes(predictor: Predictor, c: Candidate, given: dict[str, object]) -> Iterator[str]:
-    """Yield changes of the ``parallel`` keys that the job fixes, with each of which the plan would fit."""
-    if "microbatch" in given:
-        share = c.microbatch * c.microbatches
-        for size in reversed(divisors(share)):
-            if size < c.microbatch and _holds(predictor, c.sized(size, share // size)):
-                yield f"parallel.microbatch: {size}"
-                break
-    if given.get("recompute") == "none" and _holds(predictor, replace(c, recompute="full")):
-        yield "parallel.recompute: full"
-    if given.get("schedule", "1f1b") not in ("1f1b", "dapple", "auto") and not {"chunks", "unit"} & set(given):
-        plain = Candidate.on(c.grid, "1f1b")
-        if any(_holds(predictor, replace(plain, recompute=way)) for way in _ways(predictor)):
-            yield "parallel.schedule: 1f1b"
-
-
-def _deeper(judge: Judges, c: Candidate, batch: int, wished: Wished) -> int | None:
-    """Return the depth at which a single pipeline fits; None if no cut of the model is fine enough."""
-    predictor = judge.of(c)
-
-    def holds(stages: int) -> bool:
-        grid = Grid(stages, 1, c.microbatch, batch // c.microbatch, c.tensor, c.sub_pipelined)
-        made = [
-            wished(Candidate.on(grid, "1f1b")),
-            wished(replace(c, stages=stages, replicas=1, microbatches=grid.microbatches)),
-        ]
-        return any(_holds(predictor, replace(one, recompute=way)) for one in made if one for way in _ways(predictor))
-
-    most, failed = predictor.most_stages, c.stages
-    steps = (ceil((c.stages + 1) * GROWTH**k) for k in count())
-    for stages in dict.fromkeys([*takewhile(lambda n: n < most, steps), most]):
-        if stages <= c.stages:
-            continue
-        if not holds(stages):
-            failed = stages
-            continue
-        while stages - failed > 1:
-            middle = (stages + failed) // 2
-            stages, failed = (middle, failed) if holds(middle) else (stages, middle)
-        return stages
-    return None
-
-
-def _ways(predictor: Predictor) -> Ways:
-    return ("none", "full") if predictor.recompute else ("none",)
-
-
-def _holds(predictor: Predictor, c: Candidate) -> bool:
-    try:
-        return c.form.stages <= predictor.most_stages and predictor.holds(c)
-    except ScheduleError:
-        return False

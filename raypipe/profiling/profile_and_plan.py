@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ray
 
@@ -17,6 +16,7 @@ from raypipe.job.parallel_spec import BUDGET
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import PROFILE
 from raypipe.plan.best_first import NEAR
+from raypipe.plan.choice import with_budget
 from raypipe.plan.choose import Decision, choose, label
 from raypipe.plan.watch import BUDGET_S, Watch
 from raypipe.profiling.profile_job import measure_profile
@@ -186,17 +186,3 @@ def choose_budget(job: JobSpec, measure: Measure, choose: Choose, say: Callable[
         assert refusal is not None
         raise refusal
     return least
-
-
-def with_budget(job: JobSpec, budget: float) -> JobSpec:
-    """Return the job with a budget for the activations of compiled stages."""
-    changed: Mapping[str, Any] = {"parallel": job.parallel.model_copy(update={BUDGET: budget})}
-    return job.model_copy(update=changed)
-
-
-def as_profiled(job: JobSpec, profile: Profile) -> JobSpec:
-    """Return the job with the budget that a profile was measured under, if the job leaves it open."""
-    taken = profile.taken_for
-    if taken is None or job.train.compile != "inductor" or BUDGET in job.parallel.given:
-        return job
-    return with_budget(job, taken.activation_memory_budget)

@@ -9,7 +9,7 @@ repeated.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.online.better_order import Running
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
-from raypipe.runtime.recovery.replacement import transfers
+from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.set_up_workers import setups_of
+from raypipe.runtime.setup.tensor_ranks import expert_ranks
 from raypipe.runtime.update.ledger import Facts, Standing, agreed_steps
 
 AT_ONE_STEP = 3
@@ -62,10 +63,17 @@ def can_recover(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
         and schedule.versions == "flush"
         and schedule.sharding is None
         and not parallel.late_updates  # one layer's update can be final on one device and not on another
-        and parallel.tensor == parallel.experts == 1  # nobody has tried it with ranks that share their layers
+        and parallel.tensor == 1  # nobody has tried it with ranks that share their layers
         and parallel.transport != "ray-collective"  # it joins a world once in the life of a process
-        and all(transfers(schedule.placement, {rank}, parallel.tensor) is not None for rank in range(ranks))
+        and all(_moved(running, {rank}) is not None for rank in range(ranks))
     )
+
+
+def _moved(running: Running, dead: Collection[int]) -> list[Transfer] | None:
+    """Return what restores the processes of these ranks; None if a stage, or a share of its experts, is lost."""
+    placement, parallel = running.schedule.placement, running.plan.parallel
+    shares = expert_ranks(len(placement), parallel.replicas, parallel.experts)
+    return transfers(placement, dead, parallel.tensor, shares)
 
 
 class InPlace:
@@ -102,7 +110,7 @@ class InPlace:
         cause = root_cause(dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
         if is_final(cause) or isinstance(cause, DeviceError):
             raise cause
-        moved = transfers(running.schedule.placement, set(dead), running.plan.parallel.tensor)
+        moved = _moved(running, set(dead))
         if moved is None:
             raise error
         done = agreed_steps(standings.values())

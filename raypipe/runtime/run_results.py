@@ -13,7 +13,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.runtime.early_stop import Patience, score
-from raypipe.runtime.executor.step import StepResult, check_samples, communication_counts, waits_of
+from raypipe.runtime.executor.step import StepResult, check_samples, communication_counts, expert_load, waits_of
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy
 from raypipe.runtime.run_metrics import RunMetrics
 from raypipe.runtime.update.norm import clip_factor, norm_of
@@ -142,7 +142,7 @@ class RunResults:
         if step <= self._logged:
             return step_s  # a recovery has repeated it: all devices had reported it, and none had made its update final
         self._logged = step
-        row = {
+        row: dict[str, Any] = {
             "step": step,
             "loss": loss,
             "grad_norm": norm,
@@ -153,6 +153,8 @@ class RunResults:
         }
         if self._streams:
             row["data_wait_share"] = max(r.data_wait_s for r in results) / step_s
+        if loads := expert_load(devices):
+            row["expert_load"] = loads
         if self._train.report_to:
             row |= self._metrics.figures(step_s, devices)
         self._log.metric(row)

@@ -305,10 +305,10 @@ class Schedule:
         return self.with_orders([t for t in order if t.kind not in kinds] for order in self.orders)
 
 
-def grid(schedule: Schedule, mark: tuple[int, int] | None = None, around: int = 6, rows: int = 8) -> str:
+def grid(schedule: Schedule, mark: tuple[int, int] | None = None) -> str:
     """Draw the orders, with the task at ``mark`` = (device, position) between ``>`` and ``<``.
 
-    Large schedules are cut to ``around`` positions and ``rows`` devices on either side of the mark.
+    Large schedules are cut to 6 positions and 8 devices on either side of the mark.
 
     >>> from raypipe.schedule import Shape, generate
     >>> print(grid(generate("1f1b", Shape(devices=2, microbatches=2)), mark=(1, 1)))
@@ -317,8 +317,8 @@ def grid(schedule: Schedule, mark: tuple[int, int] | None = None, around: int = 
     """
     at_device, at = mark if mark is not None else (0, 0)
     longest = max((len(o) for o in schedule.orders), default=0)
-    columns = range(max(0, at - around), min(longest, at + around + 1))
-    shown = range(max(0, at_device - rows), min(schedule.devices, at_device + rows + 1))
+    columns = range(max(0, at - 6), min(longest, at + 7))
+    shown = range(max(0, at_device - 8), min(schedule.devices, at_device + 9))
     cells: list[list[str]] = []
     for d in shown:
         order = schedule.orders[d]

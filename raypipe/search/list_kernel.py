@@ -38,7 +38,7 @@ class Flat(NamedTuple):
     """Per lane, what its task adds to the number of forwards ahead of backwards."""
     entry: Ints
     """Per lane, the first F lane of its replica."""
-    waits: Ints
+    waits: Floats
     """Per lane, the number of tasks that one of its tasks waits for."""
     after_at: Ints
     after: Ints
@@ -51,9 +51,6 @@ class Flat(NamedTuple):
     later_at: Ints
     later: Ints
     """The allocating lanes of later stages on its device, if it allocates."""
-    others_at: Ints
-    others: Ints
-    """The allocating lanes of all other stages on its device, if it allocates."""
     lanes_at: Ints
     """Per device."""
     lanes: Ints
@@ -187,12 +184,12 @@ def _safe_after(flat: Flat, c: int, done: Ints, live: Floats) -> bool:
 
 
 @compiled
-def _fill(flat: Flat, values: Ints) -> Ints:
-    """Per task, its lane's value."""
-    found = np.empty(flat.counts.sum(), np.int64)
+def per_task(flat: Flat, key: Floats, pace: float) -> Floats:
+    """Return for each task its lane's value, plus the pace times its number in the lane."""
+    found = np.empty(flat.counts.sum())
     for c in range(len(flat.counts)):
         for m in range(flat.counts[c]):
-            found[flat.base[c] + m] = values[c]
+            found[flat.base[c] + m] = key[c] + pace * m
     return found
 
 
@@ -208,10 +205,35 @@ def _places(flat: Flat) -> Ints:
 
 
 @compiled
+def _awaited(
+    flat: Flat, d: int, limit: float, due: Floats, now: float, at: Floats, need: Floats, nxt: Ints, live: Floats
+) -> bool:
+    """Return whether device d has room for a task that is due before the limit and has not arrived yet."""
+    for k in range(flat.lanes_at[d], flat.lanes_at[d + 1]):
+        c = flat.lanes[k]
+        t = flat.base[c] + nxt[c]
+        if (
+            nxt[c] == flat.counts[c]
+            or due[t] >= limit
+            or (flat.takes[c] and live[d] + flat.takes[c] > flat.cap[d] + 1e-9)
+        ):
+            continue
+        if not need[t] and at[t] > now:
+            return True
+        if need[t]:
+            near = True
+            for j in range(flat.near_at[c], flat.near_at[c + 1]):
+                near = near and nxt[flat.near[j]] > nxt[c]
+            if near:
+                return True
+    return False
+
+
+@compiled
 def list_schedule(
     flat: Flat,
-    key: Floats,
-    pace: float,
+    due: Floats,
+    slack: float,
     patience: Floats,
     ahead: Floats,
     reserve: int,
@@ -219,17 +241,18 @@ def list_schedule(
     power: float,
     in_spans: bool,
 ) -> tuple[bool, Ints, Ints, Floats, Floats]:
-    """See ``list_scheduling.list_schedule``.
+    """See ``list_scheduling.list_schedule``, and ``decode`` there, which is the same with a slack.
 
     A device takes as long as its tasks and what it idles between them. As soon as that makes the mean over devices
     useless, there is no order.
 
     Args:
         flat: the problem.
-        key: per lane, as ``patience`` and ``ahead``; see ``list_scheduling.Setting``.
-        pace: see there.
-        patience: zeros for none.
-        ahead: infinite for any number.
+        due: per task; of the ready ones the earliest runs first. Ascending within a lane.
+        slack: a device stays idle rather than start a task, if another that may not even be ready in time is due
+            earlier by more than this; infinite for never. Where all devices idle for memory, that ends.
+        patience: per lane, see ``list_scheduling.Setting``; zeros for none.
+        ahead: per lane, see there; infinite for any number.
         reserve: ``STAGES``, ``SAFE`` or ``NONE``.
         useless: an order of this mean or more is of no use; infinite where each is.
         power: of the mean over devices.
@@ -241,74 +264,69 @@ def list_schedule(
     """
     devices, count, base, takes, device = len(flat.cap), flat.counts, flat.base, flat.takes, flat.device
     never = np.inf
-    need, at = _fill(flat, flat.waits), np.zeros(flat.counts.sum())
+    need, at = per_task(flat, flat.waits, 0.0), np.zeros(len(due))
     nxt = np.zeros(len(count), np.int64)
     free, live, begun = np.zeros(devices), np.zeros(devices), np.full(devices, -1.0)
     groups = flat.group.max() + 1
     lead, held = np.zeros(groups, np.int64), np.zeros(groups)
-    least = np.zeros(devices)
+    # The lanes whose next task waits for no other to run: device d's from lanes_at[d] on.
+    ready, readies, least = np.empty_like(flat.lanes), np.zeros(devices, np.int64), np.zeros(devices)
     for c in range(len(count)):
-        least[device[c]] += count[c] * flat.time[c]
+        d = device[c]
+        least[d] += count[c] * flat.time[c]
+        if count[c] and not flat.waits[c]:
+            ready[flat.lanes_at[d] + readies[d]] = c
+            readies[d] += 1
     wake, top = _tournament(devices)
     places = _places(flat)
-    order, ran = np.empty(len(need), np.int64), places[:-1].copy()
-    # The lanes whose next task waits for no other to run, in ascending order: device d's from lanes_at[d] on.
-    ready, readies = np.empty_like(flat.lanes), np.zeros(devices, np.int64)
-    for d in range(devices):
-        for k in range(flat.lanes_at[d], flat.lanes_at[d + 1]):
-            c = flat.lanes[k]
-            if count[c] and not need[base[c]]:
-                ready[flat.lanes_at[d] + readies[d]] = c
-                readies[d] += 1
-    most = 0
-    for d in range(devices):
-        most = max(most, flat.lanes_at[d + 1] - flat.lanes_at[d])
-    coming_at, coming_value = np.empty(most), np.empty(most)
-    while True:
+    order, ran = np.empty(len(due), np.int64), places[:-1].copy()
+    # Of the device at hand, the ready tasks that are still to arrive: when, and when they are due.
+    coming_at, coming_due = np.empty(len(count)), np.empty(len(count))
+    left = len(due)
+    while left:
         d = top[1]
         now = wake[d]
-        if now == never:
-            break
-        best, best_value, soon, coming = -1, never, never, 0
+        if now == never:  # every device idles for a task that waits for memory
+            if slack == never:
+                return False, order, places, free, free
+            slack, now = never, free.max()
+            free[:] = now
+            for o in range(devices):
+                wake[o] = now
+                _earliest(wake, top, o)
+            continue
+        best, best_due, soon, coming = -1, never, never, 0
         begin = flat.lanes_at[d]
         for k in range(begin, begin + readies[d]):
             c = ready[k]
-            m = nxt[c]
             taken = takes[c]
             if taken:
                 room = flat.cap[d] - live[d] - taken + 1e-9
                 if room < 0 or lead[flat.group[c]] >= ahead[c]:
                     continue
-                if reserve == SAFE:
-                    for j in range(flat.others_at[c], flat.others_at[c + 1]):
-                        e = flat.others[j]
-                        if not held[flat.group[e]] and nxt[e] < nxt[flat.entry[e]]:
-                            room -= takes[e]
-                    if room < 0 or not _safe_after(flat, c, nxt, live):
-                        continue
-                elif reserve == STAGES:
+                if reserve != NONE:
                     for j in range(flat.later_at[c], flat.later_at[c + 1]):
                         e = flat.later[j]
-                        if not held[flat.group[e]] and nxt[e] < count[e]:
+                        if not held[flat.group[e]] and nxt[e] < (count[e] if reserve == STAGES else nxt[flat.entry[e]]):
                             room -= takes[e]
                     if room < 0:
                         continue
-            value = key[c] + pace * m
-            arrival = at[base[c] + m]
-            if arrival <= now:
-                if value < best_value:
-                    best, best_value = c, value
-            else:
-                soon = min(soon, arrival)
-                coming_at[coming], coming_value[coming] = arrival, value
+            t = base[c] + nxt[c]
+            if at[t] > now:
+                soon = min(soon, at[t])
+                coming_at[coming], coming_due[coming] = at[t], due[t]
                 coming += 1
-        if best >= 0 and coming and patience[best]:
-            limit = now + patience[best]
-            if soon < limit:
-                for k in range(coming):
-                    if coming_value[k] < best_value and coming_at[k] < limit:
-                        best = -1
-                        break
+            elif (due[t] < best_due or (due[t] == best_due and c < best)) and (
+                not taken or reserve != SAFE or _safe_after(flat, c, nxt, live)
+            ):
+                best, best_due = c, due[t]
+        if best >= 0 and slack < never and _awaited(flat, d, best_due - slack, due, now, at, need, nxt, live):
+            best = -1
+        if best >= 0 and now + patience[best] > soon:
+            for k in range(coming):
+                if coming_due[k] < best_due and coming_at[k] < now + patience[best]:
+                    best = -1
+                    break
         if best < 0:
             wake[d] = soon
             _earliest(wake, top, d)
@@ -327,13 +345,13 @@ def list_schedule(
         t = base[c] + m
         order[ran[d]] = t
         ran[d] += 1
+        left -= 1
         if m + 1 == count[c] or need[t + 1]:
             k = begin
             while ready[k] != c:
                 k += 1
             readies[d] -= 1
-            for j in range(k, begin + readies[d]):
-                ready[j] = ready[j + 1]
+            ready[k] = ready[begin + readies[d]]
         end = now + flat.time[c]
         if begun[d] < 0:
             begun[d] = now
@@ -354,109 +372,25 @@ def list_schedule(
             if not need[t]:
                 o = device[e]
                 if nxt[e] == m:
-                    first = flat.lanes_at[o]
-                    k = first + readies[o]
-                    while k > first and ready[k - 1] > e:
-                        ready[k] = ready[k - 1]
-                        k -= 1
-                    ready[k] = e
+                    ready[flat.lanes_at[o] + readies[o]] = e
                     readies[o] += 1
                 arrival = at[t]
                 if o != d and free[o] <= arrival < wake[o]:
                     wake[o] = arrival
                     _earliest(wake, top, o)
-    whole = True
     for d in range(devices):
-        whole = whole and ran[d] == places[d + 1]
         if begun[d] < 0:
             begun[d] = 0.0
-    return whole, order, places, free, free - begun
+    return True, order, places, free, free - begun
 
 
 @compiled
-def decode(flat: Flat, wish: Floats, patience: float) -> tuple[bool, Ints, Ints]:
-    """See ``list_scheduling.decode``.
-
-    Returns:
-        Whether all tasks ran; the tasks, device by device in the order they run; and where each device's begin.
-    """
-    devices, count, base, takes, device = len(flat.cap), flat.counts, flat.base, flat.takes, flat.device
-    never = np.inf
-    need, at = _fill(flat, flat.waits), np.zeros(flat.counts.sum())
-    nxt = np.zeros(len(count), np.int64)
-    free, live = np.zeros(devices), np.zeros(devices)
-    wake, top = _tournament(devices)
-    places = _places(flat)
-    order, ran = np.empty(len(need), np.int64), places[:-1].copy()
-    several = len(flat.others) > 0
-    left = len(need)
-    while left:
-        d = top[1]
-        now = wake[d]
-        if now == never:  # every device idles for a task that waits for memory: no longer be patient
-            if patience == never:
-                return False, order, places
-            patience, now = never, free.max()
-            free[:] = now
-            for o in range(devices):
-                wake[o] = now
-                _earliest(wake, top, o)
-            continue
-        best, value, soon, wanted = -1, never, never, never
-        for k in range(flat.lanes_at[d], flat.lanes_at[d + 1]):
-            c = flat.lanes[k]
-            m = nxt[c]
-            if m == count[c]:
-                continue
-            t = base[c] + m
-            taken = takes[c]
-            if taken and live[d] + taken > flat.cap[d] + 1e-9:
-                continue
-            if need[t]:
-                if wish[t] < wanted:
-                    near = True
-                    for j in range(flat.near_at[c], flat.near_at[c + 1]):
-                        near = near and nxt[flat.near[j]] > m
-                    if near:
-                        wanted = wish[t]
-                continue
-            if at[t] > now:
-                soon = min(soon, at[t])
-                wanted = min(wanted, wish[t])
-            elif wish[t] < value:
-                if taken and several and not _safe_after(flat, c, nxt, live):
-                    continue
-                best, value = c, wish[t]
-        if best >= 0 and wanted < value - patience:
-            best = -1
-        if best < 0:
-            wake[d] = soon
-            _earliest(wake, top, d)
-            continue
-        c = best
-        m = nxt[c]
-        nxt[c] = m + 1
-        order[ran[d]] = base[c] + m
-        ran[d] += 1
-        left -= 1
-        end = now + flat.time[c]
-        free[d] = wake[d] = end
-        _earliest(wake, top, d)
-        live[d] += takes[c] - flat.frees[c]
-        for j in range(flat.after_at[c], flat.after_at[c + 1]):
-            e = flat.after[j]
-            t = base[e] + m
-            arrival = end + flat.lag[j]
-            if arrival > at[t]:
-                at[t] = arrival
-            need[t] -= 1
-            if not need[t]:
-                o = device[e]
-                arrival = at[t]
-                if o != d and free[o] <= arrival < wake[o]:
-                    wake[o] = arrival
-                    _earliest(wake, top, o)
-    return True, order, places
+def by_priority(
+    flat: Flat, key: Floats, pace: float, patience: Floats, ahead: Floats, reserve: int
+) -> tuple[bool, Ints, Ints, Floats, Floats]:
+    """List schedule by the settings of ``list_scheduling.Setting``, in one call from Python."""
+    due = per_task(flat, key, pace)
+    return list_schedule(flat, due, np.inf, patience, ahead, reserve, np.inf, 1.0, False)
 
 
 class Template(NamedTuple):
@@ -546,8 +480,6 @@ def place(of: Template, row: Ints, times: Floats, sizes: Floats, lag: Floats, ca
         flat.near,
         later_at,
         later[:count].copy(),
-        flat.others_at,
-        flat.others,
         lanes_at,
         own,
         flat.firsts_at,
@@ -635,7 +567,8 @@ def paced_ends(
             if of.kind[c] == FORWARD:
                 limit[c] = ahead[k, of.stage[c]]
         key, pace, patience = due_dates(flat, of.kind, of.in_turn, numbers[k])
-        whole, _, _, end, span = list_schedule(flat, key, pace, patience, limit, STAGES, useless, power, in_spans)
+        due = per_task(flat, key, pace)
+        whole, _, _, end, span = list_schedule(flat, due, np.inf, patience, limit, STAGES, useless, power, in_spans)
         if whole:
             ends[k], spans[k] = end, span
     return ends, spans

@@ -10,6 +10,7 @@ resembles iterated greedy (Ruiz and Stuetzle 2007) over random keys (Bean 1994).
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,8 @@ class Setting:
     """Per lane that allocates memory, how many forwards it may run ahead of its stage's input gradients."""
     reserve: Reserve = "stages"
     """How deadlock is avoided. ``stages`` keeps one activation free for every later stage of the device that will need
-    one and holds none. ``safe`` keeps one free only for the stages that a micro-batch in flight has yet to reach, and
-    runs the slower check that all micro-batches in flight can finish. ``none`` does nothing."""
+    one and holds none. ``safe`` runs the slower check that all micro-batches in flight can finish. ``none`` does
+    nothing."""
 
 
 class Listed(NamedTuple):
@@ -77,6 +78,8 @@ class LaneArrays:
     kind: NDArray[Any]
     """Per lane, whether it is a forward, an input gradient or a weight gradient, as the kernels number them."""
     flat: Flat
+    several: bool
+    """Whether some device of limited memory holds several stages: only there can devices deadlock."""
 
     @staticmethod
     def of(p: Problem) -> LaneArrays:
@@ -93,12 +96,8 @@ class LaneArrays:
             back = of_stage[p.stage[c]]
             ends = p.kind[c] in BACKWARD or (p.kind[c] == "W" and not back.input_grad)
             lead.append(1 if p.kind[c] == "F" and back.exists else -1 if ends else 0)
-        later: list[list[int]] = [[] for _ in lanes]
-        others: list[list[int]] = [[] for _ in lanes]
-        for c, g in enumerate(group):
-            if p.takes[c]:
-                others[c] = [e for e in p.lanes_of[p.device[c]] if p.takes[e] and group[e] != g]
-                later[c] = [e for e in others[c] if group[e] > g]
+        allocating = [[e for e in p.lanes_of[p.device[c]] if p.takes[c] and p.takes[e]] for c in lanes]
+        later = [[e for e in own if group[e] > group[c]] for c, own in enumerate(allocating)]
         begins = {p.replica[c]: c for c in reversed(lanes) if p.kind[c] == "F"}
         near = [[e for e, _ in p.before[c] if p.device[e] == p.device[c]] for c in lanes]
         firsts = [[c for c in lanes if p.replica[c] == r and p.kind[c] == "F"] for r in rows]
@@ -117,12 +116,11 @@ class LaneArrays:
             ints(group),
             ints(lead),
             ints([begins[r] for r in p.replica]),
-            ints(map(len, p.before)),
+            floats([float(len(own)) for own in p.before]),
             *_joined([[e for e, _ in own] for own in p.after]),
             floats([lag for own in p.after for _, lag in own]),
             *_joined(near),
             *_joined(later),
-            *_joined(others),
             *_joined(p.lanes_of),
             *_joined(firsts),
             *_joined(lasts),
@@ -131,7 +129,10 @@ class LaneArrays:
             *_joined(returns),
         )
         kind = ints(FORWARD if k in ("F", "R") else WEIGHT_GRAD if k == "W" else INPUT_GRAD for k in p.kind)
-        return LaneArrays(p, lane_order(p), kind, flat)
+        several = any(
+            p.cap[p.device[c]] < math.inf and any(group[e] != group[c] for e in own) for c, own in enumerate(allocating)
+        )
+        return LaneArrays(p, lane_order(p), kind, flat, several)
 
     def orders(self, tasks: NDArray[Any], places: NDArray[Any]) -> DeviceOrders:
         """Split all tasks, device by device, where ``places`` says that each device's begin."""
@@ -167,17 +168,13 @@ def list_schedule(layout: LaneArrays, setting: Setting) -> Listed | None:
     from raypipe.search import list_kernel as kernel
 
     lanes = len(setting.key)
-    way = {"stages": kernel.STAGES, "safe": kernel.SAFE, "none": kernel.NONE}[setting.reserve]
-    whole, tasks, places, ends, spans = kernel.list_schedule(
+    whole, tasks, places, ends, spans = kernel.by_priority(
         layout.flat,
         floats(setting.key),
         float(setting.pace),
         floats(setting.patience or (0.0,) * lanes),
-        floats(setting.ahead or (float("inf"),) * lanes),
-        way,
-        float("inf"),
-        1.0,
-        False,
+        floats(setting.ahead or (math.inf,) * lanes),
+        {"stages": kernel.STAGES, "safe": kernel.SAFE, "none": kernel.NONE}[setting.reserve],
     )
     return Listed(layout.orders(tasks, places), ends.tolist(), spans.tolist()) if whole else None
 
@@ -196,7 +193,18 @@ def decode(layout: LaneArrays, wish: Sequence[float], patience: float) -> Device
     """
     from raypipe.search import list_kernel as kernel
 
-    whole, tasks, places = kernel.decode(layout.flat, floats(wish), float(patience))
+    lanes = len(layout.in_turn)
+    whole, tasks, places, _, _ = kernel.list_schedule(
+        layout.flat,
+        floats(wish),
+        float(patience),
+        floats((0.0,) * lanes),
+        floats((math.inf,) * lanes),
+        kernel.SAFE if layout.several else kernel.NONE,
+        math.inf,
+        1.0,
+        False,
+    )
     return layout.orders(tasks, places) if whole else None
 
 

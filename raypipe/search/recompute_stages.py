@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import StageGraph
 from raypipe.search.budget import Budget
 from raypipe.search.objective import Measure, Objective
 from raypipe.search.problem import build
@@ -28,13 +27,10 @@ def search_recompute(
     microbatches: int,
     costs: CostTable,
     *,
-    graph: StageGraph | None = None,
     memory_limit: float | Sequence[float] | None = None,
     objective: Objective = "makespan",
     split: bool = True,
-    freed_by_b: float = 0.0,
     budget_s: float | None = None,
-    seed: int = 0,
 ) -> Found:
     """Find a short order together with the stages that recompute.
 
@@ -47,7 +43,7 @@ def search_recompute(
     the shifted critical path, 4N + 3(D - 2).
 
     Args:
-        placement, microbatches, costs, graph, memory_limit, objective, split, freed_by_b, seed: as in ``search``.
+        placement, microbatches, costs, memory_limit, objective, split: as in ``search``.
         budget_s: seconds of wall time for all choices together. Default: as much processor time as two searches get.
 
     Returns:
@@ -65,16 +61,7 @@ def search_recompute(
     def bound_of(chosen: frozenset[int], limit: float | Sequence[float] | None) -> float:
         """The lower bound with these stages recomputing; infinite if not even one micro-batch fits."""
         try:
-            p = build(
-                placement,
-                microbatches,
-                costs,
-                graph=graph,
-                memory_limit=limit,
-                split=split,
-                recompute=chosen,
-                freed_by_b=freed_by_b,
-            )
+            p = build(placement, microbatches, costs, memory_limit=limit, split=split, recompute=chosen)
         except ScheduleError:
             return float("inf")
         return Measure(p, costs, objective).bound()
@@ -88,14 +75,11 @@ def search_recompute(
             placement,
             microbatches,
             costs,
-            graph=graph,
             memory_limit=memory_limit,
             objective=objective,
             split=split,
             recompute=option,
-            freed_by_b=freed_by_b,
             budget=budget.part(share),
-            seed=seed,
         )
         if best is not None and found.value >= best.value * (1 - 1e-9):
             return False

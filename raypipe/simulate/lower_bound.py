@@ -17,7 +17,7 @@ Job = tuple[float, float, float]
 """(head, time, tail): earliest start, time on the machine, least time from its end to the end of the step."""
 
 
-def lower_bound(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = None) -> float:
+def lower_bound(schedule: Schedule, costs: CostTable) -> float:
     """No order of these compute tasks on these devices ends earlier, joint backwards split or not.
 
     One-machine relaxation with heads and tails: each device on its own must run its tasks, each not before what leads
@@ -27,7 +27,6 @@ def lower_bound(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = 
     Args:
         schedule: tasks and placement; which replica a micro-batch runs on is kept.
         costs: time of each task.
-        graph: ``link(schedule)``, where the caller has it already.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -36,11 +35,7 @@ def lower_bound(schedule: Schedule, costs: CostTable, graph: TaskGraph | None = 
     rules = replace(schedule.rules, experts=())  # tokens that take no time are there at once
     compute = [[t for t in o if t.kind in COMPUTE] for o in schedule.orders]
     bare = split_backward(alone.with_orders(compute, rules=rules))
-    graph = (
-        graph
-        if graph is not None and not schedule.joined and not schedule.rules.experts and bare.orders == schedule.orders
-        else link(bare)
-    )
+    graph = link(bare)
     check_links(graph)
     durations = costs.durations(bare, graph.tasks)
     if schedule.joined:  # whichever backward a forward is paired with, it hides no more than this

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
-from raypipe.tensor.group import current_group
+from raypipe.tensor.group import current_group, exchanged
 
 EXPERTS = "experts"
 """The kind of division, among those of feature tables."""
@@ -72,6 +72,8 @@ class ExpertsParallel(nn.Module):
 
     num_experts: int
     """Experts held here."""
+    loads: Tensor | None = None
+    """int64 ``[experts]``, over all copies: how many of this copy's tokens went to each since ``take_loads``."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Map tokens ``[tokens, hidden]`` to the weighted sums of their experts' outputs, ``[tokens, hidden]``.
@@ -81,16 +83,18 @@ class ExpertsParallel(nn.Module):
         group, held = current_group("experts"), self.num_experts
         if group.size == 1:  # while it is captured or measured alone: as many tokens as with an even load
             return self.product(hidden_states, top_k_index % held, top_k_weights)
+        if torch.is_grad_enabled():  # once for a micro-batch: neither in a validation nor in what R repeats
+            loads = torch.bincount(top_k_index.flatten(), minlength=held * group.size)
+            self.loads = loads if self.loads is None else self.loads + loads
         holder = top_k_index // held
         wanted = (holder.unsqueeze(-1) == torch.arange(group.size, device=holder.device)).any(1)  # [tokens, copies]
         to, token = wanted.t().nonzero(as_tuple=True)  # a token goes once to each copy that holds experts of it
         counts = wanted.sum(0)
         ones = [1] * group.size
-        received = group.all_to_all(counts, ones, ones)
+        (received,) = exchanged(ones, ones, counts)
         sends, receives = counts.tolist(), received.tolist()
         numbers = torch.where(holder[token] == to.unsqueeze(-1), top_k_index[token] % held, held)  # held: not there
-        numbers = group.all_to_all(numbers, sends, receives)
-        rows, weights = _exchanged(sends, receives, hidden_states[token], top_k_weights[token])
+        numbers, rows, weights = _exchanged(sends, receives, numbers, hidden_states[token], top_k_weights[token])
         row, place = (numbers < held).nonzero(as_tuple=True)
         if len(row):
             of_experts = self.product(rows[row], numbers[row, place, None], weights[row, place, None])
@@ -99,6 +103,11 @@ class ExpertsParallel(nn.Module):
             made = _Unused.apply(rows, weights, *self.parameters())  # type: ignore[no-untyped-call]
         (returned,) = _exchanged(receives, sends, made)
         return torch.zeros_like(hidden_states).index_add(0, token, returned)
+
+    def take_loads(self) -> Tensor | None:
+        """Return ``loads``, and begin to count anew."""
+        found, self.loads = self.loads, None
+        return found
 
     def product(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the forward of the module's own class, with numbers among the experts held here."""
@@ -110,7 +119,7 @@ class ExpertsParallel(nn.Module):
 
 
 def _exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Exchange rows of several tensors, one after the other in both directions: all copies must agree on the order."""
+    """Exchange rows of several tensors, and their gradients back."""
     found: tuple[Tensor, ...] = _Exchange.apply(sends, receives, *tensors)  # type: ignore[no-untyped-call]
     return found
 
@@ -119,17 +128,15 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.sends, ctx.receives = sends, receives
-        group = current_group("experts")
-        return tuple(group.all_to_all(x.contiguous(), sends, receives) for x in tensors)
+        made = exchanged(sends, receives, *tensors)
+        ctx.mark_non_differentiable(*(x for x in made if not x.is_floating_point()))
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        group = current_group("experts")
-        back = [
-            group.all_to_all(gradient.contiguous(), ctx.receives, ctx.sends) if wanted else None
-            for gradient, wanted in zip(gradients, ctx.needs_input_grad[2:], strict=True)
-        ]
-        return None, None, *back
+        wanted = ctx.needs_input_grad[2:]
+        back = iter(exchanged(ctx.receives, ctx.sends, *(g for g, need in zip(gradients, wanted, strict=True) if need)))
+        return None, None, *(next(back) if need else None for need in wanted)
 
 
 class _Unused(torch.autograd.Function):

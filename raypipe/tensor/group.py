@@ -36,10 +36,10 @@ class TensorGroup(Protocol):
     def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
         """Return every rank's ``x`` on rank ``to``; None on the others."""
 
-    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """Send ``sends[r]`` rows of ``x``, in order, to each rank r; return the rows received, in rank order.
+    def start_all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> tuple[Tensor, Wait]:
+        """Start to send ``sends[r]`` rows of ``x``, in order, to each rank r.
 
-        ``receives[r]``: how many rows rank r sends here.
+        Returns the rows received, in rank order (``receives[r]`` of them from rank r), and what waits for them.
         """
 
 
@@ -61,9 +61,9 @@ class SoloGroup:
         """Return ``x`` alone."""
         return [x]
 
-    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def start_all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> tuple[Tensor, Wait]:
         """Return ``x``."""
-        return x
+        return x, lambda: None
 
 
 class ProcessGroup:
@@ -104,16 +104,15 @@ class ProcessGroup:
         self._wait(f"gathering over {self._name}", work)
         return shares
 
-    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
-        """See TensorGroup.all_to_all; it blocks until all ranks have sent theirs."""
+    def start_all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> tuple[Tensor, Wait]:
+        """See TensorGroup.start_all_to_all; rows travel while this process computes."""
         found = x.new_empty((sum(receives), *x.shape[1:]))
         work = dist.all_to_all_single(
             found, x.contiguous(), list(receives), list(sends), group=self._group, async_op=True
         )
         assert work is not None
-        self._wait(f"all-to-all over {self._name}", work)
         self.all_to_alls += 1 / self.size
-        return found
+        return found, lambda: self._wait(f"all-to-all over {self._name}", work)
 
 
 class _Current(threading.local):
@@ -151,7 +150,7 @@ def group_of_thread(group: TensorGroup, axis: Axis = "tensor") -> Iterator[None]
 
 @contextmanager
 def meanwhile(call: Callable[[], None]) -> Iterator[None]:
-    """Inside the block, call ``call`` in this thread between the start of an all-reduce and the wait for its result."""
+    """Inside the block, call ``call`` in this thread between the start of a collective and the wait for its result."""
     before, _current.meanwhile = _current.meanwhile, call
     try:
         yield
@@ -162,10 +161,27 @@ def meanwhile(call: Callable[[], None]) -> Iterator[None]:
 def all_reduced(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
     """All-reduce ``x`` in place and return it; the function that ``meanwhile`` set is called while it runs."""
     wait = current_group().start_all_reduce(x, operation)
-    if _current.meanwhile is not None:
-        _current.meanwhile()
+    _meanwhile()
     wait()
     return x
+
+
+def exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> list[Tensor]:
+    """Exchange rows of several tensors over the experts' group (``start_all_to_all``); all members name them in order.
+
+    The function that ``meanwhile`` set is called while they travel.
+    """
+    group = current_group("experts")
+    started = [group.start_all_to_all(x.contiguous(), sends, receives) for x in tensors]
+    _meanwhile()
+    for _, wait in started:
+        wait()
+    return [found for found, _ in started]
+
+
+def _meanwhile() -> None:
+    if _current.meanwhile is not None:
+        _current.meanwhile()
 
 
 # The collectives inside a divided layer, as torch operators with gradients.

@@ -281,3 +281,29 @@ def test_positional_results_against_every_smaller_size(name, monkeypatch, one_th
             small = capturing.computed(captured, number, sizes)
             corner = large[tuple(slice(n) for n in evaluate_all(kind.shape, sizes))]
             torch.testing.assert_close(small, corner, rtol=0, atol=0)
+
+
+class _Shifted(nn.Module):
+    """Attention to all positions up to so many ahead."""
+
+    def __init__(self, ahead: int) -> None:
+        super().__init__()
+        self.ahead = ahead
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        x = self.linear(x)[:, None]
+        mask = torch.arange(n)[:, None] + self.ahead >= torch.arange(n)[None]
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def test_a_mask_is_computed_once_and_told_from_others(monkeypatch):
+    """Two that differ in one number alone are made by the same operations."""
+    calls: list[int] = []
+    monkeypatch.setattr(capturing, "_known", {})
+    computed = capturing.computed
+    monkeypatch.setattr(capturing, "computed", lambda *a: calls.append(a[1]) or computed(*a))
+    found = [in_order(capture(_Shifted(n), {"x": torch.randn(2, 5, 8)})) for n in (0, 1, 0, 4)]
+    assert found == [["causal"], ["masked"], ["causal"], ["none"]]
+    assert len(calls) == 3

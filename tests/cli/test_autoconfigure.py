@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from raypipe.cli import run
 from raypipe.job import load_job
+from raypipe.plan.best_first import NEAR
 from raypipe.plan.plan import build_schedule, load_plan
+from raypipe.plan.watch import Watch
 from tests.plan.conftest import make_profile
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +59,8 @@ def test_json_and_plan_file(files, tmp_path, capsys) -> None:
     assert printed.out.count("\n") == 1
     assert [row["fits"] for row in told["candidates"][:3]] == [True] * 3
     steps = [row["predicted_step_s"] for row in told["candidates"][:3]]
-    assert steps == sorted(steps)
+    assert steps[0] <= min(steps) * (1 + NEAR)  # the simplest of the plans that are about as fast
+    assert steps[1:] == sorted(steps[1:])
     plan = load_plan(out)
     assert plan.model_dump(mode="json") == told["best"]
     first = told["candidates"][0]
@@ -235,3 +243,78 @@ def test_what_takes_one_kind_of_device_says_so(files, capsys) -> None:
     assert "whose hosts differ" in capsys.readouterr().err
     assert run(["partition", str(job), "--cluster", str(cluster), "--stages", "2"]) == 2
     assert "devices of several kinds" in capsys.readouterr().err
+
+
+def test_a_plan_is_written_for_another_trainer_and_explained(
+    files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, cluster = map(str, files)
+    asked = ["autoconfigure", job, "--cluster", cluster, "--search", "0"]
+    pipeline = ["--set", "parallel.schedule=zb-h1", "--set", "parallel.stages=2"]
+    assert run([*asked, *pipeline, "--emit", "megatron"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("# raypipe's nearest layout for Megatron-LM: predicted ")
+    assert "--pipeline-model-parallel-size 2" in said.out
+    lost = [line for line in said.err.splitlines() if "zb-h1 becomes" in line]
+    assert len(lost) == 1
+    assert f"# {lost[0]}" in said.out
+    file = tmp_path / "layout"
+    file.write_text(said.out)
+    assert run([*asked, "--from", str(file)]) == 0
+    assert f"{file} (Megatron-LM): predicted" in capsys.readouterr().out
+    assert run([*asked, "--from", str(file), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["from"]
+    assert sum(own for own, _ in found["parts"].values()) == pytest.approx(found["step_s"])
+    assert run([*asked, *pipeline, "--emit", "torchtitan", "-o", str(tmp_path / "titan.txt"), "--json"]) == 0
+    assert "pipeline_parallel_schedule_csv" in (tmp_path / "titan.txt").read_text()
+    assert json.loads(capsys.readouterr().out)["best"]["parallel"]["schedule"] == "zb-h1"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--emit", "megatorn"], '"megatorn" is unknown\n  fix: did you mean "megatron"?'),
+        (["--emit", "megatron", "--json"], "its file and --json both go to standard output"),
+        (["--from", "no-such-file"], "no-such-file: can't be read"),
+    ],
+)
+def test_requests_of_other_trainers_files_that_make_no_sense(
+    options: list[str], why: str, files: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, cluster = map(str, files)
+    assert run(["autoconfigure", job, "--cluster", cluster, "--search", "0", *options]) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_prints_the_best_plan_so_far(number: signal.Signals, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    words = ["autoconfigure", ROOT / "jobs/gpt2-1.3b.yaml", "--set", "model.layers=96", "--set", "train.batch=256"]
+    words += ["--cluster", ROOT / "cluster/devices/a100.yaml", "--devices", "32", "--budget", "300", "-o", out]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "raypipe", *map(str, words), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if "best" in line)
+    assert re.search(r"planning: [\d,]+ candidates left, best .*, at least ", line)
+    process.send_signal(number)
+    printed, said = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "ended early: the best plan so far" in said
+    assert "Traceback" not in said
+    assert load_plan(out).model_dump(mode="json") == json.loads(printed)["best"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_there_is_a_plan_ends_the_command(number, status, files, monkeypatch, capsys) -> None:
+    def choose(*words: object, watch: Watch, **more: object) -> None:
+        os.kill(os.getpid(), number)
+        assert watch.over
+
+    monkeypatch.setattr("raypipe.plan.choose.choose", choose)
+    job, cluster = files
+    assert command(job, "--cluster", cluster) == status
+    assert "Traceback" not in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
+from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
 from raypipe.tensor import Division, divide_module
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
@@ -57,6 +59,12 @@ def test_copies_with_divided_experts_train_as_one_process(family: str, size: int
         return loss.item(), {name: p.grad for name, p in model.named_parameters()}, shards
 
     copies = run_copies(size, work)
+    for name, cut in copies[0][2].items():  # what a checkpoint holds is whole, whoever wrote it and whoever reads it
+        value = whole.state_dict()[name]
+        for others in (1, 2, 4):
+            of = Division(1, 0, None, others)
+            again = [replace(of, expert_rank=rank).cut(replace(cut, size=others), value) for rank in range(others)]
+            assert torch.equal(replace(cut, size=others).join(again), value)
     assert sum(loss for loss, _, _ in copies) == pytest.approx(expected.item(), abs=1e-9, rel=0)
     shards = copies[0][2]
     assert {name.split(".")[-2] for name in shards} == {"experts"}
@@ -87,6 +95,8 @@ def test_one_expert_gets_every_token() -> None:
         y = experts(x, numbers[rows[rank]], w)
         y.square().sum().backward()
         assert len(member.calls) == 8
+        assert experts.take_loads().tolist() == [0, 0, 0, len(x)]
+        assert experts.take_loads() is None
         return y.detach(), x.grad, w.grad, *(p.grad for p in experts.parameters())
 
     empty, full = run_copies(2, work)
@@ -122,3 +132,42 @@ def test_token_rows_are_sent_once_to_each_copy() -> None:
 
     for calls in run_copies(2, work):
         assert calls[1:4] == [((2, 2), (2, 2))] * 3
+
+
+@pytest.mark.parametrize("family", [*FAMILIES])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["loop", "grouped"])
+def test_weight_gradients_wait_for_w(family: str, dtype: torch.dtype) -> None:
+    """The backward leaves those of the experts' matrices to closures, which give what one backward gives."""
+
+    def work(rank: int, _member: Member) -> dict[str, Tensor]:
+        found = []
+        for split in (False, True):
+            whole = model_of(family)
+            model, shards = divided(family, 2, rank, whole)
+            for part in model.modules():
+                if hasattr(part, "_experts_implementation") or hasattr(part, "config"):
+                    part.config._experts_implementation = "grouped_mm"
+            model.to(dtype)
+            queue, closures = WeightQueue(), list[Closure]()
+            joint = defer_weight_gradients(model, queue) if split else []
+            tokens = torch.randint(0, 257, (2, 8), generator=torch.Generator().manual_seed(rank))
+            with queue.collect(closures):
+                loss_of(model, tokens).backward()
+            own = dict(model.named_parameters())
+            matrices = [name for name in shards if own[name].dim() == 3]
+            if split:
+                assert not {*joint} & {*matrices}
+                assert all(own[name].grad is None for name in matrices)
+                with torch.no_grad():
+                    for closure in closures:
+                        closure.compute()
+            found.append({name: p.grad for name, p in own.items() if p.grad is not None})
+            assert {*matrices} <= found[-1].keys()
+        joined, waited = found
+        assert joined.keys() == waited.keys()
+        for name, gradient in joined.items():
+            near = 1e-12 if dtype == torch.float64 else 2e-4
+            torch.testing.assert_close(waited[name], gradient, rtol=0, atol=near, msg=lambda m, n=name: f"{n}: {m}")
+        return waited
+
+    run_copies(2, work)

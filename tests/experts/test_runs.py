@@ -12,13 +12,18 @@ from raypipe.checkpoint import open_checkpoint
 from raypipe.job.spec import JobSpec
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
+from tests.experts.test_divided_experts import model_of
 from tests.runtime.runs.small_runs import Done, drive, job_for
 
 pytest.importorskip("transformers")
 
 
-def job_of(text: Path, parallel: dict[str, Any], family: str = "mixtral", **train: Any) -> JobSpec:
-    model = {"hf": family, "config": FAMILIES[family], "sequence": 16}
+AUXILIARY = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+WITH_AUXILIARY = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "olmoe", "ernie4_5_moe"}
+MIXTRAL = {"hf": "mixtral", "config": FAMILIES["mixtral"], "sequence": 16}
+
+
+def job_of(text: Path, parallel: dict[str, Any], model: dict[str, Any] = MIXTRAL, **train: Any) -> JobSpec:
     return job_for(model, text, {"microbatch": 2, **parallel}, **{"clip": 0.5, "checkpoint_every": 2, **train})
 
 
@@ -28,33 +33,54 @@ def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory, stage
     return drive(job_of(text_folder, {}), stage_pool, tmp_path_factory.mktemp("alone"))
 
 
+@pytest.fixture(scope="module")
+def known_loads() -> dict[str, Any]:
+    """What the first plan's routers did."""
+    return {}
+
+
 TWO = {"replicas": 2, "experts": 2}
 PLANS = [
     {"schedule": "1f1b", "stages": 2, **TWO},
     {"schedule": "zb-v", "stages": 2, **TWO, "sync": "eager"},
     {"schedule": "chimera", "stages": 2, **TWO, "microbatch": 1},
     {"schedule": "1f1b", "stages": 1, "shard": "zero3", **TWO},
+    {"schedule": "dualpipev", "stages": 1, **TWO, "microbatch": 1},
     *exhaustive(
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 2},
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 4},
         {"schedule": "1f1b", "stages": 2, "shard": "zero1", **TWO},
         {"schedule": "1f1b", "stages": 1, "shard": "zero2", "replicas": 4, "experts": 2},
         {"schedule": "early-recompute", "stages": 2, **TWO},
+        {"schedule": "1f1b", "stages": 2, "recompute": "full", **TWO},
+        {"schedule": "dualpipev", "stages": 2, **TWO, "microbatch": 1},
+        {"schedule": "dualpipe", "stages": 2, **TWO, "microbatch": 1},
+        {"schedule": "interleaved-overlap", "stages": 2, **TWO, "microbatch": 1},
+        {"schedule": "1f1b", "stages": 1, "recompute": [2], **TWO},
     ),
 ]
+
+RECOMPUTED_LAYERS = {"early-recompute": 2, "full": 2, "[2]": 1}
+"""By schedule or ``parallel.recompute``."""
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
-def test_the_losses_are_those_of_one_device(parallel, reference, stage_pool, text_folder, tmp_path) -> None:
+def test_the_losses_are_those_of_one_device(
+    parallel, reference, known_loads, stage_pool, text_folder, tmp_path
+) -> None:
     """Clipping: the norm counts every value once. The validation batch, and the saved values, are the same too."""
     done = drive(job_of(text_folder, parallel), stage_pool, tmp_path)
     assert done.losses == pytest.approx(reference.losses, abs=1e-9, rel=0)
     assert done.val_losses == pytest.approx(reference.val_losses, abs=1e-9, rel=0)
     # Per layer and micro-batch of a group: counts, numbers, tokens, weights and the way back; three of them backwards.
-    each = 5 + 3 + 5 * (parallel["schedule"] == "early-recompute")
+    recomputed = RECOMPUTED_LAYERS.get(str(parallel.get("recompute", parallel["schedule"])), 0)
     microbatches = 8 // parallel.get("microbatch", 2) // parallel["experts"]
-    assert done.driver.counts["expert_all_to_all"] == each * 2 * microbatches
+    assert done.driver.counts["expert_all_to_all"] == ((5 + 3) * 2 + 5 * recomputed) * microbatches
+    loads = [row["expert_load"] for row in done.rows]  # of the whole mini-batch: the same for every plan
+    assert all(1.0 < load < 4.0 for step in loads for load in step.values())
+    assert loads == known_loads.setdefault("loads", loads)
+    assert list(loads[0]) == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
     saved, alone = (open_checkpoint(run.checkpoints[4]) for run in (done, reference))
     assert saved.keys == alone.keys
     expected = alone.read(alone.keys)
@@ -63,12 +89,32 @@ def test_the_losses_are_those_of_one_device(parallel, reference, stage_pool, tex
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("family", ["glm4_moe", *exhaustive(*(sorted(FAMILIES.keys() - {"mixtral", "glm4_moe"})))])
+def test_bfloat16(stage_pool, text_folder, tmp_path) -> None:
+    """Autocast: the same rows in the same products as one device has, which only adds them up in another order."""
+    alone, divided = (
+        drive(job_of(text_folder, parallel, dtype="bfloat16"), stage_pool, tmp_path / str(n))
+        for n, parallel in enumerate([{}, {"stages": 2, **TWO}])
+    )
+    assert divided.losses == pytest.approx(alone.losses, abs=2e-3, rel=0)
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("family", ["ernie4_5_moe", *exhaustive(*(sorted(FAMILIES.keys() - {"ernie4_5_moe"})))])
 def test_families_through_capture_and_pipeline(family, stage_pool, text_folder, tmp_path) -> None:
-    """Two stages; shared experts, dense first layers and biases of experts among them."""
-    alone = drive(job_of(text_folder, {}, family, steps=2), stage_pool, tmp_path / "alone")
-    done = drive(job_of(text_folder, {"stages": 2, **TWO}, family, steps=2), stage_pool, tmp_path / "divided")
+    """Two stages, the model's own loss with the routers' auxiliary losses where it has some (a micro-batch's own).
+
+    Shared experts, dense first layers and biases of experts are among them.
+    """
+    own = {**FAMILIES[family], **(AUXILIARY if family in WITH_AUXILIARY else {})}
+    model = {"hf": family, "config": own, "sequence": 16, "loss": "model"}
+    alone, done = (
+        drive(job_of(text_folder, parallel, model=model, steps=2), stage_pool, tmp_path / str(n))
+        for n, parallel in enumerate([{}, {"stages": 2, **TWO}])
+    )
     assert done.losses == pytest.approx(alone.losses, abs=1e-9, rel=0)
+    if family in WITH_AUXILIARY:
+        plain = model_of(family)(input_ids=(ids := torch.arange(32).view(2, 16)), labels=ids).loss
+        assert plain < float(model_of(family, **AUXILIARY)(input_ids=ids, labels=ids).loss) - 0.1  # they are there
     assert done.driver.counts["expert_all_to_all"] >= (5 + 3) * 2
 
 

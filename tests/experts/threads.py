@@ -21,7 +21,9 @@ class Member:
         self.calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.brought: list[list[Tensor]] = []
 
-    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def start_all_to_all(
+        self, x: Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> tuple[Tensor, Callable[[], None]]:
         assert sum(sends) == len(x), (sends, x.shape)
         self.calls.append((tuple(sends), tuple(receives)))
         self.meeting.brought[self.rank] = torch.split(x.detach().clone(), list(sends))  # type: ignore[call-overload]
@@ -29,7 +31,7 @@ class Member:
         parts = [brought[self.rank] for brought in self.meeting.brought]
         self.meeting.wait()
         assert [len(part) for part in parts] == list(receives)
-        return torch.cat(parts)
+        return torch.cat(parts), lambda: None
 
 
 def run_copies(size: int, work: Callable[[int, Member], T]) -> list[T]:

@@ -29,13 +29,15 @@ SPECIAL = {
     " void *r, int *found) {{ *found = 1; return 0; }}",
     "nvmlDeviceGetCount_v2": 'int {name}(unsigned *n) {{ char *s = getenv("GPU_SHIM_DEVICES"); *n = s ? atoi(s) : 2;'
     " return 0; }}",
+    "nvmlDeviceGetName": 'int {name}(void *d, char *to, unsigned n) {{ snprintf(to, n, "GPU shim"); return 0; }}',
 }
 NVML = (
     "nvmlInit_v2", "nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByPciBusId_v2", "nvmlDeviceGetGpuFabricInfoV",
     "nvmlSystemGetCudaDriverVersion_v2", "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetNvLinkRemoteDeviceType",
     "nvmlDeviceGetNvLinkRemotePciInfo_v2",
+    "nvmlInitWithFlags", "nvmlShutdown", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetName",
 )  # fmt: skip
-"""What torch looks up by name when its allocator has segments that grow."""
+"""What torch looks up by name when its allocator has segments that grow, and Ray where it counts GPUs (last line)."""
 
 
 def torch_libraries() -> Path:
@@ -76,7 +78,7 @@ def _compile(folder: Path, library: str, names: set[str]) -> None:
     plain = '__attribute__((visibility("default"))) int {name}() {{ return 0; }}'
     stubs = [SPECIAL.get(name, plain).format(name=name) for name in sorted(names - have)]
     source, versions = folder / f"{library}.c", folder / f"{library}.map"
-    source.write_text("\n".join(["#include <stdlib.h>", *stubs, ""]))
+    source.write_text("\n".join(["#include <stdio.h>", "#include <stdlib.h>", *stubs, ""]))
     tag = "NVSHMEM" if "nvshmem" in library else library
     versions.write_text(f"{tag} {{ global: *; }};\n")
     versioned = (

@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.observe.metrics import METRICS, SAMPLES, TASK_SECONDS, WAIT, device_readings, exposed_s, step_readings
+from raypipe.observe.metrics import (
+    EXPERT_LOAD,
+    METRICS,
+    SAMPLES,
+    TASK_SECONDS,
+    WAIT,
+    device_readings,
+    exposed_s,
+    step_readings,
+)
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Task
 from raypipe.schedule.passes import replicate
@@ -66,9 +75,12 @@ def test_the_replica_tag_counts_copies_of_the_pipeline(timeline, name, copies, r
 def test_a_row_is_read_as_it_stands():
     row = {
         "step": 7, "loss": 2.5, "grad_norm": 0.3, "lr": 1e-3, "step_s": 0.5, "tokens_per_s": 64.0, "bubble_ratio": 0.1,
-        "data_wait_share": 0.02
+        "data_wait_share": 0.02, "expert_load": {"layers.0": 1.5, "layers.1": 2.0}
     }  # fmt: skip
-    found = {metric.name: value for metric, value, tags in step_readings(row, 16)}
+    readings = list(step_readings(row, 16))
+    found = {metric.name: value for metric, value, tags in readings if not tags}
+    loads = {tags["layer"]: value for metric, value, tags in readings if metric is EXPERT_LOAD}
+    assert loads == row["expert_load"]
     assert found[SAMPLES.name] == 32.0
     assert (found["raypipe_step"], found["raypipe_loss"], found["raypipe_bubble_ratio"]) == (7, 2.5, 0.1)
     assert len(found) == 9

@@ -16,7 +16,7 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import choose, plan_of
 from raypipe.plan.less_memory import less_memory
 from raypipe.plan.plan import Plan, build_schedule
-from raypipe.plan.predict.on_hosts import _step_s
+from raypipe.plan.predict.of_plan import PlanPredictor
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.searched import better_gathers
@@ -107,7 +107,7 @@ def test_never_slower_than_both_ends(seed: int) -> None:
             update = max(sum(found.costs.update[s] for s in own) for own in _stages_of(found.order))
             norm_s = judge.overheads(found.candidate).norm_s
             assert seconds + norm_s + update == pytest.approx(found.step_s)
-            assert _step_s(plan_of(found, job), job, judge.profile) == pytest.approx(found.step_s)
+            assert PlanPredictor(job, judge.profile).time(plan_of(found, job)).step == pytest.approx(found.step_s)
     assert searched >= 3
 
 

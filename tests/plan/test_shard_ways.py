@@ -13,7 +13,7 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import choose, plan_of
 from raypipe.plan.decision_json import as_json
 from raypipe.plan.plan import build_schedule
-from raypipe.plan.predict.on_hosts import _step_s
+from raypipe.plan.predict.of_plan import PlanPredictor
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.predict.step_time import step_time
@@ -91,7 +91,7 @@ def test_the_plan_is_what_was_predicted() -> None:
     assert schedule.sharding is not None
     assert {t.kind for t in schedule.tasks()} >= {"AG", "RS"}
     if decision.best.recomputed is None and decision.best.keep is None:
-        assert _step_s(decision.plan, job, profile) == pytest.approx(decision.best.step_s)
+        assert PlanPredictor(job, profile).time(decision.plan).step == pytest.approx(decision.best.step_s)
     row = as_json(decision)["candidates"][0]
     assert row["shard"] == best.shard
     assert row["gather_s"] > 0 < row["reduce_scatter_s"]

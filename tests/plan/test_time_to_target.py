@@ -10,8 +10,7 @@ from raypipe.cli import run
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.choose import Decision, choose
-from raypipe.plan.hybrid import epochs_from
-from raypipe.plan.time_to_target import rank_batches
+from raypipe.plan.hybrid import epochs_from, rank_batches
 from tests.plan.conftest import make_job, make_profile
 
 TABLE = {"epochs": {1: 4.0, 2: 4.2, 4: 8.0}, "batch": 4, "steps_per_epoch": 100, "target": 2.5, "lr": {1: 0.1, 4: 0.4}}

@@ -11,8 +11,9 @@ from raypipe.cost.profile import Profile, TakenFor
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import BUDGET
 from raypipe.job.spec import JobSpec
+from raypipe.plan.choice import as_profiled, with_budget
 from raypipe.plan.choose import Decision, choose
-from raypipe.profiling.profile_and_plan import as_profiled, choose_budget, with_budget
+from raypipe.profiling.profile_and_plan import choose_budget
 from tests.plan.conftest import MIB, make_job, make_profile
 
 

@@ -49,7 +49,7 @@ class _View:
     """A bar on a terminal, lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
-        self.found = False
+        self.best_s = float("inf")
         self._console = console
         self._next = time.monotonic() + AT_ONCE_S
         self._bar: Progress | None = None
@@ -65,14 +65,25 @@ class _View:
             self._task = self._bar.add_task("", total=1.0, line="")
             self._bar.start()
 
+    @property
+    def found(self) -> bool:
+        """Return whether there is a plan."""
+        return self.best_s < float("inf")
+
     def show(self, planned: SearchProgress) -> None:
-        """Show how far the choice is: the bar is full when the bound has reached the best plan."""
-        self.found = self.found or planned.best_s < float("inf")
+        """Show how far the choice is, and the first plan at once: the bar is full when the bound has reached the best.
+
+        What is tried beside the best plans has progress of its own, which knows none of them.
+        """
+        if not self.found and planned.best_s < float("inf"):
+            self._next = time.monotonic()
+        self.best_s = min(self.best_s, planned.best_s)
+        bound_s = min(self.best_s, planned.bound_s)
         line = f"{planned.left:,} candidates left, " + (
-            f"best {seconds(planned.best_s)}, at least {seconds(planned.bound_s)}" if self.found else "no plan yet"
+            f"best {seconds(self.best_s)}, at least {seconds(bound_s)}" if self.found else "no plan yet"
         )
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=min(1.0, planned.bound_s / planned.best_s), line=line)
+            self._bar.update(self._task, completed=bound_s / self.best_s if self.found else 0.0, line=line)
         elif time.monotonic() >= self._next:
             self._next = time.monotonic() + PLAIN_EVERY_S
             self._console.print(f"planning: {line}", highlight=False, markup=False, soft_wrap=True)

@@ -150,8 +150,8 @@ class StepClock:
 def as_run(schedule: Schedule) -> Schedule:
     """Return the schedule with the dependency rules that devices follow.
 
-    A runner never makes an R wait for the incoming gradient, because its device has nothing else to do meanwhile. It
-    runs the halves of a pair one after another.
+    A runner never makes an R wait for the incoming gradient, because its device has nothing else to do meanwhile. The
+    halves of a pair are measured one after another, also where they took turns: each has the time of its turns.
     """
     return replace(schedule.unpaired(), rules=replace(schedule.rules, recompute="early"))
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from raypipe.cost.collectives import collective_seconds
-from raypipe.cost.hosts import Hosts, Layout, words
+from raypipe.cost.hosts import Hosts, words
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
-from raypipe.cost.sharded_stages import with_sharding
-from raypipe.cost.stages import as_exchanged, costs_of
 from raypipe.errors import ClusterError, SpecError
-from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
-from raypipe.plan.predict.orders import Order
-from raypipe.plan.predict.predictor import without_noise
-from raypipe.plan.predict.step_time import StepOverheads, step_time
-from raypipe.schedule.kinds import SHARDED
-from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
-from raypipe.schedule.passes.sync import placement_of
+from raypipe.plan.predict.of_plan import PlanPredictor
 
 
 class OtherHosts(NamedTuple):
@@ -65,7 +55,7 @@ def on_hosts(
         none = plan.model_copy(update={"predicted_step_s": None, "made_for": None})
         return OtherHosts(none, f"{text}: its prediction does not apply, and there is no profile to make another")
     there, here = (
-        _step_s(plan, job, profile.on_hosts(counts, tuple(map(costed.index, of)) if costed else ()))
+        PlanPredictor(job, profile.on_hosts(counts, tuple(map(costed.index, of)) if costed else ())).time(plan).step
         for counts, of in ((planned, made_for.kinds), (came, kinds))
     )
     after_s = before_s * here / there
@@ -103,31 +93,3 @@ def _is_of(profile: Profile, job: JobSpec, plan: Plan) -> bool:
     except SpecError:
         return False
     return len(profile.layers) == sum(map(len, plan.cut))
-
-
-def _step_s(plan: Plan, job: JobSpec, profile: Profile) -> float:
-    """Predict the steady time of a step as the planner does."""
-    parallel = plan.parallel
-    order = plan.one_copy().without({"AR", "U"})
-    copy = replace(order.without(SHARDED), sharding=None)
-    profile = as_exchanged(without_noise(profile), job.train, parallel)
-    costs = costs_of(
-        profile,
-        plan.cut,
-        parallel.microbatch,
-        copy,
-        parallel.replicas,
-        layers_to_recompute(parallel, plan.cut),
-        parallel.innermost,
-    )
-    if order.sharding is not None:
-        costs = with_sharding(
-            costs, profile, plan.cut, copy.placement, order.sharding, parallel.replicas, parallel.innermost
-        )
-    overheads = StepOverheads(copies=parallel.replicas)
-    if job.train.needs_norm:
-        everyone = Layout.of(range(copy.devices * parallel.replicas), profile.placed)
-        norm_s = collective_seconds(profile, "all_reduce", 8.0, everyone)
-        norm: RequestedNormPolicy = parallel.update if order.sharding is None else "wait"  # all that shards know
-        overheads = StepOverheads(copies=parallel.replicas, norm=norm, norm_s=norm_s)
-    return step_time(Order(order), costs, placement_of(parallel.sync), overheads, parts=False).step

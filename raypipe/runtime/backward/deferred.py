@@ -258,7 +258,8 @@ def deferred_operation(
 
 
 def _is_product(function: Callable[..., Any]) -> bool:
-    return "lstm" not in str(function) and "gru" not in str(function) and "rnn" not in str(function)
+    """Return whether autocast casts the weights of an operation; torch has no such rule for grouped products."""
+    return not any(other in str(function) for other in ("lstm", "gru", "rnn", "grouped_mm"))
 
 
 def _cast(queue: WeightQueue, weight: Tensor) -> Tensor:

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from raypipe.compat.torch_private import _pytree
 from raypipe.graph.operation_costs import GATHERS, PLACES, short_name
@@ -33,11 +35,14 @@ from raypipe.runtime.backward.deferred import (
     deferred_operation,
 )
 from raypipe.tensor.divide import RowParallel, VocabularyParallel, plain_product
+from raypipe.tensor.experts import ExpertsParallel
 
 __all__ = ["Closure", "WeightQueue", "defer_weight_gradients"]
 QUEUE = "_weight_queue"
 """Attribute of a graph module that holds the queue of its deferred operations."""
 aten = torch.ops.aten
+PRODUCTS = {"linear", "matmul", "__matmul__", "mm", "grouped_mm", "_grouped_mm"}
+"""Names of functions that multiply an input with a weight, in this order; the last is what torch's grouped_mm calls."""
 
 
 def defer_weight_gradients(root: nn.Module, queue: WeightQueue) -> list[str]:
@@ -52,6 +57,10 @@ def defer_weight_gradients(root: nn.Module, queue: WeightQueue) -> list[str]:
             deferred.update(
                 p for p in module.parameters(recurse=False) if p.dim() > 1 or not isinstance(module, RowParallel)
             )
+            continue
+        if isinstance(module, ExpertsParallel):
+            module.product = partial(_deferred_products, module.product, DeferredProducts(module, queue))  # type: ignore[method-assign]
+            deferred.update(p for p in module.parameters(recurse=False) if p.dim() == 3)
             continue
         wrap = _wrapper(module)
         if wrap is not None:
@@ -77,6 +86,43 @@ def _defer_product(module: nn.Module, queue: WeightQueue) -> Callable[[Tensor], 
     assert isinstance(module, nn.Linear)
     bias = None if isinstance(module, RowParallel) else module.bias
     return lambda x: deferred_linear(x, module.weight, bias, queue)
+
+
+def _deferred_products(product: Callable[..., Tensor], products: DeferredProducts, *args: Tensor) -> Tensor:
+    """Compute the forward of divided experts, whose weights the code of their class reads by itself."""
+    with products:
+        return product(*args)
+
+
+class DeferredProducts(TorchFunctionMode):
+    """Inside the block, defers the products of an input with a module's matrices, or with a part or a view of one.
+
+    For modules whose code is not captured; others' products are found in their graphs (``_defer_in_graph``).
+    """
+
+    def __init__(self, module: nn.Module, queue: WeightQueue) -> None:
+        super().__init__()
+        self._own, self._queue = {id(p) for p in module.parameters(recurse=False) if p.dim() == 3}, queue
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", None) in PRODUCTS and (root := self._root(args[1])) is not None:
+            return deferred_operation(self._queue, func, (1,), (root,), args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _root(self, weight: Tensor) -> Tensor | None:
+        """Return the parameter of which a weight is a part or a view; None if it is anything else."""
+        found: Tensor | None = weight
+        node = weight.grad_fn
+        for _ in range(VIEWS):
+            if node is None:
+                break
+            found = getattr(node, "variable", None)
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+        return found if id(found) in self._own else None
+
+
+VIEWS = 4
+"""Nodes of the graph that at most lie behind a part of a parameter: select, transpose, and the parameter's own."""
 
 
 def _wrapper(module: nn.Module) -> Callable[[Any, WeightQueue], Callable[[Tensor], Tensor]] | None:

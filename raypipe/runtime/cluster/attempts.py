@@ -11,6 +11,7 @@ where its process died.
 from __future__ import annotations
 
 import fcntl
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group, warm_ones
+from raypipe.runtime.hosts.devices import NO_GPUS
 from raypipe.runtime.hosts.rank_order import by_number, kinds_of, kinds_on_hosts
 from raypipe.runtime.hosts.reserve import Kept, Reservation, reserved_by
 from raypipe.runtime.recovery.failure import (
@@ -114,6 +116,9 @@ class _Reporter:
 
 def driver_loop(config: dict[str, Any]) -> None:
     """Run the attempts of one driver; Ray Train calls this in its worker, at first and where the driver has died."""
+    # Here and not by Ray's runtime_env, which the workers would inherit and find no GPU either. They are started by
+    # Ray's own processes, so that this process's environment is not theirs.
+    os.environ.update(NO_GPUS)
     request: RunRequest = config["request"]
     job, directory = request.job, request.directory
     with _only_attempt(directory) as restarted:

@@ -27,6 +27,7 @@ from raypipe.runtime.executor.computation import Microbatches, PostponedGradient
 from raypipe.runtime.executor.runner import Handler, ProgramRunner
 from raypipe.runtime.executor.step import FirstK, StartedStep, StepResult, StepSettings
 from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
+from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import Ports, StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
@@ -87,6 +88,8 @@ class Executor(ProgramRunner):
         )
         self.updates = _policy(settings, trained, shares, versions)
         self.handlers = dict(HANDLERS)
+        if settings.pairs and not runs_behind(device):
+            self.turns = Alternation()
         # The micro-batch ids in keys continue over the steps, as in ``p2p_buffers``.
         self._saved: dict[tuple[int, int], MicrobatchState] = {}
         self._fed: dict[int, Inputs] = {}
@@ -449,10 +452,23 @@ class Executor(ProgramRunner):
         self._gather_waits.clear()
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
         squares = late = None
+        loads: dict[str, Tensor] = {}
         if self.training:
             squares = to_host(torch.stack(self.updates.squares)) if self.updates.squares else None
             late = self.updates.report(self.step, self.program)
-        started = StartedStep(result, loss, targets, squares, self.clock.end(marks), self.times_of, late)
+            for path, experts in (found for module in self.modules.values() for found in module.routed.items()):
+                if (counts := experts.take_loads()) is not None:
+                    loads[path] = loads[path] + counts if path in loads else counts
+        started = StartedStep(
+            result,
+            loss,
+            targets,
+            squares,
+            self.clock.end(marks),
+            self.times_of,
+            {k: to_host(v) for k, v in loads.items()},
+            late,
+        )
         if self.training and runs_behind(self.settings.device):
             self.feed.prefetch(self.split, self.step + 1)  # the host is ahead: it reads while the device works
         return started

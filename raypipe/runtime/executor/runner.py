@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from raypipe.errors import TransportError
 from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.clocks.clock import Spans, clock_for
 from raypipe.runtime.executor.casts import MessageCast
+from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.transport.channel import (
     CountsUnreceived,
     Expected,
@@ -94,6 +96,8 @@ class ProgramRunner:
         """Its position in the program."""
         self.handlers: dict[str, Handler] = {}
         """By kind of task. They get the runner, and do not hold it: it is to end when nobody uses it any more."""
+        self.turns: Alternation | None = None
+        """Runs the two halves of a pair in turns; None: one after the other."""
         self.updates = UpdatePolicy()
 
     def surround(self, around: Callable[[Handler], Handler]) -> None:
@@ -216,11 +220,11 @@ class ProgramRunner:
         self.receivers[source].post([Expected(self.label(m), self._specs(m)) for m in messages])
 
     def _run(self, times: NDArray[np.float64], begin: int, end: int) -> None:
-        mark, handlers = self.clock.mark, self.handlers
+        mark, handlers, actions = self.clock.mark, self.handlers, self.program.actions
         senders = tuple(self.senders.values())
         waits, measures = True, not runs_behind(self.device)
         clock = time.perf_counter
-        for i, action in enumerate(self.program.actions[begin:end], begin):
+        for i, action in enumerate(actions[begin:end], begin):
             self.doing, self.position = action, i
             inserted, waited = action.inserted, 0.0
             for position, message in enumerate(action.receives):
@@ -239,9 +243,17 @@ class ProgramRunner:
             times[i, 0] = mark()
             if measures and waited > NOTICED_S:
                 self.message_waits[i] = waited, clock() - arrived
-            if not action.deferred:
+            if self.turns is not None and i + 1 < end and actions[i + 1].joined:
+                continue  # the other half runs it, too, once its own messages are here
+            first = actions[i - 1] if self.turns is not None and action.joined and i > begin else None
+            if first is not None:
+                self._run_pair(first, action, times[i - 1 : i + 1])
+            elif not action.deferred:
                 handlers[action.task.kind](self, action)
             times[i, 1] = mark()
+            for message in () if first is None else first.sends:
+                if message.src_device != message.dst_device:
+                    self.send(message)
             for position, message in enumerate(action.sends, len(action.receives) + 1):
                 if inserted:
                     self._issue(inserted, position)
@@ -251,6 +263,25 @@ class ProgramRunner:
                 self._issue(inserted, len(action.receives) + 1 + len(action.sends))
             for sender in senders:
                 sender.progress()
+
+    def _run_pair(self, first: Action, second: Action, times: NDArray[np.float64]) -> None:
+        """Run the two tasks of a pair in turns, and set where the first one's span ends and the second one's begins.
+
+        Each has the time for which it had the turn, so spans neither overlap nor count what the other one hid.
+
+        Args:
+            first, second: its actions, whose messages are here.
+            times: ``[2, 2]``: their spans, of which the second one's end is not known yet.
+        """
+        assert self.turns is not None
+        if self.position in self.message_waits:
+            waited, after = self.message_waits.pop(self.position)
+            before, _ = self.message_waits.get(self.position - 1, (0.0, 0.0))
+            self.message_waits[self.position - 1] = before + waited, after
+        run = (partial(self.handlers[one.task.kind], self, one) for one in (first, second))
+        self.turns.run(*run)
+        times[0] = times[1, 0], times[1, 0] + self.turns.first_s
+        times[1, 0] = times[0, 1]
 
     def _issue(self, inserted: Sequence[Inserted], position: int) -> None:
         """Issue the receives and all-reduces that ``safe_order`` has inserted here; they keep GPUs from deadlock."""

@@ -111,6 +111,8 @@ class StepResult:
     have a share of it."""
     predictions: tuple[MicrobatchPredictions, ...] = ()
     """In a validation with metrics: what the last stage put out; on the first tensor-parallel rank of a device."""
+    expert_loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By path of a module of divided experts, how many of this device's tokens went to each expert, of all copies'."""
 
 
 def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
@@ -126,6 +128,15 @@ def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
             f"its loss covers {counted} samples instead of {due}",
             "this is a fault of raypipe: report it with the run's plan.json",
         )
+
+
+def expert_load(devices: Sequence[StepResult]) -> dict[str, float]:
+    """Return, per module of divided experts, the tokens of the busiest expert as a multiple of the mean."""
+    total: dict[str, NDArray[np.int64]] = {}
+    for one in devices:
+        for path, counts in one.expert_loads.items():
+            total[path] = total.get(path, 0) + np.asarray(counts)
+    return {path: float(counts.max() / counts.mean()) for path, counts in sorted(total.items()) if counts.any()}
 
 
 def waits_of(devices: Sequence[StepResult]) -> StepWaits:
@@ -184,6 +195,8 @@ class StepSettings:
     gradient is held back, and before which stage's next forward it begins."""
     sub_pipelined: bool = False
     """Whether every micro-batch runs in two halves that alternate."""
+    pairs: bool = False
+    """Whether the halves of a pair run in turns, on CPUs: while one's tokens travel to experts, the other computes."""
     tensor_rank: int = 0
     """Tensor rank of this process within its device. All ranks compute the loss; only rank 0 reports it."""
 
@@ -206,6 +219,8 @@ class StartedStep:
     spans: Spans
     times_of: Callable[[Spans], NDArray[np.float64]]
     """Waits for the step's end."""
+    loads: Mapping[str, Tensor]
+    """``StepResult.expert_loads``, on its way to the host."""
     late: Callable[[NDArray[np.float64]], float] | None = None
     """Where updates are made while the next step runs: completes them, sets when all-reduces ended, and returns this
     device's share of the squared norm."""
@@ -221,4 +236,5 @@ class StartedStep:
         # With several updates in a step (PipeDream), report the mean of their squared norms.
         squares = [] if self.squares is None else self.squares.tolist()
         norm = sum(squares) / max(1, len(squares)) if self.late is None else self.late(times)
-        return replace(self.partial, times=times, loss_sum=loss, norm_squared=norm)
+        loads = {path: counts.tolist() for path, counts in self.loads.items()}
+        return replace(self.partial, times=times, loss_sum=loss, norm_squared=norm, expert_loads=loads)

@@ -210,19 +210,25 @@ class Transfer(NamedTuple):
     """Rank of the replacement."""
 
 
-def transfers(placement: Sequence[Sequence[int]], dead: Collection[int], tensor: int = 1) -> list[Transfer] | None:
+def transfers(
+    placement: Sequence[Sequence[int]], dead: Collection[int], tensor: int = 1, shares: Sequence[int] | None = None
+) -> list[Transfer] | None:
     """Return the transfers that restore the processes ``dead``, in one order for all; None if a stage is lost.
 
     Args:
         placement: device of each stage, per replica.
         dead: ranks.
         tensor: number of processes of a device; each has a twin of its own tensor rank only.
+        shares: which share of the experts each replica holds (``expert_ranks``); twins have the same. None: all of it.
 
     >>> transfers([[0, 1], [2, 3]], {1})
     [Transfer(source=(1, 1), target=(1, 0), sender=3, receiver=1)]
     >>> transfers([[0, 1]], {1}) is None
     True
+    >>> transfers([[0], [1]], {1}, shares=[0, 1]) is None  # the only holder of its experts
+    True
     """
+    of = [0] * len(placement) if shares is None else shares
     found = []
     for rank in sorted(dead):
         device, tensor_rank = divmod(rank, tensor)
@@ -230,7 +236,11 @@ def transfers(placement: Sequence[Sequence[int]], dead: Collection[int], tensor:
             for stage, held in enumerate(devices):
                 if held != device:
                     continue
-                twins = ((rank_of(other[stage], tensor_rank, tensor), r) for r, other in enumerate(placement))
+                twins = (
+                    (rank_of(other[stage], tensor_rank, tensor), r)
+                    for r, other in enumerate(placement)
+                    if of[r] == of[replica]
+                )
                 living = [(twin, r) for twin, r in twins if twin not in dead]
                 if not living:
                     return None

@@ -1,4 +1,4 @@
-"""Alternate two functions: while one waits for a collective of its tensor-parallel group, the other computes.
+"""Alternate two functions: while one waits for a collective of a group that divides layers, the other computes.
 
 Each runs in a thread of its own, but never both at once: a turn ends when a collective has been launched, and the
 function's next turn begins by waiting for its result. So any code can alternate, a backward pass too, without being
@@ -10,15 +10,16 @@ Source: Merak section 5.3 (sub-pipelined tensor parallelism).
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 
 from raypipe.models.keyed_random import current_keys, swap_keys
-from raypipe.tensor.group import current_group, group_of_thread, meanwhile
+from raypipe.tensor.group import Axis, TensorGroup, current_group, group_of_thread, meanwhile
 
 T = TypeVar("T")
 
@@ -31,6 +32,9 @@ class _Turns:
         self._gates = (threading.Semaphore(0), threading.Semaphore(0))
         self._over = [False, False]
         self.failed = False
+        self.held_s = [0.0, 0.0]
+        """Seconds for which each thread had the turn."""
+        self._since = time.perf_counter()
 
     def begin(self, who: int) -> None:
         """Wait for this thread's first turn; thread 0 has the first of all."""
@@ -43,6 +47,7 @@ class _Turns:
         if self._over[1 - who]:
             return
         own_keys = swap_keys(self._keys)
+        self._count(who)
         self._gates[1 - who].release()
         self._gates[who].acquire()
         swap_keys(own_keys)
@@ -54,9 +59,15 @@ class _Turns:
 
     def end(self, who: int, failed: bool) -> None:
         """Finish this thread: it takes no more turns."""
+        self._count(who)
         self._over[who] = True
         self.failed = self.failed or failed
         self._gates[1 - who].release()
+
+    def _count(self, who: int) -> None:
+        now = time.perf_counter()
+        self.held_s[who] += now - self._since
+        self._since = now
 
 
 class _OtherFailedError(Exception):
@@ -72,6 +83,8 @@ class Alternation:
         self._helper = ThreadPoolExecutor(
             1, thread_name_prefix="raypipe-second-half", initializer=torch.autocast_increment_nesting
         )
+        self.first_s = 0.0
+        """Seconds for which the first function of the newest pair had the turn; the second had the rest."""
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """Run both functions and return both results; ``first`` runs in the calling thread and has the first turn.
@@ -84,13 +97,17 @@ class Alternation:
         """
         turns = _Turns()
         callers_modes = _modes()
-        group = current_group()
+        groups: dict[Axis, TensorGroup] = {axis: current_group(axis) for axis in get_args(Axis)}
 
         def run(who: int, work: Callable[[], T]) -> T:
             turns.begin(who)
             failed = True
             try:
-                with callers_modes(), group_of_thread(group), meanwhile(lambda: turns.pass_on(who)):
+                with ExitStack() as inside:
+                    inside.enter_context(callers_modes())
+                    for axis, group in groups.items():
+                        inside.enter_context(group_of_thread(group, axis))
+                    inside.enter_context(meanwhile(lambda: turns.pass_on(who)))
                     result = work()
                 failed = False
                 return result
@@ -106,7 +123,9 @@ class Alternation:
         except BaseException:
             other.exception()  # it notices the failure at its next turn; wait until it has ended
             raise
-        return result, other.result()
+        found = result, other.result()
+        self.first_s = turns.held_s[0]
+        return found
 
 
 def _modes() -> Callable[[], AbstractContextManager[None]]:

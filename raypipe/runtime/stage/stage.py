@@ -16,6 +16,7 @@ from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_
 from raypipe.runtime.backward.stack import can_stack, stacked, unstacked
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.transport.channel import Payload
+from raypipe.tensor.experts import ExpertsParallel
 
 
 class OwnGraph(Protocol):
@@ -126,6 +127,13 @@ class StageModule(nn.Module):
         """How the parameters of which this stage holds a share are divided, by name."""
         self.experts = frozenset(name for name, cut in self.shards.items() if cut.axis == "experts")
         """Names of those that copies divide."""
+        names = {id(p): name for name, p in self.named.items()}
+        self.routed = {
+            names[id(next(one.parameters()))].rpartition(".")[0]: one
+            for one in self.body.modules()
+            if isinstance(one, ExpertsParallel)
+        }
+        """The modules of divided experts by their path in the model."""
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         """The parameters that the optimizer updates; the others are frozen."""
         last = layers[-1] == model.count - 1

@@ -115,13 +115,13 @@ class BucketedAllReduce:
             for bucket in self.buckets:
                 bucket.open()
 
-    def leave(self) -> dist.ProcessGroup:
-        """Let go of the process group and of what is under way on it; return it."""
-        group = self.group
+    def leave(self) -> list[dist.ProcessGroup]:
+        """Let go of the process groups and of what is under way on them; return them."""
+        held = [group for group in (self.group, self._experts[1]) if group is not None]
         self.__dict__.pop("group", None)
         self._experts = frozenset(), None
         self._works, self._seen, self._started, self._missing = [], [], 0, []
-        return group
+        return held
 
     def close(self) -> None:
         """Drop the gradients, after the update."""

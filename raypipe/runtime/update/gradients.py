@@ -377,7 +377,7 @@ class GradientSync:
 
     def leave(self) -> list[dist.ProcessGroup]:
         """Let go of all process groups and of what is under way on them; return them. The gradients stay."""
-        held = [*self.groups.values(), *(sum_.leave() for sum_ in self._sums.values())]
+        held = [*self.groups.values(), *(group for sum_ in self._sums.values() for group in sum_.leave())]
         self.groups = {}
         self._pending.clear()
         return held

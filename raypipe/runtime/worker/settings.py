@@ -53,6 +53,7 @@ def step_settings(setup: Setup, device: torch.device, batch_statistics: bool, di
         by_layer=parallel.by_layer,
         side_stream=parallel.side_stream,
         sub_pipelined=parallel.sub_pipelined,
+        pairs=parallel.experts > 1,
         message_cast=message_cast_of(job, parallel),
     )
 

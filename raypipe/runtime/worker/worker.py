@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.errors import TransportError
-from raypipe.models import build_model
+from raypipe.models import LayeredModel, build_model
 from raypipe.runtime.executor.compile_report import StageReport
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import MOST_STEPS, StartedStep, StepResult, Written
@@ -48,6 +48,7 @@ from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
 from raypipe.runtime.setup.tensor_ranks import EXPERT_GROUP, TENSOR_GROUP, own_channels, own_groups
+from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Store, Write, put_snapshot, send_snapshot
 from raypipe.runtime.state.state import read_previous, read_state, state_to_save
@@ -173,6 +174,7 @@ class StageWorker:
         """Join the other devices."""
         self.setup_data, self.apart, self.parted = setup, False, None
         self.started: dict[int, StartedStep] = {}
+        self.divided_by: dict[Axis, TensorGroup] = {}
         self.compilation = None
         self.compiled_since: list[StageReport] = []
         choose_precision(self.device, setup.job.train.tf32)
@@ -193,6 +195,7 @@ class StageWorker:
             self.apart = True
             for axis in get_args(Axis):
                 set_group(SoloGroup(), axis)
+            self.divided_by.clear()  # a group's connections end with the last reference to it
             if self.executor.updates.ledger is None:
                 leave(self.executor, self.communicators)
             else:
@@ -236,11 +239,19 @@ class StageWorker:
         """Return this process's groups by the names that its device has for them."""
         return own_groups(self.communicators.groups, setup.device, setup.tensor_rank, setup.tensor)
 
+    def _model(self, setup: Setup) -> LayeredModel:
+        """Build the model, without parameters."""
+        return build_model(setup.job, setup.fields, setup.tensor_rank, setup.parallel, setup.ranks["experts"])
+
+    def _feed(self, setup: Setup, model: LayeredModel) -> Feed:
+        """Make what reads the raw inputs of the stages."""
+        return device_feed(setup, model.task, self.modules, self.device, self.reads_whole)
+
     def _build(self, setup: Setup) -> None:
         """Build the stages and their optimizers."""
         job = setup.job
         groups = self._own_groups(setup)
-        self.plan = plan = build_model(job, setup.fields, setup.tensor_rank, setup.parallel, setup.ranks["experts"])
+        self.plan = plan = self._model(setup)
         plan.slices = setup.slices
         self.io_specs = specs = io_specs_of(setup, plan)
         self.modules: dict[StageKey, StageModule] = {
@@ -264,7 +275,7 @@ class StageWorker:
         if checkpoint is not None:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.ranks))
-        feed = device_feed(setup, plan.task, self.modules, self.device, self.reads_whole)
+        feed = self._feed(setup, plan)
         if setup.slices > 1:
             feed.cut(setup.slices, plan.slice_lengths(setup.slices))
         senders = own_channels(communicators.senders, setup.tensor)
@@ -301,7 +312,7 @@ class StageWorker:
         )
         self.executor.measures = setup.search_recompute
         self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
-        self.divided_by: dict[Axis, TensorGroup] = {
+        self.divided_by = {
             "tensor": self._group("tensor", groups.get(TENSOR_GROUP)),
             "experts": self._group("experts", groups.get(EXPERT_GROUP)),
         }

@@ -56,6 +56,8 @@ class Action(NamedTuple):
     """What a GPU issues in between, so that its transfers cannot deadlock (``safe_order``); CPU devices skip it."""
     deferred: bool = False
     """Whether this all-reduce is ``inserted`` in a later action."""
+    joined: bool = False
+    """Whether it is the second half of a pair."""
 
 
 class RunAhead(NamedTuple):
@@ -117,7 +119,7 @@ def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> li
                         received.add(tensor)
                         receives.append(Message(*tensor, held[p], device))
             sends = [Message(way, s, n, mb, device, held[n]) for mb in mbs for way, n in given.get((kind, s), ())]
-            actions[device].append(Action(task, tuple(receives), tuple(sends)))
+            actions[device].append(Action(task, tuple(receives), tuple(sends), joined=task in schedule.joined))
             for message in sends:
                 if not message.local:
                     arrivals[message.dst_device].setdefault(device, []).append(message)

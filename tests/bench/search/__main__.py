@@ -12,7 +12,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.bench.search import against_bounds, against_others, emulated, gathers, joint, joint_emulated, lora, speed
+from tests.bench.search import (
+    against_bounds,
+    against_others,
+    emulated,
+    exhaustive,
+    gathers,
+    joint,
+    joint_emulated,
+    lora,
+    speed,
+)
 from tests.bench.search.line import Effort, Line
 
 
@@ -38,6 +48,11 @@ CASES = {
         against_bounds.scarce, "bounds in little memory, by longest paths and by one device at a time, against optima",
         "no bound above an optimum",
         Effort(150, 0.2),
+    ),
+    "candidates": Case(
+        exhaustive.candidates, "what is chosen, against all candidates ordered and timed, on random small cases",
+        "1 % longer than the fastest; the median is the fastest",
+        Effort(60, 0.0),
     ),
     "peers": Case(
         against_others.peers, "device spans, against figures from the zero-bubble authors' own scheduler",

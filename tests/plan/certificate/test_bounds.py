@@ -25,7 +25,7 @@ from raypipe.plan.certificate.closed import (
 )
 from raypipe.plan.certificate.instance import alike
 from raypipe.plan.certificate.of_plan import Certifier
-from raypipe.plan.choose import deepest
+from raypipe.plan.choice import deepest
 from raypipe.plan.joint.annealing import LeastStep
 from raypipe.plan.joint.arrangement import Arrangement
 from raypipe.plan.predict.predictor import Predictor

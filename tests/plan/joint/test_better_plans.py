@@ -12,7 +12,8 @@ from raypipe.launch.plans import with_plan
 from raypipe.plan.best_first import NEAR
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifiers
-from raypipe.plan.choose import choose, deepest, plan_of
+from raypipe.plan.choice import deepest
+from raypipe.plan.choose import choose, plan_of
 from raypipe.plan.decision_json import as_json
 from raypipe.plan.joint.arrangement import balanced, first_arrangements
 from raypipe.plan.joint.better_plans import PlanModel, better_plan, better_plans, fitting

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from raypipe.plan.candidate import Candidate
-from raypipe.plan.choose import deepest
+from raypipe.plan.choice import deepest
 from raypipe.plan.joint.arrangement import balanced
 from raypipe.plan.joint.better_plans import PlanModel
 from raypipe.plan.joint.orders_of import DueDates, OrdersOf, Way

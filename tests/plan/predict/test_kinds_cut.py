@@ -14,7 +14,8 @@ from raypipe.cost.profile import LinkFit, Profile
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.best_first import best_first, rank_key
 from raypipe.plan.candidate import Candidate, grids
-from raypipe.plan.choose import choose, deepest
+from raypipe.plan.choice import deepest
+from raypipe.plan.choose import choose
 from raypipe.plan.cut.exact import cut_uneven
 from raypipe.plan.predict.on_hosts import on_hosts
 from raypipe.plan.predict.predictor import Predictor, without_noise

@@ -8,7 +8,7 @@ import pytest
 
 import raypipe.plan.predict.memories as memories
 from raypipe.plan.candidate import Candidate
-from raypipe.plan.choose import deepest
+from raypipe.plan.choice import deepest
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
 from tests.plan.conftest import MIB, make_job, make_profile

@@ -8,7 +8,8 @@ from raypipe.cost.profile import Profile
 from raypipe.errors import ClusterError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.candidate import Candidate
-from raypipe.plan.choose import choose, deepest, plan_of
+from raypipe.plan.choice import deepest
+from raypipe.plan.choose import choose, plan_of
 from raypipe.plan.plan import Plan
 from raypipe.plan.predict.on_hosts import check_tensor_groups, on_hosts
 from raypipe.plan.predict.predictor import Predictor, without_noise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypipe.plan.candidate import Candidate
-from raypipe.plan.choose import deepest
+from raypipe.plan.choice import deepest
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.forms.text import to_text
 from raypipe.schedule.shape import Grid

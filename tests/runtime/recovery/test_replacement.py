@@ -39,3 +39,9 @@ def test_every_stage_of_the_dead_comes_from_a_living_holder(name: str, stages: i
             assert placement[replica][stage] == move.sender // tensor
             assert placement[target][stage] == move.receiver // tensor
         assert found is None or {(move.receiver, move.target) for move in found} == wanted
+
+
+def test_experts_come_from_a_copy_with_the_same_share() -> None:
+    placement, shares = [[0, 1], [2, 3], [4, 5], [6, 7]], (0, 1, 0, 1)
+    assert {(move.receiver, move.sender) for move in transfers(placement, {2, 5}, 1, shares) or ()} == {(2, 6), (5, 1)}
+    assert transfers(placement, {2, 6}, 1, shares) is None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.observe.metrics import DATA_WAIT, MEMORY_PLANNED, METRICS
+from raypipe.observe.metrics import DATA_WAIT, EXPERT_LOAD, MEMORY_PLANNED, METRICS
 from raypipe.observe.run_log import METRICS as ROWS
 from raypipe.observe.run_log import read_rows
 from tests.job_files import write_job
@@ -64,7 +64,11 @@ def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp
     ends = ("", "_bucket", "_sum", "_count")
     names = {name for found in scrapes for name in found}
     missing = {m.name for m in METRICS if not any(f"{m.exported}{end}" in names for end in ends)}
-    unasked = {MEMORY_PLANNED.name, DATA_WAIT.name}  # nothing was planned (see test_run_metrics.py), nothing streamed
+    unasked = {
+        MEMORY_PLANNED.name,
+        DATA_WAIT.name,
+        EXPERT_LOAD.name,
+    }  # nothing planned (test_run_metrics.py) or streamed
     assert missing == unasked
 
     steps = {row["step"]: row for row in read_rows(run / ROWS) if "val_loss" not in row}

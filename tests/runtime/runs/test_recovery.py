@@ -18,14 +18,16 @@ from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.reserve import Reservation, reserve
 from raypipe.schedule.ir import Schedule
 from tests.exhaustive import exhaustive
+from tests.experts.families import FAMILIES
 from tests.runtime.runs.dying_worker import dying
-from tests.runtime.runs.small_runs import Done, drive, new_driver, small_job
+from tests.runtime.runs.small_runs import Done, drive, job_for, new_driver, small_job
 
 pytestmark = pytest.mark.runs
 STEP = 2
 TWO_COPIES = {"schedule": "1f1b", "stages": 2, "replicas": 2}
 FOLDED = {"schedule": "zb-v", "stages": 2, "replicas": 2, "microbatch": 1}
 BOTH_WAYS = {"schedule": "chimera", "stages": 4, "microbatch": 1}
+EXPERTS = {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 2}
 TRAIN: dict[str, Any] = {"steps": 5, "eval_every": 3, "checkpoint_every": 3}
 CPU = DeviceRequest(cpus=1.0, gpus=0.0)
 
@@ -68,24 +70,32 @@ def undisturbed_runs() -> dict[str, Done]:
         (TWO_COPIES, {}, 0, "write 0", None),
         (FOLDED, {"clip": 100.0}, 1, "told 0", None),
         (BOTH_WAYS, {"clip": 0.5}, 1, "U 1", None),
+        (EXPERTS, {"clip": 0.5}, 1, "BW 0", 1),
         *exhaustive(
             (TWO_COPIES, {}, 0, "F 0", 1),
             (TWO_COPIES, {"clip": 0.5}, 1, "agreed 0", None),
             (TWO_COPIES, {}, 3, "ended 0", None),
             (FOLDED, {"clip": 100.0}, 2, "U 1", None),
             (BOTH_WAYS, {}, 3, "BW 1", 1),
+            (EXPERTS, {"clip": 0.5}, 2, "agreed 0", None),
         ),
     ],
     ids=[
-        "gradients-not-told", "while-it-writes-its-shard", "optimistic-and-told", "between-its-updates", "first-task",
+        "gradients-not-told", "while-it-writes-its-shard", "optimistic-and-told", "between-its-updates",
+        "whose-experts-one-other-has", "first-task",
         "before-its-update", "result-not-delivered", "between-its-optimistic-updates", "in-a-backward",
+        "which-others-wait-for",
     ],
 )  # fmt: skip
 def test_a_worker_is_replaced(
     parallel: dict[str, Any], train: dict[str, Any], rank: int, moment: str, repeated: int | None, text_folder: Path,
     stage_pool, mortals: Mortals, undisturbed_runs: dict[str, Done], tmp_path: Path,
 ) -> None:  # fmt: skip
-    job = small_job(text_folder, parallel, **TRAIN, **train)
+    if "experts" in parallel:
+        mixtral = {"hf": "mixtral", "config": FAMILIES["mixtral"], "sequence": 16}
+        job = job_for(mixtral, text_folder, parallel, **TRAIN, **train)
+    else:
+        job = small_job(text_folder, parallel, **TRAIN, **train)
     asked = json.dumps([parallel, train])
     if asked not in undisturbed_runs:
         undisturbed_runs[asked] = drive(job, stage_pool, tmp_path / "undisturbed")

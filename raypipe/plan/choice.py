@@ -1,0 +1,190 @@
+"""What a plan may be chosen from: the job's wishes as candidates, the divisions of the devices, the judge of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from raypipe.cost.profile import Profile
+from raypipe.cost.stages import as_exchanged
+from raypipe.errors import SpecError
+from raypipe.job.model_spec import GptSpec
+from raypipe.job.parallel_spec import BUDGET, INNERMOST, SAME_AS, SHARDING
+from raypipe.job.rules.no_effect import BrokenRule
+from raypipe.job.rules.schedule import stash
+from raypipe.job.spec import JobSpec
+from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, ways_to_recompute
+from raypipe.plan.predict.orders import Orders
+from raypipe.plan.predict.predictor import Predictor, without_noise
+from raypipe.plan.shard_ways import check_statistics
+from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, of_experts
+from raypipe.schedule.shape import GRID, OPTIONS, Grid
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a plan is chosen from."""
+
+    job: JobSpec
+    profiles: Mapping[Sharing, Profile]
+    """By what devices share."""
+    judge: Judges
+    grids: list[Grid]
+    """Every division of the devices that the job allows."""
+    count: int
+    """Devices that there are."""
+    asynchronous: bool
+    """Whether schedules that train on stale weights may be chosen."""
+    greedy: bool
+    """Whether Chimera's rule chooses."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Keys of ``parallel`` that a plan must have."""
+        return _given(self.job)
+
+    def on(self, count: int) -> Choice:
+        """Return the same choice on another number of devices."""
+        return replace(self, count=count, grids=_grids(self.job, self.profiles, count))
+
+    def of(self, job: JobSpec, profiles: Mapping[Sharing, Profile]) -> Choice:
+        """Return the same choice for another job, with its costs."""
+        shared = {sharing: own for sharing, own in profiles.items() if sharing != ALONE}
+        return choice_of(
+            job, profiles[ALONE], self.count, shared=shared, asynchronous=self.asynchronous, greedy=self.greedy
+        )
+
+    def wished(self, c: Candidate) -> Candidate | None:
+        """The candidate, if it is one that the job asks for; with the recomputation that it asks for."""
+        given = self.given
+        for key in ("schedule", *OPTIONS):
+            wish = SAME_AS.get(str(given.get(key)), given.get(key))
+            if key in given and wish not in (getattr(c, key), "auto"):
+                return None
+        if given.get("schedule") == "auto" and c.stages == 1:
+            return None
+        if any(
+            key in given and given[key] != getattr(c, key) for key in SHARDING if c.shard != "none" or key == "shard"
+        ):
+            return None
+        if given.get("recompute") == "none" and c.form.recomputes and "schedule" not in given:
+            return None
+        recompute = "full" if given.get("recompute") == "full" else c.recompute
+        return replace(c, recompute=recompute, innermost=given.get(INNERMOST, c.innermost))
+
+    def pick(self, c: Candidate) -> Candidate | None:
+        """The candidate, if it may be chosen."""
+        return None if self.refusal(c) else self.wished(c)
+
+    def refusal(self, c: Candidate) -> BrokenRule | None:
+        """Why a candidate may not be chosen."""
+        named = self.job.parallel.auto and self.job.parallel.given.get("schedule") == c.schedule
+        if c.form.versions != "flush" and not (self.asynchronous or named):
+            why = "trains on stale weights; allow it with --allow asynchronous"
+            return "parallel.schedule", why, "allow it, or leave the schedule out"
+        if c.form.versions == "stash":
+            return next(stash(self.job.model, self.job.train, c.parallel()), None)
+        return None
+
+
+def choice_of(
+    job: JobSpec,
+    profile: Profile,
+    count: int,
+    *,
+    shared: Mapping[Sharing, Profile] = MappingProxyType({}),
+    asynchronous: bool = False,
+    greedy: bool = False,
+) -> Choice:
+    """Return what a job's plan is chosen from on so many devices; arguments as those of ``choose``.
+
+    Raises:
+        SpecError: the job asks for what no plan has.
+    """
+    parallel, train, given = job.parallel, job.train, _given(job)
+    check_statistics(parallel.shard, profile.batch_statistics)
+    if given.get("slices", 1) > 1 and profile.slicing is not None and profile.slicing.refused:
+        raise SpecError("parallel.slices", profile.slicing.refused, "use slices: 1")
+    if profile.other_kinds and count > profile.devices:
+        raise SpecError(
+            "devices",
+            f"{count} devices of a cluster that has {profile.devices}, of several kinds",
+            f"use at most {profile.devices}",
+        )
+    named = SAME_AS.get(str(given.get("schedule")), given.get("schedule"))
+    asked = {key: given[key] for key in (*OPTIONS, *SHARDING, INNERMOST) if key in given}
+    if named not in (None, "auto"):
+        asked["schedule"] = named
+    syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
+    known = {ALONE: profile, **(shared if not greedy or "tensor" in given else {})}
+    profiles = of_experts({Sharing(*key): own for key, own in known.items()}, given.get("experts"))
+    orders_made = Orders()
+    judge = Judges(
+        {
+            sharing: Predictor(
+                as_exchanged(without_noise(own), train, parallel),
+                train,
+                deepest(job, own),
+                syncs=syncs,
+                recompute=ways_to_recompute(given.get("recompute"), greedy),
+                asked=asked,
+                slices=slice_counts(job, own) if sharing == ALONE and "slices" not in asked else (),
+                divides=sharing.tensor == 1
+                and not profile.batch_statistics
+                and not parallel.replan
+                and (not greedy or "shard" in given),
+                _orders=orders_made,
+            )
+            for sharing, own in profiles.items()
+        }
+    )
+    every = _grids(job, profiles, count)
+    if not every:
+        fix = "give fewer keys, or others"
+        if given.get("tensor", 1) not in {sharing.tensor for sharing in profiles}:
+            fix = "costs of divided layers are computed, not measured: "
+            fix += "--cluster, with a tensor that divides model and host"
+        words = ", ".join(f"{key}: {value}" for key, value in given.items()) or "any shape"
+        raise SpecError("parallel", f"no plan on {count} devices has {words} at train.batch = {train.batch}", fix)
+    return Choice(job, {Sharing(*key): own for key, own in known.items()}, judge, every, count, asynchronous, greedy)
+
+
+def deepest(job: JobSpec, profile: Profile) -> int:
+    """Stages that the model can be cut into."""
+    return job.model.layers if isinstance(job.model, GptSpec) else len(profile.layers)
+
+
+def with_budget(job: JobSpec, budget: float) -> JobSpec:
+    """Return the job with a budget for the activations of compiled stages."""
+    changed: Mapping[str, Any] = {"parallel": job.parallel.model_copy(update={BUDGET: budget})}
+    return job.model_copy(update=changed)
+
+
+def as_profiled(job: JobSpec, profile: Profile) -> JobSpec:
+    """Return the job with the budget that a profile was measured under, if the job leaves it open."""
+    taken = profile.taken_for
+    if taken is None or job.train.compile != "inductor" or BUDGET in job.parallel.given:
+        return job
+    return with_budget(job, taken.activation_memory_budget)
+
+
+def _given(job: JobSpec) -> dict[str, Any]:
+    return job.parallel.given if job.parallel.auto else {}
+
+
+def _grids(job: JobSpec, profiles: Mapping[Sharing, Profile], count: int) -> list[Grid]:
+    """Return every division of the devices that the job allows."""
+    given = _given(job)
+    return [
+        g
+        for sharing, own in of_experts(profiles, given.get("experts")).items()
+        for g in grids(count, job.train.batch, deepest(job, own), 1, _largest(own), *sharing)
+        if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in GRID if key != "microbatches")
+    ]
+
+
+def _largest(profile: Profile) -> int:
+    """Return the largest micro-batch that it has times of."""
+    return max(size for layer in profile.layers for size in layer.times)

@@ -1,0 +1,230 @@
+"""A layout: what a trainer's file says of how a model is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from raypipe.errors import SpecError
+from raypipe.files import read_json
+from raypipe.job.model_spec import GptSpec, HfSpec
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.requested_schedule import base_schedule
+from raypipe.job.spec import JobSpec
+from raypipe.plan.plan import Plan
+from raypipe.plan.predict.prediction import Cut
+from raypipe.schedule.ir import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerLayout:
+    """A plan less its program: ``plan`` makes that of it."""
+
+    parallel: ParallelSpec
+    cut: Cut
+    """The layers of each stage: the embedding, the blocks, and the head with the norm before it."""
+    batch: int
+    """``train.batch``: samples of a step."""
+    per_block: int = 1
+    """Layers that a block of the model is planned in."""
+    order: Schedule | None = None
+    """The order of one data-parallel copy, where ``parallel.schedule`` does not generate it."""
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model, the embedding and the head among them."""
+        return self.cut[-1].stop
+
+    @property
+    def units(self) -> int:
+        """The embedding, the blocks and the head."""
+        return 2 + (self.layers - 2) // self.per_block
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a copy."""
+        return self.batch // (self.parallel.replicas * self.parallel.microbatch)
+
+    @property
+    def block_cut(self) -> Cut:
+        """The same, where the embedding, each block and the head count as one."""
+        ends = [0, *(1 + (own.stop - 1) // self.per_block for own in self.cut[:-1])]
+        ends += [self.units]
+        return tuple(range(a, b) for a, b in pairwise(ends))
+
+    @property
+    def aligned(self) -> bool:
+        """Return whether no stage ends inside a block."""
+        return self.cut == of_blocks(self.block_cut, self.per_block)
+
+    @property
+    def blocks(self) -> list[list[int]]:
+        """The blocks of each stage, from 0."""
+        last = self.block_cut[-1].stop - 1
+        return [[i - 1 for i in own if 0 < i < last] for own in self.block_cut]
+
+    @property
+    def deepest(self) -> int:
+        """Blocks of the stage that has most."""
+        return max(map(len, self.blocks))
+
+    def layers_of(self, block: int) -> range:
+        """The layers that a block is planned in."""
+        return range(1 + block * self.per_block, 1 + (block + 1) * self.per_block)
+
+    @property
+    def pipelined(self) -> bool:
+        """Return whether the model is cut over devices."""
+        return self.parallel.stages > 1
+
+    @property
+    def own_order(self) -> Schedule:
+        """Compute tasks of one data-parallel copy, without recomputation that the keys ask for."""
+        return base_schedule(self.parallel, self.batch) if self.order is None else self.order
+
+    def with_keys(self, **keys: Any) -> TrainerLayout:
+        """The layout with other ``parallel`` keys."""
+        return replace(self, parallel=self.parallel.model_copy(update=keys))
+
+    def plan(self) -> Plan:
+        """Return the plan.
+
+        Raises:
+            ScheduleError: no schedule of that name has the shape.
+        """
+        return Plan.of(self.parallel, self.cut, self.batch, self.order)
+
+
+def even_cut(blocks: int, stages: int) -> Cut:
+    """Deal blocks out evenly, as all four trainers do where nothing else is said: embedding and head go with the first
+    and the last, and left-over blocks to the first stages.
+
+    >>> even_cut(5, 2)
+    (range(0, 4), range(4, 7))
+    """
+    few, more = divmod(blocks, stages)
+    return cut_of([few + (s < more) for s in range(stages)])
+
+
+def cut_of(blocks: Sequence[int]) -> Cut:
+    """Return the cut with so many blocks in each stage, the embedding in the first and the head in the last.
+
+    >>> cut_of([1, 2])
+    (range(0, 2), range(2, 5))
+    """
+    ends = list(accumulate(blocks, initial=1))
+    ends[0], ends[-1] = 0, ends[-1] + 1
+    return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+def of_blocks(cut: Cut, per_block: int) -> Cut:
+    """Return a cut in layers, of one in which each block counts as one.
+
+    >>> of_blocks((range(0, 2), range(2, 4)), 2)
+    (range(0, 3), range(3, 6))
+    """
+    last = cut[-1].stop - 1
+    ends = [1 + (end - 1) * per_block if 0 < end <= last else end for end in (0, *(own.stop for own in cut[:-1]))]
+    ends += [2 + (last - 1) * per_block]
+    return tuple(range(a, b) for a, b in pairwise(ends))
+
+
+def layer_by_layer(layout: TrainerLayout) -> TrainerLayout:
+    """The layout; where copies of the whole model divide weights too, with a stage for each layer, as FSDP wraps
+    them."""
+    keys: dict[str, Any] = {"gather": "microbatch"} if layout.parallel.shard == "zero3" else {}
+    if layout.pipelined:
+        return layout.with_keys(**keys)
+    if not keys:
+        return replace(layout.with_keys(schedule="1f1b", chunks=1), cut=(range(layout.layers),), order=None)
+    cut = of_blocks(tuple(range(i, i + 1) for i in range(layout.units)), layout.per_block)
+    keys |= {"schedule": "interleaved-1f1b", "chunks": len(cut)}
+    return replace(layout.with_keys(**keys), cut=cut, order=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """A decoder's shape, as far as trainers' files say it."""
+
+    blocks: int
+    hidden: int
+    heads: int
+    sequence: int
+    positions: int
+    intermediate: int | None = None
+    """Width of the MLP; None: four times ``hidden``."""
+    groups: int | None = None
+    """Heads of keys and values; None: as many as heads."""
+    llama: bool = False
+    """Rotary positions, RMS norms and gated MLPs."""
+    tied: bool = True
+    """Embedding and head share their matrix."""
+
+    @classmethod
+    def of(cls, job: JobSpec) -> DecoderShape:
+        """The shape of a job's model.
+
+        Raises:
+            SpecError: the job does not say it.
+        """
+        model = job.model
+        if isinstance(model, GptSpec):
+            positions = model.positions or model.sequence
+            return cls(
+                blocks=model.layers,
+                hidden=model.hidden,
+                heads=model.heads,
+                sequence=model.sequence,
+                positions=positions,
+                tied=model.tie_embeddings,
+            )
+        if not isinstance(model, HfSpec):
+            raise SpecError("model", "is no decoder of Hugging Face", "leave out --emit and --from")
+        config = {**_saved(model.hf), **model.config}
+        found = {
+            name: next((config[key] for key in keys if config.get(key) is not None), None)
+            for name, keys in KEYS.items()
+        }
+        for name in ("blocks", "hidden", "heads"):
+            if not isinstance(found[name], int):
+                raise SpecError(f"model.config.{KEYS[name][0]}", "is not given", "give it: the trainer needs it")
+        sequence = model.sequence or found["positions"]
+        if not isinstance(sequence, int):
+            raise SpecError("model.sequence", "is not given", "give it: the trainer needs it")
+        llama = "rms_norm_eps" in config or "rope_parameters" in config
+        values = {key: value for key, value in found.items() if isinstance(value, int)}
+        values |= {"sequence": sequence, "positions": max(sequence, values.get("positions", 0))}
+        return cls(**values, llama=llama, tied=bool(config.get("tie_word_embeddings", not llama)))
+
+
+KEYS = {
+    "blocks": ("num_hidden_layers", "n_layer"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "positions": ("max_position_embeddings", "n_positions"),
+    "intermediate": ("intermediate_size", "n_inner"),
+    "groups": ("num_key_value_heads",),
+}
+"""Keys of Hugging Face configurations for each of a model's figures."""
+
+
+def _saved(hf: str) -> dict[str, Any]:
+    """The configuration in a model's directory; empty for a model type."""
+    file = Path(hf) / "config.json"
+    return dict(read_json(file)) if file.is_file() else {}
+
+
+def layers_per_block(job: JobSpec, layers: int) -> int:
+    """Return the number of layers that a block of the job's model is planned in, beside an embedding and a head.
+
+    Raises:
+        SpecError: it is no such model.
+    """
+    blocks = DecoderShape.of(job).blocks
+    if (layers - 2) % blocks:
+        why = f"is planned in {layers} layers, not as an embedding, {blocks} blocks and a head"
+        raise SpecError("model", why, "other trainers' layouts are of decoders alone: leave out --emit and --from")
+    return (layers - 2) // blocks

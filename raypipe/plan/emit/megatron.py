@@ -1,0 +1,206 @@
+"""Layouts as arguments of Megatron-LM's ``pretrain_gpt.py`` (megatron-core 0.16)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from raypipe.job.parallel_spec import ParallelSpec, Shard
+from raypipe.job.requested_schedule import layers_to_recompute
+from raypipe.job.spec import JobSpec
+from raypipe.plan.emit.layout import DecoderShape, TrainerLayout, cut_of, even_cut, layer_by_layer
+from raypipe.plan.emit.nearest import Abilities, first_blocks, recomputed_blocks
+from raypipe.plan.emit.settings import Settings
+from raypipe.plan.predict.prediction import Cut
+
+ABLE = Abilities(
+    title="Megatron-LM",
+    schedules=("1f1b", "interleaved-1f1b"),
+    shards={"none": "none", "zero1": "zero1", "zero2": "zero2", "zero3": "zero3"},
+    pipelined_shards={"none": "none", "zero1": "zero1", "zero2": "zero1", "zero3": "zero1"},
+    shard_groups=("zero1", "zero2", "zero3"),
+    innermost=("replicas", "stages"),
+    lazy=("none", "zero1"),
+    eager=("none", "zero1", "zero2", "zero3"),
+    eager_pipelines=True,
+    some_layers=True,
+)
+STRATEGY: dict[Shard, str] = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
+LEVEL: dict[str, Shard] = {"no_shard": "none", "optim": "zero1", **{word: shard for shard, word in STRATEGY.items()}}
+WORLD = re.compile(r"^# WORLD_SIZE=(\d+)$", re.MULTILINE)
+
+
+def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
+    """Return the arguments, one a line; ``WORLD_SIZE`` is in a comment, as Megatron reads it from the environment."""
+    return f"# WORLD_SIZE={layout.parallel.devices}\n" + "".join(f"--{line}\n" for line in _arguments(layout, job))
+
+
+def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
+    p, train = layout.parallel, job.train
+    yield from _model(DecoderShape.of(job))
+    yield f"micro-batch-size {p.microbatch}"
+    yield f"global-batch-size {layout.batch}"
+    yield f"train-iters {train.steps}"
+    yield f"lr {train.lr:g}"
+    if train.clip is not None:
+        yield f"clip-grad {train.clip:g}"
+    if train.dtype.startswith(("bfloat16", "fp8")):
+        yield "bf16"
+    if train.dtype == "fp8":
+        yield "fp8-format hybrid"
+    yield f"tensor-model-parallel-size {p.tensor}"
+    yield f"pipeline-model-parallel-size {p.stages}"
+    if layout.pipelined:
+        yield f"pipeline-model-parallel-layout {layout_string(layout.block_cut)}"
+        if p.innermost == "stages" and p.replicas > 1:
+            yield "use-tp-pp-dp-mapping"
+    if p.shard == "zero1":
+        yield "use-distributed-optimizer"
+    elif p.shard != "none":
+        yield "use-megatron-fsdp"
+        yield f"data-parallel-sharding-strategy {STRATEGY[p.shard]}"
+        yield "ckpt-format fsdp_dtensor"
+        yield "no-gradient-accumulation-fusion"
+    if p.shard_replicas is not None:
+        yield f"num-distributed-optimizer-instances {p.replicas // p.shard_replicas}"
+    if p.sync == "eager":
+        yield "overlap-grad-reduce"
+    if p.recompute != "none":
+        yield "recompute-granularity full"
+        whole = p.recompute == "full"
+        some = layout.deepest if whole else recomputed_blocks(layout, layers_to_recompute(p, layout.cut) or set())
+        yield f"recompute-method {'uniform' if whole else 'block'}"
+        yield f"recompute-num-layers {some}"
+
+
+def _model(model: DecoderShape) -> Iterator[str]:
+    yield f"num-layers {model.blocks}"
+    yield f"hidden-size {model.hidden}"
+    yield f"num-attention-heads {model.heads}"
+    if model.intermediate is not None:
+        yield f"ffn-hidden-size {model.intermediate}"
+    if model.groups not in (None, model.heads):
+        yield "group-query-attention"
+        yield f"num-query-groups {model.groups}"
+    yield f"seq-length {model.sequence}"
+    yield f"max-position-embeddings {model.positions}"
+    if model.llama:
+        yield "position-embedding-type rope"
+        yield "normalization RMSNorm"
+        yield "swiglu"
+        yield "disable-bias-linear"
+    if not model.tied:
+        yield "untie-embeddings-and-output-weights"
+
+
+def layout_string(cut: Cut) -> str:
+    """Return Megatron's words for a cut: E the embedding, t a block, L the head.
+
+    >>> layout_string((range(0, 2), range(2, 5)))
+    'Et|t*2L'
+    """
+    layers = cut[-1].stop
+
+    def words(own: range) -> str:
+        blocks = sum(0 < i < layers - 1 for i in own)
+        block = f"t*{blocks}" if blocks > 1 else "t" * blocks
+        return "E" * (0 in own) + block + "L" * (layers - 1 in own)
+
+    return "|".join(map(words, cut))
+
+
+def cut_from_string(text: str, settings: Settings) -> Cut:
+    """Read the words of ``layout_string``, and those of Megatron's documentation: ``Et*3|(tt|)*29,m|L``.
+
+    Raises:
+        SpecError: there is something else in it, such as a layer for multi-token prediction.
+    """
+    plain = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        plain = re.sub(pattern, lambda match: match[1] * int(match[2]), plain)
+    if re.fullmatch(r"E[t|]*L", plain) is None:
+        why = f'"{text}" is not an embedding (E), blocks (t) and a head (L) in stages (|)'
+        raise settings.fail("pipeline-model-parallel-layout", why, "give one such as Et*3|t*4L")
+    ends = [len(part) for part in plain.split("|")]
+    starts = [sum(ends[:s]) for s in range(len(ends))]
+    return tuple(range(a, a + size) for a, size in zip(starts, ends, strict=True))
+
+
+def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
+    """Read arguments.
+
+    Args:
+        text: the file.
+        source: its name, for messages.
+        devices: of the whole job, where no comment says ``WORLD_SIZE``.
+        blocks: of the model.
+
+    Raises:
+        SpecError: an argument asks for what no plan has, or the numbers do not divide.
+    """
+    settings = Settings.of_arguments(text, source)
+    settings.refuse("context-parallel-size", "expert-model-parallel-size")
+    world = WORLD.search(text)
+    devices = devices if world is None else int(world[1])
+    tensor, stages = (settings.whole(f"{key}-model-parallel-size") for key in ("tensor", "pipeline"))
+    replicas = settings.divided("pipeline-model-parallel-size", devices, tensor * stages)
+    cut = _cut(settings, stages, blocks)
+    shard: Shard = "none"
+    if settings.flag("use-megatron-fsdp"):
+        shard = settings.choice("data-parallel-sharding-strategy", LEVEL, "none")
+    elif settings.flag("use-distributed-optimizer"):
+        shard = "zero1"
+    instances = settings.whole("num-distributed-optimizer-instances")
+    microbatch = settings.whole("micro-batch-size", None)
+    parallel = ParallelSpec(
+        schedule="interleaved-1f1b" if len(cut) > stages else "1f1b",
+        stages=stages,
+        replicas=replicas,
+        microbatch=microbatch,
+        chunks=len(cut) // stages,
+        tensor=tensor,
+        innermost="stages" if settings.flag("use-tp-pp-dp-mapping") else "replicas",
+        shard=shard if replicas > 1 else "none",
+        shard_replicas=None
+        if instances == 1
+        else settings.divided("num-distributed-optimizer-instances", replicas, instances),
+        sync="eager" if settings.flag("overlap-grad-reduce") and replicas > 1 else "lazy",
+        update="wait",
+    )
+    layout = TrainerLayout(parallel=parallel, cut=cut, batch=settings.whole("global-batch-size", microbatch * replicas))
+    return layer_by_layer(_recomputed(layout, settings))
+
+
+def _cut(settings: Settings, stages: int, model_blocks: int) -> Cut:
+    given = settings.values.get("pipeline-model-parallel-layout")
+    if given is not None:
+        cut = cut_from_string(str(given), settings)
+        settings.divided("pipeline-model-parallel-layout", len(cut), stages)
+        return cut
+    blocks = settings.whole("num-layers", model_blocks)
+    ends = {key: settings.values.get(f"decoder-{key}-pipeline-num-layers") for key in ("first", "last")}
+    if any(value is not None for value in ends.values()):
+        first, last = (
+            [settings.whole(f"decoder-{key}-pipeline-num-layers")] if value is not None else []
+            for key, value in ends.items()
+        )
+        inner = stages - len(first) - len(last)
+        each = settings.divided("num-layers", blocks - sum(first) - sum(last), inner) if inner else 0
+        return cut_of([*first, *[each] * inner, *last])
+    chunks = settings.whole("num-virtual-stages-per-pipeline-rank")
+    if "num-layers-per-virtual-pipeline-stage" in settings.values:
+        each = settings.whole("num-layers-per-virtual-pipeline-stage")
+        chunks = settings.divided("num-layers-per-virtual-pipeline-stage", blocks, stages * each)
+    return even_cut(blocks, stages * chunks)
+
+
+def _recomputed(layout: TrainerLayout, settings: Settings) -> TrainerLayout:
+    if "recompute-granularity" not in settings.values:
+        return layout
+    settings.choice("recompute-granularity", {"full": True}, True)
+    whole = settings.choice("recompute-method", {"uniform": True, "block": False}, True)
+    count = settings.whole("recompute-num-layers")
+    if whole or count >= layout.deepest:
+        return layout.with_keys(recompute="full")
+    return layout.with_keys(recompute=first_blocks(layout, count))

@@ -1,0 +1,126 @@
+"""Layouts as arguments of torchtitan (0.3): ``torchrun ... -m torchtitan.train $(grep -v '^#' FILE)``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from raypipe.job.parallel_spec import ParallelSpec, Shard
+from raypipe.job.spec import JobSpec
+from raypipe.plan.emit.layout import DecoderShape, TrainerLayout, even_cut, layer_by_layer
+from raypipe.plan.emit.nearest import Abilities
+from raypipe.plan.emit.settings import Settings
+from raypipe.plan.emit.torch_stages import NAMES, Names, scheduled, written
+
+ABLE = Abilities(
+    title="torchtitan",
+    schedules=tuple(NAMES),
+    orders=True,
+    shards={"none": "none", "zero1": "zero2", "zero2": "zero2", "zero3": "zero3"},
+    pipelined_shards={"none": "none", "zero1": "zero2", "zero2": "zero2", "zero3": "zero3"},
+    shard_groups=("zero2", "zero3"),
+    lazy=(),
+    eager=("none", "zero2", "zero3"),
+    eager_pipelines=True,
+)
+CONFIGS = {(32, 4096): "llama3_8b", (80, 8192): "llama3_70b", (126, 16384): "llama3_405b"}
+"""Blocks and width of the Llama 3 models in torchtitan's registry."""
+MODULES = Names("tok_embeddings", "layers.", ("norm", "lm_head"))
+RESHARD: dict[Shard, str] = {"zero2": "never", "zero3": "always"}
+P, T = "parallelism.", "training."
+
+
+def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
+    """Return the arguments, one a line; an order that has no name goes into a CSV beside ``file``."""
+    return "".join(f"{line}\n" for line in _arguments(layout, job, file))
+
+
+def _arguments(layout: TrainerLayout, job: JobSpec, file: Path | None) -> Iterator[str]:
+    p, train, model = layout.parallel, job.train, DecoderShape.of(job)
+    if model.llama and (model.blocks, model.hidden) in CONFIGS:
+        yield "--module llama3"
+        yield f"--config {CONFIGS[model.blocks, model.hidden]}"
+    samples = layout.batch // p.replicas if layout.pipelined else p.microbatch
+    yield f"--{T}local_batch_size {samples}"
+    yield f"--{T}global_batch_size {layout.batch}"
+    yield f"--{T}seq_len {model.sequence}"
+    yield f"--{T}steps {train.steps}"
+    if train.clip is not None:
+        yield f"--{T}max_norm {train.clip:g}"
+    if train.dtype.startswith("float"):
+        yield f"--{T}mixed_precision_param float32"
+    group = 1 if p.shard == "none" else p.shard_replicas or p.replicas
+    yield f"--{P}data_parallel_replicate_degree {p.replicas // group}"
+    yield f"--{P}data_parallel_shard_degree {group}"
+    if p.shard != "none":
+        yield f"--{P}fsdp_reshard_after_forward {RESHARD[p.shard]}"
+    yield f"--{P}tensor_parallel_degree {p.tensor}"
+    yield f"--{P}pipeline_parallel_degree {p.stages}"
+    if layout.pipelined:
+        yield f"--{T}disable_cuda_graphs"
+        yield f"--{P}pipeline_parallel_microbatch_size {p.microbatch}"
+        yield f"--{P}module_fqns_per_model_part " + " ".join(map(",".join, MODULES.of(layout.block_cut)))
+        schedule = written(layout, file)
+        yield f"--{P}pipeline_parallel_schedule {schedule['schedule']}"
+        if "csv" in schedule:
+            yield f"--{P}pipeline_parallel_schedule_csv {schedule['csv']}"
+    if train.compile == "inductor":
+        yield "--compile.enable"
+    yield "activation-checkpoint:" + ("none" if p.recompute == "none" else "full")
+
+
+def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
+    """Read arguments.
+
+    Args:
+        text: the file.
+        source: its name, for messages.
+        devices: of the whole job, where the arguments leave the degree of sharding open.
+        blocks: of the model.
+
+    Raises:
+        SpecError: an argument asks for what no plan has, or the numbers do not divide.
+    """
+    settings = Settings.of_arguments(text, source)
+    settings.refuse(f"{P}context_parallel_degree", f"{P}expert_parallel_degree")
+    tensor, stages = (settings.whole(f"{P}{key}_parallel_degree") for key in ("tensor", "pipeline"))
+    replicate, shard_key = settings.whole(f"{P}data_parallel_replicate_degree"), f"{P}data_parallel_shard_degree"
+    open_ = str(settings.values.get(shard_key, -1)) == "-1"
+    group = settings.divided(shard_key, devices, tensor * stages * replicate) if open_ else settings.whole(shard_key)
+    replicas, local = replicate * group, settings.whole(f"{T}local_batch_size", 8)
+    level = settings.choice(
+        f"{P}fsdp_reshard_after_forward",
+        {"never": "zero2", "always": "zero3", "default": "zero2" if stages > 1 else "zero3"},
+        "zero2" if stages > 1 else "zero3",
+    )
+    parts = settings.values.get(f"{P}module_fqns_per_model_part")
+    named = [str(part).split(",") for part in ([parts] if isinstance(parts, str) else parts or ())]
+    key = f"{P}module_fqns_per_model_part"
+    chunks = 1 if str(settings.values.get(f"{P}pipeline_parallel_schedule", "1F1B")) in ("1F1B", "GPipe") else 2
+    layout = TrainerLayout(
+        parallel=ParallelSpec(
+            stages=stages,
+            replicas=replicas,
+            microbatch=settings.whole(f"{P}pipeline_parallel_microbatch_size") if stages > 1 else local,
+            tensor=tensor,
+            innermost="replicas",
+            shard="none" if group == 1 else level,  # type: ignore[arg-type]
+            shard_replicas=None if replicate == 1 or group == 1 else group,
+            sync="eager" if replicas > 1 else "lazy",
+            update="wait",
+            recompute=_recomputed(settings),  # type: ignore[arg-type]
+        ),
+        cut=MODULES.cut(named, settings, key) if named else even_cut(blocks, stages * chunks),
+        batch=settings.whole(f"{T}global_batch_size", local * replicas),
+    )
+    if stages > 1:
+        layout = scheduled(layout, settings, f"{P}pipeline_parallel_schedule", f"{P}pipeline_parallel_schedule_csv")
+    return layer_by_layer(layout)
+
+
+def _recomputed(settings: Settings) -> str:
+    words = {key.partition(":")[2] for key in settings.values if key.startswith("activation-checkpoint:")}
+    chosen = words.pop() if words else "selective"
+    if chosen not in ("none", "full"):
+        raise settings.fail(f"activation-checkpoint:{chosen}", "selects operations", "use none or full")
+    return chosen

@@ -1,0 +1,215 @@
+"""The trainers: a plan as the nearest file of one, with what that loses, and such a file as a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from raypipe.cost.profile import Profile
+from raypipe.cost.stages import as_exchanged
+from raypipe.errors import RequestError, SpecError
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.requested_schedule import is_file
+from raypipe.job.spec import JobSpec
+from raypipe.plan.cut.layers import cut_layers, line_of
+from raypipe.plan.emit import automodel, deepspeed, megatron, torchtitan
+from raypipe.plan.emit.layout import TrainerLayout, layers_per_block, of_blocks
+from raypipe.plan.emit.nearest import Abilities, Choices, Draft, nearest
+from raypipe.plan.plan import Plan
+from raypipe.plan.predict.of_plan import PlanPrediction, PlanPredictor
+from raypipe.plan.predict.prediction import Cut
+from raypipe.plan.predict.predictor import Predictor, without_noise
+from raypipe.plan.tensor_groups import ALONE, Sharing
+
+GIB = 2**30
+
+
+class Write(Protocol):
+    """Writes a layout; an order that has no name goes into a file beside ``file``."""
+
+    def __call__(self, layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
+        """Return the trainer's file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """A trainer whose files raypipe writes and reads."""
+
+    able: Abilities
+    write: Write
+    read: Callable[[str, str, int, int], TrainerLayout]
+    """From text, its source, devices, and the model's layers."""
+    json: bool = False
+    """Its file has no comments."""
+
+
+TRAINERS = {
+    "megatron": Trainer(able=megatron.ABLE, write=megatron.write, read=megatron.read),
+    "torchtitan": Trainer(able=torchtitan.ABLE, write=torchtitan.write, read=torchtitan.read),
+    "automodel": Trainer(able=automodel.ABLE, write=automodel.write, read=automodel.read),
+    "deepspeed": Trainer(able=deepspeed.ABLE, write=deepspeed.write, read=deepspeed.read, json=True),
+}
+
+
+class Costs:
+    """The steps and the memory of a job's layouts on a cluster.
+
+    Args:
+        job: what is trained.
+        profile: its costs.
+        shared: profiles whose devices are groups that share each layer.
+
+    Raises:
+        SpecError: the model is not one that the trainers number in blocks.
+    """
+
+    def __init__(self, job: JobSpec, profile: Profile, shared: Mapping[Sharing, Profile]) -> None:
+        self.job, self.by = job, {ALONE: profile, **{Sharing(*key): own for key, own in shared.items()}}
+        self.layers, self.devices = len(profile.layers), profile.devices
+        self.per_block = layers_per_block(job, self.layers)
+
+    def predict(self, plan: Plan) -> PlanPrediction:
+        """Predict a plan's step and memory.
+
+        Raises:
+            SpecError: the costs of groups of that size are not known.
+        """
+        return PlanPredictor(self.job, self._of(plan.parallel)).predict(plan)
+
+    def _of(self, p: ParallelSpec) -> Profile:
+        sharing = Sharing(p.tensor, p.sub_pipelined, p.experts)
+        if p.experts > 1 and sharing not in self.by:
+            why = f"the costs of experts that {p.experts} copies divide are not known"
+            raise SpecError("parallel.experts", why, f"known: {', '.join(str(own.experts) for own in self.by)}")
+        if sharing not in self.by:
+            why = f"groups of {p.tensor} devices do not divide the model, or the cluster's hosts"
+            raise SpecError("parallel.tensor", why, f"known: {', '.join(str(own.tensor) for own in self.by)}")
+        return self.by[sharing]
+
+    def choices(self, layout: TrainerLayout) -> Choices:
+        """Return the cuts between blocks, and the sizes of micro-batches, for a layout's groups of devices."""
+        of = layout.with_keys(sub_pipelined=False).parallel
+        judge = Predictor(as_exchanged(without_noise(self._of(of)), self.job.train, of), self.job.train, self.layers)
+
+        def cut(stages: int, microbatch: int) -> Cut:
+            times, each = judge.layer_times(microbatch), self.per_block
+            inner = [sum(times[i : i + each]) for i in range(1, self.layers - 1, each)]
+            found = cut_layers([times[0], *inner, times[-1]], line_of(stages), balance="stages")
+            return of_blocks(found.stages, each)
+
+        sizes = set.intersection(*(set(layer.times) for layer in judge.profile.layers))
+        return Choices(cut, tuple(sorted(sizes)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emitted:
+    """A plan as a trainer's file."""
+
+    text: str
+    lost: tuple[str, ...]
+    """What the trainer cannot express, and the predicted cost of that; empty if nothing."""
+    layout: TrainerLayout
+    """What the file says."""
+
+
+def layout_of(plan: Plan, costs: Costs) -> TrainerLayout:
+    """Return the layout of a plan."""
+    cut = tuple(range(own[0], own[-1] + 1) for own in plan.cut)
+    if [i for own in plan.cut for i in own] != list(range(cut[-1].stop)):
+        raise RequestError("--emit", "the plan's stages are a graph of branches", "plan without placement: branches")
+    own = plan.parallel.schedule == "auto" or plan.parallel.gather == "order" or is_file(plan.parallel.schedule)
+    return TrainerLayout(
+        parallel=plan.parallel,
+        cut=cut,
+        batch=costs.job.train.batch,
+        per_block=costs.per_block,
+        order=plan.order() if own else None,
+    )
+
+
+def emit(name: str, plan: Plan, costs: Costs, file: Path | None) -> Emitted:
+    """Return a plan as the file of a trainer: of the nearest layouts that it can express, the fastest that fits.
+
+    Args:
+        name: key of ``TRAINERS``.
+        plan: the plan.
+        costs: of its job.
+        file: where the text will be; an order that has no name is written beside it.
+
+    Raises:
+        RequestError: the trainer has no layout near the plan that fits.
+    """
+    trainer, job = TRAINERS[name], costs.job
+    drafts = nearest(layout_of(plan, costs), trainer.able, costs.choices(layout_of(plan, costs)))
+    found = [(draft, costs.predict(draft.layout.plan())) for draft in drafts]
+    draft, best = min(found, key=lambda pair: (max(0.0, pair[1].excess), pair[1].time.step))
+    if best.excess > 0:
+        lacks = f"the nearest to the plan lacks {best.excess / GIB:.1f} GiB a device"
+        why = f"{trainer.able.title} cannot express the plan: {lacks} ({'; '.join(draft.lost)})"
+        raise RequestError("--emit", why, "give the planner what it has, such as --set parallel.shard=zero1")
+    lost = _lost(draft, trainer, best.time.step, costs.predict(plan).time.step)
+    text = trainer.write(draft.layout, job, file)
+    head = [f"raypipe's nearest layout for {trainer.able.title}: predicted {best.time.step:.4g} s a step", *lost]
+    return Emitted(text=_commented(text, head, trainer), lost=tuple(lost), layout=draft.layout)
+
+
+def _lost(draft: Draft, trainer: Trainer, step_s: float, planned_s: float) -> list[str]:
+    if not draft.lost:
+        return []
+    more = max(0.0, step_s / planned_s - 1)
+    cost = f"predicted to take {step_s:.4g} s a step, {more:.1%} more than the plan"
+    return [f"{trainer.able.title} cannot express all of the plan; what it can is {cost}:", *draft.lost]
+
+
+def _commented(text: str, lines: Sequence[str], trainer: Trainer) -> str:
+    if trainer.json:
+        return json.dumps({"comment": list(lines), **json.loads(text)}, indent=1) + "\n"
+    return "".join(f"# {line}\n" for line in lines) + text
+
+
+def recognised(text: str) -> str:
+    """Return the trainer whose file this is.
+
+    >>> recognised('{"train_batch_size": 8}'), recognised("--micro-batch-size 2")
+    ('deepspeed', 'megatron')
+    """
+    bare = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if bare and bare[0].lstrip().startswith("{"):
+        return "deepspeed"
+    if any(line.startswith("distributed:") for line in bare):
+        return "automodel"
+    return "torchtitan" if any("--parallelism." in line or "--training." in line for line in bare) else "megatron"
+
+
+def read(file: Path, costs: Costs, devices: int) -> tuple[str, TrainerLayout]:
+    """Read a trainer's file: its trainer's title, and its layout.
+
+    Raises:
+        SpecError: the file cannot be read, says what no plan can, or is of another model, batch or number of devices.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(str(file), f"can't be read: {error}", "give a trainer's file") from None
+    trainer = TRAINERS[recognised(text)]
+    blocks = (costs.layers - 2) // costs.per_block
+    layout = trainer.read(text, str(file), devices, blocks)
+    if layout.units != blocks + 2:
+        raise SpecError(
+            str(file), f"has {layout.units - 2} blocks, the job's model {blocks}", "give the file's own job"
+        )
+    again = layout.parallel.recompute
+    layout = replace(layout, cut=of_blocks(layout.cut, costs.per_block), per_block=costs.per_block)
+    if isinstance(again, tuple):
+        layout = layout.with_keys(recompute=tuple(i for block in again for i in layout.layers_of(int(block) - 1)))
+    batch = costs.job.train.batch
+    if layout.batch != batch:
+        raise SpecError(
+            str(file), f"has a batch of {layout.batch}, the job {batch}", f"--set train.batch={layout.batch}"
+        )
+    if layout.parallel.devices > devices:
+        raise SpecError(str(file), f"needs {layout.parallel.devices} devices, there are {devices}", "give --devices")
+    return trainer.able.title, layout

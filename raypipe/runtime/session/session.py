@@ -1,0 +1,409 @@
+"""A session: the workers of a plan stay up, and calls from outside run on them in the order in which they come.
+
+``forward`` returns the log-probability of every target, ``forward_backward`` adds gradients to those of the calls
+before, ``optim_step`` updates. Calls are queued with the workers as steps of a run are, so that devices go from one to
+the next without waiting for whoever called.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from raypipe.errors import SampleCountError, SpecError, TransportError
+from raypipe.job.spec import JobSpec
+from raypipe.models import GptLayers, LayeredModel, build_model
+from raypipe.models.captured import CapturedModel
+from raypipe.models.task import NextToken
+from raypipe.plan.online.better_order import running_of
+from raypipe.plan.plan import Plan
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.hosts.host_check import check_hosts
+from raypipe.runtime.recovery.failure import own_error
+from raypipe.runtime.session.call_data import CallData, Datum, Limits, check, pack
+from raypipe.runtime.session.call_programs import KEPT, CallPrograms, Key, Kind
+from raypipe.runtime.session.pending import Log, Pending, Refs
+from raypipe.runtime.session.session_worker import AdamW, CallPart
+from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
+from raypipe.runtime.set_up_workers import setups_of
+from raypipe.runtime.setup.communicators import check_devices
+
+QUEUED = 8
+"""Calls that are queued with the workers; whoever makes another one waits until the oldest has ended."""
+INLINE_BYTES = 64 << 10
+"""Data of a call that travels with it; larger data is put into Ray's object store once, for all workers."""
+
+SNAPSHOT = 64
+"""Calls of a slot after which its state is written, at an update, so that they need not be done again."""
+LOST = (ray.exceptions.RayActorError, TransportError)
+"""Errors that a worker's death causes: on itself, and on those that wait for its messages."""
+MOST_LIVES = 100
+"""How often workers may be started anew."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a call on data returns."""
+
+    loss_sum: float
+    """The loss, summed over all positions of all sequences."""
+    logprobs: Sequence[NDArray[Any]]
+    """Of each sequence, ``[length]``: the log-probability of each target."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What an update returns."""
+
+    step: int
+    """Number of updates of its slot so far."""
+    grad_norm: float
+    """Global norm of the gradients, before clipping."""
+
+
+class Session:
+    """The calls on the workers of a plan.
+
+    Calls name a slot: a model of its own, with weights, gradients and optimizer state (``slots``). Slot 0 begins with
+    the job's start values; others are given weights by ``load`` first.
+
+    Where a worker dies, all are started anew and do again what the calls have done (``pending``). So calls return what
+    they would have returned, and an update is made once.
+
+    Args:
+        job: the job; of its ``train`` section the seed, ``dtype``, ``decay`` and time limits count.
+        plan: the plan, for ``job.train.batch`` sequences.
+        directory: one without prepared data; a call brings its own.
+        workers: ``StageSession`` actors, one per rank.
+
+    Raises:
+        SpecError: sessions cannot run such a job.
+    """
+
+    def __init__(self, job: JobSpec, plan: Plan, directory: Path, workers: WorkerGroup) -> None:
+        check_job(job, plan)
+        self.job, self.plan, self.workers = asked_of_workers(job), plan, workers
+        self.limits = limits_of(build_model(job, None, 0, plan.parallel), job)
+        self._directory = directory
+        self._programs = CallPrograms(plan, job.train.batch, not workers.on_cpus())
+        self._known: OrderedDict[Key, None] = OrderedDict()
+        self._queued: deque[Pending[Any]] = deque()
+        self._lock = threading.RLock()
+        self._calls = self._snapshots = self.lives = 0
+        self._logs: defaultdict[int, Log] = defaultdict(Log)
+        self._begun = {0}
+        """Slots that have weights; the first one those that the stages are built with."""
+        self._updates: Counter[int] = Counter()
+        self._gradients: set[int] = set()
+        """Slots that have something to update with."""
+
+    def set_up(self) -> None:
+        """Build the stages on the workers; call it before anything else.
+
+        Raises:
+            ClusterError: the nodes cannot run the job together.
+        """
+        workers, job = self.workers, self.job
+        check_devices(workers.locations)
+        check_hosts(
+            workers.actors, workers.locations, timeout_s=job.train.message_timeout_s
+        )  # there is no data to find
+        running = running_of(self.plan, job.train.batch, clips=False)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        setups = setups_of(workers, job, running, self._directory, None, False, 0, recovers=False, left_out=0)
+        ray.get(workers.call_each("setup", [(one,) for one in setups]))
+
+    def forward(
+        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
+    ) -> Pending[Outputs]:
+        """Queue a forward; dropout draws nothing in it.
+
+        Raises:
+            SpecError: the data does not fit the loss or the model.
+        """
+        return self._call("forward", data, loss, options, slot)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
+    ) -> Pending[Outputs]:
+        """Queue a forward and backward, whose gradients are added to those since the last update.
+
+        Raises:
+            SpecError: the data does not fit the loss or the model.
+        """
+        return self._call("backward", data, loss, options, slot)
+
+    def optim_step(self, adam: AdamW, slot: int = 0) -> Pending[Updated]:
+        """Queue an update with the gradients of all calls since the last one.
+
+        Raises:
+            SpecError: there are none, or a number is out of range.
+        """
+        check_adam(adam)
+        self._wait_for_room()
+        with self._lock:
+            if slot not in self._gradients:
+                raise SpecError("optim_step", "no forward_backward has come since the last one", "call it first")
+            self._gradients.discard(slot)
+            self._updates[slot] += 1
+            key, step = Key("update", 0), self._updates[slot]
+
+            def read(shares: list[float]) -> Updated:
+                return Updated(step, math.sqrt(math.fsum(shares)))
+
+            made = self._queue(slot, read, lambda: self._run(key, "update", slot, (adam,)))
+            if len(self._logs[slot].calls) >= SNAPSHOT:
+                self._snapshot(slot)
+            return made
+
+    def save(self, folder: Path, slot: int = 0) -> Pending[Path]:
+        """Queue writing the weights and the optimizer's state into a folder, which is there when all is written; what
+        was there before is replaced then."""
+        self._wait_for_room()
+        with self._lock:
+            return self._queue(slot, *self._writing(folder, slot), changes=False)
+
+    def _writing(self, folder: Path, slot: int) -> tuple[Callable[[list[Any]], Path], Callable[[], Refs]]:
+        """Return what ends a save, and what queues it."""
+        partial = folder.with_name(f".{folder.name}.partial")
+
+        def whole(_: list[Any]) -> Path:
+            shutil.rmtree(folder, ignore_errors=True)
+            return partial.rename(folder)
+
+        def issue() -> Refs:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            return self.workers.call("write_weights", slot, partial)
+
+        return whole, issue
+
+    def _snapshot(self, slot: int) -> None:
+        """Queue writing a slot's state, which has no gradients now, so that its log begins there."""
+        self._snapshots += 1
+        folder = self._directory / f"kept-{slot}-{self._snapshots}"
+        whole, issue = self._writing(folder, slot)
+
+        def read(parts: list[Any]) -> Path:
+            made = whole(parts)
+            for old in self._directory.glob(f"kept-{slot}-*"):
+                if old != folder:
+                    shutil.rmtree(old, ignore_errors=True)
+            return made
+
+        self._queue(slot, read, issue, base=True, again=lambda: self.workers.call("read_weights", slot, folder, True))
+
+    def load(self, folder: Path, with_optimizer: bool, slot: int = 0, lasting: bool = False) -> Pending[None]:
+        """Queue reading weights that ``save`` wrote; gradients since the last update are dropped.
+
+        ``lasting``: nobody changes the folder while the session lasts.
+        """
+        self._wait_for_room()
+        with self._lock:
+            self._gradients.discard(slot)
+            self._begun.add(slot)
+
+            def issue() -> Refs:
+                return self.workers.call("read_weights", slot, folder, with_optimizer)
+
+            made = self._queue(slot, _nothing, issue, base=True)
+            if not lasting:
+                self._snapshot(slot)
+            return made
+
+    def free(self, slot: int) -> Pending[None]:
+        """Queue giving up all that a slot has."""
+        self._wait_for_room()
+        with self._lock:
+            self._gradients.discard(slot)
+            self._begun.discard(slot)
+            self._updates.pop(slot, None)
+            return self._queue(slot, _nothing, lambda: self.workers.call("free", slot), base=True)
+
+    def _call(self, kind: Kind, data: Sequence[Datum], loss: str, options: Options, slot: int) -> Pending[Outputs]:
+        check(data, loss, options, self.limits)
+        self._wait_for_room()
+        with self._lock:
+            if slot not in self._begun:
+                raise SpecError("slot", f"{slot} has no weights yet", "load some first")
+            count, each = self._programs.fitting(len(data)), self._programs.each
+            dtype = "float64" if self.job.train.dtype == "float64" else "float32"
+            call = pack(data, each, count, self.limits, dtype)
+            size = sum(values.nbytes for values in call.rows.values())
+            sent: Any = call if size <= INLINE_BYTES else ray.put(call)
+            key, arguments, changes = Key(kind, count), (sent, loss, dict(options)), kind == "backward"
+            if changes:
+                self._gradients.add(slot)
+
+            def issue() -> Refs:
+                return self._run(key, "run_call", slot, arguments)
+
+            return self._queue(slot, lambda parts: _outputs(data, call, parts), issue, changes)
+
+    def _queue(
+        self,
+        slot: int,
+        read: Callable[[list[Any]], T],
+        issue: Callable[[], Refs],
+        changes: bool = True,
+        base: bool = False,
+        again: Callable[[], Refs] | None = None,
+    ) -> Pending[T]:
+        """Queue a call; see ``Pending``."""
+        made = Pending(self, issue, read, changes, base, again)
+        self._queued.append(made)
+        self._logs[slot].add(made)
+        return made
+
+    def _wait_for_room(self) -> None:
+        """Wait until fewer than ``QUEUED`` calls are queued. Whoever waits has no lock: workers may have to be started
+        anew for the oldest one to end."""
+        while len(self._queued) >= QUEUED:
+            with suppress(Exception):  # whoever asks for its result gets the error; another thread may have taken it
+                self._queued.popleft().result()
+
+    def _run(self, key: Key, method: str, slot: int, arguments: tuple[Any, ...]) -> Refs:
+        """Call a method of all workers that runs a program, which they are told first where it is new."""
+        if key not in self._known:
+            made = self._programs.programs(key)
+            self.workers.call_each("learn", [(key, program) for program in made])
+            if len(self._known) >= 3 * KEPT:
+                old, _ = self._known.popitem(last=False)
+                self.workers.call("forget", old)
+        self._known[key] = None
+        self._known.move_to_end(key)
+        number, self._calls = self._calls, self._calls + 1
+        return self.workers.call(method, slot, number, key, *arguments)
+
+    def recover(self, error: Exception, lives: int) -> bool:
+        """Start all workers anew after one has died, and have them do again what is in the logs.
+
+        Returns False where the error is of another kind, or workers die too often.
+
+        Raises:
+            TransportError: the new workers do not start.
+        """
+        with self._lock:
+            if self.lives != lives:  # another call has seen to it
+                return True
+            places, workers = self.workers.places, self.workers
+            if not isinstance(own_error(error), LOST) or places is None or self.lives >= MOST_LIVES:
+                return False
+            self.lives += 1
+            for rank, actor in enumerate(workers.actors):
+                ray.kill(actor)
+                workers.actors[rank] = places.start(rank, workers.titles[rank], self.lives)
+            workers.run_id = f"{workers.run_id.partition('.r')[0]}.r{self.lives}"
+            workers.locate()
+            self._known.clear()
+            self.set_up()
+            for log in self._logs.values():
+                for call in log.calls:
+                    if call.counts:
+                        call.reissue()
+            return True
+
+
+def _nothing(_: list[Any]) -> None:
+    """Make no result."""
+
+
+def _outputs(data: Sequence[Datum], call: CallData, parts: Sequence[CallPart]) -> Outputs:
+    counted = sum(part.samples for part in parts)
+    if counted != len(call.order):
+        why = f"its loss covers {counted} sequences instead of {len(call.order)}"
+        raise SampleCountError("a call", why, "this is a fault of raypipe: report it with the run's plan.json")
+    found = {row: values for part in parts for row, values in part.logprobs.items()}
+    logprobs = [found[i][: len(one.tokens)] for i, one in enumerate(data)]
+    return Outputs(math.fsum(part.loss_sum for part in parts), logprobs)
+
+
+def check_adam(adam: AdamW) -> None:
+    """Raise SpecError where a number of an update is out of range."""
+    values: Mapping[str, tuple[float, float, float]] = {
+        "learning_rate": (adam.lr, 0.0, math.inf),
+        "beta1": (adam.betas[0], 0.0, 1.0),
+        "beta2": (adam.betas[1], 0.0, 1.0),
+        "eps": (adam.eps, 0.0, math.inf),
+        "weight_decay": (adam.weight_decay, 0.0, math.inf),
+        "grad_clip_norm": (0.0 if adam.clip is None else adam.clip, 0.0, math.inf),
+    }
+    for name, (value, least, below) in values.items():
+        if not least <= value < below:  # also where it is not a number
+            raise SpecError(f"optim_step.{name}", f"is {value}", f"use a number from {least:g}, below {below:g}")
+
+
+REFUSED = "sessions run"
+"""How the reasons for which jobs are refused begin."""
+
+
+def check_job(job: JobSpec, plan: Plan) -> None:
+    """Raise SpecError where a job or its plan asks for what sessions do not have."""
+    parallel, train = plan.parallel, job.train
+    wanted: list[tuple[str, Any, Any, str]] = [
+        ("train.optimizer", train.optimizer, "adamw", "AdamW"),
+        ("train.compile", train.compile, "none", "stages eagerly"),
+        ("train.cuda_graphs", train.cuda_graphs, "none", "stages eagerly"),
+        ("train.label_smoothing", train.label_smoothing, 0, "the losses of their calls"),
+        ("parallel.tensor", parallel.tensor, 1, "without tensor parallelism"),
+        ("parallel.experts", parallel.experts, 1, "without expert parallelism"),
+        ("parallel.slices", parallel.slices, 1, "whole sequences"),
+        ("parallel.shard", parallel.shard, "none", "replicas that hold whole stages"),
+        ("parallel.side_stream", parallel.side_stream, None, "one stream"),
+        ("parallel.placement", parallel.placement == "branches", False, "models that are a chain"),
+    ]
+    for key, have, want, how in wanted:
+        if have != want:
+            raise SpecError(key, f"{REFUSED} {how}", f"set {key} to {want}, or use raypipe train")
+    if parallel.by_layer:
+        raise SpecError("parallel.sync", f"{REFUSED} updates of their own", "use sync: lazy, or raypipe train")
+    if plan.one_copy().versions != "flush":
+        why = f"{REFUSED} synchronous schedules, and {parallel.schedule} keeps several versions of the weights"
+        raise SpecError("parallel.schedule", why, "use 1f1b, zb-h1, zb-v or chimera")
+
+
+def asked_of_workers(job: JobSpec) -> JobSpec:
+    """Return the job with which workers are set up: a call may clip, and a group of parameters that decays says so."""
+    clips = {} if job.train.clip is not None else {"clip": 1.0}
+    train = job.train.model_copy(update={"weight_decay": 1.0, "on_nonfinite": "stop", **clips})
+    return job.model_copy(update={"train": train})
+
+
+def limits_of(model: LayeredModel, job: JobSpec) -> Limits:
+    """Return what a model takes.
+
+    Raises:
+        SpecError: it does not predict the next token of every position, or depends on the other sequences of a call.
+    """
+    if not isinstance(model.task, NextToken) or model.batch_statistics:
+        raise SpecError("model", f"{REFUSED} language models that predict the next token", "use a causal one")
+    if isinstance(model, GptLayers):
+        return Limits(model.model.vocabulary, model.model.sequence)
+    assert isinstance(model, CapturedModel)
+    (logits,) = model.graph.outputs.values()
+    kind = model.graph.operations[logits].type
+    vocabulary = kind.shape[-1] if kind is not None else None
+    if not isinstance(vocabulary, int):
+        raise SpecError("model", "the size of its vocabulary is not fixed", "use a causal language model")
+    return Limits(vocabulary, int(job.model.sequence or 1), model.shortest_slice)
+
+
+def arrays(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
+    """Make a sequence from Python's lists; ``target_tokens`` are whole numbers, all else is not."""
+    found = {
+        name: np.asarray(values, np.int64 if name == "target_tokens" else np.float64) for name, values in inputs.items()
+    }
+    return Datum(np.asarray(tokens, np.int64), found)

@@ -1,0 +1,179 @@
+"""The worker of a session: its stages run the micro-batches that a call brings, and update when a call says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from raypipe.data.sample_order import Split
+from raypipe.models import DTYPES, Inputs, LayeredModel, Lengths
+from raypipe.runtime.recovery.failure import raises_device_errors
+from raypipe.runtime.recovery.replacement import parts_when_lost
+from raypipe.runtime.session.call_data import PADDING, CallData
+from raypipe.runtime.session.call_programs import Key
+from raypipe.runtime.session.saved_weights import read, write
+from raypipe.runtime.session.slots import Slots
+from raypipe.runtime.session.token_losses import ROW, TOKENS, CallTask, Options
+from raypipe.runtime.setup.setup import Setup
+from raypipe.runtime.stage.inputs import Feed
+from raypipe.runtime.update.updates import Updates
+from raypipe.runtime.worker.worker import StageWorker
+from raypipe.schedule.lowering.programs import Program
+
+MOST_MICROBATCHES = 1 << 20
+"""Micro-batch ids between one call's first and the next call's, where a run has its step's number of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """What one update uses; the defaults are those of Tinker's ``AdamParams``."""
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    clip: float | None = None
+    """Largest global norm of the gradients; None to clip nothing."""
+
+
+class CallPart(NamedTuple):
+    """What one device reports of a call."""
+
+    loss_sum: float
+    samples: int
+    """Sequences in ``loss_sum``, with those that are padding."""
+    logprobs: Mapping[int, NDArray[Any]]
+    """By the number of a sequence in its call: ``[padded length]``."""
+
+
+class CallFeed(Feed):
+    """Gives the stages of a device the raw inputs of the call that runs."""
+
+    def __init__(self, samples: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(None, CallTask(), (), 0, 0, samples, device, dtype)
+        self._call = CallData({}, (), ())
+
+    def begin(self, call: CallData) -> None:
+        """Take the data of the next call."""
+        self._call = call
+
+    def prefetch(self, split: Split, step: int) -> None:
+        """Do nothing: what the next call is, is not known here."""
+
+    def _lengths_of(self, split: Split, step: int, mb: int) -> Lengths:
+        return {TOKENS: self._call.lengths[mb]}
+
+    def inputs(self, split: Split, step: int, mb: int) -> Inputs:
+        """See ``Feed.inputs``."""
+        rows, length = self._rows_of(split, mb), self._call.lengths[mb]
+        return {name: self._tensor(name, values[rows], length) for name, values in self._call.rows.items()}
+
+    def _tensor(self, name: str, values: NDArray[Any], length: int) -> Tensor:
+        if name == ROW:  # read on the host
+            return torch.from_numpy(values.copy())
+        return torch.from_numpy(np.ascontiguousarray(values[:, :length]).copy()).to(self.device)
+
+    def targets(self, split: Split, step: int) -> int:
+        """Return 1: the loss of a call is a sum, and not a mean over its targets."""
+        return 1
+
+
+class StageSession(StageWorker):
+    """The process of one rank in a session; the driver calls the same methods in the same order on every one."""
+
+    def _model(self, setup: Setup) -> LayeredModel:
+        """See ``StageWorker._model``; the loss is the call's."""
+        model = super()._model(setup)
+        self.task = model.task = CallTask()
+        return model
+
+    def _feed(self, setup: Setup, model: LayeredModel) -> Feed:
+        """See ``StageWorker._feed``."""
+        self.feed = CallFeed(setup.samples_per_microbatch, self.device, DTYPES[setup.job.train.dtype])
+        return self.feed
+
+    def setup(self, setup: Setup) -> tuple[int, list[str]]:
+        """See ``StageWorker.setup``."""
+        self.programs: dict[Key, Program] = {}
+        held = super().setup(replace(setup, microbatches=MOST_MICROBATCHES))
+        self.slots = Slots(self.modules, self.optimizers, self.executor)
+        return held
+
+    def learn(self, key: Key, program: Program) -> None:
+        """Keep the program of calls with so many micro-batches."""
+        self.programs[key] = program
+
+    def forget(self, key: Key) -> None:
+        """Drop a program."""
+        del self.programs[key]
+
+    @raises_device_errors
+    @parts_when_lost
+    def run_call(self, slot: int, number: int, key: Key, call: CallData, loss: str, options: Options) -> CallPart:
+        """Run the micro-batches of a call; with ``key.kind`` backward, their gradients add to those of earlier calls.
+
+        Args:
+            slot: the weights to run on.
+            number: of the call in its session.
+            key: names the program.
+            call: the data.
+            loss: name of the loss.
+            options: its options.
+        """
+        self.slots.use(slot)
+        self.feed.begin(call)
+        self.task.begin(loss, options)
+        result = self.executor.run(self.programs[key], number, 0.0, "train" if key.kind == "backward" else "val")
+        kept = {row: values.cpu().numpy() for row, values in self.task.take().items() if row != PADDING}
+        return CallPart(result.loss_sum, result.samples, kept)
+
+    @raises_device_errors
+    @parts_when_lost
+    def update(self, slot: int, number: int, key: Key, adam: AdamW) -> float:
+        """Sum the gradients since the last update, clip them and update; return this device's share of the squared
+        global norm, before clipping."""
+        self.slots.use(slot)
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                decays = group.setdefault("decays", group["weight_decay"] > 0)
+                given = {"betas": adam.betas, "eps": adam.eps, "weight_decay": adam.weight_decay if decays else 0.0}
+                group.update(given)
+        updates = self.executor.updates
+        assert isinstance(updates, Updates)
+        updates.limit = adam.clip
+        return self.executor.run(self.programs[key], number, adam.lr).norm_squared
+
+    @raises_device_errors
+    @parts_when_lost
+    def free(self, slot: int) -> None:
+        """Give up what a slot has."""
+        self.slots.free(slot)
+
+    @raises_device_errors
+    @parts_when_lost
+    def write_weights(self, slot: int, folder: Path) -> None:
+        """Write the weights that this device is the first to hold, and their optimizer's state, into a folder."""
+        self.slots.use(slot)
+        first = [key for key in self.modules if key[1] == 0]
+        write(folder, self.rank, [(self.modules[key].trained, self.optimizers[key]) for key in first])
+
+    @raises_device_errors
+    @parts_when_lost
+    def read_weights(self, slot: int, folder: Path, with_optimizer: bool) -> None:
+        """Read weights, and with them the optimizer's state or none; gradients since the last update are dropped.
+
+        Raises:
+            CheckpointError: they are those of another model.
+        """
+        self.slots.use(slot)
+        read(folder, [(m.trained, self.optimizers[key]) for key, m in self.modules.items()], with_optimizer)
+        for key in self.modules:
+            self.executor.sync.drop(key)
+        self.executor.casts.drop()

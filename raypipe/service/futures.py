@@ -1,0 +1,268 @@
+"""Requests that have been accepted: each has an id that follows from who asked, and runs once however often it comes.
+
+A client numbers the requests to a model. They run in that order, also where they arrive in another, and a repeated one
+is answered with the id of the first. What a request returns stays until it has been fetched for a while.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from raypipe.errors import RaypipeError, SpecError
+
+AHEAD = 256
+"""Requests of a model that may be waiting, for the devices or for an earlier one."""
+KEPT_S = 120.0
+"""How long a result is kept once it has been fetched, as its answer may have been lost."""
+MOST_BYTES = 1 << 30
+"""Bytes of requests that wait and of results that are kept; beyond it, requests are told to come again."""
+
+
+class BusyError(RaypipeError):
+    """There is no room for another request now; whoever sent it should send it again later."""
+
+
+class GoneError(RaypipeError):
+    """There is no such session, model or request; it may have expired."""
+
+
+class Queued(Protocol):
+    """What has been queued with the workers."""
+
+    def result(self) -> Any:
+        """Wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a request returns: JSON, or protobuf."""
+
+    json: dict[str, Any] | None = None
+    protobuf: bytes = b""
+
+
+@dataclass(slots=True)
+class Accepted:
+    """A request that has been accepted."""
+
+    id: str
+    session: str
+    digest: str
+    start: Callable[[], Queued]
+    """Queues it with the workers."""
+    finish: Callable[[Any], Result]
+    bytes: int
+    future: Future[Result] = field(default_factory=Future)
+    fetched_at: float | None = None
+
+
+@dataclass(slots=True)
+class Line:
+    """The requests of one model, in its client's order."""
+
+    next: int = 1
+    waiting: dict[int, Accepted] = field(default_factory=dict)
+    """Those that came before one that is to run before them, by number."""
+    running: int = 0
+
+
+def digest_of(*parts: bytes) -> str:
+    """Return what tells a repeated request from another one with its number."""
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+class Requests:
+    """Accepts requests, starts them in order, and keeps what they return.
+
+    One thread starts them, which waits where the workers have enough to do; another waits for results.
+    """
+
+    def __init__(self, failed: Callable[[Exception], Exception]) -> None:
+        self._failed = failed
+        self._lines: dict[str, Line] = {}
+        self._known: dict[str, Accepted] = {}
+        self._bytes = self._aside = 0
+        self._lock = threading.Lock()
+        self._to_start: queue.SimpleQueue[tuple[Line, Accepted] | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[tuple[Line, Accepted, Queued] | None] = queue.SimpleQueue()
+        for target in (self._start, self._collect):
+            threading.Thread(target=target, name=f"raypipe-serve{target.__name__}", daemon=True).start()
+
+    def close(self) -> None:
+        """End the threads when what is queued has ended."""
+        self._to_start.put(None)
+
+    def open_line(self, model: str) -> None:
+        """Begin with a model."""
+        with self._lock:
+            self._lines[model] = Line()
+
+    def close_lines(self, session: str, models: list[str]) -> None:
+        """Forget a session's models and results; what it has queued runs to its end."""
+        with self._lock:
+            for model in models:
+                self._lines.pop(model, None)
+            for one in [one for one in self._known.values() if one.session == session]:
+                self._forget(one)
+
+    def accept(self, model: str, number: int, one: Accepted) -> str:
+        """Accept request ``number`` of a model, or know it again; return its id.
+
+        Raises:
+            GoneError: there is no such model.
+            SpecError: the number was given to another request, or is far from the next one.
+            BusyError: too much is waiting.
+        """
+        with self._lock:
+            line = self._line(model)
+            if (known := self._known.get(one.id)) is not None:
+                return self._again(known, one)
+            if number < line.next:
+                raise SpecError(one.id, f"number {number} has been used, and its result fetched", "use the next number")
+            if number >= line.next + AHEAD or len(line.waiting) + line.running >= AHEAD:
+                raise BusyError(one.id, f"{AHEAD} requests of the model are waiting", "send it again later")
+            self._keep(one)
+            line.waiting[number] = one
+            while (ready := line.waiting.pop(line.next, None)) is not None:
+                line.next += 1
+                line.running += 1
+                self._to_start.put((line, ready))
+            return one.id
+
+    def refuse(self, model: str, number: int) -> None:
+        """Note that a number was used for a request that cannot run, so that later ones do not wait for it."""
+        with self._lock:
+            line = self._lines.get(model)
+            if line is None or number != line.next:
+                return
+            line.next += 1
+            while (ready := line.waiting.pop(line.next, None)) is not None:
+                line.next += 1
+                line.running += 1
+                self._to_start.put((line, ready))
+
+    def accept_first(self, model: str, one: Accepted) -> str:
+        """Accept the request that makes a model; its line opens with it."""
+        with self._lock:
+            if (known := self._known.get(one.id)) is not None:
+                return self._again(known, one)
+            self._keep(one)
+            line = self._lines[model] = Line(running=1)
+            self._to_start.put((line, one))
+            return one.id
+
+    def accept_aside(self, one: Accepted, work: Callable[[], Result], pool: ThreadPoolExecutor) -> str:
+        """Accept a request that needs no worker, and run it in a pool of threads; return its id.
+
+        Raises:
+            SpecError: its number was given to another request.
+            BusyError: too much is waiting.
+        """
+        with self._lock:
+            if (known := self._known.get(one.id)) is not None:
+                return self._again(known, one)
+            self._keep(one)
+            self._aside += 1
+            if self._aside > AHEAD:
+                self._aside -= 1
+                self._forget(one)
+                raise BusyError(one.id, f"{AHEAD} requests for samples are waiting", "send it again later")
+
+        def run() -> None:
+            try:
+                result, error = work(), None
+            except Exception as failed:
+                result, error = None, failed
+            with self._lock:
+                self._aside -= 1
+            self._end(Line(running=1), one, result, error)
+
+        pool.submit(run)
+        return one.id
+
+    def then(self, start: Callable[[], Queued]) -> None:
+        """Queue what no client has asked for, after all that was accepted."""
+        one = Accepted("", "", "", start, lambda _: Result(), 0)
+        self._to_start.put((Line(running=1), one))
+
+    def find(self, request_id: str) -> Accepted:
+        """Return a request that was accepted.
+
+        Raises:
+            GoneError: there is none, or its result was fetched a while ago.
+        """
+        with self._lock:
+            now = time.monotonic()
+            for old in [one for one in self._known.values() if one.fetched_at and now - one.fetched_at > KEPT_S]:
+                self._forget(old)
+            found = self._known.get(request_id)
+        if found is None:
+            raise GoneError("request_id", "there is no such request, or its result was fetched before", "send it anew")
+        return found
+
+    def _line(self, model: str) -> Line:
+        line = self._lines.get(model)
+        if line is None:
+            raise GoneError("model_id", "there is no such model, or its session has ended", "create another one")
+        return line
+
+    def _again(self, known: Accepted, one: Accepted) -> str:
+        if known.digest != one.digest:
+            raise SpecError(one.id, "another request was sent with this number", "use the next number")
+        return known.id
+
+    def _keep(self, one: Accepted) -> None:
+        if self._bytes + one.bytes > MOST_BYTES:
+            raise BusyError(one.id, "too many bytes are waiting", "send it again later")
+        self._bytes += one.bytes
+        self._known[one.id] = one
+
+    def _forget(self, one: Accepted) -> None:
+        self._bytes -= one.bytes
+        del self._known[one.id]
+
+    def _start(self) -> None:
+        while (todo := self._to_start.get()) is not None:
+            line, one = todo
+            try:
+                queued = one.start()
+            except Exception as error:
+                self._end(line, one, error=error)
+                continue
+            self._started.put((line, one, queued))
+        self._started.put(None)
+
+    def _collect(self) -> None:
+        while (todo := self._started.get()) is not None:
+            line, one, queued = todo
+            try:
+                result = one.finish(queued.result())
+            except Exception as error:
+                self._end(line, one, error=error)
+                continue
+            self._end(line, one, result)
+
+    def _end(self, line: Line, one: Accepted, result: Result | None = None, error: Exception | None = None) -> None:
+        with self._lock:
+            line.running -= 1
+            held = one.bytes
+            one.bytes = 1024 if result is None else 1024 + len(result.protobuf)
+            if self._known.get(one.id) is one:
+                self._bytes += one.bytes - held
+        one.start, one.finish = _ended, _ended
+        if result is not None:
+            one.future.set_result(result)
+        else:
+            assert error is not None
+            one.future.set_exception(self._failed(error))
+
+
+def _ended(*_: Any) -> Any:
+    raise AssertionError("it has ended")

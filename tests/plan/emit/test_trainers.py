@@ -1,0 +1,247 @@
+"""Plans as other trainers' files and back; their own parsers: ``python -m tests.bench.planners.parsers``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypipe.errors import RequestError, SpecError
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.plan.candidate import Candidate
+from raypipe.plan.emit.layout import TrainerLayout, even_cut
+from raypipe.plan.emit.nearest import nearest
+from raypipe.plan.emit.slow import slow
+from raypipe.plan.emit.trainers import TRAINERS, Costs, emit, layout_of, read
+from raypipe.plan.plan import Plan
+from raypipe.plan.predict.prediction import Cut
+from raypipe.plan.predict.predictor import Predictor
+from raypipe.schedule.shape import Grid
+from tests.plan.conftest import make_job, make_profile, make_shared
+
+JOB, PROFILE = make_job(batch=16, clip=1.0), make_profile()
+COSTS = Costs(JOB, PROFILE, {(2, False): make_shared(PROFILE, 2), (2, True): make_shared(PROFILE, 2, True)})
+EVEN, UNEVEN, EIGHT = even_cut(6, 2), (range(3), range(3, 8)), (range(8),)
+PLANS: dict[str, tuple[Cut, dict[str, Any]]] = {
+    "one device": (EIGHT, {"microbatch": 2}),
+    "copies": (EIGHT, {"replicas": 4, "microbatch": 2, "sync": "eager"}),
+    "zero1": (EIGHT, {"replicas": 4, "shard": "zero1", "microbatch": 2}),
+    "zero2 over hosts": (EIGHT, {"replicas": 4, "shard": "zero2", "shard_replicas": 2}),
+    "zero3": (even_cut(6, 2), {"replicas": 4, "shard": "zero3", "chunks": 2, "schedule": "interleaved-1f1b"}),
+    "recomputed copies": (EIGHT, {"replicas": 4, "recompute": "full"}),
+    "uneven pipeline": (UNEVEN, {"stages": 2, "replicas": 2}),
+    "zero1 in a pipeline": (UNEVEN, {"stages": 2, "replicas": 2, "shard": "zero1", "sync": "eager"}),
+    "zero3 in a pipeline": (UNEVEN, {"stages": 2, "replicas": 2, "shard": "zero3", "gather": "microbatch"}),
+    "copies inside hosts": (EVEN, {"stages": 2, "replicas": 2, "innermost": "replicas"}),
+    "some layers": (EVEN, {"stages": 2, "replicas": 2, "recompute": (2, 3, 6)}),
+    "micro-batches kept": (EVEN, {"stages": 2, "replicas": 2, "recompute": "full", "keep": (0.5, 1.0)}),
+    "interleaved": (even_cut(6, 4), {"stages": 2, "replicas": 2, "chunks": 2, "schedule": "interleaved-1f1b"}),
+    "breadth first": (even_cut(6, 4), {"stages": 2, "replicas": 2, "chunks": 2, "schedule": "bfs"}),
+    "gpipe": (EVEN, {"stages": 2, "schedule": "gpipe"}),
+    "zb-h1": (UNEVEN, {"stages": 2, "replicas": 2, "schedule": "zb-h1"}),
+    "zb-v": (even_cut(6, 4), {"stages": 2, "chunks": 2, "schedule": "zb-v"}),
+    "chimera": (EVEN, {"stages": 2, "replicas": 2, "schedule": "chimera", "microbatch": 2}),
+    "early recompute": (EVEN, {"stages": 2, "schedule": "early-recompute"}),
+    "groups in halves": (UNEVEN, {"stages": 2, "tensor": 2, "sub_pipelined": True, "microbatch": 2, "update": "wait"}),
+    "groups": (EIGHT, {"replicas": 2, "tensor": 2, "update": "wait"}),
+}  # fmt: skip
+
+
+def plan_of(name: str) -> Plan:
+    cut, keys = PLANS[name]
+    return Plan.of(ParallelSpec(**keys), cut, JOB.train.batch)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("name", PLANS)
+def test_what_a_trainer_can_express_is_read_back_to_the_same_plan(name: str, trainer: str, tmp_path: Path) -> None:
+    file, plan = tmp_path / "layout", plan_of(name)
+    found = emit(trainer, plan, COSTS, file)
+    file.write_text(found.text)
+    title, back = read(file, COSTS, 4)
+    assert title == TRAINERS[trainer].able.title
+    assert back.plan() == found.layout.plan()
+    p = back.parallel
+    assert (p.stages, p.replicas, p.tensor) == (plan.parallel.stages, plan.parallel.replicas, plan.parallel.tensor)
+    assert all(line in found.text for line in found.lost)
+    changed = {
+        key for key in ("shard", "recompute", "microbatch", "keep") if getattr(p, key) != getattr(plan.parallel, key)
+    }
+    assert changed <= {line.split(":")[0] for line in found.lost}
+    assert bool(found.lost) == (len(found.lost) > 1), "the cost and each loss"
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer", "lost"),
+    [
+        ("uneven pipeline", "megatron", set()),
+        ("zero1 in a pipeline", "megatron", set()),
+        ("zb-h1", "torchtitan", {"innermost"}),
+        ("zb-v", "automodel", set()),
+        ("zb-v", "megatron", {"schedule", "microbatch"}),
+        ("zero1", "torchtitan", {"shard"}),
+        ("zero3 in a pipeline", "deepspeed", {"shard", "innermost"}),
+        ("zero2 over hosts", "deepspeed", {"shard_replicas"}),
+        ("some layers", "megatron", {"recompute"}),
+        ("micro-batches kept", "megatron", {"keep"}),
+        ("groups in halves", "megatron", {"sub_pipelined"}),
+    ],
+)
+def test_the_file_says_what_is_lost_and_what_it_costs(name: str, trainer: str, lost: set[str], tmp_path: Path) -> None:
+    found = emit(trainer, plan_of(name), COSTS, tmp_path / "layout")
+    assert {line.split(":")[0] for line in found.lost[1:]} == lost
+    if lost:
+        own, planned = (COSTS.predict(p).time.step for p in (found.layout.plan(), plan_of(name)))
+        more = max(0.0, own / planned - 1)
+        assert f"predicted to take {own:.4g} s a step, {more:.1%} more than the plan" in found.lost[0]
+
+
+@pytest.mark.parametrize("name", ["uneven pipeline", "zero1", "interleaved", "zb-h1", "zero3 in a pipeline"])
+def test_a_plan_is_predicted_as_the_planner_predicts_its_candidate(name: str) -> None:
+    keys = PLANS[name][1]
+    judge, p = Predictor(PROFILE, JOB.train, 6), ParallelSpec(**keys)
+    grid = Grid(p.stages, p.replicas, p.microbatch, JOB.train.batch // p.replicas // p.microbatch)
+    same = {"chunks": p.chunks, "shard": p.shard, "gather": p.gather, "sync": p.sync}
+    c = Candidate.on(grid, p.schedule, **same)
+    judge = replace(judge, syncs=(p.sync,))
+    made = Plan.of(p, judge.cut(c), JOB.train.batch)
+    wanted, found = judge.predict(c, timed=True), COSTS.predict(made)
+    assert found.time.step == pytest.approx(judge.time(wanted, final=True).step_s, rel=1e-9)
+    assert [device.total for device in found.memory] == pytest.approx(list(wanted.memory_bytes), rel=1e-9)
+
+
+def test_a_layout_that_does_not_fit_is_refused() -> None:
+    plan = plan_of("zero3 in a pipeline")
+    nearest_plan = emit("deepspeed", plan, COSTS, None).layout.plan()
+    held = max(device.total for device in COSTS.predict(nearest_plan).memory)
+    tight = Costs(JOB, make_profile(memory_bytes=held - 1), {})
+    with pytest.raises(RequestError, match=r"DeepSpeed cannot express the plan: the nearest to the plan lacks .* GiB"):
+        emit("deepspeed", plan, tight, None)
+
+
+def test_stale_weights_and_few_micro_batches_are_refused(tmp_path: Path) -> None:
+    stale = Plan.of(ParallelSpec(stages=2, schedule="pipedream"), EVEN, 16)
+    with pytest.raises(RequestError, match="trains on stale weights, Megatron-LM does not"):
+        emit("megatron", stale, COSTS, tmp_path / "layout")
+    few = Plan.of(ParallelSpec(stages=2, microbatch=16), EVEN, 16)
+    with pytest.raises(RequestError, match="AutoModel wants a micro-batch for each of 2 devices, the plan has 1"):
+        emit("automodel", few, COSTS, tmp_path / "layout")
+    with pytest.raises(RequestError, match="goes into a file beside"):
+        emit("torchtitan", plan_of("zb-h1"), COSTS, None)
+
+
+MEGATRON = "--micro-batch-size 2 --global-batch-size 16 "
+
+
+@pytest.mark.parametrize(
+    ("text", "cut", "keys"),
+    [
+        (MEGATRON, EIGHT, {"replicas": 4}),
+        (MEGATRON + "--pipeline-model-parallel-size 2", EVEN, {"stages": 2, "replicas": 2}),
+        (MEGATRON + "--pipeline-model-parallel-size=2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 6",
+         even_cut(6, 6), {"stages": 2, "chunks": 3, "schedule": "interleaved-1f1b"}),
+        (MEGATRON + "--pipeline-model-parallel-size 2 --num-layers 6 --decoder-first-pipeline-num-layers 2",
+         UNEVEN, {"stages": 2}),
+        (MEGATRON + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*2|(tt)*2,L'",
+         UNEVEN, {"stages": 2}),
+        (MEGATRON + "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+         "--recompute-num-layers 1", EVEN, {"recompute": (1, 4)}),
+        ("--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 8 --training.global_batch_size 16 "
+         "activation-checkpoint:none", EVEN, {"stages": 2, "replicas": 2, "shard": "zero2", "microbatch": 1}),
+        ("--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_replicate_degree 2 "
+         "--parallelism.data_parallel_shard_degree 1 --training.local_batch_size 8 activation-checkpoint:full",
+         EVEN, {"stages": 2, "replicas": 2, "shard": "none", "recompute": "full"}),
+        ("step_scheduler: {local_batch_size: 4}\ndistributed: {strategy: ddp}", EIGHT,
+         {"replicas": 4, "shard": "none"}),
+        ('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}', EIGHT,
+         {"replicas": 4, "shard": "zero2"}),
+        ('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2}}', EVEN,
+         {"stages": 2, "replicas": 2}),
+    ],
+)  # fmt: skip
+def test_layouts_that_people_wrote(text: str, cut: Cut, keys: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "theirs"
+    file.write_text(text)
+    _, found = read(file, COSTS, 4)
+    assert found.cut == cut
+    assert {key: getattr(found.parallel, key) for key in keys} == keys
+    found.plan()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("--global-batch-size 16", "micro-batch-size: is missing"),
+        (MEGATRON + "--context-parallel-size 2", "context-parallel-size: is 2, and no plan divides that"),
+        (MEGATRON + "--pipeline-model-parallel-size 3", "4 devices are no multiple of 3"),
+        (MEGATRON + "--pipeline-model-parallel-layout Etm|L", "is not an embedding"),
+        (MEGATRON + "--recompute-granularity selective", '"selective" is not expressible'),
+        (MEGATRON + "--num-layers 5", "has 5 blocks, the job's model 6"),
+        ("--micro-batch-size 2 --global-batch-size 32", "has a batch of 32, the job 16"),
+        ("# WORLD_SIZE=8\n" + MEGATRON, "needs 8 devices, there are 4"),
+        (MEGATRON + "'", "is no list of arguments"),
+        ("--parallelism.pipeline_parallel_degree x", "is 'x', no number"),
+        ("--parallelism.tensor_parallel_degree 1 activation-checkpoint:selective", "selects operations"),
+        ("--parallelism.pipeline_parallel_degree 2 --parallelism.module_fqns_per_model_part lm_head layers.0 "
+         "activation-checkpoint:none",
+         "lists other modules"),
+        ("distributed: [", "is no YAML"),
+        ("distributed: {strategy: megatron_fsdp}", '"megatron_fsdp" is not expressible'),
+        ("{", "is no JSON"),
+        ('{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2, "partition": [0, 8]}}',
+         "is no cut of 8 layers in 2 stages"),
+    ],
+)  # fmt: skip
+def test_what_no_plan_has_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "theirs"
+    file.write_text(text)
+    with pytest.raises(SpecError) as error:
+        read(file, COSTS, 4)
+    assert why in str(error.value)
+    assert error.value.fix
+
+
+def test_stages_that_end_inside_blocks_move_between_them(tmp_path: Path) -> None:
+    """Six layers as three blocks of two: a cut after layer 3 is inside a block."""
+    plan = Plan.of(ParallelSpec(stages=2, replicas=2, recompute=(1, 2, 5)), EVEN, 16)
+    halves = Costs(make_job(layers=3, batch=16, clip=1.0), PROFILE, {})
+    assert halves.per_block == 2
+    found = emit("megatron", plan, halves, tmp_path / "layout")
+    assert {line.split(":")[0] for line in found.lost[1:]} == {"cut", "recompute"}
+    assert found.layout.aligned
+    (tmp_path / "layout").write_text(found.text)
+    _, back = read(tmp_path / "layout", halves, 4)
+    assert back.plan() == found.layout.plan()
+    assert back.parallel.recompute == found.layout.parallel.recompute
+    with pytest.raises(SpecError, match="not as an embedding, 4 blocks and a head"):
+        Costs(make_job(layers=4), PROFILE, {})
+
+
+def test_what_is_slow_about_a_layout_adds_up_and_the_plan_mends_it() -> None:
+    best = Plan.of(ParallelSpec(stages=2, replicas=2, microbatch=1, sync="eager", update="wait"), EVEN, 16)
+    poor = TrainerLayout(
+        parallel=best.parallel.model_copy(update={"recompute": "full"}), cut=(range(2), range(2, 8)), batch=16
+    )
+    found = slow(poor, best, COSTS)
+    assert found.step_s > found.planned_s
+    for at, step_s in enumerate((found.step_s, found.planned_s)):
+        assert sum(pair[at] for pair in found.parts.values()) == pytest.approx(step_s, rel=1e-9)
+    assert set(found.saved) == {"cut", "recomputation"}
+    alone = replace(poor, cut=EVEN)
+    assert found.saved["cut"] == pytest.approx(found.step_s - COSTS.predict(alone.plan()).time.step, rel=1e-9)
+    lines = list(found.lines("theirs"))
+    assert lines[0].startswith("theirs: predicted")
+    assert any("with the plan's cut alone" in line for line in lines)
+    assert slow(layout_of(best, COSTS), best, COSTS).saved == {}
+
+
+def test_a_searched_order_goes_into_a_csv(tmp_path: Path) -> None:
+    named = plan_of("zb-h1")
+    plan = Plan.of(named.parallel.model_copy(update={"schedule": "auto"}), UNEVEN, 16, named.order())
+    drafts = nearest(layout_of(plan, COSTS), TRAINERS["torchtitan"].able, COSTS.choices(layout_of(plan, COSTS)))
+    assert [draft.layout.parallel.schedule for draft in drafts] == ["auto"]
+    found = emit("torchtitan", plan, COSTS, tmp_path / "layout.txt")
+    assert (tmp_path / "layout.csv").is_file()
+    assert f"--parallelism.pipeline_parallel_schedule_csv {tmp_path / 'layout.csv'}" in found.text

@@ -1,0 +1,116 @@
+"""Workers that are killed: no update that a caller knows of is lost, and none is made twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.session import session as session_module
+from raypipe.runtime.session.session import QUEUED, Session
+from raypipe.runtime.session.session_worker import AdamW, StageSession
+from raypipe.train import make_plan
+from tests.runtime.runs.plain_training import whole_gpt
+from tests.runtime.session.plain_calls import PlainCalls
+from tests.runtime.session.test_session import job_of, sampled
+
+pytestmark = [pytest.mark.runs]
+
+
+class Anywhere:
+    """Starts workers on no reserved devices."""
+
+    place = SimpleNamespace(is_broken=lambda: False)
+
+    def start(self, rank: int, title: str, again: int = 0) -> Any:
+        environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+        return ray.remote(StageSession).options(num_cpus=0, runtime_env=environment).remote(rank, title)
+
+
+@pytest.fixture
+def session(local_ray: None, tmp_path: Path) -> Iterator[Session]:
+    places, job = Anywhere(), job_of({})
+    titles = [f"mortal {rank}" for rank in range(2)]
+    workers = WorkerGroup([places.start(r, t) for r, t in enumerate(titles)], titles, [], "mortal", places=places)
+    workers.locate()
+    made = Session(job, make_plan(job), tmp_path / "session", workers)
+    made.set_up()
+    yield made
+    for actor in workers.actors:
+        ray.kill(actor)
+
+
+def killed_while_called(session: Session, kills: int, tmp_path: Path) -> None:
+    """Two models train while workers are killed at random moments; each comes to what it comes to alone."""
+    rng = random.Random(4)
+    session.save(tmp_path / "start").result()
+    session.load(tmp_path / "start", with_optimizer=False, slot=1)
+    plain = [PlainCalls(whole_gpt(session.job)) for _ in range(2)]
+    for kill in range(kills):
+        queued = []
+        for step in range(4):
+            slot, loss = rng.randrange(2), "ppo"
+            calls = [sampled(rng, loss, rng.randint(1, 6)) for _ in range(rng.randint(1, 2))]
+            adam = AdamW(lr=0.01, eps=1e-8, weight_decay=0.1, clip=1.0)
+            queued.append((slot, calls, [session.forward_backward(c, loss, slot=slot) for c in calls], adam))
+            queued[-1] += (session.optim_step(adam, slot),)
+            if step == 1:
+                pid = session.workers.locations[rng.randrange(2)].pid
+                threading.Timer(rng.uniform(0.0, 0.02), os.kill, (pid, signal.SIGKILL)).start()
+        for slot, calls, found, adam, updated in queued:
+            for data, call in zip(calls, found, strict=True):
+                total, _ = plain[slot].forward_backward(data, "ppo")
+                assert call.result().loss_sum == pytest.approx(total, abs=1e-9), kill
+            assert updated.result().grad_norm == pytest.approx(plain[slot].optim_step(adam), abs=1e-9), kill
+    # A kill may come when all of these calls have ended; then the next one finds the worker gone.
+    for slot in range(2):
+        data = sampled(rng, "cross_entropy", 3)
+        total, _ = plain[slot].forward_backward(data, "cross_entropy")
+        assert session.forward(data, slot=slot).result().loss_sum == pytest.approx(total, abs=1e-9)
+    assert session.lives == kills
+
+
+def test_a_killed_worker_costs_no_update(session: Session, tmp_path: Path) -> None:
+    killed_while_called(session, 1, tmp_path)
+
+
+def test_one_thread_waits_for_results_while_another_queues_calls(session: Session) -> None:
+    """As the server has it: neither waits for the other where workers are started anew."""
+    rng, plain, queued = random.Random(6), PlainCalls(whole_gpt(session.job)), SimpleQueue[Any]()
+    found: list[float] = []
+
+    def collect() -> None:
+        while (call := queued.get()) is not None:
+            found.append(call.result().loss_sum)
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    expected = []
+    for step in range(3 * QUEUED):
+        data = sampled(rng, "cross_entropy", 3)
+        expected.append(plain.forward_backward(data, "cross_entropy")[0])
+        queued.put(session.forward_backward(data))
+        if step == QUEUED:
+            os.kill(session.workers.locations[0].pid, signal.SIGKILL)
+    queued.put(None)
+    thread.join(60)
+    assert not thread.is_alive()
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert session.lives == 1
+
+
+@pytest.mark.exhaustive
+def test_twenty_kills_cost_no_update(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "SNAPSHOT", 8)
+    killed_while_called(session, 20, tmp_path)
+    assert all(len(log.calls) < 40 for log in session._logs.values())

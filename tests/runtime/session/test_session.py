@@ -1,0 +1,276 @@
+"""A session comes to the numbers of plain PyTorch, for every loss, schedule and division into calls."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raypipe.errors import SpecError
+from raypipe.job.spec import JobSpec, job_from
+from raypipe.models import build_model
+from raypipe.models.sources.hugging_face import HuggingFace
+from raypipe.runtime.session.call_data import Datum, Limits, check
+from raypipe.runtime.session.session import Updated, arrays, check_job
+from raypipe.runtime.session.session_worker import AdamW
+from raypipe.runtime.session.token_losses import HIGH, LOSSES, LOW
+from raypipe.train import make_plan
+from tests.runtime.runs.plain_training import whole_gpt
+from tests.runtime.session.conftest import Opened
+from tests.runtime.session.plain_calls import PlainCalls, target_logprobs
+
+pytestmark = [pytest.mark.runs]
+
+GPT = {
+    "type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 24, "vocabulary": 256, "dropout": 0.0,
+    "tie_embeddings": True,
+}  # fmt: skip
+QWEN3 = {
+    "hf": "qwen3", "sequence": 24,
+    "config": {
+        "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def job_of(parallel: dict[str, Any], model: dict[str, Any] = GPT, **train: Any) -> JobSpec:
+    return job_from(
+        {
+            "name": "session", "model": model, "data": {"type": "bytes", "path": "stdlib"},
+            "train": {"steps": 1, "batch": 8, "seed": 3, "dtype": "float64", **train},
+            "parallel": {"stages": 2, "microbatch": 2, **parallel},
+        }
+    )  # fmt: skip
+
+
+def sampled(rng: random.Random, loss: str, count: int) -> list[Datum]:
+    """Sequences of unequal lengths with all that a loss needs."""
+    found = []
+    for _ in range(count):
+        length = rng.randint(2, 24)
+        kinds = {
+            "weights": lambda: rng.choice([0.0, 1.0, 0.5]),
+            "logprobs": lambda: -4 + rng.random(),
+            "advantages": lambda: rng.uniform(-1, 1),
+            "sequence_ratio_mask": lambda: rng.choice([0.0, 1.0]),
+        }
+        inputs = {name: [kinds[name]() for _ in range(length)] for name in LOSSES[loss].needs}
+        if "sequence_ratio_mask" in inputs:
+            inputs["sequence_ratio_mask"][0] = 1.0
+        tokens = [rng.randrange(256) for _ in range(length + 1)]
+        found.append(arrays(tokens[:-1], target_tokens=tokens[1:], **inputs))
+    return found
+
+
+def assert_equal_steps(session: Any, plain: PlainCalls, losses: list[str], steps: int) -> None:
+    rng = random.Random(7)
+    for step in range(steps):
+        loss = losses[step % len(losses)]
+        adam = AdamW(
+            lr=rng.uniform(1e-3, 1e-2), betas=(0.9, rng.choice([0.95, 0.99])), eps=1e-8,
+            weight_decay=rng.choice([0.0, 0.1]), clip=rng.choice([None, 0.5, 50.0]),
+        )  # fmt: skip
+        calls = [sampled(rng, loss, rng.randint(1, 9)) for _ in range(rng.randint(1, 2))]
+        queued = [session.forward_backward(data, loss) for data in calls]
+        updated = session.optim_step(adam)  # queued before anything is read
+        for data, call in zip(calls, queued, strict=True):
+            total, logprobs = plain.forward_backward(data, loss)
+            outputs = call.result()
+            assert outputs.loss_sum == pytest.approx(total, abs=1e-9)
+            for ours, theirs in zip(outputs.logprobs, logprobs, strict=True):
+                np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=1e-9)
+        assert updated.result().grad_norm == pytest.approx(plain.optim_step(adam), abs=1e-9)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "chimera"])
+def test_twenty_steps_of_every_loss_equal_plain_pytorch(session_of: Opened, schedule: str) -> None:
+    job = job_of({"schedule": schedule})
+    for loss in LOSSES:
+        assert_equal_steps(session_of(job), PlainCalls(whole_gpt(job)), [loss], 20)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"stages": 1, "replicas": 2, "microbatch": 1},
+        {"schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"},
+        {"schedule": "auto"},
+        {"schedule": "chimera", "concat": "doubling"},
+    ],
+    ids=["replicas", "interleaved, recomputed", "searched", "doubling"],
+)
+def test_other_plans_come_to_the_same(session_of: Opened, parallel: dict[str, Any]) -> None:
+    job = job_of(parallel)
+    assert_equal_steps(session_of(job), PlainCalls(whole_gpt(job)), list(LOSSES), 6)
+
+
+def test_a_model_of_transformers_comes_to_the_same(session_of: Opened) -> None:
+    job = job_of({}, QWEN3)
+    model = HuggingFace(job.model).build().double()
+    start = build_model(job, None, 0)
+    body = start.build_stage(range(start.count), job.train.seed)
+    left = model.load_state_dict(body.named(), strict=False)
+    assert set(left.missing_keys) <= {"lm_head.weight"}
+    assert not left.unexpected_keys
+    assert_equal_steps(session_of(job), PlainCalls(model), ["cross_entropy", "ppo"], 10)
+
+
+def test_a_loss_of_the_clients_own_goes_as_weights_of_a_cross_entropy(session_of: Opened) -> None:
+    """As Tinker's ``forward_backward_custom`` does it: a forward, the gradient by log-probabilities, a backward."""
+    job, rng = job_of({}), random.Random(5)
+    session, plain = session_of(job), PlainCalls(whole_gpt(job))
+    for _ in range(20):
+        data = sampled(rng, "cross_entropy", 6)
+
+        def squares(logprobs: list[torch.Tensor]) -> torch.Tensor:
+            return (
+                sum(((x[:-1] - x[1:]) ** 2).sum() for x in logprobs) + torch.stack([x.mean() for x in logprobs]).var()
+            )
+
+        own = squares([target_logprobs(plain.model, one) for one in data])
+        own.backward()
+        found = [torch.tensor(x, requires_grad=True) for x in session.forward(data).result().logprobs]
+        theirs = squares(found)
+        theirs.backward()
+        assert theirs.item() == pytest.approx(own.item(), abs=1e-9)
+        weighted = [
+            one._replace(inputs={**one.inputs, "weights": -x.grad.numpy()}) for one, x in zip(data, found, strict=True)
+        ]
+        session.forward_backward(weighted)
+        adam = AdamW(lr=0.01)
+        assert session.optim_step(adam).result().grad_norm == pytest.approx(plain.optim_step(adam), abs=1e-9)
+
+
+def test_thresholds_can_be_options_or_given_for_each_token(session_of: Opened) -> None:
+    job, rng = job_of({}), random.Random(1)
+    session, plain = session_of(job), PlainCalls(whole_gpt(job))
+    data = sampled(rng, "ppo", 5)
+    each = [
+        one._replace(inputs={**one.inputs, LOW: np.full(len(one.tokens), 0.5), HIGH: np.full(len(one.tokens), 0.9)})
+        for one in data
+    ]
+    expected, _ = plain.forward_backward(data, "ppo", 0.5, 0.9)
+    assert session.forward(data, "ppo", {LOW: 0.5, HIGH: 0.9}).result().loss_sum == pytest.approx(expected, abs=1e-9)
+    assert session.forward(each, "ppo").result().loss_sum == pytest.approx(expected, abs=1e-9)
+    assert session.forward(data, "ppo").result().loss_sum != pytest.approx(expected, abs=1e-3)
+
+
+def one_of(tokens: Any = (1, 2), **inputs: Any) -> Datum:
+    return arrays(tokens, **{"target_tokens": [2, 3], "weights": [1.0, 1.0], **inputs})
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "options", "said"),
+    [
+        ([], "cross_entropy", {}, "holds no sequence"),
+        ([one_of()], "cros_entropy", {}, 'did you mean "cross_entropy"'),
+        ([one_of()], "ppo", {}, "lacks advantages, which ppo needs"),
+        ([one_of()], "cross_entropy", {"beta": 1.0}, "has no option beta"),
+        ([one_of(), one_of([1, 256])], "cross_entropy", {}, "data[1].model_input: holds token 256"),
+        ([one_of([1, -1])], "cross_entropy", {}, "holds token -1"),
+        ([one_of(target_tokens=[1, 999])], "cross_entropy", {}, "target_tokens: holds token 999"),
+        ([one_of([])], "cross_entropy", {}, "has 0 tokens; the model takes 1 to 24"),
+        ([one_of([1] * 25)], "cross_entropy", {}, "has 25 tokens"),
+        ([one_of(weights=[1.0])], "cross_entropy", {}, "weights: has shape [1]"),
+        ([one_of(weights=[1.0, float("nan")])], "cross_entropy", {}, "not finite"),
+        ([one_of(weight=[1.0, 1.0])], "cross_entropy", {}, 'did you mean "weights"'),
+        ([one_of()._replace(tokens=np.array([0.5, 1.0]))], "cross_entropy", {}, "use whole numbers"),
+    ],
+)  # fmt: skip
+def test_what_could_not_run_is_refused_before_it_is_queued(
+    data: list[Datum], loss: str, options: dict[str, float], said: str
+) -> None:
+    with pytest.raises(SpecError) as error:
+        check(data, loss, options, Limits(256, 24))
+    assert said in str(error.value)
+
+
+def test_an_update_needs_gradients_and_numbers_in_range(session_of: Opened) -> None:
+    session = session_of(job_of({}))
+    with pytest.raises(SpecError, match="no forward_backward has come"):
+        session.optim_step(AdamW())
+    session.forward_backward([one_of()])
+    with pytest.raises(SpecError, match=r"beta2: is 1\.0"):
+        session.optim_step(AdamW(betas=(0.9, 1.0)))
+    assert session.optim_step(AdamW()).result().step == 1
+    with pytest.raises(SpecError, match="no forward_backward has come"):
+        session.optim_step(AdamW())
+
+
+LORA = {"r": 4, "target_modules": "all-linear"}
+
+
+def whole_model(job: JobSpec) -> torch.nn.Module:
+    """The model of transformers, or peft's over it, with the start values of a session."""
+    model = HuggingFace(job.model).build().double()
+    start = build_model(job, None, 0)
+    model.load_state_dict(start.build_stage(range(start.count), job.train.seed).named(), strict=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [
+        ({}, GPT),
+        ({"schedule": "zb-h1"}, {**QWEN3, "lora": LORA}),
+        ({"schedule": "chimera"}, {**QWEN3, "lora": LORA}),
+        ({"stages": 1, "replicas": 2}, GPT),
+    ],
+    ids=["whole", "adapters, zb-h1", "adapters, chimera", "whole, replicas"],
+)
+def test_models_whose_calls_take_turns_equal_each_alone(
+    session_of: Opened, tmp_path: Path, parallel: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """Also where one is called between another's gradients and its update, and where one begins as a copy."""
+    job, rng = job_of(parallel, model), random.Random(11)
+    session = session_of(job)
+    session.save(tmp_path / "start").result()
+    plain = [PlainCalls(whole_gpt(job) if model is GPT else whole_model(job)) for _ in range(3)]
+    for slot in range(3):
+        session.load(tmp_path / "start", with_optimizer=False, slot=slot)
+    waiting: set[int] = set()
+    for turn in range(60):
+        slot = rng.randrange(3)
+        if slot in waiting and rng.random() < 0.5:
+            waiting.discard(slot)
+            adam = AdamW(lr=0.01 * (slot + 1), eps=1e-8, weight_decay=0.1, clip=rng.choice([None, 1.0]))
+            found = session.optim_step(adam, slot).result()
+            assert found.grad_norm == pytest.approx(plain[slot].optim_step(adam), abs=1e-9), turn
+        else:
+            waiting.add(slot)
+            data = sampled(rng, "ppo", rng.randint(1, 5))
+            outputs = session.forward_backward(data, "ppo", slot=slot).result()
+            assert outputs.loss_sum == pytest.approx(plain[slot].forward_backward(data, "ppo")[0], abs=1e-9), turn
+    session.save(tmp_path / "saved", 1).result()
+    session.free(0)
+    session.load(tmp_path / "saved", with_optimizer=True, slot=0)
+    data = sampled(rng, "cross_entropy", 4)
+    plain[1].optimizer.zero_grad()
+    session.forward_backward(data, slot=0)
+    plain[1].forward_backward(data, "cross_entropy")
+    adam = AdamW(lr=0.01, eps=1e-8)
+    found = session.optim_step(adam, 0).result()
+    assert found == Updated(1, pytest.approx(plain[1].optim_step(adam), abs=1e-9))
+    expected, _ = plain[1].forward_backward(data, "cross_entropy")  # with the weights that the optimizer's state led to
+    assert session.forward(data, slot=0).result().loss_sum == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"train": {"optimizer": "sgd"}}, "train.optimizer: sessions run AdamW"),
+        ({"parallel": {"schedule": "pipedream-2bw"}}, "keeps several versions of the weights"),
+        ({"parallel": {"stages": 1, "replicas": 2, "shard": "zero1"}}, "parallel.shard: sessions run"),
+        ({"parallel": {"sync": "prioritised", "stages": 1, "replicas": 2}}, "parallel.sync: sessions run"),
+    ],
+)
+def test_what_sessions_do_not_have_is_refused_by_name(changed: dict[str, dict[str, Any]], said: str) -> None:
+    job = job_of(changed.get("parallel", {}), **changed.get("train", {}))
+    with pytest.raises(SpecError) as error:
+        check_job(job, make_plan(job))
+    assert said in str(error.value)
