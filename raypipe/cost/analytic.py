@@ -166,4 +166,6 @@ def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int]) -> LayerProf
         attention_share=kernels.attention_share(work.forward, max(sizes)),
         attention_grad_share=kernels.attention_share(work.input_grad, max(sizes), backward=True),
         key_value_bytes=work.key_value_bytes,
+        expert_parameters=work.experts.parameters if work.experts is not None and work.experts.trained else 0,
+        exchanged_bytes=work.exchanged_bytes,
     )

@@ -10,12 +10,10 @@ Sources: Thakur, Rabenseifner, Gropp 2005 (all formulas); Rabenseifner 2004; Li 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from raypipe.cost.hosts import Hosts
+from raypipe.cost.hosts import Layout
 from raypipe.cost.profile import CollectiveFit, CollectivePath, LinkFit, Profile
 from raypipe.errors import SpecError
 
@@ -84,30 +82,6 @@ def along(kind: Kind, path: LinkFit, group: int, size_bytes: float) -> float:
     if path.algorithm is None:
         return best(kind, latency, group, size_bytes)
     return terms(kind, path.algorithm, group).seconds(latency, size_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the devices of a group are distributed over hosts."""
-
-    hosts: int
-    per_host: int
-    """Devices of the group on the host that has most of them."""
-
-    @property
-    def group(self) -> int:
-        """Size of the group if every host had ``per_host`` of its devices."""
-        return self.hosts * self.per_host
-
-    @staticmethod
-    def of(devices: Sequence[int], hosts: Hosts) -> Layout:
-        """Return the layout of some devices, which are numbered host by host.
-
-        >>> Layout.of([0, 1, 8, 9], Hosts(8))
-        Layout(hosts=2, per_host=2)
-        """
-        counts = Counter(map(hosts.of, set(devices)))
-        return Layout(len(counts), max(counts.values(), default=0))
 
 
 def collective_seconds(profile: Profile, kind: Kind, size_bytes: float, layout: Layout, sharing: int = 1) -> float:

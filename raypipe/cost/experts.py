@@ -1,83 +1,153 @@
 """Costs of experts divided over devices: what tokens' way to them and back takes, and how uneven loads are.
 
-A device of a group of E sends, for each of its tokens, a vector to each expert that the router chose; a share (E-1)/E
-of these leaves the device. The busiest device of a layer gets ``imbalance`` times the mean, and all others wait for it.
+A device of a group of E sends each of its tokens once to every device that holds an expert which the router chose for
+it, and gets as many results back; it computes the rows of 1/E of the experts for the tokens of all. The busiest device
+of a layer gets ``imbalance`` times the mean, and all others wait for it.
+
+Source: Lepikhin et al. 2021 (GShard), section 3.2; Rajbhandari et al. 2022 (DeepSpeed-MoE), section 5.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import comb
 
-from raypipe.cost.collectives import Layout
+from raypipe.cost.hosts import Layout
+from raypipe.cost.layer_work import ExpertsWork, LayerWork, TaskWork
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.schedule.costs import CostTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """How a layer sends its tokens to experts."""
+def reached(experts: int, per_token: int, group: int) -> float:
+    """Return on how many of ``group`` devices, on average, a token has experts, if any choice is as likely.
 
-    experts: int
-    """Experts of a layer, over all devices of a group."""
-    per_token: int
-    """Experts that the router chooses for a token, k."""
-    dispatch_bytes: float
-    """Size of a token's vector on its way to an expert."""
-    combine_bytes: float
-    """Size of an expert's result on its way back."""
-    imbalance: float = 1.0
-    """Rows of the busiest device, as a multiple of the mean (max / mean), 1 if all have the same."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.per_token <= self.experts:
-            raise SpecError(
-                "experts", f"{self.per_token} of {self.experts} for a token", "choose from 1 to all of them"
-            )
-        if not 1 <= self.imbalance <= self.experts / self.per_token:
-            most = self.experts / self.per_token
-            raise SpecError(
-                "imbalance", f"{self.imbalance:g}, max / mean", f"use 1 to {most:g}, all tokens on one expert"
-            )
-
-    def check(self, group: int) -> None:
-        """Check that the experts divide over ``group`` devices.
-
-        Raises:
-            SpecError: they do not; it names the nearest number that works.
-        """
-        if group < 1 or self.experts % group:
-            good = min((n for n in range(1, self.experts + 1) if self.experts % n == 0), key=lambda n: abs(n - group))
-            raise SpecError("parallel.experts", f"{self.experts} experts over {group} devices", f"use {good}")
-
-    def rows(self, tokens: float, group: int) -> float:
-        """Return the rows that the busiest device's experts compute, ``tokens`` being those of each device.
-
-        >>> Routing(experts=8, per_token=2, dispatch_bytes=1, combine_bytes=1, imbalance=1.5).rows(100, 4)
-        300.0
-        """
-        return tokens * self.per_token * (self.imbalance if group > 1 else 1.0)
-
-    def seconds(self, profile: Profile, tokens: float, layout: Layout) -> tuple[float, float]:
-        """Return the seconds of one layer's dispatch and of its combine, with ``tokens`` on each device of the group.
-
-        Raises:
-            SpecError: the experts do not divide over the group.
-        """
-        self.check(layout.group)
-        rows = self.rows(tokens, layout.group)
-        there = all_to_all_seconds(profile, rows * self.dispatch_bytes, layout)
-        return there, all_to_all_seconds(profile, rows * self.combine_bytes, layout)
+    >>> reached(experts=8, per_token=2, group=1), reached(experts=8, per_token=1, group=4)
+    (1.0, 1.0)
+    >>> reached(experts=4, per_token=2, group=4)
+    2.0
+    """
+    others = experts - experts // group
+    return group * (1 - comb(others, per_token) / comb(experts, per_token))
 
 
-def all_to_all_seconds(profile: Profile, size_bytes: float, layout: Layout) -> float:
+def check_group(experts: int, group: int) -> None:
+    """Check that the experts of a layer divide over ``group`` devices.
+
+    Raises:
+        SpecError: they do not; it names the nearest number that works.
+    """
+    if group < 1 or experts % group:
+        good = min((n for n in range(1, experts + 1) if experts % n == 0), key=lambda n: abs(n - group))
+        raise SpecError("parallel.experts", f"{experts} experts over {group} devices", f"use {good}")
+
+
+def check_imbalance(imbalance: float, experts: ExpertsWork) -> None:
+    """Check that a layer's loads can be so uneven.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    most = experts.experts / experts.per_token
+    if not 1 <= imbalance <= most:
+        fix = f"use 1 to {most:g}, all tokens on the same {experts.per_token}"
+        raise SpecError("parallel.imbalance", f"{imbalance:g}, max / mean", fix)
+
+
+def divided_experts(work: LayerWork, group: int, imbalance: float = 1.0, copies: float | None = None) -> LayerWork:
+    """Return the work of a layer on the busiest of ``group`` devices that divide its experts.
+
+    It holds 1/group of them. It computes as many rows as before, times ``imbalance``, of fewer experts: that is what
+    makes its products larger. Tokens are copied to be sent, and summed up where they come from.
+
+    Args:
+        work: of the whole layer; without experts, it is returned as it is.
+        group: devices, E.
+        imbalance: rows of the busiest device, over the mean.
+        copies: how often a token is sent on average, what stays included; None: as ``reached`` says.
+
+    Raises:
+        SpecError: the experts do not divide, or their loads cannot be so uneven.
+    """
+    own = work.experts
+    if own is None or group == 1:
+        return work
+    check_group(own.experts, group)
+    check_imbalance(imbalance, own)
+    gone = own.parameters - own.parameters // group
+    weights = 1 - gone / work.parameters
+    sent = (reached(own.experts, own.per_token, group) if copies is None else copies) * own.tokens * own.row_bytes
+    moved = 2 * (1 + imbalance) * sent  # each sent row is read and written at both ends
+
+    def task(one: TaskWork, share: float, more: float) -> TaskWork:
+        grouped = sum(p.flops for p in one.products if p.groups)
+        rows = 1 + (imbalance - 1) * share
+        return replace(
+            one,
+            flops=one.flops + (imbalance - 1) * grouped,
+            operands=one.operands * (1 + (imbalance - 1) * (grouped / one.flops if one.flops else 0.0)),
+            weights=one.weights * weights,
+            traffic=one.traffic * rows + more,
+            fused_traffic=None if one.fused_traffic is None else one.fused_traffic * rows + more,
+            products=tuple(p.of_experts(group, imbalance) for p in one.products),
+        )
+
+    # Divided experts run as they are, so their weight gradients are made in B.
+    late = work.weight_grad
+    theirs = tuple(p for p in late.products if p.groups)
+    flops = sum(p.flops for p in theirs)
+    share = own.parameters / work.parameters if theirs else 0.0
+    soon = replace(
+        work.input_grad,
+        flops=work.input_grad.flops + flops,
+        weights=work.input_grad.weights + share * late.weights,
+        products=work.input_grad.products + theirs,
+    )
+    late = replace(
+        late,
+        flops=late.flops - flops,
+        operands=late.operands * (1 - flops / late.flops) if late.flops else 0.0,
+        weights=(1 - share) * late.weights,
+        products=tuple(p for p in late.products if not p.groups),
+    )
+    rows = 1 + (imbalance - 1) * own.kept
+    more = 2 * imbalance * sent  # what arrives, and what is made of it
+    fixed = max(own.fixed_beside, work.workspace_fixed_bytes / group)
+    return replace(
+        work,
+        parameters=work.parameters - gone,
+        trained_parameters=None
+        if work.trained_parameters is None
+        else work.trained_parameters - (gone if own.trained else 0),
+        forward=task(work.forward, own.traffic, moved),
+        input_grad=task(soon, own.back_traffic, moved),
+        weight_grad=late,
+        kept_bytes=work.kept_bytes * rows,
+        fused_kept_bytes=None if work.fused_kept_bytes is None else work.fused_kept_bytes * rows,
+        waiting_bytes=None if work.waiting_bytes is None else work.waiting_bytes * (1 - own.kept),
+        cast_bytes=work.cast_bytes * weights,
+        workspace_bytes=work.workspace_bytes * imbalance + more,
+        fused_workspace_bytes=None
+        if work.fused_workspace_bytes is None
+        else work.fused_workspace_bytes * imbalance + more,
+        split_workspace_bytes=None
+        if work.split_workspace_bytes is None
+        else work.split_workspace_bytes * imbalance + more,
+        workspace_fixed_bytes=fixed,
+        experts=own._replace(parameters=own.parameters - gone),
+        exchanged_bytes=sent * imbalance,
+    )
+
+
+def all_to_all_seconds(profile: Profile, size_bytes: float, layout: Layout, sharing: int = 1) -> float:
     """Return the seconds of an all-to-all in which each device sends ``size_bytes``, what it keeps included.
 
-    Messages inside a host and those over its cards travel side by side; each way, a device sends to one peer after
-    another (pairwise exchange: Thakur, Rabenseifner, Gropp 2005, section 3). The k devices of a host share its cards.
+    All messages are posted at once, so there is one latency (NCCL's grouped sends and receives: NVIDIA's NCCL User
+    Guide, "Point-to-point communication"). Those inside a host and those over its cards travel side by side; the k
+    devices of a host share its cards, with those of ``sharing`` groups.
 
-    >>> from raypipe.cost.collectives import Layout
+    >>> from raypipe.cost.hosts import Layout
     >>> from raypipe.cost.profile import LinkFit, Profile
     >>> profile = Profile.model_construct(inside=LinkFit(alpha_s=0, beta_s_per_byte=1), other_kinds=(), host_links=1,
     ...     between=LinkFit(alpha_s=0, beta_s_per_byte=8))
@@ -85,32 +155,38 @@ def all_to_all_seconds(profile: Profile, size_bytes: float, layout: Layout) -> f
     (6.0, 128.0)
     """
     if profile.other_kinds:
-        return max(all_to_all_seconds(one, size_bytes, layout) for one in profile.kinds)
+        return max(all_to_all_seconds(one, size_bytes, layout, sharing) for one in profile.kinds)
     group, k = layout.group, layout.per_host
     if group <= 1 or size_bytes <= 0:
         return 0.0
     each = size_bytes / group
-    inside = (k - 1) * profile.inside.seconds(each)
-    between = profile.between.shared(k / profile.host_links)
-    return max(inside, (group - k) * between.seconds(each))
+    inside = profile.inside.seconds((k - 1) * each) if k > 1 else 0.0
+    if group == k:
+        return inside
+    between = profile.between.shared(k * sharing / profile.host_links)
+    return max(inside, between.seconds((group - k) * each))
 
 
-def with_exchange(costs: CostTable, layers: Sequence[int], seconds: tuple[float, float], overlap: float) -> CostTable:
-    """Return a table whose F and B also wait for tokens, as runs have it: all-to-all inside the tasks.
+def with_exchange(costs: CostTable, seconds: Sequence[float], overlap: float = 0.0) -> CostTable:
+    """Return a table whose F, B and R also wait for tokens, as runs have it: all-to-all inside the tasks.
 
     Args:
         costs: times without all-to-all.
-        layers: per stage, its layers with experts.
-        seconds: of one layer's dispatch and of its combine (``Routing.seconds``).
+        seconds: of each stage's dispatches of a micro-batch; its combines take as long.
         overlap: share of it that pairs hide; 0 for runs of this version, which run a pair's halves one after another.
     """
-    dispatch, combine = (tuple(n * each for n in layers) for each in seconds)
-    travel = tuple(map(sum, zip(dispatch, combine, strict=True)))
+    if not any(seconds):
+        return costs
+
+    def longer(times: Sequence[float]) -> tuple[float, ...]:
+        return tuple(t + 2 * s for t, s in zip(times, seconds, strict=True))
+
     return replace(
         costs,
-        forward=tuple(map(sum, zip(costs.forward, travel, strict=True))),
-        input_grad=tuple(map(sum, zip(costs.input_grad, travel, strict=True))),
-        dispatch=dispatch,
-        combine=combine,
+        forward=longer(costs.forward),
+        input_grad=longer(costs.input_grad),
+        recompute=longer(costs.recompute),
+        dispatch=tuple(seconds),
+        combine=tuple(seconds),
         overlap=overlap,
     )

@@ -6,9 +6,12 @@ device of a copy has which number: costs, the order of ranks and predictions for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby, repeat
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby, pairwise, repeat
+from math import gcd
 
 from raypipe.job.parallel_spec import Innermost
 
@@ -123,3 +126,137 @@ def words(counts: Sequence[int]) -> str:
     """
     hosts = f"{len(counts)} host{'s' * (len(counts) != 1)}"
     return f"{' + '.join(map(str, counts))} device{'s' * (sum(counts) != 1)} on {hosts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the devices of a group are distributed over hosts."""
+
+    hosts: int
+    per_host: int
+    """Devices of the group on the host that has most of them."""
+
+    @property
+    def group(self) -> int:
+        """Size of the group if every host had ``per_host`` of its devices."""
+        return self.hosts * self.per_host
+
+    @staticmethod
+    def of(devices: Sequence[int], hosts: Hosts) -> Layout:
+        """Return the layout of some devices, which are numbered host by host.
+
+        >>> Layout.of([0, 1, 8, 9], Hosts(8))
+        Layout(hosts=2, per_host=2)
+        """
+        counts = Counter(map(hosts.of, set(devices)))
+        return Layout(len(counts), max(counts.values(), default=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Data-parallel copies of a placement on hosts.
+
+    Thousands of copies take no longer to evaluate than a few, because their positions on hosts repeat where all hosts
+    have as many devices and pipelines follow one another.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    """Placement of the first copy: per replica, the device of each stage."""
+    copies: int
+    hosts: Hosts
+    numbering: Numbering
+    every: int = 1
+    """These are every so-many-th of the copies that are numbered."""
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]], copies: int, hosts: Hosts, innermost: Innermost = "stages") -> Placed:
+        """Build it from the first copy's placement."""
+        width = 1 + max(d for row in rows for d in row)
+        return Placed(tuple(map(tuple, rows)), copies, hosts, Numbering.of(width, copies, innermost, bool(hosts.kinds)))
+
+    def device(self, copy: int, position: int) -> int:
+        """Return the number, among the cluster's devices, of the device that is ``position`` in a copy.
+
+        >>> Placed.of([(0, 1)], 2, Hosts(2, (2, 2), (0, 1))).device(1, 0)
+        1
+        """
+        return self.numbering.number(copy * self.every, position)
+
+    def kinds(self, stages: Collection[int]) -> set[int]:
+        """Return the kinds of the devices, of all copies, that hold any of these stages."""
+        if not self.hosts.kinds:
+            return {0}
+        positions = {row[stage] for row in self.rows for stage in stages}
+        return {self.hosts.kind_of(self.device(copy, p)) for copy in range(self.copies) for p in positions}
+
+    @property
+    def one_per_host(self) -> bool:
+        """Return whether no two devices share a host."""
+        return self.hosts.uniform and self.hosts.per_host == 1
+
+    @property
+    def turn(self) -> int:
+        """Number of copies after which a copy begins at the same position on a host again."""
+        if self.numbering.innermost == "replicas" or not self.hosts.uniform:
+            return self.copies
+        return self.hosts.per_host // gcd(self.numbering.width * self.every, self.hosts.per_host)
+
+    def layout(self, devices: Collection[int]) -> Layout:
+        """Return how these devices of all copies are distributed over hosts.
+
+        >>> Placed.of([(0, 1, 2)], 5, Hosts(2)).layout([0])
+        Layout(hosts=5, per_host=1)
+        >>> Placed.of([(0, 1)], 8, Hosts(8)).layout([0])
+        Layout(hosts=2, per_host=4)
+        >>> Placed.of([(0, 1)], 8, Hosts(8), "replicas").layout([0])
+        Layout(hosts=1, per_host=8)
+        """
+        if self.one_per_host:
+            return Layout(self.copies * len(set(devices)), 1)
+        turns, left = divmod(self.copies, self.turn)
+        parts = [self._layout(devices, self.turn)] * bool(turns) + [self._layout(devices, left)] * bool(left)
+        hosts = sum(n * part.hosts for n, part in zip((turns, 1) if turns else (1,), parts, strict=False))
+        return Layout(hosts, max(part.per_host for part in parts))
+
+    def _layout(self, devices: Collection[int], copies: int) -> Layout:
+        return Layout.of([self.device(copy, d) for copy in range(copies) for d in devices], self.hosts)
+
+    def crossings(self) -> list[set[int]]:
+        """Per link between stages, how many copies' messages leave one host over it at once; 0 for one that stays.
+
+        Copies run alike, so they send at the same time. Stages on one device send each other nothing.
+
+        >>> Placed.of([(0, 1)], 4, Hosts(4)).crossings(), Placed.of([(0, 1)], 4, Hosts(4), "replicas").crossings()
+        ([{0}], [{4}])
+        """
+        copies = min(self.copies, self.turn)
+        found: list[set[int]] = [set() for _ in self.rows[0][:-1]]
+        for row in self.rows:
+            for seen, (a, b) in zip(found, pairwise(row), strict=True):
+                if a != b:
+                    seen.update(_leaving(self.hosts, self.numbering, self.every, copies, a, b))
+        return found
+
+    def same_experts(self, experts: int) -> Placed:
+        """Return the copies that hold the same share of experts, which so many consecutive ones divide."""
+        return replace(self, copies=self.copies // experts, every=self.every * experts)
+
+    def sharing(self, layout: Layout) -> int:
+        """Return how many groups like this one use a host's links."""
+        return max(1, self.busy // max(1, layout.per_host))
+
+    @property
+    def busy(self) -> int:
+        """Number of devices of a host that are used."""
+        return self.hosts.busy(self.copies * len({d for row in self.rows for d in row}))
+
+
+@lru_cache(maxsize=4096)
+def _leaving(hosts: Hosts, numbering: Numbering, every: int, copies: int, a: int, b: int) -> frozenset[int]:
+    """How many of the copies' messages from position a to b leave, or enter, one host at once; 0 for one that stays.
+
+    Kept, as many candidates ask for the same. ``every``: see ``Placed``.
+    """
+    ends = [(hosts.of(numbering.number(c * every, a)), hosts.of(numbering.number(c * every, b))) for c in range(copies)]
+    out, into = (Counter(pair[end] for pair in ends if pair[0] != pair[1]) for end in (0, 1))
+    return frozenset({*out.values(), *into.values(), *([0] if any(x == y for x, y in ends) else [])})

@@ -140,19 +140,23 @@ class Kernels:
         return min(1.0, self.attention(task, samples, backward, causal=True) / whole) if whole else 0.0
 
     def _product(self, product: Product, samples: int) -> float:
-        m, n, k, grows, linear, _ = product
+        m, n, k, grows, linear, _, experts = product
         m, k = (m * samples, k) if grows == "rows" else (m, k * samples)
+        # Experts have tiles of their own, which run side by side as those of one product.
+        groups = max(1, experts)
+        m, k = (ceil(m / groups), k) if grows == "rows" else (m, ceil(k / groups))
         rate, peak, read = self.flops_s, self.peak_s, self.width
         if linear and self.linear_flops_s:
             rate, peak, read = self.linear_flops_s, self.linear_peak_s, 1
-        moved = (read * (m * k + k * n) + self.width * m * n) / self.bytes_s
+        moved = groups * (read * (m * k + k * n) + self.width * m * n) / self.bytes_s
         filled = k + PIPELINE / read
-        return max(2.0 * m * n * filled / rate, tiled_operations(m, n, filled, self.multiprocessors) / peak, moved)
+        operations = groups * 2.0 * m * n * filled
+        return max(operations / rate, tiled_operations(m, n, filled, self.multiprocessors, groups) / peak, moved)
 
 
 @lru_cache(maxsize=65536)
-def tiled_operations(m: int, n: int, k: float, processors: int) -> float:
-    """Return the operations of whole waves that compute this product, with the tile that suits it best.
+def tiled_operations(m: int, n: int, k: float, processors: int, groups: int = 1) -> float:
+    """Return the operations of whole waves that compute so many of this product, with the tile that suits it best.
 
     >>> tiled_operations(2048, 8192, 8192, 128) / (2 * 2048 * 8192 * 8192)  # four full waves
     1.0
@@ -160,7 +164,7 @@ def tiled_operations(m: int, n: int, k: float, processors: int) -> float:
     1.03125
     """
     return min(
-        ceil(ceil(m / rows) * ceil(n / columns) / processors) * processors * 2.0 * rows * columns * k / rate
+        ceil(groups * ceil(m / rows) * ceil(n / columns) / processors) * processors * 2.0 * rows * columns * k / rate
         for rows, columns, rate in TILES
     )
 
@@ -168,4 +172,4 @@ def tiled_operations(m: int, n: int, k: float, processors: int) -> float:
 def _weights(product: Product) -> int:
     """Return the values of a product's matrix that does not grow with the micro-batch."""
     inner = product.depth if product.grows == "rows" else product.rows
-    return inner * product.columns
+    return inner * product.columns * max(1, product.groups)

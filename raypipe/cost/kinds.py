@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from raypipe.cost.hosts import Placed
 from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
-from raypipe.cost.stages import Placed
 from raypipe.errors import SpecError
 
 _TASKS = ("forward", "input_grad", "weight_grad", "joint", "recompute")

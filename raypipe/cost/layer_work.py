@@ -23,6 +23,9 @@ class Product(NamedTuple):
     none: TransformerEngine's and torchao's users keep it in bfloat16."""
     divided: Literal["rows", "columns", "depth"] = "columns"
     """The dimension that tensor parallelism divides."""
+    groups: int = 0
+    """Experts among which the dimension that grows is divided evenly, each with a matrix of its own: a grouped product.
+    0: no experts."""
 
     @property
     def flops(self) -> float:
@@ -33,9 +36,16 @@ class Product(NamedTuple):
         """Return a tensor rank's share in a group of ``size``."""
         return self._replace(**{self.divided: max(1, getattr(self, self.divided) // size)})
 
+    def of_experts(self, size: int, imbalance: float) -> Product:
+        """Return the share of the busiest of ``size`` devices that divide experts: rows of all, for fewer experts."""
+        if not self.groups:
+            return self
+        grown = round(getattr(self, self.grows) * imbalance)
+        return self._replace(**{self.grows: grown, "groups": max(1, self.groups // size)})
+
 
 def linear_products(
-    tokens: int, inputs: int, outputs: int, second: bool = False, linear: bool = True
+    tokens: int, inputs: int, outputs: int, second: bool = False, linear: bool = True, groups: int = 0
 ) -> tuple[Product, Product, Product]:
     """Return the products of a linear layer's forward, input gradient and weight gradient.
 
@@ -43,12 +53,12 @@ def linear_products(
         tokens: rows of one sample.
         inputs, outputs: width of what it reads and writes.
         second: of a pair of layers that tensor parallelism divides, it is the one whose input is divided.
-        linear: ``Product.linear``.
+        linear, groups: see ``Product``.
     """
     return (
-        Product(tokens, outputs, inputs, linear=linear, divided="depth" if second else "columns"),
-        Product(tokens, inputs, outputs, linear=linear, divided="columns" if second else "depth"),
-        Product(outputs, inputs, tokens, "depth", linear, "columns" if second else "rows"),
+        Product(tokens, outputs, inputs, "rows", linear, "depth" if second else "columns", groups),
+        Product(tokens, inputs, outputs, "rows", linear, "columns" if second else "depth", groups),
+        Product(outputs, inputs, tokens, "depth", linear, "columns" if second else "rows", groups),
     )
 
 
@@ -87,6 +97,35 @@ class TaskWork:
         return self.attention / self.flops if self.flops else 0.0
 
 
+class ExpertsWork(NamedTuple):
+    """The experts of a layer: what of its work goes by the tokens that a router sends them."""
+
+    experts: int
+    """Experts of the layer, of all devices that divide them."""
+    per_token: int
+    """Experts that the router chooses for a token, k."""
+    rows: int
+    """Rows of one sample that experts compute: its tokens times k."""
+    row_bytes: float
+    """Bytes of a token's vector on its way to an expert, and back."""
+    parameters: int
+    """The layer's parameters that are experts'."""
+    trained: bool = True
+    traffic: float = 0.0
+    """Share of the forward's ``traffic`` that is of these rows."""
+    back_traffic: float = 0.0
+    """The same of the input gradient's."""
+    kept: float = 0.0
+    """The same of ``kept_bytes``."""
+    fixed_beside: float = 0.0
+    """``workspace_fixed_bytes`` of all but the experts."""
+
+    @property
+    def tokens(self) -> float:
+        """Return the tokens of one sample."""
+        return self.rows / self.per_token
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWork:
     """The work and memory of one layer. See ``LayerProfile`` for the fields of the same name."""
@@ -112,3 +151,6 @@ class LayerWork:
     workspace_fixed_bytes: float = 0.0
     split_workspace_bytes: float | None = None
     key_value_bytes: float = 0.0
+    experts: ExpertsWork | None = None
+    """The layer's experts, if it is a mixture of them: those that are here."""
+    exchanged_bytes: float = 0.0

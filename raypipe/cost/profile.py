@@ -133,6 +133,11 @@ class LayerProfile(Spec):
     """Share of the forward's time that is causal attention, and so grows along the slices of a sequence."""
     attention_grad_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The same of ``input_grad``."""
+    expert_parameters: Count = 0
+    """Trained ones that belong to experts: where copies divide these, fewer devices hold the same ones."""
+    exchanged_bytes: Bytes = 0.0
+    """Bytes of one sample's tokens on their way to the devices that hold their experts, those that stay included, times
+    how much more than the mean the busiest device gets. As many come back."""
     key_value_bytes: Bytes = 0.0
     """Keys and values of one sample. Where micro-batches run in slices, gradients as large wait for earlier slices."""
 
@@ -307,6 +312,8 @@ class Profile(Spec):
     """Time of a task on the only busy device of a host, over its time with all devices busy (as in ``layers``)."""
     noise: Noise = Noise()
     """Disturbances of the measurement."""
+    experts: Devices = 1
+    """Consecutive data-parallel copies that divide the experts of each layer, E."""
     task_overhead_s: Seconds = 0.0
     """Seconds of each task besides its kernels."""
     inside: LinkFit

@@ -7,9 +7,10 @@ from dataclasses import replace
 from functools import cache
 from math import gcd
 
-from raypipe.cost.collectives import Kind, Layout, collective_seconds
+from raypipe.cost.collectives import Kind, collective_seconds
+from raypipe.cost.hosts import Layout, Placed
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import Cut, Placed, gradient_width, reduced_width, trained_parameters
+from raypipe.cost.stages import Cut, expert_parameters, gradient_width, group_seconds, reduced_width, trained_parameters
 from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
@@ -86,7 +87,8 @@ def with_sharding(
     all_reduce, update = list(costs.all_reduce), list(costs.update)
     for stage, layers in enumerate(cut):
         if sharding.levels[stage]:
-            values = trained_parameters(profile, layers)
+            experts = expert_parameters(profile, layers)  # each copy has its share of these already
+            values = trained_parameters(profile, layers) - experts
             gather[stage] = over_group("all_gather", stage, values * width)
             scatter[stage] = over_group("reduce_scatter", stage, values * reduced)
             if sharding.levels[stage] == 3:
@@ -94,6 +96,11 @@ def with_sharding(
                 back = inputs[stage] + costs.weight_grad[stage]
                 inputs[stage] += taken * min(back, gather[stage] + scatter[stage])
             all_reduce[stage] = between_groups(stage, values * reduced / group)
+            if experts:
+                holders = {row[stage] for row in placed.rows}
+                all_reduce[stage] += group_seconds(
+                    profile, experts * reduced, holders, placed.same_experts(profile.experts)
+                )
             update[stage] -= profile.update_s_per_parameter * values * (1 - 1 / group)
     return replace(
         costs,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
-from math import gcd
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from raypipe.cost.collectives import Layout, collective_seconds
-from raypipe.cost.hosts import Hosts, Numbering
+from raypipe.cost.collectives import collective_seconds
+from raypipe.cost.experts import all_to_all_seconds, with_exchange
+from raypipe.cost.hosts import Layout, Placed
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile
 from raypipe.cost.sizes import times_of_stages
 from raypipe.errors import SpecError
@@ -158,7 +156,7 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
     recompute = times
     if recomputed is not None:
         recompute = [stages.times([i for i in layers if i in recomputed], samples, share, slices) for layers in cut]
-    return CostTable(
+    table = CostTable(
         forward=tuple(t / size for t in forward),
         input_grad=tuple(0.0 if s < first else t / size for s, t in enumerate(inputs)),
         weight_grad=tuple(t / size for t in weight),
@@ -172,6 +170,31 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
         update=tuple(profile.update_s_per_parameter * trained_parameters(profile, layers) for layers in cut),
         comm=_messages(profile, cut, placed, samples / slices) if len(cut) > 1 else 0.0,
     )
+    return with_exchange(table, [seconds / size for seconds in _exchanges(profile, cut, placed, samples / slices)])
+
+
+def _exchanges(profile: Profile, cut: Cut, placed: Placed, samples: float) -> list[float]:
+    """Per stage, seconds of the dispatches of its layers with experts, over the copies that divide these."""
+    if profile.experts == 1:
+        return [0.0] * len(cut)
+    group = replace(placed, copies=profile.experts)
+    found = []
+    for stage, layers in enumerate(cut):
+        sizes = Counter(size for i in layers if (size := profile.layers[i].exchanged_bytes))
+        layouts = {group.layout({row[stage]}) for row in placed.rows} if sizes else set[Layout]()
+        found.append(
+            max(
+                (
+                    sum(
+                        count * all_to_all_seconds(profile, size * samples, layout, placed.sharing(layout))
+                        for size, count in sizes.items()
+                    )
+                    for layout in layouts
+                ),
+                default=0.0,
+            )
+        )
+    return found
 
 
 def split_seconds(profile: Profile, layers: Sequence[int], samples: float, busy: int) -> tuple[float, float, float]:
@@ -250,108 +273,6 @@ def costs_of(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """Data-parallel copies of a placement on hosts.
-
-    Thousands of copies take no longer to evaluate than a few, because their positions on hosts repeat where all hosts
-    have as many devices and pipelines follow one another.
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    """Placement of the first copy: per replica, the device of each stage."""
-    copies: int
-    hosts: Hosts
-    numbering: Numbering
-    every: int = 1
-    """These are every so-many-th of the copies that are numbered."""
-
-    @staticmethod
-    def of(rows: Sequence[Sequence[int]], copies: int, hosts: Hosts, innermost: Innermost = "stages") -> Placed:
-        """Build it from the first copy's placement."""
-        width = 1 + max(d for row in rows for d in row)
-        return Placed(tuple(map(tuple, rows)), copies, hosts, Numbering.of(width, copies, innermost, bool(hosts.kinds)))
-
-    def device(self, copy: int, position: int) -> int:
-        """Return the number, among the cluster's devices, of the device that is ``position`` in a copy.
-
-        >>> Placed.of([(0, 1)], 2, Hosts(2, (2, 2), (0, 1))).device(1, 0)
-        1
-        """
-        return self.numbering.number(copy * self.every, position)
-
-    def kinds(self, stages: Collection[int]) -> set[int]:
-        """Return the kinds of the devices, of all copies, that hold any of these stages."""
-        if not self.hosts.kinds:
-            return {0}
-        positions = {row[stage] for row in self.rows for stage in stages}
-        return {self.hosts.kind_of(self.device(copy, p)) for copy in range(self.copies) for p in positions}
-
-    @property
-    def one_per_host(self) -> bool:
-        """Return whether no two devices share a host."""
-        return self.hosts.uniform and self.hosts.per_host == 1
-
-    @property
-    def turn(self) -> int:
-        """Number of copies after which a copy begins at the same position on a host again."""
-        if self.numbering.innermost == "replicas" or not self.hosts.uniform:
-            return self.copies
-        return self.hosts.per_host // gcd(self.numbering.width * self.every, self.hosts.per_host)
-
-    def layout(self, devices: Collection[int]) -> Layout:
-        """Return how these devices of all copies are distributed over hosts.
-
-        >>> Placed.of([(0, 1, 2)], 5, Hosts(2)).layout([0])
-        Layout(hosts=5, per_host=1)
-        >>> Placed.of([(0, 1)], 8, Hosts(8)).layout([0])
-        Layout(hosts=2, per_host=4)
-        >>> Placed.of([(0, 1)], 8, Hosts(8), "replicas").layout([0])
-        Layout(hosts=1, per_host=8)
-        """
-        if self.one_per_host:
-            return Layout(self.copies * len(set(devices)), 1)
-        turns, left = divmod(self.copies, self.turn)
-        parts = [self._layout(devices, self.turn)] * bool(turns) + [self._layout(devices, left)] * bool(left)
-        hosts = sum(n * part.hosts for n, part in zip((turns, 1) if turns else (1,), parts, strict=False))
-        return Layout(hosts, max(part.per_host for part in parts))
-
-    def _layout(self, devices: Collection[int], copies: int) -> Layout:
-        return Layout.of([self.device(copy, d) for copy in range(copies) for d in devices], self.hosts)
-
-    def crossings(self) -> list[set[int]]:
-        """Per link between stages, how many copies' messages leave one host over it at once; 0 for one that stays.
-
-        Copies run alike, so they send at the same time. Stages on one device send each other nothing.
-
-        >>> Placed.of([(0, 1)], 4, Hosts(4)).crossings(), Placed.of([(0, 1)], 4, Hosts(4), "replicas").crossings()
-        ([{0}], [{4}])
-        """
-        copies = min(self.copies, self.turn)
-        found: list[set[int]] = [set() for _ in self.rows[0][:-1]]
-        for row in self.rows:
-            for seen, (a, b) in zip(found, pairwise(row), strict=True):
-                if a != b:
-                    seen.update(_leaving(self.hosts, self.numbering, self.every, copies, a, b))
-        return found
-
-    @property
-    def busy(self) -> int:
-        """Number of devices of a host that are used."""
-        return self.hosts.busy(self.copies * len({d for row in self.rows for d in row}))
-
-
-@lru_cache(maxsize=4096)
-def _leaving(hosts: Hosts, numbering: Numbering, every: int, copies: int, a: int, b: int) -> frozenset[int]:
-    """How many of the copies' messages from position a to b leave, or enter, one host at once; 0 for one that stays.
-
-    Kept, as many candidates ask for the same. ``every``: see ``Placed``.
-    """
-    ends = [(hosts.of(numbering.number(c * every, a)), hosts.of(numbering.number(c * every, b))) for c in range(copies)]
-    out, into = (Counter(pair[end] for pair in ends if pair[0] != pair[1]) for end in (0, 1))
-    return frozenset({*out.values(), *into.values(), *([0] if any(x == y for x, y in ends) else [])})
-
-
 def check_cut(profile: Profile, cut: Cut, placement: Sequence[Sequence[int]]) -> None:
     """Check that the cut belongs to the profile's model and the placement to the cut.
 
@@ -413,10 +334,21 @@ def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...
         holders = frozenset(row[stage] for row in placed.rows)
         # The position of the holders in a copy matters only if hosts have several devices.
         key = own, frozenset(range(len(holders))) if placed.one_per_host else holders
+        experts = expert_parameters(profile, layers)
         if key not in known:
-            known[key] = group_seconds(profile, own * width, holders, placed)
+            known[key] = group_seconds(profile, (own - experts) * width, holders, placed)
+            if experts:  # fewer copies hold the same ones
+                known[key] += group_seconds(profile, experts * width, holders, placed.same_experts(profile.experts))
         found.append(known[key])
     return tuple(found)
+
+
+def expert_parameters(profile: Profile, layers: Sequence[int]) -> int:
+    """Return the number of trained parameter values of a stage that belong to experts which copies divide; 0 if they
+    divide none."""
+    if profile.experts == 1:
+        return 0
+    return sum(profile.layers[i].expert_parameters for i in layers)
 
 
 def tied_seconds(profile: Profile, cut: Cut, placed: Placed) -> float:
@@ -430,7 +362,7 @@ def tied_seconds(profile: Profile, cut: Cut, placed: Placed) -> float:
 def group_seconds(profile: Profile, size_bytes: float, holders: Collection[int], placed: Placed) -> float:
     """Return the seconds of an all-reduce over some devices of every copy, while the hosts' other devices do theirs."""
     layout = placed.layout(holders)
-    sharing = max(1, placed.busy // max(1, layout.per_host))
+    sharing = placed.sharing(layout)
     return collective_seconds(profile, "all_reduce", size_bytes, layout, sharing)
 
 

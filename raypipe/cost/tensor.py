@@ -14,9 +14,9 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from raypipe.cost.analytic import SIZES, analytic_profile
-from raypipe.cost.collectives import Kind, Layout, collective_seconds
+from raypipe.cost.collectives import Kind, collective_seconds
 from raypipe.cost.gpt_work import RAYPIPE, SOFTWARE, STATISTIC, Software, gpt_work, mask_bytes, master_width
-from raypipe.cost.hosts import Hosts
+from raypipe.cost.hosts import Hosts, Layout
 from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.errors import SpecError

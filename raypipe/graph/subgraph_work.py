@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 
 from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
 from raypipe.cost.kernels import BLOCK
-from raypipe.cost.layer_work import LayerWork, Product, TaskWork, linear_products
+from raypipe.cost.layer_work import ExpertsWork, LayerWork, Product, TaskWork, linear_products
 from raypipe.cost.tensor import TensorRankWork
-from raypipe.graph.dims import Sizes, count, evaluate_all
-from raypipe.graph.liveness import replicated
+from raypipe.graph.counted import Counted
+from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.operation_costs import (
     AUTOCAST_BYTES,
     Autocast,
@@ -29,11 +28,8 @@ from raypipe.graph.operation_costs import (
     kept_operands,
     matrix_flops,
     operand_types,
-    operand_width,
     passes_on,
     root,
-    short_name,
-    widths,
 )
 from raypipe.graph.operations import ITEM_BYTES, OperationGraph
 from raypipe.graph.subgraphs import Subgraphs
@@ -41,6 +37,8 @@ from raypipe.graph.subgraphs import Subgraphs
 ATTENTION = "scaled_dot_product_attention"
 LINEAR = {"linear", "addmm", "mm", "matmul"}
 """Products whose shape is that of a linear layer if they read one matrix of parameters."""
+GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
+"""Products of rows with the matrices of their experts, which are stacked."""
 COLLECTIVES = {"copy_to_group", "reduce_from_group", "gather_from_group"}
 INPUT_GRAD, WEIGHT_GRAD = 0.8, 0.3
 """Overhead of the input and the weight gradient relative to the forward, as for the built-in GPT's blocks."""
@@ -59,59 +57,8 @@ def captured_work(
         one: sizes for inputs of one sample.
         autocast: that of the device, if it runs under 16-bit autocast.
     """
-    counted, unread = _Counted(graph, one, autocast), unread_bytes(graph, sharding, one)
+    counted, unread = Counted(graph, one, autocast), unread_bytes(graph, sharding, one)
     return tuple(_tensor_rank(counted, sharding, i, unread[i]) for i in range(sharding.count))
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """A model with the sizes of its operations' tensors."""
-
-    graph: OperationGraph
-    one: Sizes
-    autocast: Autocast | None
-    _values: dict[int | str, int] = field(default_factory=dict)
-
-    @cached_property
-    def widths(self) -> tuple[int, ...]:
-        return widths(self.graph, self.autocast)
-
-    @cached_property
-    def replicated(self) -> tuple[bool, ...]:
-        return replicated(self.graph)
-
-    def values(self, operand: int | str) -> int:
-        """Return the number of elements of an operand."""
-        if operand not in self._values:
-            kind = self.graph.type_of(operand)
-            self._values[operand] = 0 if kind is None else count(kind.shape, self.one)
-        return self._values[operand]
-
-    def bytes(self, operand: int | str) -> float:
-        """Return the bytes of an operand, before any cast."""
-        if isinstance(operand, int):
-            return float(self.values(operand) * self.widths[operand])
-        return float(self.values(operand) * ITEM_BYTES[self.graph.sources[operand].type.dtype])
-
-    def name(self, number: int) -> str:
-        return short_name(self.graph.operations[number].target)
-
-    def is_parameter(self, operand: int | str) -> bool:
-        return isinstance(operand, str) and self.graph.sources[operand].kind == "parameter"
-
-    def casts(self, number: int) -> list[int | str]:
-        """Return the operands of a product that autocast casts to 16 bits."""
-        operation = self.graph.operations[number]
-        if self.autocast is None or not is_product(operation, self.autocast):
-            return []
-        return [o for o in operation.operands if operand_width(self.graph, self.widths, o) > AUTOCAST_BYTES]
-
-    def entering(self, number: int, operand: int | str) -> float:
-        """Return the bytes of a product's operand as the product reads it, after any cast."""
-        kind = self.graph.type_of(operand)
-        if kind is None or not kind.floating:
-            return self.bytes(operand)
-        return float(self.values(operand) * (AUTOCAST_BYTES if self.autocast else ITEM_BYTES[kind.dtype]))
 
 
 @dataclass
@@ -164,6 +111,10 @@ class _Sums:
     forward_all_reduces: list[float] = field(default_factory=list)
     backward_all_reduces: list[float] = field(default_factory=list)
     gathers: list[float] = field(default_factory=list)
+    moved: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """Per operation, the bytes that it moves, and in the backward."""
+    grouped: list[int] = field(default_factory=list)
+    """Products of rows with the matrices of their experts."""
 
     def add_forward(self, other: _Sums) -> None:
         """Add what another's forward does, without its backward and what is kept for that."""
@@ -180,7 +131,7 @@ class _Sums:
         self.tables |= other.tables
 
 
-def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: float) -> TensorRankWork:
+def _tensor_rank(counted: Counted, sharding: Subgraphs, number: int, unread: float) -> TensorRankWork:
     graph = counted.graph
     span = sharding.operations(range(number, number + 1))
     sums = _Sums()
@@ -269,11 +220,43 @@ def _tensor_rank(counted: _Counted, sharding: Subgraphs, number: int, unread: fl
         workspace_fixed_bytes=max(0.0, fixed - sums.loss),
         split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
         key_value_bytes=sums.key_values,
+        experts=_experts(counted, sums, names, wide),
     )
     return TensorRankWork(work, tuple(sums.forward_all_reduces), tuple(sums.backward_all_reduces), tuple(sums.gathers))
 
 
-def _count(c: _Counted, i: int, sums: _Sums) -> None:
+def _experts(c: Counted, sums: _Sums, names: Sequence[str], wide: int) -> ExpertsWork | None:
+    """Return the experts of a sub-graph: what makes as many rows as its first grouped product reads is theirs."""
+    if not sums.grouped:
+        return None
+    first = sums.grouped[0]
+    operands = c.graph.operations[first].operands
+    matrix = next(name for o in operands if (name := c.parameter_of(o)) is not None)
+    at: int | str = next(o for o in operands if c.parameter_of(o) is None)
+    row_bytes, rows = c.entering(first, at) / c.rows(first), c.rows(first)
+    while isinstance(at, int) and c.rows(at) == rows and c.graph.operations[at].operands:
+        at = c.graph.operations[at].operands[0]  # what the rows are gathered from: one for each token
+    tokens = c.rows(at) if isinstance(at, int) and 0 < c.rows(at) < rows else rows
+    own = {name for name in names if name.startswith(f"{matrix.rpartition('.')[0]}.")}
+    routed = {i for i in sums.moved if c.rows(i) == rows}
+    there, back = (sum(moved[side] for i, moved in sums.moved.items() if i in routed) for side in (0, 1))
+    kept = sum(size for (i, _), size in sums.kept.items() if i in routed)
+    beside = [values * wide for name, values in sums.matrices.items() if name not in own]
+    return ExpertsWork(
+        experts=evaluate_all(c.graph.sources[matrix].type.shape[:1], c.one)[0],
+        per_token=rows // tokens,
+        rows=rows,
+        row_bytes=row_bytes,
+        parameters=sum(c.graph.parameters[name] for name in own),
+        trained=c.graph.sources[matrix].requires_grad,
+        traffic=there / sums.traffic if sums.traffic else 0.0,
+        back_traffic=back / sums.back_traffic if sums.back_traffic else 0.0,
+        kept=kept / (sum(sums.kept.values()) + sums.aside) if kept else 0.0,
+        fixed_beside=float(max(beside, default=0)),
+    )
+
+
+def _count(c: Counted, i: int, sums: _Sums) -> None:
     """Add one operation's forward and backward to the sums."""
     graph, name = c.graph, c.name(i)
     wanted = graph.requires_grad[i]
@@ -282,7 +265,9 @@ def _count(c: _Counted, i: int, sums: _Sums) -> None:
     if is_view(graph, i) or c.replicated[i]:
         return
     if wanted:
+        before = sums.traffic, sums.back_traffic
         _operation(c, i, sums)
+        sums.moved[i] = sums.traffic - before[0], sums.back_traffic - before[1]
     else:  # before the first trained parameter nothing is kept, and no gradient is made
         apart = _Sums()
         _operation(c, i, apart)
@@ -295,7 +280,7 @@ def _count(c: _Counted, i: int, sums: _Sums) -> None:
         sums.gathers.append(c.bytes(i))
 
 
-def _operation(c: _Counted, i: int, sums: _Sums) -> None:
+def _operation(c: Counted, i: int, sums: _Sums) -> None:
     """Add the kernels of one operation that is no view."""
     graph, operation, name = c.graph, c.graph.operations[i], c.name(i)
     sums.kernels += 1
@@ -319,7 +304,7 @@ def _operation(c: _Counted, i: int, sums: _Sums) -> None:
         _plain(c, i, sums)
 
 
-def _gradients_of(c: _Counted, i: int, sums: _Sums) -> None:
+def _gradients_of(c: Counted, i: int, sums: _Sums) -> None:
     """Add the traffic of accumulating a result's gradient over its readers, or of joining it from parts."""
     readers = sum(c.graph.requires_grad[user] for user in c.graph.users[i])
     if c.graph.operations[i].type is None:
@@ -330,7 +315,7 @@ def _gradients_of(c: _Counted, i: int, sums: _Sums) -> None:
         sums.largest = max(sums.largest, c.bytes(i))
 
 
-def _keep(c: _Counted, i: int, numbers: Sequence[int], sums: _Sums, autocast: bool = False) -> None:
+def _keep(c: Counted, i: int, numbers: Sequence[int], sums: _Sums, autocast: bool = False) -> None:
     """Add the results that are saved for the backward of operation ``i``, each piece of memory once."""
     for number in numbers:
         at = root(c.graph, number)
@@ -343,21 +328,25 @@ def _keep(c: _Counted, i: int, numbers: Sequence[int], sums: _Sums, autocast: bo
             sums.kept[at, None] = c.bytes(at if c.graph.operations[at].type is not None else number)
 
 
-def _product(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
+def _product(c: Counted, i: int, flops: float, sums: _Sums) -> None:
     graph, operation = c.graph, c.graph.operations[i]
-    matrices = [o for o in operation.sources if c.is_parameter(o) and len(graph.sources[o].type.shape) > 1]
-    vectors = [o for o in operation.sources if c.is_parameter(o) and len(graph.sources[o].type.shape) == 1]
-    read = [o for o in operation.operands if not c.is_parameter(o)]
+    own = [name for o in operation.operands if (name := c.parameter_of(o)) is not None]
+    matrices = [name for name in own if len(graph.sources[name].type.shape) > 1]
+    vectors = [name for name in own if len(graph.sources[name].type.shape) == 1]
+    read = [o for o in operation.operands if c.parameter_of(o) is None]
     moved = sum(c.entering(i, o) for o in read) + c.bytes(i)
     sums.forward_flops += flops
     sums.operands += moved
     for name in matrices:
-        sums.matrices[str(name)] = c.values(name)
-    back = sum(graph.requires_grad[o] for o in operation.inputs)
-    if len(matrices) == 1 and c.name(i) in LINEAR and operation.type is not None and c.values(i):
+        sums.matrices[name] = c.values(name)
+    back = sum(graph.requires_grad[o] for o in read if isinstance(o, int))
+    if len(matrices) == 1 and c.name(i) in LINEAR | GROUPED and operation.type is not None and c.values(i):
         outputs = evaluate_all(operation.type.shape, c.one)[-1]
-        ahead, inputs, grads = linear_products(c.values(i) // outputs, round(flops / (2 * c.values(i))), outputs)
-        trained = graph.sources[str(matrices[0])].requires_grad
+        rows, width = c.values(i) // outputs, round(flops / (2 * c.values(i)))
+        groups = evaluate_all(graph.sources[matrices[0]].type.shape[:1], c.one)[0] if c.name(i) in GROUPED else 0
+        sums.grouped.extend([i] * bool(groups))
+        ahead, inputs, grads = linear_products(rows, width, outputs, groups=groups)
+        trained = graph.sources[matrices[0]].requires_grad
         for each, product, made in zip(sums.products, (ahead, inputs, grads), (True, back, trained), strict=True):
             each.extend([product] * bool(made))
         sums.read |= {o: c.values(o) for o in read}
@@ -371,10 +360,11 @@ def _product(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
         sums.waiting += moved
     if any(graph.sources[name].requires_grad for name in vectors):
         sums.weight_traffic += c.bytes(i)
-    _keep(c, i, kept_operands(graph, i), sums, c.autocast is not None and is_product(operation, c.autocast))
+    kept = [o for o in kept_operands(graph, i) if c.parameter_of(o) is None]
+    _keep(c, i, kept, sums, c.autocast is not None and is_product(operation, c.autocast))
 
 
-def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
+def _attention(c: Counted, i: int, flops: float, sums: _Sums) -> None:
     """Add attention: fused, or with materialised scores if it has dropout, since no kernel accepts a dropout mask.
 
     What causal attention hides in such scores is left out: a byte per pair of positions, once a micro-batch.
@@ -413,7 +403,7 @@ def _attention(c: _Counted, i: int, flops: float, sums: _Sums) -> None:
     _keep(c, i, kept_operands(graph, i), sums, c.autocast is not None)
 
 
-def _look_up(c: _Counted, i: int, sums: _Sums) -> None:
+def _look_up(c: Counted, i: int, sums: _Sums) -> None:
     table = next((o for o in c.graph.operations[i].operands if c.is_parameter(o)), None)
     read = sum(c.values(o) for o in c.graph.operations[i].operands if not c.is_parameter(o))
     sums.traffic += 2 * c.bytes(i)
@@ -424,7 +414,7 @@ def _look_up(c: _Counted, i: int, sums: _Sums) -> None:
         sums.looked_up += c.bytes(i) + LABEL * read
 
 
-def _plain(c: _Counted, i: int, sums: _Sums) -> None:
+def _plain(c: Counted, i: int, sums: _Sums) -> None:
     """Add an operation that moves memory and has negligible FLOPs."""
     graph, operation = c.graph, c.graph.operations[i]
     read = [o for o in operation.operands if not c.is_parameter(o)]
@@ -440,18 +430,18 @@ def _plain(c: _Counted, i: int, sums: _Sums) -> None:
         sums.back_traffic += c.bytes(i) + used + written
 
 
-def _statistic(c: _Counted, i: int) -> int:
+def _statistic(c: Counted, i: int) -> int:
     """Return the bytes of a norm's mean, of attention's log-sum-exp, or of a log-probability."""
     kind = c.graph.operations[i].type
     return 8 if kind is not None and kind.dtype == "float64" else 4
 
 
-def _fusion(c: _Counted) -> FusionRules:
+def _fusion(c: Counted) -> FusionRules:
     """Return what fusing needs to know of the operations."""
     graph = c.graph
 
     def size(i: int) -> float:
-        return 0.0 if c.replicated[i] else c.bytes(i)
+        return 0.0 if c.replicated[i] or c.parameter_of(i) is not None else c.bytes(i)
 
     def alone(i: int) -> bool:
         name = c.name(i)
@@ -465,7 +455,7 @@ def _fusion(c: _Counted) -> FusionRules:
     return FusionRules(graph, alone, lambda i: root(graph, i), keeps, size)
 
 
-def _loss(c: _Counted, sums: _Sums) -> float:
+def _loss(c: Counted, sums: _Sums) -> float:
     """Add the cross-entropy of the model's output: cast to float32 under autocast, log-softmax, and backward.
 
     Return the bytes of the outputs.

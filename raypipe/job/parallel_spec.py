@@ -30,7 +30,7 @@ INNERMOST = "innermost"
 """The key of ``parallel`` that says which devices are neighbours; it may be given to the planner too."""
 BUDGET = "activation_memory_budget"
 """The key of ``parallel`` that says how much compiled stages keep."""
-JOBS_OWN = ("transport", "wire_dtype", "reduce_dtype", "replan")
+JOBS_OWN = ("transport", "wire_dtype", "reduce_dtype", "replan", "imbalance")
 """Keys of ``parallel`` that the job decides, whatever the plan."""
 SAME_AS = {"dapple": "1f1b"}
 """Another name of a schedule."""
@@ -154,7 +154,10 @@ class ParallelSpec(Spec):
     experts: Positive = 1
     """Copies that divide the experts of each mixture-of-experts layer among them; ``replicas`` is a multiple of it.
     Each token goes to the copies that hold its experts and back (expert parallelism, docs/guides/experts.md). 1: every
-    copy holds all experts."""
+    copy holds all experts. ``auto``: the planner decides when the run starts, with all else as given."""
+    imbalance: Annotated[float, Field(ge=1, le=1e6)] = 1.0
+    """For the planner: rows that the busiest of the copies which divide experts computes in a layer, over the mean. 1:
+    loads are even."""
 
     def shape(self, batch: int) -> Shape:
         """The shape of one data-parallel copy's schedule, for mini-batches of ``batch`` sequences.
@@ -209,6 +212,8 @@ class ParallelSpec(Spec):
     def _spelled_out(cls, data: object) -> object:
         if data == "auto":
             return {"auto": True}
+        if isinstance(data, Mapping) and data.get("experts") == "auto":
+            return {key: value for key, value in data.items() if key != "experts"} | {"auto": True}
         if isinstance(data, Mapping) and data.get("recompute") in PLANNED:
             return {**data, "auto": True}
         if isinstance(data, Mapping) and data.get("auto") is True and data.keys() >= DECIDED:

@@ -73,6 +73,7 @@ def details(p: Prediction) -> str:
         "sub-pipelined" if c.sub_pipelined else "",
         f"limit {c.memory_limit:g}" if c.memory_limit is not None else "",
         "copies inside hosts" if c.innermost == "replicas" else "",
+        f"experts over {c.experts}" if c.experts > 1 else "",
         _shards(c),
         f"{c.sync} sums" if c.sync != "lazy" else "",
         *(f"{key} {value}" for key, value in c.options.items() if key not in WORDED and value != NEUTRAL[key]),

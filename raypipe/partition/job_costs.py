@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from math import gcd
 from pathlib import Path
+from typing import Any
 
 from raypipe.capture.captured import Notify, to_stderr
 from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.experts import divided_experts
 from raypipe.cost.kinds import of_kinds
 from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.profile import Profile
@@ -16,13 +19,15 @@ from raypipe.job.cluster import ClusterSpec
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec, load_job
 from raypipe.partition.partition_job import JobPieces, divided, job_pieces
+from raypipe.plan.candidate import divisors
 from raypipe.plan.choose import choose
+from raypipe.plan.tensor_groups import Sharing
 from raypipe.schedule.garbage_collection import no_collection
 
 
 @no_collection()
-def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
-    """Return the computed profile of a job's model.
+def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1) -> Profile:
+    """Return the computed profile of a job's model; ``experts``: of copies of which so many divide its experts.
 
     Raises:
         SpecError: the device has no peak for the job's arithmetic.
@@ -36,6 +41,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
         found = job_pieces(divided(job, 1), alike=True)
         model, slicing = [tensor_rank.work for tensor_rank in found.tensor_ranks], found.slicing
         tied, trained_tied = tied_values(found), tied_values(found, trained=True)
+        model = [divided_experts(work, experts, job.parallel.imbalance) for work in model]
     momentum = train.momentum > 0
     profiles = [
         analytic_profile(
@@ -47,11 +53,30 @@ def job_profile(job: JobSpec, cluster: ClusterSpec) -> Profile:
             tied=tied,
             trained_tied=trained_tied,
             slicing=slicing,
-            compiled=train.compile == "inductor",
-        )
+            compiled=train.compile == "inductor" and experts == 1,  # with divided experts, runs are eager
+        ).model_copy(update={"experts": experts})
         for kind in cluster.kinds
     ]
     return of_kinds(profiles)
+
+
+def expert_counts(job: JobSpec, cluster: ClusterSpec) -> list[int]:
+    """Return the numbers of copies, from 2, that may divide the experts of a job's model.
+
+    Those that divide the experts of each layer, and the mini-batch; inside a host those that divide its devices, else
+    whole hosts; no more than there are devices. None of a model without experts, or whose job has what cannot be
+    combined with them.
+    """
+    if isinstance(job.model, GptSpec) or job.train.updates_whole or job.train.cuda_graphs != "none":
+        return []
+    found = job_pieces(divided(job, 1), alike=True).tensor_ranks
+    common = gcd(*(own.experts for rank in found if (own := rank.work.experts) is not None))
+    hosts = [kind.devices_per_host for kind in cluster.kinds]
+    return [
+        n
+        for n in divisors(common)
+        if 1 < n <= cluster.devices and not job.train.batch % n and not any(n % k and k % n for k in hosts)
+    ]
 
 
 @no_collection()
@@ -87,29 +112,31 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
     return of_kinds(profiles)
 
 
-def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr) -> dict[tuple[int, bool], Profile]:
-    """Return ``divided_profile`` for every group that the model can be divided over, by (size, ``sub_pipelined``).
+def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr) -> dict[Sharing, Profile]:
+    """Return the profiles of devices that share layers (``divided_profile``) or experts (``job_profile``), by what they
+    share.
 
-    Only of the size, and the kind, that the job asks for, where it does.
+    Only of what the job asks for, where it does. No plan shares both: tensor parallelism would divide products of few
+    rows further, and each of its sums is as large as all tokens that experts got (torchtitan#3167 dropped it).
 
     Raises:
-        SpecError: a size that the job asks for does not divide the model or the cluster's hosts.
+        SpecError: what the job asks for does not divide the model or the cluster's hosts.
     """
     given = job.parallel.given if job.parallel.auto else {}
     asked = given.get("tensor")
-    if asked == 1:
-        return {}
+    found = _of_experts(job, cluster, given)
+    if asked == 1 or given.get("experts", 1) > 1:
+        return found
     sizes = group_sizes(cluster)
     if asked is not None and asked not in sizes:
         fix = f"use 1 or {' or '.join(map(str, sizes))}" if sizes else "use 1"
         hosts = " or ".join(str(n) for n in sorted({kind.devices_per_host for kind in cluster.kinds}))
         why = f"groups of {asked} do not divide a host of {hosts} devices"
         raise SpecError("parallel.tensor", why, fix)
-    found = {}
     for size in sizes if asked is None else [asked]:
         for halves in (False, True) if "sub_pipelined" not in given else (bool(given["sub_pipelined"]),):
             try:
-                found[size, halves] = divided_profile(job, cluster, size, halves)
+                found[Sharing(size, halves)] = divided_profile(job, cluster, size, halves)
             except (SpecError, CaptureError) as error:
                 if asked is not None:
                     raise
@@ -117,6 +144,23 @@ def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stde
                     notify(f"no plan shares layers by {size}: {error.where}: {error.why}")
                 break
     return found
+
+
+def _of_experts(job: JobSpec, cluster: ClusterSpec, given: Mapping[str, Any]) -> dict[Sharing, Profile]:
+    """Return the profiles of copies that divide experts, by how many do; of the number that a job asks for alone."""
+    asked, tensor = given.get("experts"), given.get("tensor", 1)
+    if asked == 1 or (asked is None and tensor > 1):
+        return {}
+    if asked is None:
+        return {Sharing(experts=n): job_profile(job, cluster, n) for n in expert_counts(job, cluster)}
+    if tensor > 1:
+        why = f"plans of tensor: {tensor} and experts: {asked} are not costed: groups of tensor ranks would divide "
+        why += "products of few rows further, and sum up all tokens that experts got"
+        raise SpecError("parallel.experts", why, "use tensor: 1, experts: 1, or give the whole plan")
+    profile = job_profile(job, cluster, asked)
+    if not any(layer.exchanged_bytes for layer in profile.layers):
+        raise SpecError("parallel.experts", "the model has no layer of experts that can be divided", "use experts: 1")
+    return {Sharing(experts=asked): profile}
 
 
 def tied_values(found: JobPieces, trained: bool = False) -> int:

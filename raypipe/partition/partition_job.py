@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from raypipe.atomic_write import write_whole
 from raypipe.capture.captured import Notify, cache_folder, to_stderr
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.layer_work import LayerWork, Product, TaskWork
+from raypipe.cost.layer_work import ExpertsWork, LayerWork, Product, TaskWork
 from raypipe.cost.profile import Slicing, load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
@@ -60,8 +60,9 @@ def partition_job(
 
 
 def divided(job: JobSpec, size: int) -> JobSpec:
-    """Return the job with its layers shared by groups of ``size``."""
-    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size})})
+    """Return the job with its layers shared by groups of ``size``, and whole experts: what copies that divide these pay
+    follows from that (``cost.experts``)."""
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size, "experts": 1})})
 
 
 def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
@@ -121,7 +122,7 @@ def _of_alike(job: JobSpec) -> JobPieces | None:
 #
 # Only for models whose code and configuration can be told without running any of it: the built-in GPT needs no keeping,
 # and what a function builds is known only once it has run.
-KEPT_AS = 4
+KEPT_AS = 5
 """Version of what is kept; increased when it changes, so that older pieces are no longer found."""
 
 
@@ -210,4 +211,5 @@ def _work(item: dict[str, Any]) -> LayerWork:
     for key in ("forward", "input_grad", "weight_grad"):
         products = tuple(Product(*product) for product in item[key]["products"])
         tasks[key] = TaskWork(**{**item[key], "products": products})
-    return LayerWork(**{**item, **tasks})
+    experts = item["experts"] and ExpertsWork(*item["experts"])
+    return LayerWork(**{**item, **tasks, "experts": experts})

@@ -66,9 +66,11 @@ class Candidate(ParallelShape):
     def on(cls, grid: Grid, schedule: str, **more: Any) -> Candidate:
         """The schedule on these devices; ``more`` are further fields.
 
-        A group of devices waits for the global norm: that is all the runtime knows there (docs/guides/tensor.md).
+        Devices that share layers or experts wait for the global norm: that is all the runtime knows there
+        (docs/guides/tensor.md, docs/guides/experts.md).
         """
-        return super().on(grid, schedule, **{"update": "wait" if grid.tensor > 1 else "auto", **more})
+        shared = grid.tensor > 1 or grid.experts > 1
+        return super().on(grid, schedule, **{"update": "wait" if shared else "auto", **more})
 
     @property
     def form(self) -> Form:
@@ -118,6 +120,7 @@ class Candidate(ParallelShape):
         return (
             self.stages > 1,
             self.tensor > 1,
+            self.experts > 1,
             self.sub_pipelined,
             self.recompute != "none",
             self.devices,
@@ -144,6 +147,7 @@ PLAIN = (
     "it needs several devices",
     "it cuts the model",
     "devices share each layer",
+    "copies divide experts",
     "micro-batches run in halves",
     "more stages",
     "several copies of the weights",
@@ -165,6 +169,7 @@ def plainness(c: Candidate, form: Form) -> tuple[int, ...]:
         c.devices > 1,
         c.stages > 1,
         c.tensor,
+        c.experts,
         c.sub_pipelined,
         c.stages,
         form.replicas,
@@ -181,7 +186,7 @@ def plainness(c: Candidate, form: Form) -> tuple[int, ...]:
 
 def least_plainness(grid: Grid) -> tuple[int, ...]:
     """No candidate of the grid is simpler."""
-    several = (grid.devices > 1, grid.stages > 1, grid.tensor, grid.sub_pipelined, grid.stages)
+    several = (grid.devices > 1, grid.stages > 1, grid.tensor, grid.experts, grid.sub_pipelined, grid.stages)
     return (*several, *[0] * (len(PLAIN) - len(several) - 1), grid.devices)
 
 
@@ -213,6 +218,7 @@ def grids(
     largest: int,
     tensor: int = 1,
     sub_pipelined: bool = False,
+    experts: int = 1,
 ) -> Iterator[Grid]:
     """Every (D, W, B) with at most ``devices`` devices in all; one device and pure data parallelism among them.
 
@@ -224,17 +230,20 @@ def grids(
         smallest, largest: micro-batch sizes whose times are known.
         tensor: devices that share each layer; ``devices`` counts each of them.
         sub_pipelined: micro-batches run in halves, so they are even.
+        experts: copies that divide experts; all of them do, in groups of so many.
     """
     groups = devices // tensor
     for replicas in divisors(batch):
         if replicas > groups:
             break
+        if replicas % experts:
+            continue
         share = batch // replicas
         for microbatch in divisors(share):
             if smallest <= microbatch <= largest and not (sub_pipelined and microbatch % 2):
                 deepest = min(groups // replicas, most_stages, MOST * microbatch // share)
                 for stages in range(1, deepest + 1):
-                    yield Grid(stages, replicas, microbatch, share // microbatch, tensor, sub_pipelined)
+                    yield Grid(stages, replicas, microbatch, share // microbatch, tensor, sub_pipelined, experts)
 
 
 Asked = Mapping[str, Any]

@@ -19,7 +19,7 @@ from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, ways_t
 from raypipe.plan.predict.orders import Orders
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.shard_ways import check_statistics
-from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
+from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, of_experts
 from raypipe.schedule.shape import GRID, OPTIONS, Grid
 
 
@@ -29,7 +29,7 @@ class Choice:
 
     job: JobSpec
     profiles: Mapping[Sharing, Profile]
-    """By how many devices share each layer."""
+    """By what devices share."""
     judge: Judges
     grids: list[Grid]
     """Every division of the devices that the job allows."""
@@ -118,7 +118,8 @@ def choice_of(
     if named not in (None, "auto"):
         asked["schedule"] = named
     syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
-    profiles = {ALONE: profile, **(shared if not greedy or "tensor" in given else {})}
+    known = {ALONE: profile, **(shared if not greedy or "tensor" in given else {})}
+    profiles = of_experts({Sharing(*key): own for key, own in known.items()}, given.get("experts"))
     orders_made = Orders()
     judge = Judges(
         {
@@ -130,7 +131,7 @@ def choice_of(
                 recompute=ways_to_recompute(given.get("recompute"), greedy),
                 asked=asked,
                 slices=slice_counts(job, own) if sharing == ALONE and "slices" not in asked else (),
-                divides=sharing == ALONE
+                divides=sharing.tensor == 1
                 and not profile.batch_statistics
                 and not parallel.replan
                 and (not greedy or "shard" in given),
@@ -142,12 +143,12 @@ def choice_of(
     every = _grids(job, profiles, count)
     if not every:
         fix = "give fewer keys, or others"
-        if given.get("tensor", 1) not in {size for size, _ in profiles}:
+        if given.get("tensor", 1) not in {sharing.tensor for sharing in profiles}:
             fix = "costs of divided layers are computed, not measured: "
             fix += "--cluster, with a tensor that divides model and host"
         words = ", ".join(f"{key}: {value}" for key, value in given.items()) or "any shape"
         raise SpecError("parallel", f"no plan on {count} devices has {words} at train.batch = {train.batch}", fix)
-    return Choice(job, profiles, judge, every, count, asynchronous, greedy)
+    return Choice(job, {Sharing(*key): own for key, own in known.items()}, judge, every, count, asynchronous, greedy)
 
 
 def deepest(job: JobSpec, profile: Profile) -> int:
@@ -178,10 +179,9 @@ def _grids(job: JobSpec, profiles: Mapping[Sharing, Profile], count: int) -> lis
     given = _given(job)
     return [
         g
-        for (tensor, halves), own in profiles.items()
-        for g in grids(count, job.train.batch, deepest(job, own), 1, _largest(own), tensor, halves)
+        for sharing, own in of_experts(profiles, given.get("experts")).items()
+        for g in grids(count, job.train.batch, deepest(job, own), 1, _largest(own), *sharing)
         if all(given.get(key, getattr(g, key)) == getattr(g, key) for key in GRID if key != "microbatches")
-        and not g.replicas % given.get("experts", 1)
     ]
 
 

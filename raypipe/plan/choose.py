@@ -212,7 +212,7 @@ def label(c: Candidate) -> str:
 def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
-    stay = [*JOBS_OWN, BUDGET, "experts", *(["tensor_table"] if p.candidate.tensor > 1 else [])]
+    stay = [*JOBS_OWN, BUDGET, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
     own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
     recomputed = {"recompute": tuple(sorted(p.recomputed))} if p.recomputed else {}
     return {**p.candidate.parallel(**keep, **own, **recomputed).model_dump(), "auto": False}

@@ -63,10 +63,23 @@ def _neighbours(p: Prediction) -> str:
 def _divided(p: Prediction) -> str:
     """Return what the copies divide; a plan that divides nothing does not say so."""
     c = p.candidate
-    if c.shard == "none":
-        return ""
+    if c.experts > 1:
+        travels = f", whose tokens travel {_share(_exchange(p), p)} of the step" if _exchange(p) else ""
+        return f"; {c.experts} copies divide experts{travels}" + (f"; {_sharded(p)}" if c.shard != "none" else "")
+    return f"; {_sharded(p)}" if c.shard != "none" else ""
+
+
+def _exchange(p: Prediction) -> float:
+    """Seconds of a step in which the device that waits longest waits for tokens, recomputed forwards left out."""
+    c, travel = p.candidate, [2 * sum(both) for both in zip(p.costs.dispatch, p.costs.combine, strict=True)]
+    each = [sum(travel[s] for row in p.form.placement for s, d in enumerate(row) if d == at) for at in range(c.stages)]
+    return max(each) * c.microbatches / p.form.replicas
+
+
+def _sharded(p: Prediction) -> str:
+    c = p.candidate
     what = ("optimizer state", "gradients and optimizer state", "weights, gradients and optimizer state")[c.level - 1]
-    return f"; {c.shard}: {c.shard_group} copies divide {what}"
+    return f"{c.shard}: {c.shard_group} copies divide {what}"
 
 
 def _named(p: Prediction) -> str:
@@ -145,6 +158,9 @@ def _work(p: Prediction, best: Prediction) -> str:
     if c.tensor != b.tensor:
         ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
         return f"tensor parallelism over {c.tensor} takes {ratio:.2f} times the device time of {b.tensor}"
+    if c.experts != b.experts:
+        ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
+        return f"experts over {c.experts} take {ratio:.2f} times the device time of experts over {b.experts}"
     if c.microbatch != b.microbatch:
         ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
         split = ", with split backwards," if best.form.joint and not p.form.joint else ""

@@ -1,23 +1,49 @@
-"""Tensor parallelism as a dimension of the plan search: one predictor for every size of the tensor-parallel groups.
+"""Layers and experts that devices share, as dimensions of the plan search: one predictor for every way to share.
 
-A group counts as one device in a profile of its own (``cost/tensor.py``), so each group size has its own predictor.
-The grids of all sizes share one queue, ordered by their lower bounds.
+A group that shares layers counts as one device in a profile of its own (``cost/tensor.py``), and copies that divide
+experts hold fewer of them in theirs (``cost/experts.py``), so each way has its own predictor. The grids of all ways
+share one queue, ordered by their lower bounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from raypipe.cost.profile import Profile
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
 
-Sharing = tuple[int, bool]
-"""(devices of a group, whether a micro-batch runs in two halves that overlap compute with the other's all-reduces)."""
-ALONE: Sharing = (1, False)
-"""No tensor parallelism."""
+
+class Sharing(NamedTuple):
+    """What devices share."""
+
+    tensor: int = 1
+    """Devices of a group that shares each layer."""
+    sub_pipelined: bool = False
+    """A micro-batch runs in two halves that overlap compute with the other's all-reduces."""
+    experts: int = 1
+    """Copies that divide the experts of a layer."""
+
+
+ALONE = Sharing()
+"""Devices share nothing."""
+
+
+def of_experts(profiles: Mapping[Sharing, Profile], asked: int | None) -> dict[Sharing, Profile]:
+    """Return the profiles of plans that divide experts as a job asks, if it does.
+
+    Where there is none of so many copies (costs were measured with all experts on each device), plans have the costs of
+    undivided experts.
+    """
+    if asked is None:
+        return dict(profiles)
+    found = {sharing: own for sharing, own in profiles.items() if sharing.experts == asked}
+    whole = {sharing: own for sharing, own in profiles.items() if sharing.experts == 1 and not sharing.sub_pipelined}
+    return found or {sharing._replace(experts=asked): own for sharing, own in whole.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +53,8 @@ class Judges:
     by: Mapping[Sharing, Predictor]
 
     def of(self, what: Grid) -> Predictor:
-        """The predictor whose devices are groups of that size."""
-        return self.by[what.tensor, what.sub_pipelined]
+        """The predictor whose devices share as much."""
+        return self.by[Sharing(what.tensor, what.sub_pipelined, what.experts)]
 
     def on(self, grid: Grid) -> Iterator[Candidate]:
         """See ``Judge``."""

@@ -127,6 +127,8 @@ class Grid:
     """Devices that share each layer, T."""
     sub_pipelined: bool = False
     """Each micro-batch in two halves, of which one computes while the other's sums are under way."""
+    experts: int = 1
+    """Data-parallel copies that divide the experts of each layer, E."""
 
     @property
     def groups(self) -> int:

@@ -8,7 +8,6 @@ import pytest
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.collectives import (
     MODELS,
-    Layout,
     Timed,
     TimedCollective,
     along,
@@ -19,7 +18,7 @@ from raypipe.cost.collectives import (
     from_measured,
     terms,
 )
-from raypipe.cost.hosts import Hosts
+from raypipe.cost.hosts import Hosts, Layout
 from raypipe.cost.profile import CollectiveFit, CollectivePath, LinkFit
 from raypipe.errors import SpecError
 from raypipe.job.cluster import cluster_from

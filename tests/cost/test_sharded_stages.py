@@ -2,8 +2,8 @@
 
 import pytest
 
-from raypipe.cost.collectives import Layout, collective_seconds
-from raypipe.cost.hosts import Hosts
+from raypipe.cost.collectives import collective_seconds
+from raypipe.cost.hosts import Hosts, Layout
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.stages import stage_costs, with_reduce_dtype
 from raypipe.schedule.ir import Sharding

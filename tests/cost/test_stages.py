@@ -7,13 +7,12 @@ from typing import get_args
 
 import pytest
 
-from raypipe.cost.collectives import Layout
-from raypipe.cost.hosts import Hosts
+from raypipe.cost.hosts import Hosts, Layout, Placed
 from raypipe.cost.memory import device_memory
 from raypipe.cost.profile import LayerProfile, TaskTimes
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.sizes import stage_times, times_at, times_of_stages
-from raypipe.cost.stages import Placed, costs_of, parameters, stage_costs, with_cast_messages
+from raypipe.cost.stages import costs_of, parameters, stage_costs, with_cast_messages
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule import Shape, generate

@@ -224,8 +224,8 @@ class _Moments:
         shown = 0.0 if setting.beside_shards else 1.0
         self.live = LiveShards(
             setting.schedule,
-            [shown * stage.weights for stage in self.stages],
-            [shown * stage.gradients for stage in self.stages],
+            [shown * stage.dense * stage.weights for stage in self.stages],
+            [shown * stage.dense * stage.gradients for stage in self.stages],
         )
         self._most = 0.0
         self._terms: tuple[float, ...] = (0.0,) * 10

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from raypipe.cost.memory.parameter import ParameterBytes
 from raypipe.cost.profile import LayerProfile, Profile
-from raypipe.cost.stages import parameters, trained_parameters
+from raypipe.cost.stages import expert_parameters, parameters, trained_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,8 @@ class StageMemory:
 
     weights: float
     """Those that are trained."""
+    experts: float
+    """The part of ``weights`` that belongs to experts which copies divide: it is not divided again."""
     frozen: float
     """Weights that are not trained. Every holder has all of them, and one copy whatever the versions of the others."""
     gradients: float
@@ -55,13 +57,19 @@ class StageMemory:
         Source: Rajbhandari et al. 2020 (ZeRO), section 5.
         """
         optimizer, gradients, weights = (group if level >= least else 1 for least in (1, 2, 3))
+        whole, dense = 1 - self.dense, self.dense
         return replace(
             self,
-            optimizer=self.optimizer / optimizer,
-            update=self.update / optimizer,
-            gradients=self.gradients / gradients,
-            weights=self.weights / weights,
+            optimizer=whole * self.optimizer + dense * self.optimizer / optimizer,
+            update=whole * self.update + dense * self.update / optimizer,
+            gradients=whole * self.gradients + dense * self.gradients / gradients,
+            weights=whole * self.weights + dense * self.weights / weights,
         )
+
+    @property
+    def dense(self) -> float:
+        """Return the share of the trained parameters that holders may divide: all but experts divided already."""
+        return 1 - self.experts / self.weights if self.experts else 1.0
 
     @property
     def undo(self) -> float:
@@ -108,6 +116,7 @@ def stage_memory(
     within = float(tied * each.gradient) if len(ends) == 2 else 0.0
     return StageMemory(
         weights=float(values * each.weight),
+        experts=float(expert_parameters(profile, layers) * each.weight),
         frozen=float((parameters(profile, layers) - values) * each.weight),
         gradients=float(values * each.gradient),
         optimizer=float(values * (each.optimizer + each.master)),

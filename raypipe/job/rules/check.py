@@ -251,7 +251,7 @@ def _experts(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
         yield key, why, "use experts: 1, or another optimizer"
 
 
-WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", "tensor_table", "experts"}
+WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", "tensor_table", "experts", "imbalance"}
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 

@@ -178,6 +178,12 @@ RULES = (
         f"{OUT}, or raise tensor",
     ),
     Rule(
+        ("parallel.imbalance",),
+        lambda job: job.parallel.auto,
+        "is read by the planner alone",
+        f"{OUT}, or use auto: true",
+    ),
+    Rule(
         ("parallel.sub_pipelined",),
         _may_be_divided,
         "there is no all-reduce to overlap with tensor: 1",

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import get_args
 
 from raypipe.cost.collectives import collective_seconds
+from raypipe.cost.hosts import Placed
 from raypipe.cost.kinds import kinds_of_positions, room_bytes
 from raypipe.cost.memory import ParameterBytes, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import Placed, crowding, reduced_width
+from raypipe.cost.stages import crowding, reduced_width
 from raypipe.job.parallel_spec import Innermost
 from raypipe.plan.certificate.assigned import Assigned, assigned_bound
 from raypipe.plan.certificate.closed import closed_bound, spread_bound

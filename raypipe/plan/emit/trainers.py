@@ -68,7 +68,7 @@ class Costs:
     """
 
     def __init__(self, job: JobSpec, profile: Profile, shared: Mapping[Sharing, Profile]) -> None:
-        self.job, self.by = job, {ALONE: profile, **shared}
+        self.job, self.by = job, {ALONE: profile, **{Sharing(*key): own for key, own in shared.items()}}
         self.layers, self.devices = len(profile.layers), profile.devices
         self.per_block = layers_per_block(job, self.layers)
 
@@ -81,10 +81,14 @@ class Costs:
         return PlanPredictor(self.job, self._of(plan.parallel)).predict(plan)
 
     def _of(self, p: ParallelSpec) -> Profile:
-        if (p.tensor, p.sub_pipelined) not in self.by:
+        sharing = Sharing(p.tensor, p.sub_pipelined, p.experts)
+        if p.experts > 1 and sharing not in self.by:
+            why = f"the costs of experts that {p.experts} copies divide are not known"
+            raise SpecError("parallel.experts", why, f"known: {', '.join(str(own.experts) for own in self.by)}")
+        if sharing not in self.by:
             why = f"groups of {p.tensor} devices do not divide the model, or the cluster's hosts"
-            raise SpecError("parallel.tensor", why, f"known: {', '.join(str(t) for t, _ in self.by)}")
-        return self.by[p.tensor, p.sub_pipelined]
+            raise SpecError("parallel.tensor", why, f"known: {', '.join(str(own.tensor) for own in self.by)}")
+        return self.by[sharing]
 
     def choices(self, layout: TrainerLayout) -> Choices:
         """Return the cuts between blocks, and the sizes of micro-batches, for a layout's groups of devices."""

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.cost.hosts import Placed
 from raypipe.cost.kinds import room_bytes
 from raypipe.cost.memory import parameter_bytes, stage_memory
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import Placed, message_seconds, split_seconds, trained_parameters
+from raypipe.cost.stages import message_seconds, split_seconds, trained_parameters
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate
 

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from raypipe.cost.kinds import room_bytes
-from raypipe.cost.memory import parameter_bytes, shares_input
-from raypipe.cost.stages import crowding, parameters, trained_parameters
+from raypipe.cost.memory import ParameterBytes, parameter_bytes, shares_input
+from raypipe.cost.stages import crowding, expert_parameters, parameters, trained_parameters
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.closed import MemoryTime
 from raypipe.plan.predict.at_scale import Figures
@@ -101,18 +101,19 @@ class Bounds(CandidateCosts):
         """Weights, gradients and optimizer state: some device of a pipeline holds at least so much, of which copies
         divide among ``group`` what the ZeRO level says."""
         shares = (group if level >= least else 1 for least in (3, 2, 1, 1))
-        trained, frozen, process = self._held
-        return (sum(part / share for part, share in zip(trained, shares, strict=True)) + frozen) / stages + process
+        each, experts, dense, frozen, process = self._held
+        held = sum(part * (experts + dense / share) for part, share in zip(each, shares, strict=True))
+        return (held + frozen) / stages + process
 
     @cached_property
-    def _held(self) -> tuple[tuple[float, ...], float, float]:
-        """Bytes of the whole model: weights, gradients, optimizer state and master weights of what is trained; frozen
-        weights; what a device's process takes."""
+    def _held(self) -> tuple[ParameterBytes, int, int, float, float]:
+        """Of the whole model: bytes of a parameter; trained values of experts that copies divide, which they do not
+        divide again, and of all else; bytes of frozen weights; what a device's process takes."""
         p, layers = self.profile, range(len(self.profile.layers))
         each = parameter_bytes(p.dtype, self.train.optimizer, self.train.momentum)
-        trained = trained_parameters(p, layers)
-        frozen = (parameters(p, layers) - trained) * each.weight
-        return tuple(float(part * trained) for part in each), float(frozen), min(k.process_bytes for k in p.kinds)
+        trained, experts = trained_parameters(p, layers), expert_parameters(p, layers)
+        frozen = float((parameters(p, layers) - trained) * each.weight)
+        return each, experts, trained - experts, frozen, min(k.process_bytes for k in p.kinds)
 
     def least(self, c: Candidate) -> float:
         """See ``Judge``."""

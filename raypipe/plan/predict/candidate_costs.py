@@ -7,7 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from raypipe.cost.collectives import Layout, collective_seconds
+from raypipe.cost.collectives import collective_seconds
+from raypipe.cost.hosts import Layout
 from raypipe.cost.kinds import least_times
 from raypipe.cost.profile import Profile
 from raypipe.cost.sharded_stages import with_sharding

@@ -10,11 +10,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.cost.hosts import Placed
 from raypipe.cost.kinds import capacities
 from raypipe.cost.memory import DeviceMemory, kept_bytes, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
-from raypipe.cost.stages import Placed
 from raypipe.errors import ScheduleError
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate

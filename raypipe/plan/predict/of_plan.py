@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from raypipe.cost.collectives import Layout, collective_seconds
+from raypipe.cost.collectives import collective_seconds
+from raypipe.cost.hosts import Layout
 from raypipe.cost.kinds import capacities
 from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile

@@ -126,14 +126,17 @@ class StageArrays:
         arriving = np.concatenate([[0.0], output[:-1]])
         fixed = 0.0 if split else np.add.reduceat(self._size("kept_fixed_bytes"), starts)
         kept = np.add.reduceat(self._size("kept_bytes"), starts) + self._size("unread_input_bytes")[starts]
+        # Of experts that copies divide, each has its share already.
+        experts = np.add.reduceat(self._size("expert_parameters"), starts) * (p.experts > 1)
+        dense = values - experts
         optimizer, gradients, weights = (group if level >= least else 1 for least in (1, 2, 3))
         return {
-            "weights": values * each.weight / weights,
-            "gathered": values * each.weight * (level == 3),
+            "weights": (experts + dense / weights) * each.weight,
+            "gathered": dense * each.weight * (level == 3),
             "frozen": (held - values) * each.weight,
-            "gradients": values * each.gradient / gradients,
-            "summing": values * each.gradient * (level >= 2),
-            "optimizer": values * (each.optimizer + each.master) / optimizer,
+            "gradients": (experts + dense / gradients) * each.gradient,
+            "summing": dense * each.gradient * (level >= 2),
+            "optimizer": (experts + dense / optimizer) * (each.optimizer + each.master),
             # 16-bit copies of weights that are gathered go with these.
             "casts": np.add.reduceat(self._size("cast_bytes"), starts),
             "reduced": reduced * each.gradient,

@@ -6,9 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from raypipe.cost.collectives import Layout
-from raypipe.cost.hosts import Hosts
-from raypipe.cost.stages import Placed
+from raypipe.cost.hosts import Hosts, Layout, Placed
 from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule.costs import CostTable, each_latency
 from raypipe.schedule.ir import Schedule

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from raypipe.cost.hosts import Placed
 from raypipe.cost.kinds import of_kinds
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import Placed, costs_of
+from raypipe.cost.stages import costs_of
 from raypipe.plan.choose import choose
 from raypipe.plan.online.measured_steps import as_run
 from raypipe.plan.plan import Plan, build_schedule

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.collectives import Layout, collective_seconds
+from raypipe.cost.collectives import collective_seconds
+from raypipe.cost.hosts import Layout
 from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import Cut, parameters

@@ -29,6 +29,12 @@ class Model:
     vocabulary: tuple[tuple[str, Any], ...] = ()
     lora: tuple[str, ...] = ()
     """Layers with an adapter."""
+    mixture: tuple[tuple[str, Any], ...] = ()
+    """Further configuration of a mixture of experts, and its family as ``hf``."""
+    dense: int = 0
+    """First blocks of a mixture without experts."""
+    window: int = 0
+    """Positions that attention of every other block reaches; 0: all."""
 
 
 MODELS = {
@@ -54,6 +60,33 @@ MODELS["llama3-70b"] = MODELS["llama3.1-70b"]
 MODELS["llama3-70b-lora"] = replace(MODELS["llama3-70b"], lora=("all-linear",))
 # NeMo's default: ``lora_tuning.target_modules: [attention_qkv]`` of dimension 32.
 MODELS["llama2-70b-lora"] = replace(MODELS["llama2-70b"], lora=("q_proj", "k_proj", "v_proj"))
+MODELS["qwen3-30b-a3b"] = Model(
+    layers=48, hidden=2048, heads=32, key_values=4, inner=6144,
+    vocabulary=(("vocab_size", 151936), ("max_position_embeddings", 40960)),
+    mixture=(
+        ("hf", "qwen3_moe"), ("moe_intermediate_size", 768), ("num_experts", 128), ("num_experts_per_tok", 8),
+        ("head_dim", 128),
+    ),
+)  # fmt: skip
+MODELS["deepseek-v3"] = Model(
+    layers=61, hidden=7168, heads=128, key_values=128, inner=18432, dense=3,
+    vocabulary=(("vocab_size", 129280), ("max_position_embeddings", 4096)),
+    mixture=(
+        ("hf", "deepseek_v3"), ("moe_intermediate_size", 2048), ("n_routed_experts", 256), ("n_shared_experts", 1),
+        ("num_experts_per_tok", 8), ("q_lora_rank", 1536), ("kv_lora_rank", 512),
+    ),
+)  # fmt: skip
+# Attention of GPT-OSS as trainers run it, fused: in transformers it is a chain of operations. So it stands here as a
+# Mixtral of its shapes; its experts' clamps and biases are left out.
+MODELS["gpt-oss-20b"] = Model(
+    layers=24, hidden=2880, heads=64, key_values=8, inner=2880, window=128,
+    vocabulary=(("vocab_size", 201088), ("max_position_embeddings", 131072)),
+    mixture=(("hf", "mixtral"), ("num_local_experts", 32), ("num_experts_per_tok", 4), ("head_dim", 64)),
+)  # fmt: skip
+MODELS["gpt-oss-120b"] = replace(
+    MODELS["gpt-oss-20b"], layers=36,
+    mixture=(("hf", "mixtral"), ("num_local_experts", 128), ("num_experts_per_tok", 4), ("head_dim", 64)),
+)  # fmt: skip
 GPT_VOCABULARY = 51200
 """Of 50257 tokens, padded so that tensor parallelism divides them."""
 
@@ -71,17 +104,33 @@ def works(name: str, sequence: int) -> tuple[LayerWork, ...]:
     config = {
         "hidden_size": model.hidden, "num_hidden_layers": 2, "num_attention_heads": model.heads,
         "num_key_value_heads": model.key_values, "intermediate_size": model.inner, **dict(model.vocabulary),
+        **dict(model.mixture),
     }  # fmt: skip
+    family = config.pop("hf", "llama")
+    if model.dense:
+        config["first_k_dense_replace"] = 1
     named = "all-linear" if model.lora == ("all-linear",) else list(model.lora)
     lora = {"r": 32, "lora_alpha": 32.0, "target_modules": named} if model.lora else None
     job = job_from({
-        "name": name, "model": {"hf": "llama", "config": config, "sequence": sequence, "lora": lora},
+        "name": name, "model": {"hf": family, "config": config, "sequence": sequence, "lora": lora},
         "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 1, "dtype": "bfloat16-true"},
     })  # fmt: skip
     pieces = [rank.work for rank in job_pieces(job).tensor_ranks]
     embedding, *inner, head = pieces
-    block = joined(inner[len(inner) // 2 :])
-    return (embedding, *(replace(block, name=f"block.{i}") for i in range(model.layers)), head)
+    first, block = joined(inner[: len(inner) // 2]), joined(inner[len(inner) // 2 :])
+    near = windowed(block, model.window / sequence)
+    kinds = [first if i < model.dense else near if model.window and i % 2 == 0 else block for i in range(model.layers)]
+    return (embedding, *(replace(one, name=f"block.{i}") for i, one in enumerate(kinds)), head)
+
+
+def windowed(work: LayerWork, share: float) -> LayerWork:
+    """Return a block whose queries reach so small a share of all keys; causal ones reach half on average."""
+
+    def task(one: TaskWork) -> TaskWork:
+        left = one.attention * (1 - 2 * share)
+        return replace(one, flops=one.flops - left, attention=one.attention - left)
+
+    return replace(work, forward=task(work.forward), input_grad=task(work.input_grad))
 
 
 def added(a: TaskWork, b: TaskWork) -> TaskWork:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from raypipe.cost.analytic import analytic_profile, update_bytes
+from raypipe.cost.experts import divided_experts, reached
 from raypipe.cost.layer_work import LayerWork, TaskWork
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import with_reduce_dtype
@@ -31,7 +32,7 @@ from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.watch import Watch
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
-from tests.bench.published.models import MODELS, added, works
+from tests.bench.published.models import MODELS, added, joined, works
 
 MIXTURES = ("gpt-oss", "mixtral", "deepseek", "qwen3-30b", "qwen3-235b", "kimi", "glm-4.5")
 """How names of models with experts begin."""
@@ -81,8 +82,6 @@ class Row:
     @property
     def refused(self) -> str:
         """Why raypipe cannot express the layout; empty if it can."""
-        if self.experts:
-            return "a model with experts: not expressible yet"
         if self.model not in MODELS:
             return "a model that this bench does not describe"
         return "context parallelism: not expressible yet" if self.context > 1 else ""
@@ -112,6 +111,8 @@ class Layout:
     compiled: bool = True
     compiled_head: bool = True
     """torchtitan compiles blocks alone (``apply_compile``, December 2024), raypipe and Megatron fuse the loss too."""
+    te: bool = False
+    """TransformerEngine's kernels in another trainer: attention by cuDNN."""
     megatron: bool = False
     """Megatron's kernels: attention by cuDNN."""
     overlapped: bool = False
@@ -128,6 +129,12 @@ class Layout:
     between_gb_s: float | None = None
     """Bandwidth of a card between hosts, if another than the cluster file's."""
     innermost: Innermost = "stages"
+    experts: int = 1
+    """Ranks that divide experts; with tensor parallelism, each of a group counts, as no expert is shared."""
+    consecutive: bool = False
+    """AutoModel's ``FakeBalancedGate``: each token takes the k experts after those of the token before."""
+    predicts_more: bool = False
+    """A block and a second head predict one token more (DeepSeek-V3's multi-token prediction), as in Megatron."""
     balanced: bool = False
     """Stages as raypipe cuts them, by time; else blocks are dealt out evenly, as the rows' trainers do."""
 
@@ -144,7 +151,7 @@ def layout(row: Row) -> Layout:
     whole = row.pipeline == 1 and row.sharded is not None
     # torchtitan's default: as many micro-batches as pipeline ranks.
     microbatch = row.microbatch or row.batch // (row.replicas * row.pipeline)
-    return Layout(
+    found = Layout(
         model=row.model,
         sequence=row.sequence,
         batch=row.batch,
@@ -173,6 +180,21 @@ def layout(row: Row) -> Layout:
         schedule="1f1b",
         rounds=row.batch // (row.replicas * row.local_batch) if row.local_batch else 1,
         torch_pipeline=row.pipeline > 1 and not megatron,
+    )
+    if not row.experts:
+        return found
+    # AutoModel's and Megatron Bridge's recipes for mixtures have TransformerEngine's norms, rotary embedding and
+    # attention, and copies of a stage are neighbours. AutoModel's for GPT-OSS has no activation_checkpointing
+    # (examples/llm_benchmark/gpt_oss/gptoss_20b_te_deepep.yaml).
+    return replace(
+        found,
+        compiled=True,
+        te=True,
+        experts=row.expert,
+        consecutive=not megatron,
+        innermost="replicas",
+        predicts_more=megatron and row.model == "deepseek-v3",
+        recompute="none" if row.model.startswith("gpt-oss") else found.recompute,
     )
 
 
@@ -243,7 +265,7 @@ def gathered(work: LayerWork) -> LayerWork:
 def cluster_of(layout: Layout) -> ClusterSpec:
     """Return the cluster that a layout runs on."""
     found = load_cluster(f"cluster/devices/{layout.cluster}.yaml").resized(layout.devices)
-    changes: dict[str, object] = {"software": "megatron" if layout.megatron else "raypipe"}
+    changes: dict[str, object] = {"software": "megatron" if layout.megatron or layout.te else "raypipe"}
     if layout.between_gb_s is not None:
         changes["between"] = found.between.model_copy(update={"bandwidth_gb_s": layout.between_gb_s})
     return found.model_copy(update=changes)
@@ -262,6 +284,15 @@ def divided(work: LayerWork, size: int, copied: bool) -> TensorRankWork:
         name="", parameters=0, forward=none, input_grad=none, weight_grad=none, kept_bytes=0.0, output_bytes=0.0
     )
     stream = work.output_bytes
+    if work.experts is not None:  # a rank sends its own tokens to experts, which it shares with nobody
+        tasks = {
+            name: replace(task, products=tuple(p._replace(divided=p.grows) if p.groups else p for p in task.products))
+            for name in ("forward", "input_grad", "weight_grad")
+            for task in [getattr(work, name)]
+        }
+        own = work.experts
+        own = own._replace(rows=own.rows // size, parameters=own.parameters // size)
+        work = replace(work, **tasks, experts=own)
     shared = share(work, nothing, size)
     whole = 2 * stream * (1 - 1 / size) if work.forward.attention else 0.0
     shared = replace(
@@ -277,9 +308,26 @@ def divided(work: LayerWork, size: int, copied: bool) -> TensorRankWork:
     return TensorRankWork(shared, sums, sums if work.forward.attention else ())
 
 
+def sent(layout: Layout, work: LayerWork) -> float | None:
+    """Return how often a token is sent by DeepEP: once to each host with experts of it, from where NVLink takes it on
+    (deepseek-ai/DeepEP, README.md); inside one host, once to each rank."""
+    own = work.experts
+    if own is None or layout.experts == 1:
+        return None
+    hosts = layout.experts // 8
+    parts = hosts if hosts > 1 else layout.experts
+    if layout.consecutive:
+        return float(max(1, own.per_token * parts // own.experts))
+    if hosts > 4 and layout.model == "deepseek-v3":  # topk_group: half of its eight groups, so four hosts at most
+        return reached(own.experts // 2, own.per_token, 4)
+    return reached(own.experts, own.per_token, parts)
+
+
 def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) -> Profile:
     """Return the profile of a layout's model, a layer for each block; ``sizes``: of micro-batches, if others."""
     layers = list(works(layout.model, layout.sequence))
+    if layout.predicts_more:
+        layers = [*layers[:-1], replace(layers[-2], name="block.more"), joined([layers[-1], layers[-1]])]
     layers = [
         checkpointed(
             work, layers[i - 1].output_bytes if i else 0.0, layout.recompute if 0 < i < len(layers) - 1 else "none"
@@ -293,12 +341,20 @@ def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) 
 
     def made(compiled: bool) -> Profile:
         measured = sizes or [layout.microbatch]
+        group = layout.experts // layout.tensor
         if layout.tensor == 1:
-            return analytic_profile(layers, cluster, layout.dtype, measured, compiled=compiled)
+            own = [divided_experts(work, group, copies=sent(layout, work)) for work in layers]
+            return analytic_profile(own, cluster, layout.dtype, measured, compiled=compiled).model_copy(
+                update={"experts": group}
+            )
         ranks = [divided(work, layout.tensor, not layout.megatron) for work in layers]
+        if layout.experts > 1:
+            ranks = [
+                rank._replace(work=divided_experts(rank.work, group, copies=sent(layout, rank.work))) for rank in ranks
+            ]
         return tensor_profile(
             ranks, cluster, layout.dtype, layout.tensor, measured, compiled=compiled, overlapped=layout.overlapped
-        )
+        ).model_copy(update={"experts": max(1, group)})
 
     found = made(layout.compiled)
     if layout.compiled and not layout.compiled_head:
@@ -340,6 +396,7 @@ def predict(layout: Layout) -> Prediction:
         layout.microbatch,
         layout.batch // (layout.replicas * layout.microbatch * layout.rounds),
         layout.tensor,
+        experts=max(1, layout.experts // layout.tensor),
     )
     chunks, schedule = layout.chunks, layout.schedule
     if layout.pipeline == 1 and layout.shard == "zero3":  # one stage for each layer, as FSDP wraps them

@@ -11,8 +11,7 @@ from itertools import groupby
 
 import pytest
 
-from raypipe.cost.hosts import Hosts, Numbering, devices_on_hosts
-from raypipe.cost.stages import Placed
+from raypipe.cost.hosts import Hosts, Numbering, Placed, devices_on_hosts
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.plan import MadeFor, Plan
 from raypipe.runtime.hosts.rank_order import Bundle, by_number, host_by_host

@@ -1,0 +1,86 @@
+"""How many copies divide experts is chosen with all else: held against a choice for each number alone."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from raypipe.cost.profile import Profile
+from raypipe.errors import SpecError
+from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.plan.choose import choose
+from raypipe.plan.decision_json import as_json
+from raypipe.plan.tensor_groups import ALONE, Sharing
+from tests.plan.conftest import make_job, make_profile
+
+NUMBERS = (2, 4)
+
+
+def mixtures(memory_gib: float, sent_bytes: float) -> dict[Sharing, Profile]:
+    """A model of which three quarters are experts, by the copies that divide these; their kernels are a tenth faster
+    where twice as many tokens come together."""
+    whole = make_profile(layers=4, devices=4, memory_bytes=memory_gib * 2**30)
+    found = {ALONE: whole}
+    for n in NUMBERS:
+        layers = tuple(
+            layer.model_copy(
+                update={
+                    "parameters": layer.parameters // 4 + 3 * layer.parameters // 4 // n,
+                    "expert_parameters": 3 * layer.parameters // 4 // n,
+                    "exchanged_bytes": sent_bytes,
+                    "times": {size: t.scaled(0.9 ** (n // 2)) for size, t in layer.times.items()},
+                }
+            )
+            for layer in whole.layers
+        )
+        found[Sharing(experts=n)] = whole.model_copy(update={"layers": layers, "experts": n})
+    return found
+
+
+@pytest.mark.parametrize(("memory_gib", "sent_bytes"), [(8, 0), (8, 1e6), (8, 1e8), (0.4, 1e6), (0.35, 1e6)])
+def test_the_best_of_all_numbers_of_copies(memory_gib: float, sent_bytes: float) -> None:
+    profiles = mixtures(memory_gib, sent_bytes)
+    whole, shared = profiles[ALONE], {key: own for key, own in profiles.items() if key != ALONE}
+    alone = {}
+    for n in (1, *NUMBERS):
+        job = make_job(layers=4, parallel={"auto": True, "experts": n})
+        with suppress(SpecError):  # too large
+            alone[n] = choose(job, whole, search_s=0, shared=shared).best
+    found = choose(make_job(layers=4, parallel="auto"), whole, search_s=0, shared=shared)
+    assert found.best.step_s <= min(p.step_s for p in alone.values()) * 1.005 + 1e-12  # NEAR: a simpler one
+    assert all(p.candidate.experts == n and not p.candidate.replicas % n for n, p in alone.items())
+    assert all(p.candidate.update == "wait" for n, p in alone.items() if n > 1)
+
+
+def test_tokens_that_cost_nothing_are_sent_and_dear_ones_are_not() -> None:
+    def chosen(sent_bytes: float) -> Any:
+        profiles = mixtures(8, sent_bytes)
+        return choose(make_job(layers=4), profiles.pop(ALONE), search_s=0, shared=profiles)
+
+    cheap, dear = chosen(0), chosen(1e9)
+    assert cheap.best.candidate.experts == 4
+    assert "4 copies divide experts" in cheap.rows[0].why
+    assert cheap.plan.parallel.experts == 4
+    assert json.loads(json.dumps(as_json(cheap)))["candidates"][0]["experts"] == 4
+    assert dear.best.candidate.experts == 1
+
+
+def test_a_number_without_costs_of_its_own_has_those_of_whole_experts() -> None:
+    found = choose(make_job(layers=4, parallel={"auto": True, "experts": 2}), make_profile(layers=4), search_s=0)
+    assert found.best.candidate.experts == 2
+    assert found.best.candidate.replicas % 2 == 0
+
+
+def test_auto_is_left_to_the_planner() -> None:
+    spec = ParallelSpec.model_validate({"experts": "auto", "stages": 2, "schedule": "1f1b", "microbatch": 1})
+    assert spec.auto
+    assert "experts" not in spec.given
+
+
+def test_imbalance_is_no_key_of_a_whole_plan() -> None:
+    with pytest.raises(SpecError, match=r"parallel\.imbalance: is read by the planner alone"):
+        make_job(parallel={"stages": 2, "schedule": "1f1b", "microbatch": 1, "imbalance": 1.5})
+    assert make_job(parallel={"auto": True, "imbalance": 1.5}).parallel.imbalance == 1.5
