@@ -181,6 +181,12 @@ def _meet(rank: int, topology: Topology, address: str, port: int) -> Any:
         raise absent(error) from error
 
 
+def _has_reserved_gpu() -> bool:
+    import ray  # an emulated device does without
+
+    return bool(ray.get_runtime_context().get_assigned_resources().get("GPU"))
+
+
 def locate(rank: int, title: str, device: torch.device, node: Node | None = None) -> Location:
     """Return where the calling process runs, and listen there so that its port is not taken before the rendezvous.
 
@@ -191,9 +197,14 @@ def locate(rank: int, title: str, device: torch.device, node: Node | None = None
         node: where it is; None for an actor, which asks Ray.
 
     Raises:
-        ClusterError: the device is one of AMD's.
+        ClusterError: the device is one of AMD's, or the actor has reserved a GPU and does not see it.
     """
-    node = node or own_node()
+    if node is None:
+        node = own_node()
+        if device.type == "cpu" and _has_reserved_gpu():
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            why = f"has reserved a GPU and sees none: torch {torch.__version__}, CUDA_VISIBLE_DEVICES={seen}"
+            raise ClusterError(title, why, "install a CUDA build of torch there, or start Ray with --num-gpus 0")
     name, model = "cpu", ""
     if device.type == "cuda":
         if torch.version.hip:
