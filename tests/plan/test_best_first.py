@@ -13,7 +13,7 @@ from raypipe.plan.candidate import Candidate, grids
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
-from raypipe.plan.tensor_groups import ALONE, Judges
+from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.shape import Grid
 from tests.exhaustive import exhaustive
@@ -46,7 +46,7 @@ def setting(
     profile = make_profile(layers, devices, seed, **more)
     profiles = {ALONE: profile}
     if tensor > 1:
-        profiles |= {(tensor, halves): make_shared(profile, tensor, halves) for halves in (False, True)}
+        profiles |= {Sharing(tensor, halves): make_shared(profile, tensor, halves) for halves in (False, True)}
     every = [g for sharing in profiles for g in grids(devices, batch, layers, 1, 16, *sharing)]
     return Judges({k: Predictor(own, train, layers, divides=divides) for k, own in profiles.items()}), every
 
