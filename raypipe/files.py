@@ -73,12 +73,12 @@ def parse_json(text: bytes | str) -> Any:
     """
     decoded = text if isinstance(text, str) else text.decode("utf-8")  # json would guess UTF-16 too
     try:
-        found = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_number)
+        result = json.loads(decoded, object_pairs_hook=_unique, parse_constant=_no_number)
         if _SURROGATE.search(decoded):  # half a pair is no character: writing or printing it would fail
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(result, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    return found
+    return result
 
 
 def read_json(path: Path, most: int = MOST_BYTES) -> Any:
@@ -92,12 +92,12 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for at, key in enumerate(keys) if key in keys[:at])
         raise ValueError(f'the key "{short(twice)}" is given twice')
-    return found
+    return result
 
 
 def _no_number(name: str) -> NoReturn:

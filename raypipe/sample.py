@@ -160,8 +160,8 @@ def _of_layers(directory: Path, step: int | None, field: str) -> Logits:
 
 def _of_module(module: nn.Module) -> Logits:
     def logits(tokens: list[int]) -> Tensor:
-        found: Tensor = module(input_ids=torch.tensor([tokens])).logits[0, -1]
-        return found
+        result: Tensor = module(input_ids=torch.tensor([tokens])).logits[0, -1]
+        return result
 
     return logits
 

@@ -39,12 +39,12 @@ def last_checkpoint(directory: Path, job: JobSpec, step: int | None = None) -> C
     """
     if step is not None:
         return open_checkpoint(at_step(directory / "checkpoints", step), verify=False)
-    found, notices = outcome(directory / "checkpoints", job.train.load_best_at_end)
-    if found is None:
+    result, notices = outcome(directory / "checkpoints", job.train.load_best_at_end)
+    if result is None:
         raise SpecError(str(directory), "; ".join(notices) or "has no checkpoint yet", "train it first")
     for notice in notices:
         print(f"note: {notice}", file=sys.stderr)
-    return open_checkpoint(found, verify=False)
+    return open_checkpoint(result, verify=False)
 
 
 def load_body(directory: Path, step: int | None = None) -> tuple[JobSpec, StageBody]:

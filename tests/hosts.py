@@ -88,25 +88,25 @@ def hosts(
     with ExitStack() as held:
         bridge = "ip link add bridge type bridge && ip link set bridge up"
         switch = held.enter_context(_namespace(["--net"], bridge))
-        found = []
+        result = []
         for n in range(count):
             offset = clock_offsets_s[n] if n < len(clock_offsets_s) else 0
             flags = [*ISOLATED, "--monotonic", str(offset), "--mount-proc"]
             private = "mkdir -p /tmp/ray && mount -t tmpfs none /tmp/ray && mount -t tmpfs none /dev/shm"
             pid = held.enter_context(_namespace(flags, f"{private} && ip link set lo up"))
-            found.append(Host(f"fd99::{n + 1}" if ipv6 else f"10.99.0.{n + 1}", pid))
+            result.append(Host(f"fd99::{n + 1}" if ipv6 else f"10.99.0.{n + 1}", pid))
         if delay_s is None:
-            _join(switch, found)
+            _join(switch, result)
         else:
-            held.enter_context(_join_delayed(switch, found, delay_s))
-        for host in found:
+            held.enter_context(_join_delayed(switch, result, delay_s))
+        for host in result:
             own = [f"{host.address}/64", "dev", "eth0", "nodad"] if ipv6 else [f"{host.address}/24", "dev", "eth0"]
             host.must("ip", "address", "add", *own)
             host.must("ip", "link", "set", "eth0", "up")
             if rate is not None:
                 shape = ["tbf", "rate", rate, "burst", "128kb", "latency", "100ms"]
                 host.must("tc", "qdisc", "add", "dev", "eth0", "root", *shape)
-        yield found
+        yield result
 
 
 def _join(switch: int, members: Sequence[Host]) -> None:

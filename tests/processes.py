@@ -11,25 +11,25 @@ import psutil
 
 def descendants(root: int) -> dict[int, str]:
     """Process ids below ``root`` and their titles, parents first."""
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     for process in psutil.Process(root).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-            found[process.pid] = " ".join(process.cmdline()).strip()
-    return found
+            result[process.pid] = " ".join(process.cmdline()).strip()
+    return result
 
 
 def session_of(leader: int) -> set[int]:
     """The processes of a session, and their descendants in sessions of their own: Ray's."""
     parents: dict[int, int] = {}
-    found = {leader}
+    result = {leader}
     for process in psutil.process_iter(["ppid"]):
         with contextlib.suppress(OSError):
             parents[process.pid] = process.info["ppid"]
             if os.getsid(process.pid) == leader:
-                found.add(process.pid)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+                result.add(process.pid)
+    while more := {pid for pid, parent in parents.items() if parent in result} - result:
+        result |= more
+    return result
 
 
 def named(pids: set[int], name: str) -> bool:
@@ -43,14 +43,14 @@ def named(pids: set[int], name: str) -> bool:
 
 def listening(pids: set[int]) -> dict[str, str]:
     """Every address at which one of the processes listens, and the process's name."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            for one in process.net_connections("inet"):
-                if one.status == psutil.CONN_LISTEN:
-                    found[f"{one.laddr.ip} {one.laddr.port}"] = process.name()
-    return found
+            for net_connection in process.net_connections("inet"):
+                if net_connection.status == psutil.CONN_LISTEN:
+                    result[f"{net_connection.laddr.ip} {net_connection.laddr.port}"] = process.name()
+    return result
 
 
 def beyond_loopback(found: dict[str, str]) -> dict[str, str]:

@@ -52,11 +52,11 @@ class Head:
         )
         with urllib.request.urlopen(asked, timeout=10) as answer:
             text = answer.read().decode()
-        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        result: dict[str, list[tuple[dict[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                found.setdefault(sample.name, []).append((sample.labels, sample.value))
-        return found
+                result.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return result
 
 
 def free_ports(count: int) -> list[int]:
@@ -66,12 +66,12 @@ def free_ports(count: int) -> list[int]:
     another process may have one before the head has, whose agent then goes on without the server that jobs need.
     """
     with contextlib.ExitStack() as stack:
-        found: list[int] = []
-        while len(found) < count:
+        result: list[int] = []
+        while len(result) < count:
             with contextlib.suppress(OSError):
                 stack.enter_context(socket.create_server(("", port := 20_000 + secrets.randbelow(12_000))))
-                found.append(port)
-        return found
+                result.append(port)
+        return result
 
 
 @contextlib.contextmanager

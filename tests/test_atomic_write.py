@@ -157,7 +157,7 @@ IN_PLACE = {"atomic_write.py": 1, "runtime/hosts/host_check.py": 1}
 @pytest.mark.slow
 def test_nothing_else_writes_a_file_in_place() -> None:
     """In a ``whole`` block the file that is written is called ``partial``; logs are appended to."""
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for path in sorted((ROOT / "raypipe").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(call, ast.Call):
@@ -168,5 +168,5 @@ def test_nothing_else_writes_a_file_in_place() -> None:
             writes = name in ("write_text", "write_bytes") or (name == "open" and {"w", "wb", "x", "xb"} & {*modes})
             if writes and owner != "partial":
                 where = str(path.relative_to(ROOT / "raypipe"))
-                found[where] = found.get(where, 0) + 1
-    assert found == IN_PLACE
+                result[where] = result.get(where, 0) + 1
+    assert result == IN_PLACE

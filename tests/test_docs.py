@@ -26,14 +26,14 @@ def anchors(page: Path) -> set[str]:
 
 
 def broken_links(page: Path) -> list[str]:
-    found = []
+    result = []
     for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
         there = page.parent / target if target else page
         if not there.exists():
-            found.append(f"link to {target}, which does not exist")
+            result.append(f"link to {target}, which does not exist")
         elif anchor and anchor[1:] not in anchors(there):
-            found.append(f"link to {target}{anchor}: that page has no such heading")
-    return found
+            result.append(f"link to {target}{anchor}: that page has no such heading")
+    return result
 
 
 def defines(module: Path, name: str) -> bool:
@@ -43,21 +43,21 @@ def defines(module: Path, name: str) -> bool:
 
 
 def missing_modules(page: Path) -> list[str]:
-    found = []
+    result = []
     for name in sorted(set(MODULE.findall(page.read_text(encoding="utf-8")))):
         file = ROOT.joinpath(*name.split("."))
         if not (file.is_dir() or file.with_suffix(".py").is_file() or defines(file.parent, file.name)):
-            found.append(f"module {name}, which does not exist")
-    return found
+            result.append(f"module {name}, which does not exist")
+    return result
 
 
 def missing_paths(text: str, only: str = "") -> list[str]:
-    found = []
+    result = []
     for name in sorted({path.rstrip(".") for path in PATH.findall(text) if path.startswith(only)}):
         here = any(ROOT.glob(name)) if "*" in name else (ROOT / name).exists() or (ROOT / f"{name}.py").exists()
         if not here:
-            found.append(f"path {name}, which does not exist")
-    return found
+            result.append(f"path {name}, which does not exist")
+    return result
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -66,28 +66,28 @@ def on(page: Path) -> Iterator[Command]:
 
 def steps(block: str) -> Iterator[tuple[str, list[str]]]:
     """Each command line of a block, with the lines up to the next one where it has a prompt."""
-    found: list[tuple[str, list[str]]] = []
+    result: list[tuple[str, list[str]]] = []
     prompt = False
     for line in block.splitlines():
         match = COMMAND.fullmatch(line)
         if match:
             prompt = match[1] is not None
-            found.append((match[1] or match[2], []))
-        elif found and prompt:
-            found[-1][1].append(line)
-    return iter(found)
+            result.append((match[1] or match[2], []))
+        elif result and prompt:
+            result[-1][1].append(line)
+    return iter(result)
 
 
 def words(line: str) -> tuple[str, ...]:
     """The arguments after ``raypipe``, up to a pipe and without shell variables; nothing of an abridged line."""
     if not line.startswith("raypipe ") or any(mark in line for mark in LEFT_OUT):
         return ()
-    found = []
+    result = []
     for word in shlex.split(line, comments=True)[1:]:
         if SHELL.fullmatch(word):
             break
-        found.append(word)
-    return tuple(word for word in found if not word.startswith("$"))
+        result.append(word)
+    return tuple(word for word in result if not word.startswith("$"))
 
 
 @cache
@@ -117,22 +117,26 @@ def check(argv: tuple[str, ...]) -> None:
         load_job(ROOT / job, [one for one in values.get("override") or () if not re.match(r"(data|model)\.", one)])
 
 
-@pytest.mark.parametrize("page", sorted({one.page for one in commands()}), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", sorted({command.page for command in commands()}), ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_commands_have_the_options_that_pages_give_them(page: Path) -> None:
     wrong = {}
-    for one in commands():
-        if one.page == page and not (len(one.argv) == 2 and one.argv[1].startswith("--")):  # an option by its name
+    for command in commands():
+        if command.page == page and not (
+            len(command.argv) == 2 and command.argv[1].startswith("--")
+        ):  # an option by its name
             try:
-                check(one.argv)
+                check(command.argv)
             except Exception as error:
-                if type(error).__name__ == "MissingParameter" and not one.whole:
+                if type(error).__name__ == "MissingParameter" and not command.whole:
                     continue
-                wrong[" ".join(one.argv)] = getattr(error, "message", None) or str(error)
+                wrong[" ".join(command.argv)] = getattr(error, "message", None) or str(error)
     assert {argv for argv in wrong if argv != " ".join(REFUSED)} == set(), wrong
 
 
 def test_the_example_of_what_is_refused_is_refused() -> None:
-    assert REFUSED in {one.argv for one in commands()}
+    assert REFUSED in {command.argv for command in commands()}
     with pytest.raises(SpecError, match="momentum"):
         check(REFUSED)
 
@@ -188,16 +192,16 @@ def test_what_is_wrong_on_a_page_is_found(tmp_path: Path) -> None:
         "$ FOO=1 raypipe train jobs/quickstart.yaml $PLAN \\\n  --set train.stepz=3  # so\nepoch 1\n"
         "raypipe autoconfigure JOB.yaml --top many | head\n```\n"
     )
-    found = list(on(page))
-    assert [one.argv for one in found] == [
+    result = list(on(page))
+    assert [one.argv for one in result] == [
         ("train", "jobs/quickstart.yaml", "--set", "train.stepz=3"),
         ("autoconfigure", "JOB.yaml", "--top", "many"),
         ("schedule", "zb-h1", "--svg", "x"),
         ("trian", "jobs/quickstart.yaml"),
     ]
-    assert found[0].shown == ("epoch 1",)
-    assert found[0].files == (("a.txt", "placement 0\n"),)
-    for one, why in zip(found, ("stepz", "valid integer", "--svg", "trian"), strict=True):
+    assert result[0].shown == ("epoch 1",)
+    assert result[0].files == (("a.txt", "placement 0\n"),)
+    for one, why in zip(result, ("stepz", "valid integer", "--svg", "trian"), strict=True):
         with pytest.raises(Exception) as error:  # noqa: PT011
             check(one.argv)
         assert why in f"{error.value} {getattr(error.value, 'message', '')}"

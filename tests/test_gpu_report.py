@@ -12,7 +12,7 @@ from tests.bench.gpu.__main__ import run_apart
 
 @pytest.mark.slow
 def test_a_section_that_does_not_end_is_ended_and_reported(tmp_path: Path) -> None:
-    found = run_apart("losses", "cpu", tmp_path, limit_s=0.3)
-    assert (found["ok"], found["error"]) == (False, "took more than 0.3 s")
-    assert json.loads((tmp_path / "losses.json").read_text()) == found
+    result = run_apart("losses", "cpu", tmp_path, limit_s=0.3)
+    assert (result["ok"], result["error"]) == (False, "took more than 0.3 s")
+    assert json.loads((tmp_path / "losses.json").read_text()) == result
     assert (tmp_path / "losses.log").is_file()

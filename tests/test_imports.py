@@ -39,7 +39,7 @@ def layer_of(path: Path) -> str:
 @cache
 def imports(path: Path, type_checking: bool = False) -> set[str]:
     """Absolute names of what the file imports: modules, and names in them; with ``type_checking``, such blocks too."""
-    found: set[str] = set()
+    result: set[str] = set()
     package = ["raypipe", *path.relative_to(ROOT).parts[:-1]]
     todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while todo:
@@ -48,13 +48,13 @@ def imports(path: Path, type_checking: bool = False) -> set[str]:
             todo.extend(node.orelse)
             continue
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            result.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*start, *([node.module] if node.module else [])])
-            found.update({base, *(f"{base}.{alias.name}" for alias in node.names)})
+            result.update({base, *(f"{base}.{alias.name}" for alias in node.names)})
         todo.extend(ast.iter_child_nodes(node))
-    return found
+    return result
 
 
 def raypipe_layers(path: Path) -> set[str]:
@@ -120,15 +120,15 @@ def imported_files(path: Path) -> set[Path]:
     The ``__init__.py`` of the rooms on the way does not count, as in Python: it may be half imported by then.
     """
     names = imports(path, type_checking=True)
-    found: set[Path] = set()
+    result: set[Path] = set()
     for name in names:
         top, *rest = name.split(".")
         module = ROOT.joinpath(*rest)
         for file in (module / "__init__.py", module.with_suffix(".py")):
             # `from a import b` is of the module b where there is one, and of a otherwise.
             if top == "raypipe" and file.is_file() and not (file.name == "__init__.py" and only_passed(name, names)):
-                found.add(file)
-    return found - {path}
+                result.add(file)
+    return result - {path}
 
 
 def only_passed(package: str, names: set[str]) -> bool:
@@ -162,8 +162,8 @@ def circles(files: Iterable[Path]) -> list[list[str]]:
 @pytest.mark.slow
 def test_no_files_import_each_other() -> None:
     """Type-checking imports count: two files that need each other's types are one idea, or three."""
-    found = circles([ROOT / "__init__.py", *FILES])
-    assert not found, f"circles of imports: {found}"
+    result = circles([ROOT / "__init__.py", *FILES])
+    assert not result, f"circles of imports: {result}"
 
 
 def test_the_check_of_circles_sees_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

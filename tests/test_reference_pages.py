@@ -40,10 +40,10 @@ def test_every_section_of_a_file_has_a_table():
 
 
 def test_a_field_has_the_docstring_below_it_and_that_of_its_base_class():
-    found = field_docstrings(HfSpec)
-    assert found["config"].startswith("Changes to the configuration")
-    assert found["sequence"].startswith("Tokens per text sample")
-    assert "model_config" not in found
+    result = field_docstrings(HfSpec)
+    assert result["config"].startswith("Changes to the configuration")
+    assert result["sequence"].startswith("Tokens per text sample")
+    assert "model_config" not in result
 
 
 def test_values_and_defaults_are_those_that_are_checked():

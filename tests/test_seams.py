@@ -85,9 +85,9 @@ def squares(model: torch.nn.Module, batch: dict[str, torch.Tensor], scale: float
 
 def test_a_new_loss_is_a_function_that_the_job_names() -> None:
     own = {"import": "tests.test_seams:last_first", "loss": "tests.test_seams:squares", "loss_args": {"scale": 2.0}}
-    found = loss_function(ImportSpec.model_validate(own))
-    assert found is not None
+    result = loss_function(ImportSpec.model_validate(own))
+    assert result is not None
     batch = {"x": torch.ones(3, 2), "labels": torch.zeros(3, 2)}
-    assert found(torch.nn.Identity(), batch).tolist() == [2.0, 2.0, 2.0]
+    assert result(torch.nn.Identity(), batch).tolist() == [2.0, 2.0, 2.0]
     with pytest.raises(SpecError, match="it is called as loss"):
         loss_function(ImportSpec.model_validate({**own, "loss_args": {"size": 2.0}}))

@@ -17,7 +17,7 @@ STEPS = {"2000": "3", "3000": "5"}
 
 def commands() -> list[list[str]]:
     """The lines of the tutorial's blocks that call raypipe, with the variables that lines before them set."""
-    found: list[list[str]] = []
+    result: list[list[str]] = []
     variables: dict[str, str] = {}
     for line in (ROOT / "docs" / "tutorial.md").read_text("utf-8").splitlines():
         line = line.removeprefix("$ ")
@@ -25,8 +25,8 @@ def commands() -> list[list[str]]:
             variables[given[1]] = given[2]
         elif line.startswith("raypipe "):
             text = re.sub(r"\$(\w+)", lambda m: variables[m[1]], line)
-            found.append(shlex.split(text, comments=True)[1:])
-    return found
+            result.append(shlex.split(text, comments=True)[1:])
+    return result
 
 
 def fewer(words: list[str], home: Path) -> list[str]:

@@ -180,13 +180,15 @@ class _Encoder:
     def copied(self, node: fx.Node, args: list[Plain]) -> Plain:
         """Emit what ``a.copy_(b)`` leaves in ``a``: b in a's shape and dtype. autograd does not know the operation."""
         into, value = (arg.meta["val"] for arg in node.args[:2])  # type: ignore[union-attr]
-        found = args[1]
+        result = args[1]
         if value.dtype != into.dtype:
             kind = TensorType(tuple(self.dim(d) for d in value.shape), _word(into.dtype))
-            found = self.emit(node, "aten.to.dtype", [found, {"dtype": _word(into.dtype)}], {}, kind, suffix="_cast")
+            result = self.emit(node, "aten.to.dtype", [result, {"dtype": _word(into.dtype)}], {}, kind, suffix="_cast")
         if value.shape != into.shape:
-            found = self.emit(node, "aten.expand_as.default", [found, args[0]], {}, self.type(into), suffix="_expanded")
-        return found
+            result = self.emit(
+                node, "aten.expand_as.default", [result, args[0]], {}, self.type(into), suffix="_expanded"
+            )
+        return result
 
     def item(self, node: fx.Node) -> Plain:
         whole, index = self.values[node.args[0]], node.args[1]  # type: ignore[index]
@@ -210,8 +212,8 @@ class _Encoder:
         inner = getattr(node.graph.owning_module, str(body.target)).graph  # type: ignore[union-attr]
         names = [n.name for n in inner.nodes if n.op == "placeholder"]
         given = dict(zip(names, (self.plain(o, node) for o in operands), strict=True))
-        found = self.walk(inner, given)
-        return found if enabled else [self.detached(value, node) for value in found]
+        result = self.walk(inner, given)
+        return result if enabled else [self.detached(value, node) for value in result]
 
     def detached(self, value: Plain, node: fx.Node) -> Plain:
         if not (isinstance(value, dict) and "op" in value and self.tracked[value["op"]]):
@@ -251,10 +253,10 @@ class _Encoder:
 
     def plain(self, value: Any, node: fx.Node) -> Plain:
         if isinstance(value, fx.Node):
-            found = self.values[value]
-            if isinstance(found, dict) and "updated" in found:
+            result = self.values[value]
+            if isinstance(result, dict) and "updated" in result:
                 _stop(node, "reads running statistics that batch norm has just written", "read them before")
-            return found
+            return result
         if isinstance(value, list | tuple):
             return [self.plain(item, node) for item in value]
         if isinstance(value, float) and not math.isfinite(value):
@@ -321,7 +323,7 @@ class _Encoder:
 
         The exporter's own bound of 2 for every symbol is left out, because nothing requires it.
         """
-        ranges = {str(symbol): found.lower for symbol, found in self.program.range_constraints.items()}
+        ranges = {str(symbol): result.lower for symbol, result in self.program.range_constraints.items()}
         return {name: int(ranges[name]) for name in self.example if name in ranges and ranges[name] > 2}
 
     def place(self, number: int) -> tuple[int, int]:

@@ -41,11 +41,11 @@ def resolve(target: str) -> Callable[..., Any]:
         return PYTHON_FUNCTIONS[target]
     library, name, overload = target.split(".")
     try:
-        found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
+        result: Callable[..., Any] = getattr(getattr(getattr(torch.ops, library), name), overload)
     except AttributeError:
         why, fix = "this operator is not registered with torch", "import the package that registers it"
         raise CaptureError(target, why, fix) from None
-    return found
+    return result
 
 
 def decoded(operation: Operation, operands: Mapping[int | str, Any], device: torch.device | str) -> Any:

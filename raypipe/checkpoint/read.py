@@ -48,14 +48,14 @@ class Checkpoint:
             if key not in self.files:
                 raise CheckpointError(str(self.path), f"holds no {key}", nearest(key, self.files))
             by_file.setdefault(self.files[key], []).append(key)
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for file, wanted in by_file.items():
             try:
                 with safe_open(self.path / file, framework="pt") as shard:
-                    found.update({key: shard.get_tensor(key) for key in wanted})
+                    result.update({key: shard.get_tensor(key) for key in wanted})
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(str(self.path / file), f"is damaged: {error}", _EARLIER) from None
-        return found
+        return result
 
 
 _EARLIER = "use an earlier checkpoint"
@@ -86,13 +86,13 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Checkpoint:
             raise CheckpointError(str(file), "is missing", _EARLIER)
         try:
             size = file.stat().st_size
-            found = sha256(file) if verify and size == entry["bytes"] else entry["sha256"]
+            result = sha256(file) if verify and size == entry["bytes"] else entry["sha256"]
         except OSError as error:
             raise CheckpointError(str(file), f"can't be read: {error.strerror}", _EARLIER) from None
         if size != entry["bytes"]:
             what = "is truncated" if size < entry["bytes"] else "is damaged"
             raise CheckpointError(str(file), f"{what}: {size} bytes instead of {entry['bytes']}", _EARLIER)
-        if found != entry["sha256"]:
+        if result != entry["sha256"]:
             raise CheckpointError(str(file), "is damaged: its content differs from its digest", _EARLIER)
     return Checkpoint(path, manifest["step"], manifest["meta"], manifest["keys"])
 
@@ -121,19 +121,19 @@ def at_step(root: str | Path, step: int) -> Path:
         SpecError: there is none; it names the nearest one.
         CheckpointError: it is damaged.
     """
-    found = dict(_by_step(root))
-    if step not in found:
-        if not found:
+    result = dict(_by_step(root))
+    if step not in result:
+        if not result:
             raise SpecError("--step", f"{root} holds no checkpoint", "train it first")
-        near = min(found, key=lambda there: (abs(there - step), there))
+        near = min(result, key=lambda there: (abs(there - step), there))
         raise SpecError("--step", f"there is no checkpoint of step {step} in {root}", f"the nearest is of step {near}")
-    open_checkpoint(found[step])
-    return found[step]
+    open_checkpoint(result[step])
+    return result[step]
 
 
 def _by_step(root: str | Path) -> list[tuple[int, Path]]:
     """The folders of checkpoints below ``root``, with their steps."""
-    return [(int(found[1]), path) for path in Path(root).glob("step-*") if (found := _STEP.fullmatch(path.name))]
+    return [(int(result[1]), path) for path in Path(root).glob("step-*") if (result := _STEP.fullmatch(path.name))]
 
 
 # The best checkpoint of a run, which is kept in addition to the newest ones.
@@ -178,10 +178,10 @@ def best(root: str | Path, verify: bool = False) -> Checkpoint | None:
     forget = f"remove {pointer}, then --resume"
     if not pointer.exists():
         raise CheckpointError(str(pointer), f"leads to {pointer.readlink()}, which is gone", forget)
-    found = open_checkpoint(pointer.resolve(), verify)
-    if not isinstance(found.meta.get(LOSS), float | int):
-        raise CheckpointError(str(found.path), f"its manifest has no {LOSS}", forget)
-    return found
+    result = open_checkpoint(pointer.resolve(), verify)
+    if not isinstance(result.meta.get(LOSS), float | int):
+        raise CheckpointError(str(result.path), f"its manifest has no {LOSS}", forget)
+    return result
 
 
 def outcome(root: Path, best_one: bool) -> tuple[Path | None, list[str]]:
@@ -313,8 +313,8 @@ class Storage:
         """Names of the copies, complete or not, the oldest first."""
         from pyarrow import fs
 
-        found = self._files.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
-        return sorted(one.base_name for one in found if _COPY.fullmatch(one.base_name))
+        result = self._files.get_file_info(fs.FileSelector(self._root, allow_not_found=True))
+        return sorted(one.base_name for one in result if _COPY.fullmatch(one.base_name))
 
     def _remove(self, name: str) -> None:
         from pyarrow import fs
@@ -332,7 +332,7 @@ def _opened(uri: str) -> tuple[Any, str]:
 
     name = _NOT_SAID.sub("", uri)
     try:
-        found, path = fs.FileSystem.from_uri(uri)
+        result, path = fs.FileSystem.from_uri(uri)
     except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError):  # not one of pyarrow's own
         try:
             from fsspec.core import url_to_fs
@@ -341,7 +341,7 @@ def _opened(uri: str) -> tuple[Any, str]:
         except (ImportError, ValueError, OSError) as error:
             fix = "give a URI of a file system for which pyarrow or an installed fsspec package exists"
             raise SpecError(KEY, f"{name} cannot be opened: {error}", fix) from None
-        found = fs.PyFileSystem(fs.FSSpecHandler(other))
+        result = fs.PyFileSystem(fs.FSSpecHandler(other))
     except OSError as error:
         raise SpecError(KEY, f"{name} cannot be opened: {error}", "check its name and your rights") from None
-    return found, path.rstrip("/")
+    return result, path.rstrip("/")

@@ -79,8 +79,8 @@ def _end_results() -> None:
 
 def verb_function(verb: str) -> Callable[..., None]:
     """Import a verb and return it."""
-    found: Callable[..., None] = getattr(importlib.import_module(f"{__name__}.{VERBS[verb]}"), verb)
-    return found
+    result: Callable[..., None] = getattr(importlib.import_module(f"{__name__}.{VERBS[verb]}"), verb)
+    return result
 
 
 def run(argv: Sequence[str]) -> int:

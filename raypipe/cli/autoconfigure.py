@@ -208,18 +208,18 @@ def _emitted(trainer: str, decision: Decision, costs: Costs, file: Path | None) 
     """Return the plan as a trainer's file, and say what that loses."""
     from raypipe.plan.emit.trainers import emit
 
-    found = emit(trainer, decision.plan, costs, file)
-    for line in found.lost:
+    result = emit(trainer, decision.plan, costs, file)
+    for line in result.lost:
         print(line, file=sys.stderr)
-    return found.text
+    return result.text
 
 
 def _slow(file: Path, decision: Decision, costs: Costs, devices: int | None) -> tuple[str, Slow]:
     """Return a layout's file with its trainer, and what is slow about it."""
     from raypipe.plan.emit.trainers import read, slow
 
-    title, found = read(file, costs, devices or costs.devices)
-    return f"{file} ({title})", slow(found, decision.plan, costs)
+    title, result = read(file, costs, devices or costs.devices)
+    return f"{file} ({title})", slow(result, decision.plan, costs)
 
 
 def _check(job: JobSpec, costs: Profile, devices: int | None = None) -> None:

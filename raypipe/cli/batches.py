@@ -110,12 +110,12 @@ def epochs(
 def _speedup(text: str) -> tuple[int, float]:
     split, _, value = text.partition("=")
     try:
-        found = int(split), float(value)
+        result = int(split), float(value)
     except ValueError:
-        found = 0, 0.0
-    if found[0] < 2 or not 0 < found[1] < float("inf"):
+        result = 0, 0.0
+    if result[0] < 2 or not 0 < result[1] < float("inf"):
         raise RequestError("--mp-speedup", f'"{text}" is not a speed-up on 2 devices or more', "write 2=1.3")
-    return found
+    return result
 
 
 def hybrid(
@@ -164,18 +164,18 @@ def hybrid(
 
             modelled = scaling_efficiency(job, load_cluster(cluster), workers_needed(table, counts))
         table = table.model_copy(update={"scaling_efficiency": modelled})
-    found = compare(table, counts)
+    result = compare(table, counts)
     if plot is not None:
         from raypipe.observe.figures import hybrid_plot, save
 
-        save(hybrid_plot(found, epochs.stem), plot)
+        save(hybrid_plot(result, epochs.stem), plot)
     if json:
         from raypipe.observe.tables import hybrid_document
 
-        print(strict_json(hybrid_document(found)))
+        print(strict_json(hybrid_document(result)))
         return
     from rich.console import Console
 
     from raypipe.observe.tables import hybrid_table
 
-    Console(highlight=False).print(hybrid_table(found))
+    Console(highlight=False).print(hybrid_table(result))

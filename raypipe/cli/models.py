@@ -60,17 +60,17 @@ def profile(
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices; keep standard output for results
         from raypipe.profiling.profile_job import measure_profile
 
-        found = measure_profile(spec, sizes, devices, quick=quick, say=Notes(console))
-    if (warning := found.noise.warning()) is not None:
+        result = measure_profile(spec, sizes, devices, quick=quick, say=Notes(console))
+    if (warning := result.noise.warning()) is not None:
         console.print(warning, soft_wrap=True)
     if out is not None:
-        write(out, found.model_dump_json(indent=1) + "\n")
+        write(out, result.model_dump_json(indent=1) + "\n")
     if json:
-        print(strict_json(found.model_dump(mode="json")))
+        print(strict_json(result.model_dump(mode="json")))
         return
     from rich.console import Console
 
-    Console(width=max(WIDTHS["profile"], Console().width)).print(profile_tables(found))
+    Console(width=max(WIDTHS["profile"], Console().width)).print(profile_tables(result))
     if out is not None:
         print(f"written to {out}")
 
@@ -104,15 +104,15 @@ def partition(
         from raypipe.partition.partition_job import partition_job
         from raypipe.partition.report import report
 
-        found = report(partition_job(spec, profile, cluster, None if memory_gib is None else memory_gib * 2**30))
+        result = report(partition_job(spec, profile, cluster, None if memory_gib is None else memory_gib * 2**30))
     if json:
-        print(strict_json(found))
+        print(strict_json(result))
         return
     from rich.console import Console
 
     from raypipe.observe.tables import partition_view
 
-    Console(width=max(WIDTHS["partition"], Console().width), highlight=False).print(partition_view(found, spec.name))
+    Console(width=max(WIDTHS["partition"], Console().width), highlight=False).print(partition_view(result, spec.name))
 
 
 MOST = 1000
@@ -156,24 +156,24 @@ def regions(
     spec = load_job(job, override or ())
     check_writable(out, plan)
     if profile is not None:
-        found = load_regions(profile)
-        check_same(spec, found, str(profile))
+        result = load_regions(profile)
+        check_same(spec, result, str(profile))
     else:
         with contextlib.redirect_stdout(sys.stderr):
             from raypipe.profiling.regions import measure_regions
 
-            found = measure_regions(spec, spec.parallel.microbatch, count, repeats, say)
+            result = measure_regions(spec, spec.parallel.microbatch, count, repeats, say)
     if out is not None:
-        write(out, found.model_dump_json(indent=1) + "\n")
-    joint = joint_schedule(found, memory)
+        write(out, result.model_dump_json(indent=1) + "\n")
+    joint = joint_schedule(result, memory)
     if plan is not None:
-        write(plan, plan_of(spec, found, joint).text())
+        write(plan, plan_of(spec, result, joint).text())
     if json:
-        print(strict_json(regions_document(found, joint)))
+        print(strict_json(regions_document(result, joint)))
         return
     from rich.console import Console
 
-    Console(highlight=False).print(regions_table(found, joint))
+    Console(highlight=False).print(regions_table(result, joint))
     for path in (out, plan):
         if path is not None:
             print(f"written to {path}")
@@ -212,14 +212,14 @@ def graph(
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
         from raypipe.partition.graph_of_model import graph_of_model
 
-        found = graph_of_model(model, input_, batch, cluster, dtype, backward, bytes_per_parameter, not every)
-    text = found.model_dump_json(exclude_none=True)
+        result = graph_of_model(model, input_, batch, cluster, dtype, backward, bytes_per_parameter, not every)
+    text = result.model_dump_json(exclude_none=True)
     if file is None:
         print(text)
         return
     write(file, text + "\n")
-    total = sum(op.seconds for op in found.operations if isinstance(op.seconds, float))
-    print(f"{len(found.operations)} operations, {len(found.edges)} tensors, {total:.4g} s on one device: {file}")
+    total = sum(op.seconds for op in result.operations if isinstance(op.seconds, float))
+    print(f"{len(result.operations)} operations, {len(result.edges)} tensors, {total:.4g} s on one device: {file}")
 
 
 def place(
@@ -241,12 +241,12 @@ def place(
     operations, machine = load_problem(graph, hardware)
     from raypipe.graph.placement.place import place as solve
 
-    found = solve(operations, machine, budget, contention)
+    result = solve(operations, machine, budget, contention)
     if json:
-        print(strict_json(found.document(operations)))
+        print(strict_json(result.document(operations)))
         return
     from rich.console import Console
 
     from raypipe.observe.tables import placement_view
 
-    Console(highlight=False).print(placement_view(operations, machine, found))
+    Console(highlight=False).print(placement_view(operations, machine, result))

@@ -57,19 +57,19 @@ def explain(
     check_writable(json_file, plot)
     run = read_run(run_dir)
     with as_runs_write(run_dir):
-        found = explain_run(run, profile)
+        result = explain_run(run, profile)
     if plot is not None:
         from raypipe.observe.figures import gantt, save
 
-        save(gantt([found.timeline], time_label="seconds", critical=True), plot)
+        save(gantt([result.timeline], time_label="seconds", critical=True), plot)
     if json_file is not None:
-        emit(found.as_json(), json_file)
+        emit(result.as_json(), json_file)
         return
     from rich.console import Console
 
     from raypipe.observe.explained_run import explanation_table
 
-    Console().print(explanation_table(found), highlight=False, soft_wrap=True)
+    Console().print(explanation_table(result), highlight=False, soft_wrap=True)
 
 
 def report(

@@ -88,12 +88,12 @@ KILLED_FOR_MEMORY = "NODE_OUT_OF_MEMORY"
 def find(module: str, name: str) -> Any | None:
     """Return a private name of Ray; None where the installed Ray does not have it."""
     try:
-        found: Any = importlib.import_module(module)
+        result: Any = importlib.import_module(module)
         for part in name.split("."):
-            found = getattr(found, part)
+            result = getattr(result, part)
     except (ImportError, AttributeError):
         return None
-    return found
+    return result
 
 
 def available_per_node() -> Mapping[str, Mapping[str, float]] | None:

@@ -110,11 +110,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"{__name__} has no {name}")
     module, _, use, without = _BY_NAME[name]
     try:
-        found = getattr(importlib.import_module(module), name)
+        result = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         import torch
 
         why = f"torch {torch.__version__} has no {module}.{name} ({use}): {without}"
         raise ImportError(f"{why}; raypipe was checked with {CHECKED}") from None
-    globals()[name] = found
-    return found
+    globals()[name] = result
+    return result

@@ -43,8 +43,8 @@ def construct(kind: Any, config: Any) -> Any:
 
 def attention_of(config: Any) -> str | None:
     """Return which implementation of attention a configuration asks for; None where it does not say."""
-    found: str | None = getattr(config, "_attn_implementation", None)
-    return found
+    result: str | None = getattr(config, "_attn_implementation", None)
+    return result
 
 
 def check_sampler(trainer: type) -> None:

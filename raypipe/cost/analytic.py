@@ -102,14 +102,14 @@ def _reserved(device: DeviceModel) -> tuple[float, Reserved]:
     """Return what a device's process takes, and what else no tensor can have; a figure that users give is all of it."""
     if device.usable_gib is not None:
         return (device.memory_gib - device.usable_gib) * GIB, Reserved()
-    found = device.reserved
-    if found is None:
+    result = device.reserved
+    if result is None:
         return (1 - device.usable) * device.memory_gib * GIB, Reserved()
-    channels = found.channels * found.channel_mib * MIB
-    return found.context_mib * MIB, Reserved(
-        libraries_bytes=found.workspace_mib * MIB,
-        fragmentation_bytes=found.fragmentation * device.memory_gib * GIB,
-        headroom_bytes=found.headroom * device.memory_gib * GIB,
+    channels = result.channels * result.channel_mib * MIB
+    return result.context_mib * MIB, Reserved(
+        libraries_bytes=result.workspace_mib * MIB,
+        fragmentation_bytes=result.fragmentation * device.memory_gib * GIB,
+        headroom_bytes=result.headroom * device.memory_gib * GIB,
         group_bytes=2 * channels,  # of a ring, two neighbours
         edge_bytes=channels,
     )

@@ -185,14 +185,14 @@ def fit(samples: Iterable[TimedCollective]) -> tuple[CollectiveFit, ...]:
         by_kind.setdefault(sample.kind, {}).setdefault(sample.group, []).append(sample)
     fits = []
     for kind, groups in sorted(by_kind.items()):
-        for group, found in groups.items():
+        for group, result in groups.items():
             where = f"{kind} over {group} devices"
-            _check(where, [s.size_bytes for s in found], [s.seconds for s in found])
-        together = [s for found in groups.values() for s in found]
+            _check(where, [s.size_bytes for s in result], [s.seconds for s in result])
+        together = [s for result in groups.values() for s in result]
         model = min(MODELS, key=lambda m: _squares(m, together))
-        for group, found in sorted(groups.items()):
-            alpha, beta = _solve(_rows(model, found))
-            errors = [abs(_time(model, s, alpha, beta) / s.seconds - 1) for s in found]
+        for group, result in sorted(groups.items()):
+            alpha, beta = _solve(_rows(model, result))
+            errors = [abs(_time(model, s, alpha, beta) / s.seconds - 1) for s in result]
             fits.append(
                 CollectiveFit(
                     kind=kind, group=group, model=model, alpha_s=alpha, beta_s_per_byte=beta, error=max(errors)

@@ -155,7 +155,7 @@ def all_to_all_seconds(profile: Profile, size_bytes: float, layout: Layout, shar
     (6.0, 128.0)
     """
     if profile.other_kinds:
-        return max(all_to_all_seconds(one, size_bytes, layout, sharing) for one in profile.kinds)
+        return max(all_to_all_seconds(kind, size_bytes, layout, sharing) for kind in profile.kinds)
     group, k = layout.group, layout.per_host
     if group <= 1 or size_bytes <= 0:
         return 0.0

@@ -58,13 +58,13 @@ class Hosts:
         >>> Hosts(4).of_first(10), Hosts(4, (4, 3)).of_first(6)
         ((4, 4, 2), (4, 2))
         """
-        found: list[int] = []
+        result: list[int] = []
         for most in (*self.counts, *repeat(self.per_host, -(-devices // self.per_host))):
             if devices <= 0:
                 break
-            found.append(min(most, devices))
+            result.append(min(most, devices))
             devices -= most
-        return tuple(found)
+        return tuple(result)
 
     def busy(self, devices: int) -> int:
         """Return how many devices of a host work at most, if the first ``devices`` devices do.
@@ -230,12 +230,12 @@ class Placed:
         ([{0}], [{4}])
         """
         copies = min(self.copies, self.turn)
-        found: list[set[int]] = [set() for _ in self.rows[0][:-1]]
+        result: list[set[int]] = [set() for _ in self.rows[0][:-1]]
         for row in self.rows:
-            for seen, (a, b) in zip(found, pairwise(row), strict=True):
+            for seen, (a, b) in zip(result, pairwise(row), strict=True):
                 if a != b:
                     seen.update(_leaving(self.hosts, self.numbering, self.every, copies, a, b))
-        return found
+        return result
 
     def same_experts(self, experts: int) -> Placed:
         """Return the copies that hold the same share of experts, which so many consecutive ones divide."""

@@ -91,7 +91,7 @@ class Kernels:
             if needed not in peaks:
                 fix = f"use {' or '.join(peaks)}, or add one"
                 raise SpecError("train.dtype", f"{device.name} has no peak_tflops for {needed}", fix)
-        kernel = next((found for name, found in device.attention.items() if name == software.attention), None)
+        kernel = next((result for name, result in device.attention.items() if name == software.attention), None)
         narrow = arithmetic(FP8)
         return Kernels(
             flops_s=peaks[own] * shares.get(own, device.efficiency),

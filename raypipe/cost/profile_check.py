@@ -98,19 +98,19 @@ def doubts(job: JobSpec, profile: Profile, devices: int | None = None) -> list[s
         profile: the profile to plan with.
         devices: number of devices to plan for; None for those of the profile.
     """
-    found = []
+    result = []
     if (warning := profile.noise.warning()) is not None:
-        found.append(warning)
+        result.append(warning)
     if profile.source == "measured" and profile.taken_for is None:
-        found.append("warning: the profile does not say of which model it was taken; profile again to be sure")
+        result.append("warning: the profile does not say of which model it was taken; profile again to be sure")
     sizes = sorted(profile.layers[0].times)
     wish = job.parallel.given.get("microbatch") if job.parallel.auto else None
     if len(sizes) == 1 and sizes[0] != wish and job.train.batch > 1:
-        found.append(
+        result.append(
             f"warning: the profile has times of micro-batches of {sizes[0]} only; times of smaller ones are assumed to "
             "be proportional, larger ones are not considered: profile with --microbatches 1,2,4,8"
         )
     if profile.source == "measured" and devices is not None and devices > profile.devices:
         hosts = "" if len(profile.placed.of_first(profile.devices)) > 1 else "; links between hosts are assumed as fast"
-        found.append(f"warning: {devices} devices are planned with the measurements of {profile.devices}{hosts}")
-    return found
+        result.append(f"warning: {devices} devices are planned with the measurements of {profile.devices}{hosts}")
+    return result

@@ -178,11 +178,11 @@ def _exchanges(profile: Profile, cut: Cut, placed: Placed, samples: float) -> li
     if profile.experts == 1:
         return [0.0] * len(cut)
     group = replace(placed, copies=profile.experts)
-    found = []
+    result = []
     for stage, layers in enumerate(cut):
         sizes = Counter(size for i in layers if (size := profile.layers[i].exchanged_bytes))
         layouts = {group.layout({row[stage]}) for row in placed.rows} if sizes else set[Layout]()
-        found.append(
+        result.append(
             max(
                 (
                     sum(
@@ -194,7 +194,7 @@ def _exchanges(profile: Profile, cut: Cut, placed: Placed, samples: float) -> li
                 default=0.0,
             )
         )
-    return found
+    return result
 
 
 def split_seconds(profile: Profile, layers: Sequence[int], samples: float, busy: int) -> tuple[float, float, float]:
@@ -221,15 +221,15 @@ def message_seconds(
     pairs = [(a, b) for a in range(devices) for b in range(devices)]
     placed = Placed.of([[d for pair in pairs for d in pair]], copies, profile.placed, innermost)
     alone = Placed.of([range(devices)], copies, profile.placed, innermost)
-    found: list[list[list[float]]] = [[] for _ in range(devices)]
+    result: list[list[list[float]]] = [[] for _ in range(devices)]
     for (a, b), users in zip(pairs, placed.crossings()[::2], strict=True):
         ends = [profile.kinds[kind] for kind in alone.kinds((a, b))]
         slowest = [0.0] * len(profile.layers)
         for link, kind in ((_link(kind, n), kind) for kind in ends for n in users):
             seconds = [link.seconds(layer.sent_bytes * samples) for layer in kind.layers]
             slowest = [max(pair) for pair in zip(slowest, seconds, strict=True)]
-        found[a].append(slowest)
-    return found
+        result[a].append(slowest)
+    return result
 
 
 def crowding(profile: Profile, busy: int) -> float:
@@ -312,8 +312,8 @@ def frozen_stages(profile: Profile, cut: Cut) -> tuple[int, ...]:
 
     None are, if no layer has one: the profile then knows nothing of what is trained.
     """
-    found = tuple(s for s, layers in enumerate(cut) if not trained_parameters(profile, layers))
-    return found if len(found) < len(cut) else ()
+    result = tuple(s for s, layers in enumerate(cut) if not trained_parameters(profile, layers))
+    return result if len(result) < len(cut) else ()
 
 
 def _both_ends(profile: Profile, layers: Sequence[int]) -> bool:
@@ -323,13 +323,13 @@ def _both_ends(profile: Profile, layers: Sequence[int]) -> bool:
 def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...]:
     """Per stage, seconds of the all-reduce of its gradients over its holders, without tied gradients."""
     width, known = reduced_width(profile), dict[tuple[int, frozenset[int]], float]()
-    found = []
+    result = []
     for stage, layers in enumerate(cut):
         own = trained_parameters(profile, layers)
         if {0, len(profile.layers) - 1} & set(layers):
             own -= profile.trained_tied
         if not own:
-            found.append(0.0)  # no collective is made
+            result.append(0.0)  # no collective is made
             continue
         holders = frozenset(row[stage] for row in placed.rows)
         # The position of the holders in a copy matters only if hosts have several devices.
@@ -339,8 +339,8 @@ def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...
             known[key] = group_seconds(profile, (own - experts) * width, holders, placed)
             if experts:  # fewer copies hold the same ones
                 known[key] += group_seconds(profile, experts * width, holders, placed.same_experts(profile.experts))
-        found.append(known[key])
-    return tuple(found)
+        result.append(known[key])
+    return tuple(result)
 
 
 def expert_parameters(profile: Profile, layers: Sequence[int]) -> int:
@@ -370,10 +370,10 @@ def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tup
     """Seconds of a message from each stage but the last to the next, over its slowest replica's link."""
     return tuple(
         max(
-            (_link(profile, users).seconds(profile.layers[part[-1]].sent_bytes * samples) for users in found),
+            (_link(profile, users).seconds(profile.layers[part[-1]].sent_bytes * samples) for users in result),
             default=0.0,
         )
-        for part, found in zip(cut, placed.crossings(), strict=False)
+        for part, result in zip(cut, placed.crossings(), strict=False)
     )
 
 

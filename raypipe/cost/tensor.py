@@ -104,7 +104,7 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
 
 def share(work: LayerWork, replicated: LayerWork, size: int) -> LayerWork:
     """Return a rank's work: all of ``replicated``, and 1/size of the remainder."""
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for field in fields(LayerWork):
         a, b = getattr(work, field.name), getattr(replicated, field.name)
         if isinstance(a, TaskWork):
@@ -113,12 +113,12 @@ def share(work: LayerWork, replicated: LayerWork, size: int) -> LayerWork:
             if fused is not None:
                 fused = _part(fused, min(fused, b.traffic), size)
             products = tuple(product.shared(size) for product in a.products)
-            found[field.name] = replace(a, **parts, fused_traffic=fused, products=products)
+            result[field.name] = replace(a, **parts, fused_traffic=fused, products=products)
         elif field.name in ("parameters", "trained_parameters"):
-            found[field.name] = None if a is None else round(_part(a, b or 0, size))
+            result[field.name] = None if a is None else round(_part(a, b or 0, size))
         elif isinstance(a, int | float):
-            found[field.name] = _part(a, b or 0.0, size)
-    return replace(work, **found)  # type: ignore[arg-type]
+            result[field.name] = _part(a, b or 0.0, size)
+    return replace(work, **result)  # type: ignore[arg-type]
 
 
 def _part(total: float, replicated: float, size: int) -> float:

@@ -252,8 +252,8 @@ def extend_order(job: JobSpec, task: Task, directory: Path) -> None:
 
 def tokens_per_sample(job: JobSpec, directory: Path) -> float:
     """Return the tokens per sample of prepared data, without padding, by which throughput is counted."""
-    found = mean_tokens(directory, LINE, LINES) if job.data.type == "lines" else mean_tokens(directory)
-    return job.tokens_per_sample if found is None else found
+    result = mean_tokens(directory, LINE, LINES) if job.data.type == "lines" else mean_tokens(directory)
+    return job.tokens_per_sample if result is None else result
 
 
 def validation_places(job: JobSpec, directory: Path, samples: int) -> list[int] | None:
@@ -324,5 +324,5 @@ def _counts(column: Column, token: int) -> npt.NDArray[np.int64]:
     if not isinstance(column, Ragged):
         return np.asarray(np.count_nonzero(column == token, axis=tuple(range(1, column.ndim))), np.int64)
     hits = np.concatenate([[0], np.cumsum(column.values == token, dtype=np.int64)])
-    found: npt.NDArray[np.int64] = hits[column.offsets[1:]] - hits[column.offsets[:-1]]
-    return found
+    result: npt.NDArray[np.int64] = hits[column.offsets[1:]] - hits[column.offsets[:-1]]
+    return result

@@ -113,19 +113,19 @@ class Arrays:
         """Return the row numbers of a step's mini-batch; held-out rows do not depend on the seed."""
         if split == "train" and self.order is not None:
             rows = self._ordered(step, batch)
-            found: list[int] = np.where(rows < 0, rows[0], rows).tolist()  # of no row's place, only the shape is read
-            return found
+            result: list[int] = np.where(rows < 0, rows[0], rows).tolist()  # of no row's place, only the shape is read
+            return result
         size = self.rows(split)
         lengths = self._lengths if split == "train" else None
-        found = []
+        result = []
         for sample in range(step * batch, (step + 1) * batch):
             epoch, position = divmod(sample, size)
             key = order_key(split, seed if split == "train" else 0, epoch)
             if lengths is None:
-                found.append(permuted(key, size, position))
+                result.append(permuted(key, size, position))
             else:
-                found.append(lengths.place(key, position, batch))
-        return found
+                result.append(lengths.place(key, position, batch))
+        return result
 
     def _ordered(self, step: int, batch: int) -> npt.NDArray[np.int64]:
         """Return the row numbers of a training step, below 0 for none; steps beyond the order begin it again.
@@ -150,12 +150,12 @@ class Arrays:
     @cached_property
     def longest(self) -> dict[str, int]:
         """Length of the longest row in any split, per ragged column."""
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for columns in self.columns.values():
             for name, column in columns.items():
                 if isinstance(column, Ragged):
-                    found[name] = max(found.get(name, 0), column.longest())
-        return found
+                    result[name] = max(result.get(name, 0), column.longest())
+        return result
 
     def lengths(
         self, split: Split, seed: int, step: int, batch: int, multiple: int = 1
@@ -165,8 +165,8 @@ class Arrays:
         if not ragged:
             return {}
         at = self.places(split, seed, step, batch)
-        found = {name: classes(c.lengths_at(at), multiple, self.longest[name]) for name, c in ragged.items()}
-        return found | ({MASK: found[TOKENS]} if _masked(self.columns[split]) else {})
+        result = {name: classes(c.lengths_at(at), multiple, self.longest[name]) for name, c in ragged.items()}
+        return result | ({MASK: result[TOKENS]} if _masked(self.columns[split]) else {})
 
     def batch(
         self,
@@ -472,10 +472,10 @@ def known_fields(directory: Path) -> dict[str, Field] | None:
 def mean_tokens(directory: Path, name: str = TOKENS, meta: str = META) -> float | None:
     """Return the mean number of tokens of a training sample, without padding; None if all are equally long."""
     try:
-        found: dict[str, float] = read_json(directory / meta).get("mean_lengths", {})
+        result: dict[str, float] = read_json(directory / meta).get("mean_lengths", {})
     except FileNotFoundError:
         return None
-    return found.get(name)
+    return result.get(name)
 
 
 def _fields(*parts: Columns) -> dict[str, Field]:

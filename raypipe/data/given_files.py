@@ -66,7 +66,7 @@ def kind_of(path: Path | str) -> FileKind:
     >>> kind_of("a.JSONL.gz"), kind_of("notes")
     (FileKind(format='jsonl', compression='gzip'), FileKind(format=None, compression=None))
     """
-    suffixes = [one.lower() for one in Path(path).suffixes]
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     rest = suffixes[: -1 if compression else None]
     return FileKind(SUFFIXES.get(rest[-1]) if rest else None, compression)
@@ -79,14 +79,14 @@ def find_files(source: str, excluded: frozenset[str] = frozenset()) -> list[Give
     """
     path = expanded(Path(source))
     if path.is_file():
-        root, found = path.parent, [path]
+        root, result = path.parent, [path]
     elif path.is_dir():
-        root, found = path, list(_walk(path, excluded))
+        root, result = path, list(_walk(path, excluded))
     else:
         matches = (Path(match) for match in glob.glob(str(path), recursive=True))
-        found = [match for match in matches if match.is_file()]
-        root = Path(os.path.commonpath([file.parent for file in found])) if found else path
-    return sorted((GivenFile(one.relative_to(root).as_posix(), one) for one in found), key=lambda file: file.name)
+        result = [match for match in matches if match.is_file()]
+        root = Path(os.path.commonpath([file.parent for file in result])) if result else path
+    return sorted((GivenFile(one.relative_to(root).as_posix(), one) for one in result), key=lambda file: file.name)
 
 
 def _walk(root: Path, excluded: frozenset[str]) -> Iterator[Path]:
@@ -203,11 +203,11 @@ def check_object(line: bytes) -> dict[str, object]:
         ValueError: it is not one; the message says what it is.
     """
     try:
-        found = parse_json(line)
+        result = parse_json(line)
     except ValueError as error:
         if line.strip() in (b"{", b"["):
             raise ValueError("not a JSON object: the file is one JSON document of many lines") from None
         raise ValueError(f"not a JSON object: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"not a JSON object but a {type(found).__name__}")
-    return found
+    if not isinstance(result, dict):
+        raise ValueError(f"not a JSON object but a {type(result).__name__}")
+    return result

@@ -54,8 +54,8 @@ class Ragged:
     def lengths_at(self, places: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return the lengths of some rows."""
         at = np.asarray(places)
-        found: npt.NDArray[np.int64] = self.offsets[at + 1] - self.offsets[at]
-        return found
+        result: npt.NDArray[np.int64] = self.offsets[at + 1] - self.offsets[at]
+        return result
 
     def taken(self, places: npt.NDArray[np.int64]) -> Ragged:
         """Select some rows."""
@@ -197,9 +197,9 @@ def is_packed(*parts: Mapping[str, Column]) -> bool:
     Raises:
         SpecError: positions restart, and the mask hides other tokens than padding.
     """
-    found = [_restarts(columns) for columns in parts]
-    packed = any(restarts for restarts, _ in found)
-    hidden = next((row for _, row in found if row is not None), None)
+    result = [_restarts(columns) for columns in parts]
+    packed = any(restarts for restarts, _ in result)
+    hidden = next((row for _, row in result if row is not None), None)
     if packed and hidden is not None:
         why = f"{MASK} of row {hidden} hides the beginning of a document, and {POSITIONS} restart within rows"
         raise SpecError("data", why, f"leave {MASK} out: documents whose {POSITIONS} restart do not see each other")
@@ -235,8 +235,8 @@ def _first(
     """Return the position of each row's first token that the mask shows; of none, that of its first."""
     shown = np.flatnonzero(own)
     at = np.searchsorted(shown, offsets[:-1])
-    found = shown[np.minimum(at, len(shown) - 1)] if len(shown) else offsets[:-1]
-    return positions[np.where((found >= offsets[:-1]) & (found < offsets[1:]), found, offsets[:-1])]
+    result = shown[np.minimum(at, len(shown) - 1)] if len(shown) else offsets[:-1]
+    return positions[np.where((result >= offsets[:-1]) & (result < offsets[1:]), result, offsets[:-1])]
 
 
 def _flat(column: Column) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.int64]]:
@@ -288,19 +288,19 @@ def columns_of(rows: Rows, where: str, collator: Collator | None = None, seed: i
 
 
 def _columns(rows: Rows, where: str, collator: Collator | None) -> dict[str, Column]:
-    found: dict[str, list[Values]] = {}
+    result: dict[str, list[Values]] = {}
     for index in range(len(rows)):
         row: Any = rows[index]
         if collator is not None:
             row = _collated_alone(collator, row, index, where)
         if not isinstance(row, Mapping):
             raise SpecError(where, f"row {index} is a {type(row).__name__}", "give dicts of the model's arguments")
-        if index and {str(name) for name in row} != set(found):
+        if index and {str(name) for name in row} != set(result):
             raise SpecError(where, f"row {index} holds {', '.join(map(str, row))}", "give every row the same names")
         for name, value in row.items():
-            column = found.setdefault(str(name), [])
+            column = result.setdefault(str(name), [])
             column.append(_array(value, str(name), index, column, where))
-    columns = {name: _column(name, values, where) for name, values in found.items()}
+    columns = {name: _column(name, values, where) for name, values in result.items()}
     if collator is None:
         return columns
     return _with_fills(columns, rows, collator, where)

@@ -71,8 +71,8 @@ class GroupedByLength:
     def _sorted(self, key: int, begin: int, end: int) -> npt.NDArray[np.int64]:
         rows = np.array([permuted(key, len(self._lengths), position) for position in range(begin, end)])
         order = np.argsort(-self._lengths[rows], kind="stable")
-        found: npt.NDArray[np.int64] = rows[order]
-        return found
+        result: npt.NDArray[np.int64] = rows[order]
+        return result
 
 
 @lru_cache(maxsize=8)

@@ -68,14 +68,14 @@ def find_text(source: str, raw: bool = True) -> TextFiles:
         SpecError: there are no files, none of them is text, one cannot be read, or one that is named as text is not.
     """
     if source == STDLIB:
-        found = find_files(sysconfig.get_paths()["stdlib"], _NOT_LIBRARY)
-        found = [file for file in found if file.path.suffix == ".py"]
+        result = find_files(sysconfig.get_paths()["stdlib"], _NOT_LIBRARY)
+        result = [file for file in result if file.path.suffix == ".py"]
     else:
-        found = find_files(source)
+        result = find_files(source)
     texts: list[TextFile] = []
     empty = 0
     binary: list[str | None] = []
-    for file in found:
+    for file in result:
         format = kind_of(file.path).format
         if format in ("parquet", "arrow"):
             binary.append("Parquet")
@@ -125,9 +125,9 @@ def prepare(data: DataSpec, sequence: int, directory: Path) -> Corpus:
     Raises:
         SpecError: there is no text, or less than one sample in either split.
     """
-    found = find_text(data.path)
+    result = find_text(data.path)
     directory.mkdir(parents=True, exist_ok=True)
-    parts = _split(found, sequence)
+    parts = _split(result, sequence)
     lengths = [_write(directory / f"{name}.npy", parts[name]) for name in SPLITS]
     for name, length in zip(SPLITS, lengths, strict=True):
         if length <= sequence:
@@ -142,7 +142,7 @@ def prepare(data: DataSpec, sequence: int, directory: Path) -> Corpus:
         "vocabulary": 256,
         "bytes": dict(zip(SPLITS, lengths, strict=True)),
         "files": {name: len(parts[name]) for name in SPLITS},
-        "skipped": {"binary": found.binary, "empty": found.empty},
+        "skipped": {"binary": result.binary, "empty": result.empty},
         "sha256": {name: sha256(directory / f"{name}.npy") for name in SPLITS},
     }
     write_whole(directory / META, json.dumps(meta, indent=1).encode(), synced=True)
@@ -200,18 +200,18 @@ def prepare_lines(data: DataSpec, longest: int, directory: Path) -> Arrays:
     Raises:
         SpecError: there is no text, a line has more than ``longest`` bytes, or a record is not valid.
     """
-    found: list[bytes] = []
+    result: list[bytes] = []
     too_long: list[tuple[str, int]] = []
     for file in find_text(data.path, raw=False).files:
         for place, line in _lines(file):
             if len(line) > longest:
                 too_long.append((place, len(line)))
-            found.append(line)
+            result.append(line)
     if too_long:
         place, length = max(too_long, key=lambda one: one[1])
-        why = f"{len(too_long)} of {len(found)} lines take more than {longest} bytes; {place} takes {length}"
+        why = f"{len(too_long)} of {len(result)} lines take more than {longest} bytes; {place} takes {length}"
         raise SpecError("data.path", why, f"raise model.sequence to {length}, or break them up")
-    rows = [np.frombuffer(line, dtype=np.uint8) for line in found]
+    rows = [np.frombuffer(line, dtype=np.uint8) for line in result]
     if len(rows) < 2:
         raise SpecError("data.path", f'"{data.path}" holds {len(rows)} lines', "give text with more of them")
     return write_arrays(split_rows({LINE: Ragged.of(rows)}), directory, data.path, LINES_META)
@@ -232,12 +232,12 @@ def _text(record: bytes, where: str) -> bytes:
         SpecError: it is not a JSON object with a text, or its text is empty or holds a NUL byte.
     """
     try:
-        found = check_object(record)
-        text = found["text"].encode()  # type: ignore[attr-defined]
+        result = check_object(record)
+        text = result["text"].encode()  # type: ignore[attr-defined]
     except ValueError as error:
         raise SpecError("data.path", f"{where}: {error}", 'give one {"text": "..."} a line') from None
     except (KeyError, AttributeError):
-        holds = f"text is {found['text']!r:.20}" if "text" in found else f"has {', '.join(found) or 'nothing'}"
+        holds = f"text is {result['text']!r:.20}" if "text" in result else f"has {', '.join(result) or 'nothing'}"
         why = f"{where}: not a JSON object with a text: {holds}"
         raise SpecError("data.path", why, 'give one {"text": "..."} a line') from None
     if not text or b"\0" in text:

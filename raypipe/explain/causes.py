@@ -51,14 +51,14 @@ class Lost:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields of one entry of ``causes``."""
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "cause": self.cause,
             "device": self.device,
             "seconds": self.seconds,
             "what_if_step_s": self.what_if_step_s,
             "devices": {str(d): s for d, s in sorted(self.devices.items())},
         }
-        return found | ({"links": {f"{a}->{b}": s for (a, b), s in self.links.items()}} if self.links else {})
+        return result | ({"links": {f"{a}->{b}": s for (a, b), s in self.links.items()}} if self.links else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ def explain(replay: Replay) -> Explanation:
     seconds = _averaged(replay, active, few=tasks * 2 * max(1, len(active)) ** 2 > REPLAYED_TASKS)
     seconds["warm-up"] = replay.step_s([Mend(c) for c in active]) - ideal
     seconds["host"] = seconds.get("host", 0.0) + rest
-    found = []
+    result = []
     budget = REPLAYED_TASKS // max(1, tasks)
     for cause, lost in seconds.items():
         if abs(lost) > NOTHING * whole or cause == "warm-up":
             what_if = whole - (replayed - replay.step_s([Mend(cause)])) - (rest if cause == "host" else 0.0)
             devices, links = _where(replay, cause, lost, budget)
-            found.append(Lost(cause, lost, max(what_if, 0.0), devices, links))
-    return Explanation(whole, ideal, tuple(sorted(found, key=lambda one: -one.seconds)))
+            result.append(Lost(cause, lost, max(what_if, 0.0), devices, links))
+    return Explanation(whole, ideal, tuple(sorted(result, key=lambda one: -one.seconds)))
 
 
 def _matters(replay: Replay, cause: Cause) -> bool:
@@ -168,8 +168,8 @@ def _lag(replay: Replay, pair: tuple[int, int]) -> float:
     device = replay.waits.graph.device
     return sum(
         lag
-        for one in replay.steps
-        for (p, i), lag in (*one.lags.items(), *one.late_lags.items())
+        for step in replay.steps
+        for (p, i), lag in (*step.lags.items(), *step.late_lags.items())
         if (device[p], device[i]) == pair
     )
 
@@ -177,7 +177,7 @@ def _lag(replay: Replay, pair: tuple[int, int]) -> float:
 def _amounts(replay: Replay, cause: Cause) -> list[float]:
     """Per device, how much of a cause its tasks have."""
     devices = replay.of.schedule.devices
-    found = [0.0] * devices
+    result = [0.0] * devices
     if cause == "imbalance":
         work = replay.device_work_s[replay.counted].mean(axis=0)
         return [max(0.0, float(w) - replay.ideal_s) for w in work]
@@ -187,9 +187,9 @@ def _amounts(replay: Replay, cause: Cause) -> list[float]:
         for i, task in enumerate(replay.waits.graph.tasks):
             d = replay.waits.graph.device[i]
             if cause == "straggler" and task.kind not in NETWORK:
-                found[d] += max(0.0, float(one.work[i] - replay.base[k, i]))
+                result[d] += max(0.0, float(one.work[i] - replay.base[k, i]))
             if task.kind in kinds:
-                found[d] += float(one.work[i])
+                result[d] += float(one.work[i])
             if waits is not None:
-                found[d] += float(getattr(one, waits)[i])
-    return found
+                result[d] += float(getattr(one, waits)[i])
+    return result

@@ -268,13 +268,13 @@ def layer_shares(cut: Cut, weights: Sequence[float] | None) -> list[float]:
     >>> layer_shares(((0, 1, 2), (3,)), [1.0, 1.0, 2.0, 5.0])
     [0.25, 0.25, 0.5, 1.0]
     """
-    found = [0.0] * sum(map(len, cut))
+    result = [0.0] * sum(map(len, cut))
     for layers in cut:
         own = [1.0 if weights is None else weights[layer] for layer in layers]
         total = sum(own)
         for layer, weight in zip(layers, own, strict=True):
-            found[layer] = weight / total if total > 0 else 1.0 / len(layers)
-    return found
+            result[layer] = weight / total if total > 0 else 1.0 / len(layers)
+    return result
 
 
 def costs_of_cut(
@@ -321,22 +321,22 @@ def better_cut(
         for cut in _neighbours(best):
             if cut not in timed:
                 timed[cut] = step_s(cut)
-        found = min(timed, key=lambda cut: timed[cut])
-        if timed[found] >= timed[best] * (1 - 1e-9):
+        result = min(timed, key=lambda cut: timed[cut])
+        if timed[result] >= timed[best] * (1 - 1e-9):
             break
-        best = found
+        best = result
     return best, timed[best]
 
 
 def _neighbours(cut: Cut) -> list[Cut]:
     """The cuts that differ by one border that is one layer further to the left or to the right."""
-    found = []
+    result = []
     for s, (left, right) in enumerate(pairwise(cut)):
         if len(left) > 1:
-            found.append((*cut[:s], left[:-1], (left[-1], *right), *cut[s + 2 :]))
+            result.append((*cut[:s], left[:-1], (left[-1], *right), *cut[s + 2 :]))
         if len(right) > 1:
-            found.append((*cut[:s], (*left, right[0]), right[1:], *cut[s + 2 :]))
-    return found
+            result.append((*cut[:s], (*left, right[0]), right[1:], *cut[s + 2 :]))
+    return result
 
 
 # Other cuts of a model with frozen layers, costed by its profile.
@@ -406,13 +406,13 @@ class RecutFrozen:
 
         costs = self.costs
         forward = factor(costs.forward[s], predicted.forward[s], 1.0)
-        found = {"forward": forward, "recompute": factor(costs.recompute[s], predicted.recompute[s], forward)}
+        result = {"forward": forward, "recompute": factor(costs.recompute[s], predicted.recompute[s], forward)}
         if any(task.kind == "W" for task in self.schedule.tasks()):
             for name in ("input_grad", "weight_grad"):
-                found[name] = factor(getattr(costs, name)[s], getattr(predicted, name)[s], forward)
-            return found | {"joint": found["input_grad"]}
+                result[name] = factor(getattr(costs, name)[s], getattr(predicted, name)[s], forward)
+            return result | {"joint": result["input_grad"]}
         both = (costs.input_grad[s] + costs.weight_grad[s], predicted.input_grad[s] + predicted.weight_grad[s])
-        return found | dict.fromkeys(("input_grad", "weight_grad", "joint"), factor(*both, forward))
+        return result | dict.fromkeys(("input_grad", "weight_grad", "joint"), factor(*both, forward))
 
     @property
     def layer_s(self) -> list[float]:
@@ -423,10 +423,10 @@ class RecutFrozen:
 
     def costs_of(self, cut: Cut) -> CostTable:
         """Return the costs of a cut; messages and sums of gradients as measured."""
-        found = profiled_costs(self.profile, self.plan, self.schedule, cut)
+        result = profiled_costs(self.profile, self.plan, self.schedule, cut)
         speed = self.speed
         scaled: dict[str, Any] = {
-            n: tuple(t * v for t, v in zip(getattr(found, n), speed, strict=True)) for n in BY_LAYERS
+            n: tuple(t * v for t, v in zip(getattr(result, n), speed, strict=True)) for n in BY_LAYERS
         }
         return replace(self.costs, **scaled)
 

@@ -39,7 +39,7 @@ def take_apart(of: Measured, waits: Waits) -> list[StepGaps]:
     zero = min(float(s.min()) for s in starts[:1])
     for step, start, end in zip(of.steps, starts, ends, strict=True):
         _move_gathers_out(waits, step, start, end)
-    found: list[StepGaps] = []
+    result: list[StepGaps] = []
     gaps: list[Gap] = []
     for k, step in enumerate(of.steps):
         start, end = starts[k], ends[k]
@@ -54,12 +54,12 @@ def take_apart(of: Measured, waits: Waits) -> list[StepGaps]:
             elif past is None and i in waits.carried:
                 at_head = i == graph.first[graph.device[i]]
                 one.begin[i] = float(start[i]) - zero if at_head else 0.0
-        found.append(one)
+        result.append(one)
     if all(step.waits.message_s for step in of.steps):
-        measured(waits, found, gaps, [step.waits.message_s for step in of.steps], starts, ends, began)
+        measured(waits, result, gaps, [step.waits.message_s for step in of.steps], starts, ends, began)
     else:
-        estimated(waits, found, gaps, starts, ends)
-    return found
+        estimated(waits, result, gaps, starts, ends)
+    return result
 
 
 def _move_gathers_out(waits: Waits, step: RecordedStep, start: NDArray[np.float64], end: NDArray[np.float64]) -> None:
@@ -233,10 +233,10 @@ def waits_of(of: Measured, graph: TaskGraph) -> Waits:
 
 def merged(*edges: Edges) -> Edges:
     """All waits of several tables, in a new one."""
-    found: Edges = {}
-    for one in edges:
-        merge(found, {i: list(waits) for i, waits in one.items()})
-    return found
+    result: Edges = {}
+    for edge in edges:
+        merge(result, {i: list(waits) for i, waits in edge.items()})
+    return result
 
 
 # One step taken apart: what every task did, and whose the gap before it was.

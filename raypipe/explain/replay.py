@@ -157,11 +157,11 @@ class Replay:
 
     def _mended(self, cause: str, mended: frozenset[Mend]) -> NDArray[np.bool_]:
         """Per task, whether this cause is mended on its device."""
-        found = np.zeros(len(self._device), dtype=bool)
+        result = np.zeros(len(self._device), dtype=bool)
         for m in mended:
             if m.cause == cause:
-                found |= True if m.where is None else self._device == m.where
-        return found
+                result |= True if m.where is None else self._device == m.where
+        return result
 
     def _edges_of(self, mended: frozenset[Mend]) -> list[tuple[Edges, Edges]]:
         """Per step, what tasks wait for of their own step and of the step before."""
@@ -263,7 +263,7 @@ def undisturbed(of: Measured, graph: TaskGraph, work: NDArray[np.float64]) -> ND
             each[key] += (work[:, i] / share(task)).tolist()
     usual = {key: median(values) for key, values in each.items()}
     slow = slowdowns(usual, of.planned, of.earlier, graph.schedule.devices)
-    found = work.copy()
+    result = work.copy()
     longer = _longer_microbatches(graph, keys, usual, work)
     for i, (task, key) in enumerate(zip(graph.tasks, keys, strict=True)):
         if not _compares(task.kind):
@@ -271,8 +271,8 @@ def undisturbed(of: Measured, graph: TaskGraph, work: NDArray[np.float64]) -> ND
         expected = usual[key] * share(task) / slow[key[0]]
         for step in range(len(work)):
             expected_here = expected * longer.get((step, task.kind, task.mbs), 1.0)
-            found[step, i] = min(work[step, i], expected_here)  # faster than usual is no fault
-    return found
+            result[step, i] = min(work[step, i], expected_here)  # faster than usual is no fault
+    return result
 
 
 def _compares(kind: Kind) -> bool:
@@ -293,11 +293,11 @@ def slowdowns(usual: dict[Key, float], planned: TaskTimes, earlier: TaskTimes, d
     by_plan = _ratios({key: t for key, t in usual.items() if key[1] in COMPUTE}, planned, devices)
     known = [ratio for ratio in by_plan if ratio is not None]
     scale = _low_median(known) if known else 1.0
-    found = []
+    result = []
     for twin, own, plan in zip(by_twins, by_itself, by_plan, strict=True):
         most = max(twin or 1.0, own or 1.0, plan / scale if plan is not None and scale > 0 else 1.0)
-        found.append(most if most >= STRAGGLES else 1.0)
-    return found
+        result.append(most if most >= STRAGGLES else 1.0)
+    return result
 
 
 def _ratios(usual: dict[Key, float], expected: TaskTimes, devices: int) -> list[float | None]:
@@ -327,7 +327,7 @@ def _longer_microbatches(
     for i, task in enumerate(graph.tasks):
         if task.mbs and usual.get(keys[i], 0.0) > 0.0:
             on[task.kind, task.mbs].append(i)
-    found = {}
+    result = {}
     for (kind, mbs), own in on.items():
         if len({keys[i][0] for i in own}) < 2:
             continue
@@ -336,5 +336,5 @@ def _longer_microbatches(
         for step, row in enumerate(ratios):
             nearest = float(row[np.argmin(np.abs(row - 1.0))])
             if nearest != 1.0 and ((row > 1).all() or (row < 1).all()):
-                found[step, kind, mbs] = nearest
-    return found
+                result[step, kind, mbs] = nearest
+    return result

@@ -76,7 +76,7 @@ def bind(declared: Mapping[str, Sequence[Dim]], actual: Mapping[str, Sequence[in
     Raises:
         RequestError: an input is missing, has another rank, or has a size that the model was not captured for.
     """
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for name, shape in declared.items():
         if name not in actual:
             raise RequestError(name, "this input of the model was not given", "give every input it was captured with")
@@ -86,12 +86,12 @@ def bind(declared: Mapping[str, Sequence[Dim]], actual: Mapping[str, Sequence[in
             raise RequestError(name, why, "give it as it was captured")
         for dim, size in zip(shape, given, strict=True):
             if isinstance(dim, str) and dim.isidentifier():
-                if found.setdefault(dim, size) != size:
+                if result.setdefault(dim, size) != size:
                     raise RequestError(name, f"shape {given} does not fit the other inputs", "give inputs of one size")
             elif isinstance(dim, int) and dim != size:
                 why = f"has shape {given}, but the model was captured for {tuple(shape)} only"
                 raise RequestError(name, why, f"give size {dim} there, or capture again with that size")
-    return found
+    return result
 
 
 @lru_cache(maxsize=4096)

@@ -73,10 +73,10 @@ def _version(package: str) -> str:
 
 def transformers_code(model_type: str) -> list[Path]:
     """Return the files of the transformers library that a model type's forward may use; [] without the library."""
-    found = find_spec("transformers")
-    if found is None or found.origin is None:
+    result = find_spec("transformers")
+    if result is None or result.origin is None:
         return []
-    root = Path(found.origin).parent
+    root = Path(result.origin).parent
     folders = [root, root / "integrations", root / "models" / model_type.replace("-", "_")]
     return [path for folder in folders for path in sorted(folder.glob("*.py"))]
 
@@ -108,16 +108,16 @@ def structure(module: nn.Module) -> list[Any]:
     Two modules with the same code and structure have the same forward, whatever files or variables their constructors
     read. Values of parameters are left out.
     """
-    found: list[Any] = []
+    result: list[Any] = []
     for path, part in module.named_modules():
         plain = {key: data for key, value in vars(part).items() if (data := _plain(value)) is not None}
-        found.append([path, f"{type(part).__module__}.{type(part).__qualname__}", plain])
+        result.append([path, f"{type(part).__module__}.{type(part).__qualname__}", plain])
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        found.append([name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad])
+        result.append([name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad])
     for name, buffer in module.named_buffers():
         value = "" if buffer.is_meta else hashlib.sha256(repr(buffer.tolist()).encode()).hexdigest()
-        found.append([name, list(buffer.shape), str(buffer.dtype), value])
-    return found
+        result.append([name, list(buffer.shape), str(buffer.dtype), value])
+    return result
 
 
 def _plain(value: object) -> Any:
@@ -135,12 +135,12 @@ def _plain(value: object) -> Any:
 
 def _own_file(module: str) -> Path | None:
     try:
-        found = find_spec(module)
+        result = find_spec(module)
     except (ImportError, ValueError):
         return None
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
+    if result is None or result.origin is None or not result.origin.endswith(".py"):
         return None
-    path = Path(found.origin).resolve()
+    path = Path(result.origin).resolve()
     if INSTALLED & set(path.parts):  # in any environment: the user's, a parent's, or one that a .pth file adds
         return None
     installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")}
@@ -150,12 +150,12 @@ def _own_file(module: str) -> Path | None:
 def _imports(path: Path, module: str) -> list[str]:
     """Return the modules that a file may import, including imported names, which may be modules."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    found: list[str] = []
+    result: list[str] = []
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            found.extend(alias.name for alias in node.names)
+            result.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            found.extend([base, *(f"{base}.{alias.name}" for alias in node.names)])
-    return [name for name in found if name]
+            result.extend([base, *(f"{base}.{alias.name}" for alias in node.names)])
+    return [name for name in result if name]

@@ -63,14 +63,14 @@ def between_parts(
         parts: layers of each part.
         arriving, leaving: results that the stage receives and sends.
     """
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     for k in range(1, len(parts)):
         before = {i for part in parts[:k] for i in part}
         after = {i for part in parts[k:] for i in part}
         made = {r for r, one in enumerate(results) if one.made_by in before}
         had = {r for r in {*arriving, *leaving, *made} if results[r].made_by not in after}
-        found.append(tuple(sorted(r for r in had if r in leaving or after.intersection(results[r].read_by))))
-    return found
+        result.append(tuple(sorted(r for r in had if r in leaving or after.intersection(results[r].read_by))))
+    return result
 
 
 def stage_graph(results: Sequence[Result], cut: Sequence[Sequence[int]], devices: Sequence[int]) -> StageGraph:
@@ -117,7 +117,7 @@ def stage_ends(
         made_in[r] = home
         for stage in readers:
             needs[stage].add(r)
-    reads = [frozenset(one) for one in needs]
+    reads = [frozenset(need) for need in needs]
     on_edge: dict[tuple[int, int], list[int]] = {edge: [] for edge in graph.edges}
     for stage in reversed(range(graph.stages)):
         for r in sorted(needs[stage]):
@@ -162,16 +162,17 @@ def _readers(results: Sequence[Result], cut: Sequence[Sequence[int]]) -> list[tu
     """Per result, the stage that makes it, and the other stages that read it, in order."""
     stage_of = {layer: s for s, layers in enumerate(cut) for layer in layers}
     return [
-        (stage_of[one.made_by], sorted({stage_of[i] for i in one.read_by} - {stage_of[one.made_by]})) for one in results
+        (stage_of[result.made_by], sorted({stage_of[i] for i in result.read_by} - {stage_of[result.made_by]}))
+        for result in results
     ]
 
 
 def _reached(inputs: Sequence[Sequence[int]]) -> list[set[int]]:
     """Per stage, all stages that paths lead from."""
-    found: list[set[int]] = []
+    result: list[set[int]] = []
     for own in inputs:
-        found.append(set(own).union(*(found[s] for s in own)))
-    return found
+        result.append(set(own).union(*(result[s] for s in own)))
+    return result
 
 
 # From layers on devices to stages: as few as let every device begin and send as early as the layers would.
@@ -192,7 +193,7 @@ def stages_of(results: Sequence[Result], devices: Sequence[int]) -> Stages:
         devices: device of each layer.
     """
     count = len(devices)
-    edges = {(one.made_by, reader) for one in results for reader in one.read_by}
+    edges = {(result.made_by, reader) for result in results for reader in result.read_by}
     before: list[list[int]] = [[] for _ in range(count)]
     after: list[list[int]] = [[] for _ in range(count)]
     for a, b in sorted(edges):
@@ -241,7 +242,7 @@ def replicated(graph: OperationGraph) -> tuple[bool, ...]:
 def _replicated(graph: OperationGraph) -> tuple[bool, ...]:
     written = {name for operation in graph.operations for name in operation.mutates}
     sizes = {name: 1 << 20 for name in graph.example}  # any sizes do: only whether it is a matrix product matters
-    found: list[bool] = []
+    result: list[bool] = []
     for operation in graph.operations:
         fixed = all(
             graph.sources[n].kind in ("input", "constant") or (graph.sources[n].kind == "buffer" and n not in written)
@@ -251,8 +252,8 @@ def _replicated(graph: OperationGraph) -> tuple[bool, ...]:
         cheap = (
             known and not operation.random and not operation.mutates and matrix_flops(graph, operation, sizes) is None
         )
-        found.append(fixed and cheap and all(found[i] for i in operation.inputs))
-    return tuple(found)
+        result.append(fixed and cheap and all(result[i] for i in operation.inputs))
+    return tuple(result)
 
 
 def last_uses(graph: OperationGraph) -> list[int]:
@@ -278,13 +279,13 @@ def crossing(graph: OperationGraph, starts: Sequence[int]) -> tuple[tuple[int, .
 def needed_replicated(graph: OperationGraph, numbers: Sequence[int]) -> list[int]:
     """Return the replicated operations that these operations need, directly or indirectly, in order."""
     repeated = replicated(graph)
-    found: set[int] = set()
+    result: set[int] = set()
     todo = list(numbers)
     while todo:
-        new = {used for used in graph.operations[todo.pop()].inputs if repeated[used]} - found
-        found |= new
+        new = {used for used in graph.operations[todo.pop()].inputs if repeated[used]} - result
+        result |= new
         todo += new
-    return sorted(found)
+    return sorted(result)
 
 
 def between_spans(graph: OperationGraph, starts: Sequence[int]) -> tuple[tuple[int, ...], tuple[Result, ...]]:

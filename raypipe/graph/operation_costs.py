@@ -143,20 +143,20 @@ def widths(graph: OperationGraph, autocast: Autocast | None) -> tuple[int, ...]:
     ``autocast`` is that of the device, if the model runs under it. An operation with several results, such as a split,
     has the item size of its operands.
     """
-    found: list[int] = []
+    result: list[int] = []
     for operation in graph.operations:
         kind = operation.type
         own = 0 if kind is None else ITEM_BYTES[kind.dtype]
         name = short_name(operation.target)
         as_captured = autocast is None or name in autocast.in_float32 or (kind is not None and not kind.floating)
         if kind is not None and as_captured:
-            found.append(own)
+            result.append(own)
         elif autocast is not None and name in autocast.products:
-            found.append(AUTOCAST_BYTES)
+            result.append(AUTOCAST_BYTES)
         else:
-            read = [operand_width(graph, found, operand) for operand in operation.operands]
-            found.append(max((w for w in read if w), default=own))
-    return tuple(found)
+            read = [operand_width(graph, result, operand) for operand in operation.operands]
+            result.append(max((w for w in read if w), default=own))
+    return tuple(result)
 
 
 def operand_width(graph: OperationGraph, results: Sequence[int], operand: int | str) -> int:
@@ -317,7 +317,7 @@ def fused_work(rules: FusionRules, span: range) -> FusedWork:
             if other is not kernel:
                 kernel.reads |= other.reads
                 kernel.needs_inputs |= other.needs_inputs
-                kernel_of.update({o: kernel for o, found in kernel_of.items() if found is other})
+                kernel_of.update({o: kernel for o, result in kernel_of.items() if result is other})
         kernel_of[i] = kernel
         kernel.reads |= {o for o in inputs[i] if kernel_of.get(o) is not kernel}
         kernel.needs_inputs |= bool(rules.keeps(i))
@@ -348,7 +348,7 @@ def fused_work(rules: FusionRules, span: range) -> FusedWork:
 
 def _users(graph: OperationGraph, own: Sequence[int], root: Callable[[int], int]) -> dict[int, list[int]]:
     """Return the operations, views left out, that read each of these results or a view of it."""
-    found: dict[int, list[int]] = {}
+    result: dict[int, list[int]] = {}
     for i in own:
         todo, seen = [i], list[int]()
         while todo:
@@ -357,8 +357,8 @@ def _users(graph: OperationGraph, own: Sequence[int], root: Callable[[int], int]
                     seen.append(user)
                 else:
                     todo.append(user)
-        found[i] = seen
-    return found
+        result[i] = seen
+    return result
 
 
 # Which weight gradients of a captured model can wait for W, and what share of their FLOPs cannot.
@@ -395,18 +395,18 @@ def weight_expressions(graph: OperationGraph) -> tuple[bool, ...]:
     >>> weight_expressions(OperationGraph((t, y), sources, {"y": 1}))
     (True, False)
     """
-    found: list[bool] = []
+    result: list[bool] = []
     for number, operation in enumerate(graph.operations):
         name = short_name(operation.target)
-        read = [found[o] if isinstance(o, int) else graph.sources[o].kind == "parameter" for o in operation.operands]
+        read = [result[o] if isinstance(o, int) else graph.sources[o].kind == "parameter" for o in operation.operands]
         fixed = [
             fine or (isinstance(o, str) and graph.sources[o].kind in ("buffer", "constant"))
             for o, fine in zip(operation.operands, read, strict=True)
         ]
         whole = bool(fixed) and all(fixed) and any(read)
         gathered = bool(read) and read[0] and name in GATHERS
-        found.append((whole or gathered) and not operation.random and graph.requires_grad[number])
-    return tuple(found)
+        result.append((whole or gathered) and not operation.random and graph.requires_grad[number])
+    return tuple(result)
 
 
 def weight_flops(graph: OperationGraph, number: int, sizes: Sizes, expressions: Sequence[bool]) -> float:

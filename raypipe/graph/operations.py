@@ -175,23 +175,23 @@ class OperationGraph:
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
         """Per operation, the operations that read its result, each once, in order."""
-        found: list[list[int]] = [[] for _ in self.operations]
+        result: list[list[int]] = [[] for _ in self.operations]
         for number, operation in enumerate(self.operations):
             for used in dict.fromkeys(operation.inputs):
-                found[used].append(number)
-        return tuple(map(tuple, found))
+                result[used].append(number)
+        return tuple(map(tuple, result))
 
     @cached_property
     def requires_grad(self) -> tuple[bool, ...]:
         """Per operation, whether a gradient flows through its result to a trained parameter."""
-        found: list[bool] = []
+        result: list[bool] = []
         for operation in self.operations:
-            reads = any(found[i] for i in operation.inputs) or any(
+            reads = any(result[i] for i in operation.inputs) or any(
                 self.sources[name].requires_grad for name in operation.sources
             )
             floating = operation.type is None or operation.type.floating
-            found.append(reads and floating and operation.target not in DETACHED)
-        return tuple(found)
+            result.append(reads and floating and operation.target not in DETACHED)
+        return tuple(result)
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:

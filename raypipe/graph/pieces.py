@@ -109,14 +109,14 @@ def _runs(graph: OperationGraph, repeated: Sequence[bool]) -> dict[int, int]:
 
 def _lead_on(graph: OperationGraph) -> list[bool]:
     """Per operation, whether something that the model returns depends on it."""
-    found = [False] * len(graph.operations)
+    result = [False] * len(graph.operations)
     for number in graph.outputs.values():
-        found[number] = True
-    for n in reversed(range(len(found))):
-        if found[n]:
+        result[number] = True
+    for n in reversed(range(len(result))):
+        if result[n]:
             for source in graph.operations[n].inputs:
-                found[source] = True
-    return found
+                result[source] = True
+    return result
 
 
 class _Contracted:

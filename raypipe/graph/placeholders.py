@@ -27,7 +27,7 @@ class Placeholder(NamedTuple):
 
 def placeholders(graph: OperationGraph, one: Sizes) -> tuple[Placeholder, ...]:
     """Find the tokens whose number in a sample is fixed by shapes; ``one`` are the graph's sizes for one sample."""
-    found = []
+    result = []
     for operation in graph.operations:
         if operation.target != "aten.masked_scatter.default":
             continue
@@ -37,8 +37,8 @@ def placeholders(graph: OperationGraph, one: Sizes) -> tuple[Placeholder, ...]:
         if compared is None or len(kinds) != 2 or None in kinds:
             continue
         width, given = (evaluate_all(kind.shape, one) for kind in kinds if kind is not None)
-        found.append(Placeholder(*compared, prod(given) // width[-1]))
-    return tuple(dict.fromkeys(found))
+        result.append(Placeholder(*compared, prod(given) // width[-1]))
+    return tuple(dict.fromkeys(result))
 
 
 def _compared(graph: OperationGraph, mask: Plain) -> tuple[str, int] | None:

@@ -460,7 +460,7 @@ def _loss(c: Counted, sums: _Sums) -> float:
 
     Return the bytes of the outputs.
     """
-    found = 0.0
+    result = 0.0
     for output in c.graph.outputs.values():
         kind = c.graph.operations[output].type
         if kind is None or not kind.shape:
@@ -471,8 +471,8 @@ def _loss(c: Counted, sums: _Sums) -> float:
         sums.back_traffic += 4 * width * logits
         sums.aside += width * logits + LABEL * (logits // max(1, evaluate_all(kind.shape, c.one)[-1]))
         sums.loss += 2.0 * width * logits
-        found += c.bytes(output)
-    return found
+        result += c.bytes(output)
+    return result
 
 
 def unread_bytes(graph: OperationGraph, sharding: Subgraphs, one: Sizes) -> tuple[float, ...]:
@@ -489,10 +489,10 @@ def unread_bytes(graph: OperationGraph, sharding: Subgraphs, one: Sizes) -> tupl
     numbers = range(len(graph.operations))
     saved = {root(graph, kept) for n in numbers for kept in kept_operands(graph, n)}
     saved |= {root(graph, n) for n in numbers if keeps_result(graph, n)}
-    found = [0.0]
+    result = [0.0]
     for i, arriving in enumerate(sharding.cuts):
         passed_on = sharding.cuts[i + 1] if i + 1 < len(sharding.cuts) else ()
         held = saved | {root(graph, n) for n in passed_on}
         unread = {root(graph, n): kind for n in arriving if (kind := graph.operations[n].type) is not None}
-        found.append(float(sum(t.bytes(one) for at, t in unread.items() if t.floating and at not in held)))
-    return tuple(found)
+        result.append(float(sum(t.bytes(one) for at, t in unread.items() if t.floating and at not in held)))
+    return tuple(result)

@@ -77,7 +77,7 @@ def shard(graph: OperationGraph, parts: int | None = None) -> Subgraphs:
 
 def common_operations(graph: OperationGraph) -> frozenset[int]:
     """Return the operations whose results are passed on from cut to cut, and do not pull their users together."""
-    found = set()
+    result = set()
     # Per operation, the last block that has begun before or at it.
     begun: list[str] = []
     for block in graph.blocks:
@@ -87,10 +87,10 @@ def common_operations(graph: OperationGraph) -> frozenset[int]:
             own, using = graph.blocks[number], {graph.blocks[user] for user in users}
             far = any(not graph.blocks[user] and begun[user] != begun[number] for user in users)
             if len(using - {""}) > 1 or far or (own and "" in using and len(using) > 1):
-                found.add(number)
+                result.add(number)
         elif len(users) > len(graph.parameters):
-            found.add(number)
-    return frozenset(found)
+            result.add(number)
+    return frozenset(result)
 
 
 def _starts(graph: OperationGraph, parts: int | None) -> list[int]:

@@ -263,19 +263,19 @@ def cluster_file(path: Path) -> Path:
 
 def moved_note(path: Path) -> str | None:
     """Return what to tell who gave the path of a description that has moved; None where it is where they say."""
-    found = cluster_file(path)
-    if found == path or not path.suffix:
+    result = cluster_file(path)
+    if result == path or not path.suffix:
         return None
-    return f"note: {path} has moved to {found}; the old path keeps working"
+    return f"note: {path} has moved to {result}; the old path keeps working"
 
 
 def cluster_from(mapping: object, where: str = "cluster") -> ClusterSpec:
     """Check a cluster given as plain data (as YAML gives it); ``where`` names its origin in errors."""
-    found = checked(mapping, ClusterSpec, where, EXAMPLE)
-    _check_number(found.devices, f"{where}: hosts")
-    for group in (found, *found.other_hosts):
+    result = checked(mapping, ClusterSpec, where, EXAMPLE)
+    _check_number(result.devices, f"{where}: hosts")
+    for group in (result, *result.other_hosts):
         _check_parts(group.device, where)
-    return found
+    return result
 
 
 def _check_parts(device: DeviceModel, where: str) -> None:

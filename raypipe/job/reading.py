@@ -67,10 +67,10 @@ def first_problem(
         example: a correct file to point to.
         kinds: the sections that are discriminated unions.
     """
-    found = sorted(invalid.errors(), key=lambda e: e["type"] not in UNKNOWN)
-    if not found[0]["loc"]:
-        return "", f"holds {describe(found[0]['input'])} instead of keys and values", f"see {example}"
-    return _explain(found[0], root, example, kinds or {})
+    result = sorted(invalid.errors(), key=lambda e: e["type"] not in UNKNOWN)
+    if not result[0]["loc"]:
+        return "", f"holds {describe(result[0]['input'])} instead of keys and values", f"see {example}"
+    return _explain(result[0], root, example, kinds or {})
 
 
 def _explain(error: ErrorDetails, root: type[BaseModel], example: str, kinds: Kinds) -> tuple[str, str, str]:
@@ -136,7 +136,7 @@ def _spec_at(loc: Sequence[str], root: type[BaseModel]) -> type[BaseModel]:
 def _spec_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and not get_args(annotation) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for option in get_args(annotation) if (found := _spec_in(option)) is not None), None)
+    return next((result for option in get_args(annotation) if (result := _spec_in(option)) is not None), None)
 
 
 def describe(value: Any) -> str:
@@ -229,8 +229,8 @@ def _check_size(root: yaml.Node) -> None:
         if isinstance(node, yaml.ScalarNode):
             node.value.encode()  # half a pair of surrogates is no character: writing or printing it would fail
         if sizes[id(node)] is None:
-            found = [sizes[id(child)] or (0, 0) for child in inner]
-            size, levels = 1 + sum(s for s, _ in found), 1 + max((depth for _, depth in found), default=0)
+            result = [sizes[id(child)] or (0, 0) for child in inner]
+            size, levels = 1 + sum(s for s, _ in result), 1 + max((depth for _, depth in result), default=0)
             if size > MOST_VALUES:
                 _refuse(f"more than {MOST_VALUES} values with aliases expanded", node)
             if levels > DEEPEST:
@@ -267,9 +267,9 @@ def load_json(path: Path, root: type[Data], made_by: str) -> Data:
     if not data.strip():
         raise SpecError(str(path), "is empty", fix)
     try:
-        found = root.model_validate_json(data)  # JSON mode accepts lists for tuples
+        result = root.model_validate_json(data)  # JSON mode accepts lists for tuples
         parse_json(data)  # which is stricter: pydantic takes the last of several equal keys
-        return found
+        return result
     except SpecError as error:  # a rule between keys
         raise SpecError(f"{path}: {error.where}", error.why, error.fix) from None
     except ValidationError as invalid:
@@ -292,8 +292,8 @@ def read_text(path: Path, what: str, example: str) -> str:
     try:
         return read_regular(path, MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
-        found = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-        hint = nearest(path.name, found) if found else f"give the path of a {what} file, such as {example}"
+        result = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        hint = nearest(path.name, result) if result else f"give the path of a {what} file, such as {example}"
         raise SpecError(str(path), "no such file", hint) from None
     except IsADirectoryError:
         raise SpecError(str(path), "is a folder", f"give the path of a {what} file in it") from None

@@ -229,19 +229,19 @@ def named_layers(wanted: Sequence[int | str], names: Sequence[str]) -> tuple[int
     Raises:
         SpecError: a number, name or pattern matches no layer.
     """
-    found: set[int] = set()
+    result: set[int] = set()
     for one in wanted:
         if isinstance(one, int):
             if not 0 <= one < len(names):
                 why = f"there is no layer {one}: the model has {len(names)}"
                 raise SpecError("parallel.recompute", why, f"use 0 to {len(names) - 1}")
-            found.add(one)
+            result.add(one)
             continue
         hits = [i for i, name in enumerate(names) if fnmatchcase(name, one)]
         if not hits:
             raise SpecError("parallel.recompute", f'no layer is called "{one}"', nearest(one, names))
-        found.update(hits)
-    return tuple(sorted(found))
+        result.update(hits)
+    return tuple(sorted(result))
 
 
 def alphas(stages: int, first: float) -> tuple[float, ...]:
@@ -264,5 +264,5 @@ def alphas(stages: int, first: float) -> tuple[float, ...]:
         raise ScheduleError("alphas", f"{first} of the first stage", "use 0 to 1")
     if stages == 1:
         return (1.0,)
-    found = [first, *(min(1.0, (stages - 1) * first / (stages - i)) for i in range(2, stages - 1))]
-    return (*found[: stages - 1], *found[-1:] * (stages - 1 - len(found)), 1.0)
+    result = [first, *(min(1.0, (stages - 1) * first / (stages - i)) for i in range(2, stages - 1))]
+    return (*result[: stages - 1], *result[-1:] * (stages - 1 - len(result)), 1.0)

@@ -160,9 +160,9 @@ class Elastic:
         devices, tensor = _devices(self.prepared), self.prepared.plan.parallel.tensor
         if self._reservation.together == tensor and not self._reservation.kinds:
             self._reservation = self._reservation.at_most(devices)
-            found = self._reservation.with_more(devices)
-            if found is not None:
-                self._reservation, self._released = found, False
+            result = self._reservation.with_more(devices)
+            if result is not None:
+                self._reservation, self._released = result, False
                 return
         self._reservation.give_back()
         self._reservation, self._released = self._reserve(self.prepared, self._reservation.run_id), False
@@ -233,12 +233,12 @@ class Elastic:
     def _settled(self) -> int:
         """Return the number of free devices once it no longer changes: Ray counts what is released after a moment."""
         begun = since = time.monotonic()
-        found = self._free()
+        result = self._free()
         while (now := time.monotonic()) - begun < MOST_S and now - since < RELEASED_S:
             time.sleep(0.1)
-            if (free := self._free()) != found:
-                found, since = free, now
-        return found
+            if (free := self._free()) != result:
+                result, since = free, now
+        return result
 
     def _free(self) -> int:
         """Return how many more workers the cluster has room for now."""
@@ -263,8 +263,8 @@ class DrainedNodes:
         from ray.exceptions import RayError
 
         try:
-            found = draining_nodes() - self._known
-            new = found & self._reservation.nodes() if found else found
+            result = draining_nodes() - self._known
+            new = result & self._reservation.nodes() if result else result
         except RayError:  # it does not answer now: the run need not end for that
             return
         if not new:

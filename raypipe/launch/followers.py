@@ -236,10 +236,10 @@ def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     >>> flat({"a": {"b": 1}, "c": 2})
     {'a.b': 1, 'c': 2}
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
-    return found
+        result |= flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+    return result
 
 
 GIB = float(1 << 30)

@@ -152,8 +152,8 @@ def branch_plan(job: JobSpec, model: LayeredModel) -> Plan:
     """
     parallel = job.parallel
     costs = layer_costs(job, model, this_machine(job.train.dtype, 1))
-    found = choose_branches(costs, parallel.stages, parallel.shape(job.train.batch).microbatches)
-    return plan_of(job, found, model.frozen_stages(found.arranged.cut))
+    result = choose_branches(costs, parallel.stages, parallel.shape(job.train.batch).microbatches)
+    return plan_of(job, result, model.frozen_stages(result.arranged.cut))
 
 
 def plan_of(job: JobSpec, found: Branches, frozen: Collection[int] = ()) -> Plan:
@@ -282,10 +282,10 @@ def _checked_prediction(plan: Plan, job: JobSpec, plan_file: Path, say: Callable
     Raises:
         SpecError: the plan was made for another model.
     """
-    found = plan.differences(job)
-    if not found:
+    result = plan.differences(job)
+    if not result:
         return plan
-    key, why = min(found, key=lambda difference: not _other_model(difference[0]))
+    key, why = min(result, key=lambda difference: not _other_model(difference[0]))
     if _other_model(key):
         raise SpecError(
             str(plan_file),

@@ -92,14 +92,14 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
     from raypipe.runtime.early_stop import patience_of
 
     root = directory / CHECKPOINTS
-    found, notices = latest(root)
-    if found is None and job.train.checkpoint_storage is not None:
+    result, notices = latest(root)
+    if result is None and job.train.checkpoint_storage is not None:
         storage = Storage(job.train.checkpoint_storage)
-        found, skipped = storage.fetch(root)
+        result, skipped = storage.fetch(root)
         notices += skipped
-        if found is not None:
-            say(f"resuming from {storage.name}/{found.name}")
-    if found is None:
+        if result is not None:
+            say(f"resuming from {storage.name}/{result.name}")
+    if result is None:
         newest = max(root.glob("step-*"), default=None)
         if newest is not None:
             try:
@@ -115,7 +115,7 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
     saved = directory / RECORD
     if saved.exists() and saved_job(directory).model != job.model:
         raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
-    step = open_checkpoint(found, verify=False).step
+    step = open_checkpoint(result, verify=False).step
     if job.train.early_stop is not None:
         patience = patience_of(directory, job.train, step)
         if patience.exhausted:

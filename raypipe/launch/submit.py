@@ -70,10 +70,10 @@ def submission(
 
 
 def _runtime_env(path: Path) -> dict[str, Any]:
-    found = parse_yaml(read_text(path, "runtime environment", RUNTIME_ENV), str(path))
-    if not isinstance(found, dict):
+    result = parse_yaml(read_text(path, "runtime environment", RUNTIME_ENV), str(path))
+    if not isinstance(result, dict):
         raise SpecError(str(path), "holds no keys and values", f"see {RUNTIME_ENV}")
-    return found
+    return result
 
 
 class Submitted:

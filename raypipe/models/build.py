@@ -162,25 +162,25 @@ def _captured(
         rows = _first_rows(arrays, task, DTYPES[dtype])
         given = None if rows is None else {n: rows[field] for n, field in arguments.items()}
         as_it_is = _as_it_is(skeleton, spec.as_it_is)
-        found = capture(skeleton, example, outputs=outputs, as_it_is=as_it_is, rows=given)
+        result = capture(skeleton, example, outputs=outputs, as_it_is=as_it_is, rows=given)
         wanted = LOSS if own else "logits"
-        if len(found.graph.outputs) > 1:
-            names = list(found.graph.outputs)
+        if len(result.graph.outputs) > 1:
+            names = list(result.graph.outputs)
             output = wanted if wanted in names else names[0]
-            found = capture(skeleton, example, outputs=[output], as_it_is=as_it_is, rows=given)
+            result = capture(skeleton, example, outputs=[output], as_it_is=as_it_is, rows=given)
         if own:
-            _check_loss(found.graph)
-        return found
+            _check_loss(result.graph)
+        return result
 
-    found = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
+    result = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
     if packed:
-        check_apart(found)
-    named = {name: _field(name, fields) for name in found.graph.inputs}
+        check_apart(result)
+    named = {name: _field(name, fields) for name in result.graph.inputs}
     if function is not None and isinstance(task, OwnLoss):
-        task.figures = figures_of(*found.graph.outputs)
+        task.figures = figures_of(*result.graph.outputs)
     if isinstance(task, GivenLoss):
-        task.fit(_losses(found.graph, named, 2), _losses(found.graph, named, 3), fields)
-    return CapturedModel(found, task, source.values(whole), named, build, share, branches)
+        task.fit(_losses(result.graph, named, 2), _losses(result.graph, named, 3), fields)
+    return CapturedModel(result, task, source.values(whole), named, build, share, branches)
 
 
 def _check_loss(graph: OperationGraph) -> None:
@@ -268,12 +268,12 @@ def _as_it_is(module: nn.Module, asked: Sequence[str]) -> list[str]:
         if name not in parts and name not in kinds:
             why = f"the model has neither a module nor a class {name}"
             raise SpecError("model.as_it_is", why, nearest(name, [*kinds, *parts]))
-    found = [
+    result = [
         path
         for path, part in parts.items()
         if path in asked or type(part).__name__ in asked or isinstance(part, ExpertsParallel)
     ]
-    return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
+    return [path for path in result if not any(path.startswith(f"{other}.") for other in result)]
 
 
 def _first_rows(arrays: Fields | None, task: Task, dtype: torch.dtype) -> dict[str, Tensor] | None:

@@ -96,7 +96,7 @@ class CapturedModel(LayeredModel):
         self.batch_statistics = task.of_microbatch or any(map(uses_batch_statistics, graph.operations))
         one = self.sizes(1)
         self.placeholders = tuple(
-            found._replace(input=self.fields[found.input][0]) for found in placeholders(graph, one)
+            result._replace(input=self.fields[result.input][0]) for result in placeholders(graph, one)
         )
         undivided = share.whole if share is not None else None
         whole = random_shapes(undivided, self.sizes(2, undivided)) if undivided is not None else None

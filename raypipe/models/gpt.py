@@ -297,11 +297,11 @@ class GptStage(StageBody):
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters as ``<layer>.<path>``; a tied one under its first name."""
-        found: dict[str, nn.Parameter] = {}
+        result: dict[str, nn.Parameter] = {}
         for path, parameter in self.layers.named_parameters():  # yields tied parameters once
             position, _, inner = path.partition(".")
-            found[f"{self.indices[int(position)]}.{inner}"] = parameter
-        return found
+            result[f"{self.indices[int(position)]}.{inner}"] = parameter
+        return result
 
 
 def join_tied(model: GptLayers, layers: Mapping[int, nn.Module]) -> None:

@@ -190,16 +190,16 @@ def recurrent(function: Callable[..., Any], states: int) -> Callable[..., tuple[
         hidden = list(hidden) if states > 1 else [hidden]
         ways = 1 + both
         each = len(weights) // layers
-        found = []
+        result = []
         for n in range(layers):
             own = [h[n * ways : (n + 1) * ways] for h in hidden]
             mine = list(weights[n * each : (n + 1) * each])
             x, *left = function(x, own if states > 1 else own[0], mine, biased, 1, 0.0, train, both, batch_first)
-            found.append(left)
+            result.append(left)
             if n < layers - 1:
                 longest = None if place.longest is None else (*place.longest[:-1], x.shape[-1])
                 x = keyed_dropout(x, p, place.number + (n + 1) * LAYERS, place.batch_dim, None, longest)
-        return x, *(torch.cat(parts) for parts in zip(*found, strict=True))
+        return x, *(torch.cat(parts) for parts in zip(*result, strict=True))
 
     return layer_by_layer
 
@@ -258,18 +258,18 @@ def find_sites(
     Raises:
         CaptureError: an operation draws random numbers in a way that random keys cannot reproduce.
     """
-    found: dict[str, Site] = {}
+    result: dict[str, Site] = {}
     for operation in graph.operations:
         if not operation.random:
             continue
         few, many = (evaluate_all(_drawn(graph, operation), sizes) for sizes in (small, large))
         dims = [d for d, (a, b) in enumerate(zip(few, many, strict=True)) if b == 2 * a]
-        undivided = few if whole is None else whole[len(found)]
+        undivided = few if whole is None else whole[len(result)]
         shares = [d for d, (a, b) in enumerate(zip(few, undivided, strict=True)) if a != b]
         batch = dims[0] if dims else None
         longest = tuple(n // 2 if d == batch else n for d, n in enumerate(few))
-        found[operation.name] = Site(len(found), batch, shares[0] if shares else None, longest)
-    return found
+        result[operation.name] = Site(len(result), batch, shares[0] if shares else None, longest)
+    return result
 
 
 def _drawn(graph: OperationGraph, operation: Operation) -> tuple[Dim, ...]:
@@ -325,12 +325,12 @@ def key_random_operations(module: fx.GraphModule, sites: dict[str, Site]) -> Non
 
 def _kept_by(node: fx.Node) -> list[tuple[fx.Node, float]]:
     """Find ``floor(share + rand)``, as in transformers' drop path: the floors with their shares."""
-    found = []
+    result = []
     for add in node.users if "rand" in str(node.target) else ():
         share = next((arg for arg in add.args if isinstance(arg, float)), None)
         if add.target in (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar) and share is not None:
-            found += [(user, share) for user in add.users if user.target is torch.ops.aten.floor.default]
-    return found
+            result += [(user, share) for user in add.users if user.target is torch.ops.aten.floor.default]
+    return result
 
 
 def keyed_attention(

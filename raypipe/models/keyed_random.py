@@ -221,10 +221,10 @@ def holding_counters(into: list[Tensor]) -> Iterator[None]:
 
 def _counters(count: int, device: torch.device) -> Tensor:
     """Return murmur3's finaliser of the counters, int32 ``[count]``: the part of every hash that needs no key."""
-    found = _finalised(count, device)
+    result = _finalised(count, device)
     if _holding is not None:
-        _holding.append(found)
-    return found
+        _holding.append(result)
+    return result
 
 
 @lru_cache(maxsize=64)

@@ -152,8 +152,8 @@ class LayeredModel(ABC):
 
     def frozen_stages(self, cut: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Return the stages of a cut that have no trained parameter; none where nothing is trained at all."""
-        found = tuple(s for s, part in enumerate(cut) if not any(self.trained_parameters(i) for i in part))
-        return found if len(found) < len(cut) else ()
+        result = tuple(s for s, part in enumerate(cut) if not any(self.trained_parameters(i) for i in part))
+        return result if len(result) < len(cut) else ()
 
     @property
     def results(self) -> tuple[Result, ...]:
@@ -296,5 +296,5 @@ def split_layers(model: LayeredModel, placement: Placement, step: Callable[[Sequ
     """
     units = model.units
     flops = [float(sum(model.flops[i] for i in unit)) for unit in units]
-    found: LayerCut = fastest_cut(flops, placement, lambda cut: step(cut.stage_cost))
-    return tuple(tuple(range(units[part[0]].start, units[part[-1]].stop)) for part in found.stages)
+    result: LayerCut = fastest_cut(flops, placement, lambda cut: step(cut.stage_cost))
+    return tuple(tuple(range(units[part[0]].start, units[part[-1]].stop)) for part in result.stages)

@@ -38,16 +38,16 @@ def loss_function(spec: CapturedSpec) -> LossFunction | None:
     """
     if spec.loss in ("task", "model"):
         return None
-    found = OWN.get(spec.loss) or find_function(spec.loss, "model.loss")
-    if inspect.isclass(found):
+    result = OWN.get(spec.loss) or find_function(spec.loss, "model.loss")
+    if inspect.isclass(result):
         fix = "give a function of the model and the batch; what a loss trains belongs into the model"
         raise SpecError("model.loss", f"{spec.loss} is a class", fix)
     try:
-        inspect.signature(found).bind(None, None, **spec.loss_args)
+        inspect.signature(result).bind(None, None, **spec.loss_args)
     except TypeError as error:
         fix = f"it is called as loss(model, batch, **loss_args), and is {spec.loss.partition(':')[2] or spec.loss}"
-        raise SpecError("model.loss", f"{spec.loss}: {error}", fix + str(inspect.signature(found))) from None
-    return partial(found, **spec.loss_args)
+        raise SpecError("model.loss", f"{spec.loss}: {error}", fix + str(inspect.signature(result))) from None
+    return partial(result, **spec.loss_args)
 
 
 def loss_code(spec: CapturedSpec) -> list[Path]:
@@ -195,11 +195,11 @@ class _ModelProxy:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._model, name)
-        if isinstance(found, nn.Module | Tensor):
+        result = getattr(self._model, name)
+        if isinstance(result, nn.Module | Tensor):
             why = f"the function cannot be captured, and reads {name} of the model"
             raise CaptureError("model.loss", why, FIX)
-        return found
+        return result
 
 
 class _Called(Exception):  # noqa: N818 - no error, but how the function is left
@@ -298,14 +298,14 @@ def capture_with_loss(
         first = error
     skeleton = build_without_memory(lambda: end_with_loss(build(), function, names, as_it_is=True))
     try:
-        found = capture(skeleton, example, as_it_is=(*as_it_is, LOSS_AS_IT_IS), notify=notify)
+        result = capture(skeleton, example, as_it_is=(*as_it_is, LOSS_AS_IT_IS), notify=notify)
     except CaptureError as error:
         if error.why == first.why:
             raise
         why = f"{first.why}; and with the loss function as it is: {error.where}: {error.why}"
         raise CaptureError(first.where, why, first.fix) from error
     notify(f"the loss function runs as it is, on the last stage, for it cannot be captured: {first.where}: {first.why}")
-    return found
+    return result
 
 
 def check_function(module: nn.Module, function: LossFunction, fields: Mapping[str, Field], whole: bool) -> None:
@@ -383,10 +383,10 @@ class _RandomModel:
         return like(made, pytree.tree_map_only(Tensor, fill, as_plain(made)))
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        if isinstance(found, nn.Module):
-            return _RandomModel(found)
-        return _normal(0, found.shape) if isinstance(found, Tensor) and found.is_floating_point() else found
+        result = getattr(self._module, name)
+        if isinstance(result, nn.Module):
+            return _RandomModel(result)
+        return _normal(0, result.shape) if isinstance(result, Tensor) and result.is_floating_point() else result
 
 
 def _normal(seed: int, shape: Sequence[int]) -> Tensor:

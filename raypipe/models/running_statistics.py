@@ -196,7 +196,7 @@ def learn_statistics(module: fx.GraphModule, start: Mapping[str, Tensor]) -> tup
     ``start`` are the model's buffers as constructed. The operations that count batches are removed, because
     ``RunningStatistics.move`` counts them.
     """
-    found: list[RunningStatistics] = []
+    result: list[RunningStatistics] = []
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and str(node.target).rpartition(".")[2] == COUNTER:
             for user in reversed(_users(node)):
@@ -209,21 +209,21 @@ def learn_statistics(module: fx.GraphModule, start: Mapping[str, Tensor]) -> tup
         counter = f"{owner}.{COUNTER}"
         count = start[counter].to(mean.device, copy=True) if counter in start else None
         one = RunningStatistics(owner, mean, variance, count, float(node.args[6]))
-        path = f"_statistics_{len(found)}"
+        path = f"_statistics_{len(result)}"
         module.add_submodule(path, one)
-        found.append(one)
+        result.append(one)
         node.op, node.target = "call_module", path
     module.recompile()
-    return tuple(found)
+    return tuple(result)
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
     """Return all nodes that depend on a node, in the graph's order."""
-    found: dict[fx.Node, None] = {}
+    result: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
         for user in todo.pop().users:
             if user.op != "output":
-                found[user] = None
+                result[user] = None
                 todo.append(user)
-    return [n for n in node.graph.nodes if n in found]
+    return [n for n in node.graph.nodes if n in result]

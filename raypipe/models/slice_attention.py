@@ -218,7 +218,7 @@ def _block_backward(
     heads = key.shape[1]
     key, value = (_all_heads(x, query) for x in (key, value))
     if mask is None and _fused(query, key, value):
-        found: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        result: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             given.contiguous(), query, key, value, total, lse, 0.0, causal, scale=scale
         )
     else:
@@ -228,12 +228,12 @@ def _block_backward(
         if mask is not None:
             by_weight, kept = by_weight * mask, weights * mask
         back = weights * (by_weight - (given * total).sum(-1, keepdim=True)) * _scale(query, scale)
-        found = (
+        result = (
             back.to(key.dtype) @ key,
             back.transpose(-2, -1).to(query.dtype) @ query,
             kept.transpose(-2, -1).to(given.dtype) @ given,
         )
-    to_query, to_key, to_value = found
+    to_query, to_key, to_value = result
     return to_query, _own_heads(to_key, heads), _own_heads(to_value, heads)
 
 

@@ -99,12 +99,12 @@ class _Skeleton(NamedTuple):
 
     def originals(self, wanted: frozenset[int]) -> frozenset[int]:
         """Add the parameters that the wanted ones are copies of."""
-        found = set(wanted)
+        result = set(wanted)
         for number in wanted:
             while number in self.copied_from:
                 number = self.copied_from[number]
-                found.add(number)
-        return frozenset(found)
+                result.add(number)
+        return frozenset(result)
 
 
 def _learn(build: Callable[[], nn.Module]) -> _Skeleton:

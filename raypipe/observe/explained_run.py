@@ -119,11 +119,11 @@ def explained(of: Measured, planned: ExplainedPlan | None = None, notes: list[st
     if of.schedule.versions == "flush":
         check_links(link(of.schedule))
     replay = Replay(of)
-    found = explain(replay)
+    result = explain(replay)
     counted = of.steps[replay.counted]
     return Explained(
-        found,
-        tuple(changes(found, replay, planned)),
+        result,
+        tuple(changes(result, replay, planned)),
         of.schedule,
         (counted[0].number, counted[-1].number),
         of.timeline(of.steps[-1]),
@@ -180,25 +180,25 @@ def _earlier(step: Any) -> TaskTimes:
 
 
 def _notes(run: RunRecord, recorded: RecordedSteps, has_profile: bool) -> list[str]:
-    found = []
+    result = []
     if len(recorded.steps) == 1:
-        found.append("only one step was recorded, so what is between steps is not known")
+        result.append("only one step was recorded, so what is between steps is not known")
     if run.parallel.get("sync") in BY_LAYER:
-        found.append("with this parallel.sync, tasks wait inside for gradient sums: that is not told apart from work")
+        result.append("with this parallel.sync, tasks wait inside for gradient sums: that is not told apart from work")
     if loads := run.steps[-1].get("expert_load") if run.steps else None:
         layer = max(loads, key=lambda path: loads[path])
-        found.append(
+        result.append(
             f"the busiest expert of {layer} gets {loads[layer]:.2f} times the mean in the newest step, and the copies "
             "wait for the one that holds it"
         )
     if run.parallel.get("side_stream") is not None:
-        found.append("weight gradients run on a second stream, whose time is not told apart: theirs look like nothing")
+        result.append("weight gradients run on a second stream, whose time is not told apart: theirs look like nothing")
     if recorded.schedule.replicas == 1 and not has_profile and recorded.schedule.devices > 1:
-        found.append(
+        result.append(
             "there is no profile and no second copy of a stage to compare with, so a device that was slow from the "
             "start looks like a large stage: give --profile to tell them apart"
         )
-    return found
+    return result
 
 
 SHADES = " .:-=+*#%@"
@@ -218,10 +218,10 @@ def explanation_table(of: Explained) -> RenderableType:
     share = f", {lost / why.step_s:.1%} of it lost" if why.step_s else ""
     title = f"{of.schedule.name} on {of.schedule.devices} devices, {steps}: {seconds(why.step_s)} a step, ideal "
     table = text_table(("cause", "where", "lost", "of the step", "mended alone"), left=("cause", "where"))
-    for one in why.causes:
-        table.add_row(*cause_cells(of, one))
+    for cause in why.causes:
+        table.add_row(*cause_cells(of, cause))
     parts: list[RenderableType] = [Text(f"{title}{seconds(why.ideal_s)}{share}", style="bold"), table]
-    parts += [Text(f"{one.cause}: {MEANING[one.cause]}", style="dim") for one in why.causes[:TOLD]]
+    parts += [Text(f"{cause.cause}: {MEANING[cause.cause]}", style="dim") for cause in why.causes[:TOLD]]
     parts += [Text(line, style="dim") for line in heat_map(of)]
     parts.append(Text(sentence(of), style="bold"))
     parts += [Text(f"or: {c.what} ({-c.gain:+.1%})", style="dim") for c in of.changes[1:4]]
@@ -250,10 +250,10 @@ def cause_cells(of: Explained, one: Lost) -> list[str]:
 
 def most_lost(of: Explained) -> tuple[list[Lost], list[int], float]:
     """Return the causes of a heat map, its devices (of many, those that lose most), and the most that one loses."""
-    causes = [one for one in of.why.causes if one.seconds > 0 and one.devices]
-    totals = {d: sum(one.devices.get(d, 0.0) for one in causes) for d in range(of.schedule.devices)}
+    causes = [cause for cause in of.why.causes if cause.seconds > 0 and cause.devices]
+    totals = {d: sum(cause.devices.get(d, 0.0) for cause in causes) for d in range(of.schedule.devices)}
     shown = sorted(sorted(totals, key=lambda d: -totals[d])[:MOST_ROWS])
-    return causes, shown, max((s for one in causes for s in one.devices.values()), default=0.0) or 1.0
+    return causes, shown, max((s for cause in causes for s in cause.devices.values()), default=0.0) or 1.0
 
 
 def heat_map(of: Explained) -> Iterator[str]:
@@ -261,10 +261,10 @@ def heat_map(of: Explained) -> Iterator[str]:
     causes, shown, most = most_lost(of)
     if not causes:
         return
-    width = max(len(one.cause) for one in causes)
-    yield f"{'device':>8}  " + "  ".join(f"{one.cause:^{width}}" for one in causes)
+    width = max(len(cause.cause) for cause in causes)
+    yield f"{'device':>8}  " + "  ".join(f"{cause.cause:^{width}}" for cause in causes)
     for device in shown:
-        levels = (one.devices.get(device, 0.0) / most for one in causes)
+        levels = (cause.devices.get(device, 0.0) / most for cause in causes)
         cells = (f"{SHADES[round(level * (len(SHADES) - 1))] * 3:^{width}}" for level in levels)
         yield f"{device:>8}  " + "  ".join(cells)
     if len(shown) < of.schedule.devices:

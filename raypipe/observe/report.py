@@ -292,21 +292,21 @@ def _keys(value: Any, depth: int = 0) -> str:
 def _explanation(run: RunRecord) -> dict[str, Any] | str:
     """Return where the time of the newest steps went; where nothing can be explained, why."""
     try:
-        found = explain_run(run)
+        result = explain_run(run)
     except RaypipeError as error:
         return str(error)
-    why, (first, last) = found.why, found.steps
+    why, (first, last) = result.why, result.steps
     about = (
         f"Steps {first} to {last}: {seconds(why.step_s)} a step; the same work divided evenly over all devices "
         f"that never wait would take {seconds(why.ideal_s)}. What is between, by cause:"
     )
     return {
         "about": about,
-        "causes": [[*cause_cells(found, lost), MEANING[lost.cause]] for lost in why.causes],
-        "heat": _heat_map(found),
-        "sentence": sentence(found),
-        "changes": [(c.what, seconds(c.predicted_step_s), f"{c.gain:.1%}") for c in found.changes],
-        "notes": found.notes,
+        "causes": [[*cause_cells(result, lost), MEANING[lost.cause]] for lost in why.causes],
+        "heat": _heat_map(result),
+        "sentence": sentence(result),
+        "changes": [(c.what, seconds(c.predicted_step_s), f"{c.gain:.1%}") for c in result.changes],
+        "notes": result.notes,
     }
 
 

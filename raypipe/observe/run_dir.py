@@ -78,10 +78,10 @@ def check_own(directory: Path) -> None:
     """
     if not os.path.lexists(directory):
         return
-    found = sorted(os.listdir(directory))
-    if not found or is_run(directory):
+    result = sorted(os.listdir(directory))
+    if not result or is_run(directory):
         return
-    shown = ", ".join(found[:SHOWN]) + (f" and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+    shown = ", ".join(result[:SHOWN]) + (f" and {len(result) - SHOWN} more" if len(result) > SHOWN else "")
     raise SpecError(str(directory), f"holds files but no run: {shown}", "give a new or an empty --run-dir")
 
 

@@ -104,11 +104,11 @@ def mend(path: Path) -> tuple[int, ...]:
 
 def aside(path: Path) -> Path:
     """Return an unused name for a damaged file: ``NAME.damaged``, or with a number."""
-    number, found = 1, path.with_name(f"{path.name}.damaged")
-    while os.path.lexists(found):
+    number, result = 1, path.with_name(f"{path.name}.damaged")
+    while os.path.lexists(result):
         number += 1
-        found = path.with_name(f"{path.name}.damaged-{number}")
-    return found
+        result = path.with_name(f"{path.name}.damaged-{number}")
+    return result
 
 
 def row_of(line: bytes, log: str) -> dict[str, Any] | None:

@@ -164,10 +164,10 @@ def _common_step(timelines: Sequence[Timeline], end: float, width: int) -> float
     """The greatest common divisor of all times; None if there is none or it needs more than ``width`` columns."""
     total = step = Fraction(end).limit_denominator(1000)
     for time in {t for timeline in timelines for spans in timeline.spans for _, a, b in spans for t in (a, b)}:
-        found = Fraction(time).limit_denominator(1000)
-        below = found.denominator * step.denominator
-        step = Fraction(math.gcd(step.numerator * found.denominator, found.numerator * step.denominator), below)
-        if not step or total / step > width or abs(float(found) - time) > 1e-9 * max(1.0, abs(time)):
+        result = Fraction(time).limit_denominator(1000)
+        below = result.denominator * step.denominator
+        step = Fraction(math.gcd(step.numerator * result.denominator, result.numerator * step.denominator), below)
+        if not step or total / step > width or abs(float(result) - time) > 1e-9 * max(1.0, abs(time)):
             return None
     return float(step) if step else None
 

@@ -85,7 +85,7 @@ def _input(text: str) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:
         raise RequestError(
             f"--input {text}", "is not NAME=SHAPE", "write for example image=3x299x299 or tokens=128:int"
         )
-    found = tuple(map(int, sizes))
-    if torch.Size(found).numel() > LARGEST:
+    result = tuple(map(int, sizes))
+    if torch.Size(result).numel() > LARGEST:
         raise RequestError(f"--input {text}", "is larger than any sample", "check the shape")
-    return name, (found, TYPES[kind or "float"])
+    return name, (result, TYPES[kind or "float"])

@@ -38,9 +38,9 @@ def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1) -> Profile
     if isinstance(job.model, GptSpec):
         model = job.model
     else:
-        found = job_pieces(divided(job, 1), alike=True)
-        model, slicing = [tensor_rank.work for tensor_rank in found.tensor_ranks], found.slicing
-        tied, trained_tied = tied_values(found), tied_values(found, trained=True)
+        result = job_pieces(divided(job, 1), alike=True)
+        model, slicing = [tensor_rank.work for tensor_rank in result.tensor_ranks], result.slicing
+        tied, trained_tied = tied_values(result), tied_values(result, trained=True)
         model = [divided_experts(work, experts, job.parallel.imbalance) for work in model]
     momentum = train.momentum > 0
     profiles = [
@@ -69,8 +69,8 @@ def expert_counts(job: JobSpec, cluster: ClusterSpec) -> list[int]:
     """
     if isinstance(job.model, GptSpec) or job.train.updates_whole or job.train.cuda_graphs != "none":
         return []
-    found = job_pieces(divided(job, 1), alike=True).tensor_ranks
-    common = gcd(*(own.experts for rank in found if (own := rank.work.experts) is not None))
+    result = job_pieces(divided(job, 1), alike=True).tensor_ranks
+    common = gcd(*(own.experts for rank in result if (own := rank.work.experts) is not None))
     hosts = [kind.devices_per_host for kind in cluster.kinds]
     return [
         n
@@ -93,8 +93,8 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
     if isinstance(model, GptSpec):
         tensor_ranks = model
     else:
-        found = job_pieces(divided(job, size), alike=True)
-        tensor_ranks, tied, trained_tied = found.tensor_ranks, tied_values(found), tied_values(found, trained=True)
+        result = job_pieces(divided(job, size), alike=True)
+        tensor_ranks, tied, trained_tied = result.tensor_ranks, tied_values(result), tied_values(result, trained=True)
     profiles = [
         tensor_profile(
             tensor_ranks,
@@ -124,9 +124,9 @@ def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stde
     """
     given = job.parallel.given if job.parallel.auto else {}
     asked = given.get("tensor")
-    found = _of_experts(job, cluster, given)
+    result = _of_experts(job, cluster, given)
     if asked == 1 or given.get("experts", 1) > 1:
-        return found
+        return result
     sizes = group_sizes(cluster)
     if asked is not None and asked not in sizes:
         fix = f"use 1 or {' or '.join(map(str, sizes))}" if sizes else "use 1"
@@ -136,14 +136,14 @@ def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stde
     for size in sizes if asked is None else [asked]:
         for halves in (False, True) if "sub_pipelined" not in given else (bool(given["sub_pipelined"]),):
             try:
-                found[Sharing(size, halves)] = divided_profile(job, cluster, size, halves)
+                result[Sharing(size, halves)] = divided_profile(job, cluster, size, halves)
             except (SpecError, CaptureError) as error:
                 if asked is not None:
                     raise
                 if isinstance(error, CaptureError):
                     notify(f"no plan shares layers by {size}: {error.where}: {error.why}")
                 break
-    return found
+    return result
 
 
 def _of_experts(job: JobSpec, cluster: ClusterSpec, given: Mapping[str, Any]) -> dict[Sharing, Profile]:

@@ -87,11 +87,11 @@ def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
         if kept is not None:
             return kept
     if alike and isinstance(job.model, HfSpec):
-        found = _of_alike(job)
-        if found is not None:
+        result = _of_alike(job)
+        if result is not None:
             if key is not None:
-                save_pieces(f"{key}.alike", found)
-            return found
+                save_pieces(f"{key}.alike", result)
+            return result
     from raypipe.data import declared_fields  # torch from here on
     from raypipe.models import build_model
     from raypipe.partition.pieces import pieces_of, slicing_of, tensor_ranks_of
@@ -99,10 +99,10 @@ def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
     fields = declared_fields(job.data)
     model = build_model(job, fields, tensor_rank=0)
     slicing = slicing_of(job, model, fields)
-    found = JobPieces(pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model), slicing)
+    result = JobPieces(pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model), slicing)
     if key is not None:
-        save_pieces(key, found)
-    return found
+        save_pieces(key, result)
+    return result
 
 
 def _of_alike(job: JobSpec) -> JobPieces | None:
@@ -114,8 +114,8 @@ def _of_alike(job: JobSpec) -> JobPieces | None:
         captured.append(job_pieces(shallow))
         return captured[-1].pieces, captured[-1].tensor_ranks
 
-    found = alike_blocks(job, capture)
-    return None if found is None else JobPieces(*found, captured[0].slicing)
+    result = alike_blocks(job, capture)
+    return None if result is None else JobPieces(*result, captured[0].slicing)
 
 
 # The pieces of a job's model on disk, so that its partition can be looked at again without torch.

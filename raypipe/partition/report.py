@@ -124,23 +124,23 @@ def make_partition(
 def _fastest(partition: Partition, near: Callable[[Sequence[int]], LayerCut | None]) -> LayerCut:
     """Of the cuts that are as good as the best but for noise, one with a short step: where the slowest stage stands
     matters too. Found by moving one border by one piece at a time."""
-    found = partition.balanced
+    result = partition.balanced
     if sum(map(len, partition.schedule.orders)) > MANY_TASKS:
-        return found
-    step = partition.step_s(found)
+        return result
+    step = partition.step_s(result)
     even = near(partition.even.starts)
-    tried = {found.starts}
+    tried = {result.starts}
     todo = [] if even is None else [even]
     while todo:
         cut = todo.pop()
         tried.add(cut.starts)
         took = partition.step_s(cut)
         if took < step * (1 - 1e-9):
-            found, step, todo = cut, took, []
+            result, step, todo = cut, took, []
         if not todo:
-            others = (near(n) for n in _neighbours(found.starts, found.pieces) if n not in tried)
+            others = (near(n) for n in _neighbours(result.starts, result.pieces) if n not in tried)
             todo = [other for other in others if other is not None]
-    return found
+    return result
 
 
 def _neighbours(starts: Sequence[int], count: int) -> list[tuple[int, ...]]:
@@ -255,14 +255,14 @@ def _stage(partition: Partition, number: int, part: range) -> dict[str, Any]:
 
 
 def _cut(cut: LayerCut, step_s: float) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "subgraphs": [len(part) for part in cut.stages],
         "starts": list(cut.starts),
         "stage_seconds": list(cut.stage_cost),
         "device_seconds": list(cut.device_cost),
         "step_s": step_s,
     }
-    return found | ({"device_bytes": list(cut.device_bytes)} if cut.device_bytes else {})
+    return result | ({"device_bytes": list(cut.device_bytes)} if cut.device_bytes else {})
 
 
 def _times(partition: Partition, layers: Sequence[int]) -> dict[str, float]:

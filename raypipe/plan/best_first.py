@@ -150,14 +150,14 @@ def best_first(
         search.fitting |= first.fitting
         search.found.timed += first.found.timed
     search.run(ranking, bounded)
-    found, fitting = search.found, search.fitting
+    result, fitting = search.found, search.fitting
     ranked = sorted(fitting.values(), key=rank_key)
     if ranked:
         kept = [p for i, p in enumerate(ranked) if i < top or _shrunk(judge, p) <= ranked[0].step_s * (1 + near)]
         ranked = sorted((p if watch.over else faster_cut(judge, p) for p in kept), key=rank_key)
-    found.best = ranked[:top]
-    found.near = [p for p in ranked[top:] if p.step_s <= ranked[0].step_s * (1 + near)]
-    return found
+    result.best = ranked[:top]
+    result.near = [p for p in ranked[top:] if p.step_s <= ranked[0].step_s * (1 + near)]
+    return result
 
 
 @dataclass(slots=True)
@@ -252,7 +252,7 @@ class _Search:
 
     def expand(self, bound: float, node: Grid) -> None:
         """Replace a node by what it leads to: candidates, a plan that fits, or fallbacks."""
-        judge, found = self.judge, self.found
+        judge, result = self.judge, self.found
         if not isinstance(node, Candidate):
             for made in (self.on or judge.on)(node):
                 candidate = self.pick(made)
@@ -264,26 +264,26 @@ class _Search:
         if fallbacks is None:
             fallbacks = judge.outright(node)
         if fallbacks is not None:
-            found.unmade.append(node)
+            result.unmade.append(node)
         else:
             try:
                 prediction = judge.predict(node)
             except ScheduleError:  # the family has no schedule of this shape
                 return
             if prediction.fits:
-                found.timed += 1
+                result.timed += 1
                 twin = self.fitting.get(_same(prediction))
                 if twin is None or rank_key(prediction) < rank_key(twin):
                     self.fitting[_same(prediction)] = prediction
                 return
-            found.too_large.append(prediction)
+            result.too_large.append(prediction)
             fallbacks = judge.oom_fallback(prediction)
         for least, other in fallbacks:
             least = max(bound, least) if other.slices == node.slices else least
             if self.fitting or other.recompute == "none" or least == float("inf"):
                 self.push(least, other)
             else:  # the first plan is wanted at once: what recomputes is most likely to fit
-                found.searched += 1
+                result.searched += 1
                 self.expand(least, other)
 
 

@@ -145,14 +145,14 @@ def choose_branches(costs: LayerCosts, devices: int, microbatches: int, *, move_
         SpecError: there are more devices than layers.
     """
     _check(costs, devices)
-    found = [
+    result = [
         ordered(Arranged.as_branches(costs, rows), microbatches, QUICK_S)
         for rows in dict.fromkeys(_candidates(costs, devices, microbatches))
     ]
-    for start in sorted(found, key=lambda one: one.makespan_s)[:STARTS]:
-        found += _moved(start, devices, microbatches, move_s / STARTS)
-    shortest = min(one.makespan_s for one in found)
-    near = [one for one in found if one.makespan_s <= shortest * (1 + NEAR)]
+    for start in sorted(result, key=lambda one: one.makespan_s)[:STARTS]:
+        result += _moved(start, devices, microbatches, move_s / STARTS)
+    shortest = min(one.makespan_s for one in result)
+    near = [one for one in result if one.makespan_s <= shortest * (1 + NEAR)]
     best = min(near, key=lambda one: (one.arranged.sent_bytes, one.makespan_s))
     final = ordered(best.arranged, microbatches, None, best.schedule)
     return min(final, best, key=lambda one: one.makespan_s)
@@ -161,18 +161,18 @@ def choose_branches(costs: LayerCosts, devices: int, microbatches: int, *, move_
 def best_chain(costs: LayerCosts, devices: int, microbatches: int) -> Branches:
     """Return the shortest step of a chain: runs of layers, each of whose results travels from stage to stage."""
     _check(costs, devices)
-    found = []
+    result = []
     for name, passes in (("line", 1), *((way, p) for way in ("ring", "v") for p in PASSES[1:])):
         row = placed(name, Shape(devices=devices, microbatches=microbatches, chunks=passes))[0]
         if len(row) <= len(costs.whole):
             cut: Cut = tuple(map(tuple, cut_layers(costs.whole, (row,)).stages))
-            found.append(ordered(Arranged.as_chain(costs, cut, row), microbatches, None))
-    return min(found, key=lambda one: one.makespan_s)
+            result.append(ordered(Arranged.as_chain(costs, cut, row), microbatches, None))
+    return min(result, key=lambda one: one.makespan_s)
 
 
 def ordered(arranged: Arranged, microbatches: int, budget_s: float | None, start: Schedule | None = None) -> Branches:
     """Search an order of a step's tasks for stages on devices; ``start`` is one to begin with."""
-    found = search(
+    result = search(
         (arranged.devices,),
         microbatches,
         arranged.table,
@@ -181,7 +181,7 @@ def ordered(arranged: Arranged, microbatches: int, budget_s: float | None, start
         budget_s=budget_s,
         starts=() if start is None else (start,),
     )
-    return Branches(arranged, found.schedule, found.makespan)
+    return Branches(arranged, result.schedule, result.makespan)
 
 
 def _check(costs: LayerCosts, devices: int) -> None:
@@ -223,10 +223,10 @@ def _one_microbatch(costs: LayerCosts, devices: int, microbatches: int) -> Itera
     )
     try:
         budget_s = PLACE_S if microbatches == 1 else PLACE_S / 10
-        found = place(PlacementGraph(operations=tuple(operations), edges=tuple(edges)), hardware, budget_s)
+        result = place(PlacementGraph(operations=tuple(operations), edges=tuple(edges)), hardware, budget_s)
     except RaypipeError:  # none within the time: the runs of layers remain
         return
-    row = tuple(names.index(found.node[f"{i} F"]) for i in range(len(costs.whole)))
+    row = tuple(names.index(result.node[f"{i} F"]) for i in range(len(costs.whole)))
     if len(set(row)) == devices:
         yield row
 
@@ -234,7 +234,7 @@ def _one_microbatch(costs: LayerCosts, devices: int, microbatches: int) -> Itera
 def _moved(best: Branches, devices: int, microbatches: int, seconds: float) -> list[Branches]:
     """Move stages, and layers at their borders, to other devices while that makes the step shorter; return each one
     that did."""
-    found: list[Branches] = []
+    result: list[Branches] = []
     deadline = time.monotonic() + seconds
     tried: set[tuple[int, ...]] = set()
     better = True
@@ -247,11 +247,11 @@ def _moved(best: Branches, devices: int, microbatches: int, seconds: float) -> l
             one = ordered(Arranged.as_branches(best.arranged.costs, row), microbatches, QUICK_S)
             if one.makespan_s < best.makespan_s * (1 - 1e-6):
                 best, better = one, True
-                found.append(one)
+                result.append(one)
                 break
             if time.monotonic() > deadline:
                 break
-    return found
+    return result
 
 
 def _neighbours(arranged: Arranged, devices: int) -> Iterator[tuple[int, ...]]:
@@ -278,5 +278,5 @@ def _neighbours(arranged: Arranged, devices: int) -> Iterator[tuple[int, ...]]:
 
 def device_of_layer(cut: Sequence[Sequence[int]], devices: Sequence[int]) -> tuple[int, ...]:
     """Return the device of each layer."""
-    found = {i: device for own, device in zip(cut, devices, strict=True) for i in own}
-    return tuple(found[i] for i in range(len(found)))
+    result = {i: device for own, device in zip(cut, devices, strict=True) for i in own}
+    return tuple(result[i] for i in range(len(result)))

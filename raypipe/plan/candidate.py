@@ -79,10 +79,10 @@ class Candidate(ParallelShape):
         Raises:
             ScheduleError: the family has no such form.
         """
-        found = form_of(self)
-        if isinstance(found, ScheduleError):
-            raise found
-        return found
+        result = form_of(self)
+        if isinstance(result, ScheduleError):
+            raise result
+        return result
 
     @property
     def level(self) -> int:
@@ -262,12 +262,12 @@ def chunk_counts(stages: int, layers: int, asked: int | None = None) -> list[int
     most = layers // stages
     if asked is not None:
         return [asked] if asked <= most else []
-    found = [v for v in range(1, FEW + 1) if v <= most]
+    result = [v for v in range(1, FEW + 1) if v <= most]
     step = FEW
     while step <= most:
-        found += [v for v in (step * 3 // 2, step * 2) if v <= most]
+        result += [v for v in (step * 3 // 2, step * 2) if v <= most]
         step *= 2
-    return found
+    return result
 
 
 LEAST_SLICE = 1024

@@ -277,10 +277,10 @@ def choose(
             return largest_microbatch(judge, choice.grids, count, choice.pick)
         return best_first(judge, choice.grids, count, choice.pick, NEAR, watch)
 
-    found = searched(CONSIDERED)
-    if not found.best:
-        raise nothing_fits(choice, found)
-    ranked = sorted((judge.time(p, final=True) for p in found.best + found.near), key=rank_key)
+    result = searched(CONSIDERED)
+    if not result.best:
+        raise nothing_fits(choice, result)
+    ranked = sorted((judge.time(p, final=True) for p in result.best + result.near), key=rank_key)
     ranked = [*(judge.with_shards(p) for p in ranked[:DIVIDED]), *ranked]
     if not greedy:
         ranked += chooser.divided(min(p.step_s for p in ranked))
@@ -317,7 +317,7 @@ def choose(
             why = why_slower(p, best) if p.fits else why_too_large(p, chooser.remedy(p))
         rest.append(Row(p, why, "compared"))
     rows += sorted(rest, key=lambda row: (not row.prediction.fits, rank_key(row.prediction)))
-    rows += list(_faster_but_too_large(chooser, found, best))
+    rows += list(_faster_but_too_large(chooser, result, best))
     proof_s = watch.share(PROOF, min(MOST_PROOF_S, PROOF * search_s))
     rows = [
         replace(row, certificate=certifiers.certificate(row.prediction, proof_s if row is rows[0] else 0.0))
@@ -333,9 +333,9 @@ def choose(
     return Decision(
         plan=plan,
         rows=tuple(rows),
-        searched=found.searched,
-        timed=found.timed,
-        left=found.left,
+        searched=result.searched,
+        timed=result.timed,
+        left=result.left,
         seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy, slices_refused(job, profile))),
     )

@@ -277,16 +277,16 @@ def rank_batches(job: JobSpec, table: EpochsTable, choose_plan: Callable[[JobSpe
             f"the epochs table says nothing about a batch of {job.train.batch}; it has {given}",
             f"use one of these, or measure it with raypipe epochs --workers N, N times {table.batch}",
         )
-    found, left_out, first = [], {}, None
+    result, left_out, first = [], {}, None
     for batch, workers in by_batch.items():
         epochs = table.epochs[workers]
         steps = epochs * table.steps_per_epoch / workers
         own = job.model_copy(update={"train": job.train.model_copy(update={"batch": batch})})
         try:
-            found.append(AtBatch(batch, epochs, steps, table.lr.get(workers), choose_plan(own)))
+            result.append(AtBatch(batch, epochs, steps, table.lr.get(workers), choose_plan(own)))
         except SpecError as error:
             first = first or error
             left_out[batch] = error.why
-    if first is not None and not found:
+    if first is not None and not result:
         raise first
-    return ByTime(target, tuple(sorted(found, key=lambda one: one.seconds)), left_out)
+    return ByTime(target, tuple(sorted(result, key=lambda one: one.seconds)), left_out)

@@ -32,11 +32,11 @@ def less_memory(job: JobSpec, plan: Plan, whole_minibatches: bool = False) -> tu
     for parallel, order, words in _changes(plan, whole_minibatches):
         try:
             JobSpec.model_validate({**job.model_dump(), "parallel": parallel.model_dump()})
-            found = Plan.of(parallel, plan.cut, job.train.batch, order, plan.frozen)
-            build_schedule(found, job.train.batch)
+            result = Plan.of(parallel, plan.cut, job.train.batch, order, plan.frozen)
+            build_schedule(result, job.train.batch)
         except (RaypipeError, ValueError):
             continue
-        return found, words
+        return result, words
     return None
 
 

@@ -197,13 +197,13 @@ class Plan(Spec):
         if self.made_for is None:
             return []
         now = _predicted_from(job)
-        found = [
+        result = [
             (f"{part}.{key}", f"was {then.get(key)}, is {now[part].get(key)}")
             for part, then in (("model", self.made_for.model), ("train", self.made_for.train))
             for key in sorted({*then, *now[part]})
             if then.get(key) != now[part].get(key)
         ]
-        return found if self.made_for.decision == self._decision() else [*found, ("the plan", "was edited")]
+        return result if self.made_for.decision == self._decision() else [*result, ("the plan", "was edited")]
 
     def numbering(self) -> Numbering:
         """Return which device, host by host, each device of each data-parallel copy is."""

@@ -32,7 +32,7 @@ def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick
 
     Source: Li and Hoefler 2021 (Chimera), sections 3.4 to 3.6 and 4.4.
     """
-    found = Ranking()
+    result = Ranking()
     count = itertools.count()
     queue: list[tuple[float, int, list[Grid] | list[Candidate]]] = []
 
@@ -42,22 +42,22 @@ def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick
 
     for same in _by_shape(grids):
         push(min(map(judge.least_on, same)), same)
-        found.searched += 1
+        result.searched += 1
     while queue:
         bound, _, node = heapq.heappop(queue)
-        if len(found.best) >= top and bound > found.best[top - 1].step_s * (1 + TIE):
+        if len(result.best) >= top and bound > result.best[top - 1].step_s * (1 + TIE):
             break
         first = node[0]
         if isinstance(first, Candidate):
-            chosen = _largest(judge, node, found)  # type: ignore[arg-type]
+            chosen = _largest(judge, node, result)  # type: ignore[arg-type]
             if chosen is not None:
-                found.best = sorted([*found.best, chosen], key=rank_key)
+                result.best = sorted([*result.best, chosen], key=rank_key)
             continue
         for kind in _kinds(judge, node, pick):
             push(max(bound, min(map(judge.least, kind))), kind)
-            found.searched += len(kind)
-    found.best = sorted((faster_cut(judge, p) for p in found.best[:top]), key=rank_key)
-    return found
+            result.searched += len(kind)
+    result.best = sorted((faster_cut(judge, p) for p in result.best[:top]), key=rank_key)
+    return result
 
 
 def _by_shape(grids: Iterable[Grid]) -> list[list[Grid]]:

@@ -280,8 +280,8 @@ def _more_devices(choice: Choice) -> int | None:
             return None
     while enough - failed > 1:
         middle = (enough + failed) // 2
-        found = _fitting(choice.on(middle))
-        failed, enough = (middle, enough) if found is None else (failed, middle)
+        result = _fitting(choice.on(middle))
+        failed, enough = (middle, enough) if result is None else (failed, middle)
     return enough
 
 

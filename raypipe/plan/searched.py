@@ -47,15 +47,15 @@ def searched_orders(
     """
     until = time.monotonic() + seconds
     targets = list(_targets(judges, ranked))[:PLACEMENTS]
-    found = []
+    result = []
     for n, (like, c) in enumerate(targets):
         budget = (until - time.monotonic()) / (len(targets) - n)
         if budget <= 0:
             break
         other = _searched(judges.of(c), like, c, budget)
         if other is not None and other.fits and (not better or other.step_s < ranked[0].step_s * (1 - GAIN)):
-            found.append(other)
-    return found
+            result.append(other)
+    return result
 
 
 def _targets(judges: Judges, ranked: Sequence[Prediction]) -> Iterator[tuple[Prediction, Candidate]]:
@@ -111,7 +111,7 @@ def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) 
     most = max(like.form.replicas, 1) * c.microbatches * like.form.stages  # no order holds more activations
     limit = float(room) if room < most else None
     try:
-        found = search(
+        result = search(
             like.form.placement,
             c.microbatches,
             costs,
@@ -123,7 +123,7 @@ def _searched(judge: Predictor, like: Prediction, c: Candidate, seconds: float) 
     except ScheduleError:  # not even one micro-batch fits
         return None
     limited = replace(c, memory_limit=limit) if limit is not None else c
-    return judge.predict_order(limited, replace(found.schedule, name="auto"))
+    return judge.predict_order(limited, replace(result.schedule, name="auto"))
 
 
 def searched_gathers(judges: Judges, ranked: Sequence[Prediction], seconds: float) -> list[Prediction]:
@@ -136,8 +136,8 @@ def searched_gathers(judges: Judges, ranked: Sequence[Prediction], seconds: floa
     """
     targets = [p for p in ranked if p.candidate.level == 3 and p.order is None and p.fits]
     targets = [p for p in targets if 3 * p.form.stages * p.candidate.microbatches <= MOST_GATHER_TASKS][:PLANS]
-    found = (better_gathers(judges.of(p.candidate), p, seconds / len(targets)) for p in targets)
-    return [other for p, other in zip(targets, found, strict=True) if other is not p]
+    result = (better_gathers(judges.of(p.candidate), p, seconds / len(targets)) for p in targets)
+    return [other for p, other in zip(targets, result, strict=True) if other is not p]
 
 
 def better_gathers(judge: Predictor, p: Prediction, seconds: float) -> Prediction:
@@ -158,7 +158,7 @@ def better_gathers(judge: Predictor, p: Prediction, seconds: float) -> Predictio
     count = p.candidate.microbatches
     units = {u for u in (plan.candidate.unit for plan in plans) if u is not None and u < count}
     try:
-        found = search_gathers(
+        result = search_gathers(
             orders,
             rooms,
             p.costs,
@@ -169,7 +169,7 @@ def better_gathers(judge: Predictor, p: Prediction, seconds: float) -> Predictio
         )
     except ScheduleError:  # not even one stage fits beside the most that everything else takes at any moment
         return best
-    other = judge.predict_gathers(plans[found.order], found.schedule)
+    other = judge.predict_gathers(plans[result.order], result.schedule)
     return other if other.fits and other.step_s < best.step_s * (1 - GAIN) else best
 
 
@@ -186,11 +186,11 @@ def _siblings(judge: Predictor, p: Prediction) -> Iterator[Prediction]:
     for other in others:
         if other != c:
             try:
-                found = judge.predict(other)
+                result = judge.predict(other)
             except ScheduleError:
                 continue
-            if found.form.placement == p.form.placement and found.form.joint == p.form.joint and found.cut == p.cut:
-                yield found
+            if result.form.placement == p.form.placement and result.form.joint == p.form.joint and result.cut == p.cut:
+                yield result
 
 
 def _sharding(p: Prediction) -> Sharding:

@@ -97,8 +97,8 @@ def _groups(c: Candidate, hosts: Hosts, asked: int | None) -> list[int | None]:
         return [asked] if asked > 1 and c.replicas % asked == 0 else []
     most = max(hosts.per_host // (c.stages if c.innermost == "stages" else 1), 1)
     size = max(n for n in divisors(c.replicas) if n <= most)
-    found: list[int | None] = []
+    result: list[int | None] = []
     while 1 < size < c.replicas:
-        found.append(size)
+        result.append(size)
         size = min(n for n in divisors(c.replicas) if n >= size * GROWTH or n == c.replicas)
-    return [*found, None]
+    return [*result, None]

@@ -41,9 +41,9 @@ def of_experts(profiles: Mapping[Sharing, Profile], asked: int | None) -> dict[S
     """
     if asked is None:
         return dict(profiles)
-    found = {sharing: own for sharing, own in profiles.items() if sharing.experts == asked}
+    result = {sharing: own for sharing, own in profiles.items() if sharing.experts == asked}
     whole = {sharing: own for sharing, own in profiles.items() if sharing.experts == 1 and not sharing.sub_pipelined}
-    return found or {sharing._replace(experts=asked): own for sharing, own in whole.items()}
+    return result or {sharing._replace(experts=asked): own for sharing, own in whole.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,8 +207,8 @@ def measure_epochs(job: JobSpec, asked: Asked, log: Path, say: Say) -> list[Run]
                 raise SpecError("--workers", why, "ask for fewer workers, lower train.batch, or give more data")
             for workers, seed in missing:
                 lr = scaled(job.train.lr, workers, asked.scaling)
-                found = device.train(workers * job.train.batch, seed, lr, asked.target, asked.most_epochs, say)
-                run = Run(workers, seed, lr, found.epochs, found.steps, found.best)
+                result = device.train(workers * job.train.batch, seed, lr, asked.target, asked.most_epochs, say)
+                run = Run(workers, seed, lr, result.epochs, result.steps, result.best)
                 _append(log, key, run)
                 known[workers, seed] = run
                 say(_sentence(run, job, asked))
@@ -272,7 +272,7 @@ def _read(log: Path, key: str) -> list[Run]:
         return []
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(str(log), f"can't be read: {error}", fix) from None
-    found = []
+    result = []
     for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line)
@@ -284,5 +284,5 @@ def _read(log: Path, key: str) -> list[Run]:
             raise SpecError(f"{log}:{number}", "is not a run", fix) from None
         if own != key:
             raise SpecError(f"{log}:{number}", "was measured for another job, target, limit or scaling", fix)
-        found.append(run)
-    return found
+        result.append(run)
+    return result

@@ -120,8 +120,8 @@ class LayerBench:
 
     def facts(self) -> list[DeviceFacts]:
         """Return the facts about every device."""
-        found: list[DeviceFacts] = ray.get(self.workers.call("facts", self.job, declared_fields(self.job.data)))
-        return found
+        result: list[DeviceFacts] = ray.get(self.workers.call("facts", self.job, declared_fields(self.job.data)))
+        return result
 
     def check_room(self, room: float) -> None:
         """Check that the measured layers fit a device with ``room`` bytes.
@@ -163,25 +163,25 @@ class LayerBench:
             memory: whether to measure the memory that layers keep, too.
             alone: whether to compare with a device whose host's other devices are idle.
         """
-        found: dict[Way, list[Samples]] = {}
+        result: dict[Way, list[Samples]] = {}
         effort, first = self._effort(effort), not self.passes
         for way in WAYS:
             if way == "recompute" and effort.once:
                 continue  # a forward is the same work
             if way == "recompute" and self.job.train.compile != "inductor":  # uses the modules built for joint
-                found[way] = self._run(size, way, 0, effort, False)
+                result[way] = self._run(size, way, 0, effort, False)
             else:  # a compiled stage has programs for the tasks of one way
                 self._hold(size, way)
                 # Memory use becomes steady later than times, so it needs one more warm-up step.
                 more = first and way == "joint" if effort.once else memory
-                found[way] = self._run(size, way, effort.warm_up + more, effort, memory)
+                result[way] = self._run(size, way, effort.warm_up + more, effort, memory)
             if alone and way == "joint":
                 self.alone = self._alone(size, effort)
         for what, way, kind, since, until in MEMORY if memory else ():
-            self.grown[what][size] = grown_bytes(found[way], kind, self.groups, since, until)
+            self.grown[what][size] = grown_bytes(result[way], kind, self.groups, since, until)
         if memory and self.job.train.dtype == "bfloat16":
-            self.casts[size] = cast_bytes(found["joint"], self.groups)
-        self.passes[size].append(Pass.of(found))
+            self.casts[size] = cast_bytes(result["joint"], self.groups)
+        self.passes[size].append(Pass.of(result))
 
     def _effort(self, effort: Effort) -> Effort:
         """Return the effort that these layers need of what is allowed."""
@@ -252,8 +252,8 @@ class LayerBench:
 
     def probe(self, size: int, effort: Effort) -> float:
         """Measure the seconds of one micro-batch's F and BW through one layer of every kind."""
-        found = self._recompute(size, effort)
-        return charge(found) * self._seconds(found)
+        result = self._recompute(size, effort)
+        return charge(result) * self._seconds(result)
 
     def _recompute(self, size: int, effort: Effort) -> list[Samples]:
         self._hold(size, "joint")
@@ -273,8 +273,8 @@ class LayerBench:
     def _run(self, size: int, way: Way, warm_up: int, effort: Effort, memory: bool) -> list[Samples]:
         """Run a step on all devices at the same time; return each device's samples."""
         calls = self.workers.call("run_layers", self._program(size, way), warm_up, effort, memory)
-        found: list[Samples] = ray.get(calls)
-        return found
+        result: list[Samples] = ray.get(calls)
+        return result
 
     def _step(self, size: int, way: Way) -> Schedule:
         most = ALIVE if self.long else MICROBATCHES
@@ -341,16 +341,16 @@ class LayerBench:
     def _charge(self) -> float:
         """Return ``charge`` over all used passes."""
         counted = (one for size in self.passes for one in self._counted(size))
-        return charge(one for found in counted for samples in found.found.values() for one in samples)
+        return charge(one for result in counted for samples in result.found.values() for one in samples)
 
     def _profile(
         self, i: int, kind: int, taken: dict[int, dict[tuple[Kind, int], Taken]], longer: float, unread: float
     ) -> LayerProfile:
         def times(size: int) -> TaskTimes:
-            found = taken[size]
-            f, b, w, bw, r = (longer * found[task, kind].seconds for task in ("F", "B", "W", BW, "R"))
+            result = taken[size]
+            f, b, w, bw, r = (longer * result[task, kind].seconds for task in ("F", "B", "W", BW, "R"))
             return TaskTimes(
-                forward=f, input_grad=b, weight_grad=w, joint=bw, recompute=r, spread=found["F", kind].spread
+                forward=f, input_grad=b, weight_grad=w, joint=bw, recompute=r, spread=result["F", kind].spread
             )
 
         def memory(what: str, cross: float = 0.0) -> tuple[float, float]:
@@ -408,7 +408,7 @@ class LayerBench:
 
     def overhead_seconds(self) -> float:
         """Return the median seconds between two tasks of a device."""
-        return median(overhead_seconds(found, self.measured) for found in self._joint())
+        return median(overhead_seconds(result, self.measured) for result in self._joint())
 
     def tied_parameters(self, trained: bool = False) -> int:
         """Return the number of parameter elements that layers count beyond once, because they are tied.

@@ -175,13 +175,13 @@ def choose_budget(job: JobSpec, measure: Measure, choose: Choose, say: Callable[
         say(f"memory is short: measuring stages that keep {budget:g} of their activations")
         own = with_budget(job, budget)
         try:
-            found = choose(own, measure(own))
+            result = choose(own, measure(own))
         except SpecError as error:
             if error.where != "memory":
                 raise
             refusal = error
             continue
-        least = found if least is None or found.best.step_s < least.best.step_s else least
+        least = result if least is None or result.best.step_s < least.best.step_s else least
     if least is None:
         assert refusal is not None
         raise refusal

@@ -128,8 +128,8 @@ class _Measuring:
         for kind, count in kinds.items():
             self.say(f"devices of accelerator type {kind}")
             with self.reserved(count, request, (kind,) * count) as place:
-                found = self.of_one_kind(count, place)
-            profiles.append(found.model_copy(update={"accelerator_type": kind}))
+                result = self.of_one_kind(count, place)
+            profiles.append(result.model_copy(update={"accelerator_type": kind}))
         self.say("messages between devices of different types")
         with self.reserved(len(kinds), request, tuple(kinds)) as place:
             between = self._link_between(len(kinds), place)
@@ -176,9 +176,9 @@ class _Measuring:
             bench = LayerBench(job, model, workers, self.folder, bounded=on_cpu and math.isfinite(effort.whole_s))
             path = profile_path(job, model, sizes, count) if cached else None
             known = read_kept(path) if path is not None else None
-            if known is not None and (found := at_present(bench, bench.facts(), *known, effort, say)) is not None:
+            if known is not None and (result := at_present(bench, bench.facts(), *known, effort, say)) is not None:
                 measured = True
-                return found.model_copy(update={"slicing": _slicing(bench)})  # other data may differ in lengths
+                return result.model_copy(update={"slicing": _slicing(bench)})  # other data may differ in lengths
             profile = profile_by(bench, sizes, effort, say)
             if path is not None and profile.noise.warning() is None and not bench.interrupted:
                 keep(path, profile)
@@ -214,7 +214,7 @@ def at_present(
     One micro-batch size is measured, and all times are scaled by its change, because the speed of a shared machine
     varies over hours.
     """
-    if any(one.name != known.device for one in facts) or _hosts(facts) != known.placed.of_first(len(facts)):
+    if any(fact.name != known.device for fact in facts) or _hosts(facts) != known.placed.of_first(len(facts)):
         return None
     sizes = sorted(known.layers[0].times)
     size = sizes[0] if bench.long else _middle(sizes)
@@ -230,7 +230,7 @@ def at_present(
 
 def _hosts(facts: Sequence[DeviceFacts]) -> tuple[int, ...]:
     """Return the devices of each host, in the order of ranks."""
-    return devices_on_hosts([one.node for one in facts])
+    return devices_on_hosts([fact.node for fact in facts])
 
 
 def _slicing(bench: LayerBench) -> Slicing:
@@ -269,11 +269,11 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
     workers, facts = bench.workers, bench.facts()
     hosts = _hosts(facts)
     sharing = max(hosts)
-    memory = min(one.memory_bytes for one in facts)
+    memory = min(fact.memory_bytes for fact in facts)
     if all(at.peer.device == "cpu" for at in workers.locations):  # CPU devices share their host's memory
-        on_host = Counter(one.node for one in facts)
-        memory = min(one.memory_bytes / on_host[one.node] for one in facts)
-    base = fmean(one.base_bytes for one in facts)
+        on_host = Counter(fact.node for fact in facts)
+        memory = min(fact.memory_bytes / on_host[fact.node] for fact in facts)
+    base = fmean(fact.base_bytes for fact in facts)
     bench.check_room(memory - base)
     noise = measure_sizes(bench, list(sizes), effort, say, memory - base, sharing > 1)
     code = bench.code_bytes()
@@ -443,21 +443,21 @@ class LinkBench:
         for a, b in pairs:
             refs.append(self.workers.actors[a].message_seconds.remote(b, True, sizes, repeats))
             self.workers.actors[b].message_seconds.remote(a, False, sizes, repeats)
-        found = ray.get(refs)
+        result = ray.get(refs)
         return [
-            Timed(float(size), fmean([t for times in found for t in times[k][1:] or times[k]]))
+            Timed(float(size), fmean([t for times in result for t in times[k][1:] or times[k]]))
             for k, size in enumerate(sizes)
         ]
 
     def collective(self, kind: Kind, size: int, sizes: Sequence[int], repeats: int) -> list[TimedCollective]:
         """Return the mean seconds of the slowest device of a group of ``size``, per size of the whole buffer."""
-        found = [
+        result = [
             one
             for one in ray.get(self.workers.call("collective_seconds", kind, f"first {size}", sizes, repeats))
             if one
         ]
         return [
-            TimedCollective(kind, size, float(n), fmean(map(max, zip(*(one[k] for one in found), strict=True))))
+            TimedCollective(kind, size, float(n), fmean(map(max, zip(*(one[k] for one in result), strict=True))))
             for k, n in enumerate(sizes)
         ]
 
@@ -479,13 +479,13 @@ def _pairs(nodes: Sequence[str]) -> list[tuple[int, int]]:
     [(0, 1), (2, 5), (3, 4)]
     """
     waiting: dict[str, int] = {}
-    found = []
+    result = []
     for rank, node in enumerate(nodes):
         if node in waiting:
-            found.append((waiting.pop(node), rank))
+            result.append((waiting.pop(node), rank))
         else:
             waiting[node] = rank
-    return sorted(found)
+    return sorted(result)
 
 
 def _first_of_each(nodes: Sequence[str]) -> list[tuple[int, int]]:

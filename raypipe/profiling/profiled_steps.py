@@ -42,13 +42,13 @@ def alike(model: LayeredModel) -> list[int]:
     parameters, inputs and outputs. They take the same time, so one of them is measured for all.
     """
     first: dict[object, int] = {}
-    found = []
+    result = []
     for i, name in enumerate(model.names):
         crossed = [model.crossing(k, 1) for k in (i - 1, i) if 0 <= k < model.count - 1]
         values = model.parameters(i), model.trained_parameters(i)
         key = (re.sub(r"\d+", "#", name), model.flops[i], *values, model.reads((i,)), *crossed)
-        found.append(first.setdefault(key, i))
-    return found
+        result.append(first.setdefault(key, i))
+    return result
 
 
 def measured_layers(groups: Sequence[int], long: Collection[int] = ()) -> list[int]:
@@ -58,12 +58,12 @@ def measured_layers(groups: Sequence[int], long: Collection[int] = ()) -> list[i
     ([0, 1, 2, 4], [0, 1, 4])
     """
     seen: dict[int, int] = defaultdict(int)
-    found = []
+    result = []
     for i, kind in enumerate(groups):
         seen[kind] += 1
         if seen[kind] <= (1 if kind in long else INSTANCES):
-            found.append(i)
-    return found
+            result.append(i)
+    return result
 
 
 def step_microbatches(size: int, batch: int, most: int = MICROBATCHES) -> int:

@@ -266,7 +266,7 @@ class StageProfiler(StageWorker):
             Per size, the seconds of every repeat.
         """
         sender, receiver = self.communicators.senders[other], self.communicators.receivers[other]
-        found: list[list[float]] = []
+        result: list[list[float]] = []
         for k, size in enumerate(sizes):
             spec = TensorSpec((max(1, size // 4),), torch.float32)
             payload = [torch.ones(spec.shape, dtype=spec.dtype, device=self.device)]
@@ -288,8 +288,8 @@ class StageProfiler(StageWorker):
                     sender.send(label, payload)
                     self._push(sender)
                 sender.flush(60.0)
-            found.append(times)
-        return found
+            result.append(times)
+        return result
 
     @raises_device_errors
     def collective_seconds(self, kind: str, group: str, sizes: Sequence[int], repeats: int) -> list[list[float]]:
@@ -301,7 +301,7 @@ class StageProfiler(StageWorker):
         if process_group is None:
             return []
         count = process_group.size()
-        found: list[list[float]] = []
+        result: list[list[float]] = []
         for size in sizes:
             whole = torch.ones(max(1, size // 4 // count) * count, device=self.device)
             part = whole[: len(whole) // count].clone()
@@ -319,8 +319,8 @@ class StageProfiler(StageWorker):
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
                 times.append(time.monotonic() - start)
-            found.append(times[1:])
-        return found
+            result.append(times[1:])
+        return result
 
     def _push(self, sender: Sender) -> None:
         """See to it that a message leaves, without the pauses of ``flush`` where a GPU sends it: they are longer."""

@@ -146,7 +146,7 @@ class _Bench:
 
     def alone(self, layer: int) -> Alone:
         """Measure one layer."""
-        stage, found = self.stages[layer], []
+        stage, result = self.stages[layer], []
         for _ in range(self.repeats):
             stage.queue.waiting = noted = WaitingOperands()
             before = allocated_bytes(self.device)
@@ -157,8 +157,8 @@ class _Bench:
             (state,) = states
             back = self.seconds(lambda state=state: self.backward(layer, state))  # type: ignore[misc]
             weight = self.seconds(lambda state=state: self.weight_gradient(layer, state))  # type: ignore[misc]
-            found.append(Alone(forward, back, weight, float(kept), float(noted.nbytes(noted.of))))
-        return Alone(*(median(one[n] for one in found) for n in range(len(Alone._fields))))
+            result.append(Alone(forward, back, weight, float(kept), float(noted.nbytes(noted.of))))
+        return Alone(*(median(one[n] for one in result) for n in range(len(Alone._fields))))
 
     def profile(self, regions: int, stream: SideStream, say: Say) -> RegionProfile:
         """Measure everything."""
@@ -171,11 +171,11 @@ class _Bench:
             for costs in ([one.input_grad for one in each], [one.forward for one in each])
         ]
         runs = [[range(a, b) for a, b in pairwise(cut)] for cut in cuts]
-        found = [Region(kind="B", layers=tuple(reversed(run))) for run in reversed(runs[0])]
-        found += [Region(kind="F", layers=tuple(run)) for run in runs[1]]
+        result = [Region(kind="B", layers=tuple(reversed(run))) for run in reversed(runs[0])]
+        result += [Region(kind="F", layers=tuple(run)) for run in runs[1]]
         together: list[Together] = []
         measured: dict[object, tuple[float, float]] = {}
-        for number, region in enumerate(found):
+        for number, region in enumerate(result):
             for layer in range(1, count):
                 key = (region.kind, tuple(self.kinds[n] for n in region.layers), self.kinds[layer])
                 if key not in measured:
@@ -201,7 +201,7 @@ class _Bench:
                 for name, one in zip(self.model.names, each, strict=True)
             ),
             tied=tuple(layers for layers in tied if len(layers) > 1),
-            regions=tuple(found),
+            regions=tuple(result),
             together=tuple(together),
         )
 

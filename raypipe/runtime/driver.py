@@ -383,8 +383,8 @@ class Driver:
             # nothing is queued until it is known. The devices wait for the driver once per validation.
             self._collect_all()
             if self._to_save is None or self._to_save[0] != done:
-                loss, found = self.results.newest["val_loss"], self.results.score
-                self._to_save = (done, loss, found, self.checkpoints.improves(found))
+                loss, result = self.results.newest["val_loss"], self.results.score
+                self._to_save = (done, loss, result, self.checkpoints.improves(result))
             _, val_loss, score, best = self._to_save
             saves = saves or best or (self.patience is not None and self.patience.exhausted)
         if saves and self.saves.newest < done:
@@ -439,7 +439,9 @@ class Driver:
     def _collect_step(self, ticket: Ticket, done: DoneStep, timed: bool = True) -> None:
         """Take in a step of a call; ``timed``: all devices have reported the times of their tasks."""
         step, tensor = done.step, self.running.plan.parallel.tensor
-        results = [one for one in done.results if one is not None]  # the caller has seen to it that none is lost
+        results = [
+            result for result in done.results if result is not None
+        ]  # the caller has seen to it that none is lost
         self._swap.heard(step, results)
         step_s = self.results.step(step, done.part, ticket.clock, results, tensor, timed)
         if step_s is not None and timed and ticket.clock is self.clock:  # not if it was queued before the plan changed

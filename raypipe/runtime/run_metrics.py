@@ -107,10 +107,10 @@ class RunMetrics:
         """
         reported = [one.device_memory.peak for one in devices if one.device_memory is not None]
         self._peak_bytes = max([self._peak_bytes, *reported])
-        found = {"memory_bytes": float(self._peak_bytes)} if self._peak_bytes else {}
+        result = {"memory_bytes": float(self._peak_bytes)} if self._peak_bytes else {}
         if self._flops_per_peak_s is not None:
-            found["mfu"] = self._flops_per_peak_s / step_s
-        return found
+            result["mfu"] = self._flops_per_peak_s / step_s
+        return result
 
     def diverged(self) -> None:
         """Training has diverged: the loss is no longer a number."""

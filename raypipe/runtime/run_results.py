@@ -90,7 +90,7 @@ class RunResults:
         for name, value in ((PREFIX + name, share * value) for share, r in shares for name, value in r.figures):
             row[name] = row.get(name, 0.0) + value
         if self.validation_metrics is not None:
-            kept = [[one for result in of for one in result.predictions] for of in by_batch]
+            kept = [[prediction for result in of for prediction in result.predictions] for of in by_batch]
             row = {**row, **self.validation_metrics.of(kept, self._job, self._data), "val_loss": loss}
         self.score = score(self._train, row)
         self.newest |= row

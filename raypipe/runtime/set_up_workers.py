@@ -153,15 +153,15 @@ def setups_of(
         recovers=recovers,
     )
     workers.process_groups = setup.topology.process_groups()
-    found = []
+    result = []
     for rank in range(len(workers.actors)):
         device, tensor_rank = tensor_rank_of(rank, tensor)
         own = {part: rows[device] for part, rows in train.items()}
         mine = replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
         if (files := sent.get(workers.locations[rank].peer.node)) is not None:
             mine = replace(mine, data=files.data, checkpoint=files.checkpoint, sends_shards=True)
-        found.append(mine)
-    return found
+        result.append(mine)
+    return result
 
 
 def install(workers: WorkerGroup, running: Running, measures_memory: bool) -> None:

@@ -111,7 +111,7 @@ class CostTable:
         """Latency of the link after each stage; the last value is unused. That of a skip counts for all it passes."""
         if isinstance(self.comm, Mapping):
             over = [[t for (a, b), t in self.comm.items() if a <= s < b] for s in range(self.stages)]
-            return tuple(max(found, default=0.0) for found in over)
+            return tuple(max(result, default=0.0) for result in over)
         return self.comm if isinstance(self.comm, tuple) else (self.comm,) * self.stages
 
     def latency(self, a: int, b: int) -> float:
@@ -270,10 +270,10 @@ def delays(placement: Sequence[Sequence[int]], graph: StageGraph, comm: Comm) ->
     for row in placement:
         for s, device in enumerate(row):
             held.setdefault(device, set()).add(s)
-    found: Delays = []
+    result: Delays = []
     for row in placement:
         own: list[dict[int, float]] = [dict.fromkeys(held[row[s]], 0.0) for s in range(graph.stages)]
         for (a, b), time in by_edge.items():
             own[a][b] = own[b][a] = time if row[a] != row[b] else 0.0
-        found.append(own)
-    return found
+        result.append(own)
+    return result

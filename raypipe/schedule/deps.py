@@ -216,7 +216,7 @@ def link(schedule: Schedule) -> TaskGraph:
                     continue
                 except KeyError:
                     pass  # reported below
-        found: list[int] = []
+        result: list[int] = []
         for mb in mbs:
             case = (kind, stage, mb in recomputed[stage])
             needs = known.get(case)
@@ -230,12 +230,12 @@ def link(schedule: Schedule) -> TaskGraph:
                 for provider in providers:
                     source = provider.get(needed)
                     if source is not None:
-                        if source not in found:
-                            found.append(source)
+                        if source not in result:
+                            result.append(source)
                         break
                 else:
                     missing.append((i, need, needed))
-        preds.append(found)
+        preds.append(result)
     if bookkeeping:
         _link_bookkeeping(schedule, tasks, bookkeeping, preds)
     if schedule.sharding is not None:

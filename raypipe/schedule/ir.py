@@ -68,17 +68,17 @@ class StageGraph:
 
     def inputs(self) -> list[list[int]]:
         """Return, per stage, the stages whose activations it reads."""
-        found: list[list[int]] = [[] for _ in range(self.stages)]
+        result: list[list[int]] = [[] for _ in range(self.stages)]
         for src, dst in self.edges:
-            found[dst].append(src)
-        return found
+            result[dst].append(src)
+        return result
 
     def outputs(self) -> list[list[int]]:
         """Return, per stage, the stages that read its activations and send gradients back."""
-        found: list[list[int]] = [[] for _ in range(self.stages)]
+        result: list[list[int]] = [[] for _ in range(self.stages)]
         for src, dst in self.edges:
-            found[src].append(dst)
-        return found
+            result[src].append(dst)
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +150,12 @@ def backwards(graph: StageGraph, rules: Rules) -> tuple[Backward, ...]:
     [(False, False, ()), (True, True, ()), (True, False, (1,))]
     """
     inputs = graph.inputs()
-    found: list[Backward] = []
+    result: list[Backward] = []
     for stage in range(graph.stages):
         trained = stage not in rules.frozen
-        to = tuple(s for s in inputs[stage] if found[s].exists)
-        found.append(Backward(bool(to) or (trained and not rules.skip_first_b), trained, to))
-    return tuple(found)
+        to = tuple(s for s in inputs[stage] if result[s].exists)
+        result.append(Backward(bool(to) or (trained and not rules.skip_first_b), trained, to))
+    return tuple(result)
 
 
 ZERO_LEVELS = (0, 1, 2, 3)
@@ -272,12 +272,12 @@ class Schedule:
     @property
     def pairs(self) -> dict[Task, Task]:
         """Each task of a pair with its other half."""
-        found: dict[Task, Task] = {}
+        result: dict[Task, Task] = {}
         for order in self.orders if self.joined else ():
             for first, second in pairwise(order):
                 if second in self.joined:
-                    found[first], found[second] = second, first
-        return found
+                    result[first], result[second] = second, first
+        return result
 
     def unpaired(self) -> Schedule:
         """Return the schedule with the halves of its pairs one after another."""

@@ -26,7 +26,7 @@ def collectives(graph: TaskGraph) -> dict[int, Collective]:
     """Return, for each network task, the collective that it is part of."""
     sharding, replicas = graph.schedule.sharding, graph.schedule.replicas
     count: Counter[tuple[Kind, int, int]] = Counter()
-    found: dict[int, Collective] = {}
+    result: dict[int, Collective] = {}
     copies, together = graph.schedule.exchange
     of_copy, own = replicas // copies, graph.schedule.microbatches // copies
     for i, (kind, stage, mbs, replica) in enumerate(graph.tasks[: graph.first[graph.schedule.devices]]):
@@ -34,14 +34,14 @@ def collectives(graph: TaskGraph) -> dict[int, Collective]:
             continue
         if kind in EXCHANGES:
             group = replica % of_copy, replica // of_copy // together, *(mb % own for mb in mbs)
-            found[i] = (kind, stage, group, 0)
+            result[i] = (kind, stage, group, 0)
             continue
         if kind == "AR" or sharding is None:
-            found[i] = (kind, stage, _ALL, 0)
+            result[i] = (kind, stage, _ALL, 0)
         else:
-            found[i] = (kind, stage, sharding.group_of(replica, replicas), count[kind, stage, replica])
+            result[i] = (kind, stage, sharding.group_of(replica, replicas), count[kind, stage, replica])
             count[kind, stage, replica] += 1
-    return found
+    return result
 
 
 # Which devices take part in the collectives of a sharded stage, as the runtime makes its process groups.
@@ -68,7 +68,7 @@ class ShardMember(NamedTuple):
 
 def shard_members(sharding: Sharding | None, placement: tuple[tuple[int, ...], ...]) -> dict[StageKey, ShardMember]:
     """Return the members of every sharded stage replica; empty if the schedule is not sharded."""
-    found: dict[StageKey, ShardMember] = {}
+    result: dict[StageKey, ShardMember] = {}
     for stage, level in enumerate(sharding.levels if sharding is not None else ()):
         if not level:
             continue
@@ -81,8 +81,8 @@ def shard_members(sharding: Sharding | None, placement: tuple[tuple[int, ...], .
             group = groups[sharding.group_of(replica, len(placement))]
             number = group.index(row[stage])
             others = tuple(sorted({one[number] for one in groups.values()}))
-            found[stage, replica] = ShardMember(row[stage], group, others)
-    return found
+            result[stage, replica] = ShardMember(row[stage], group, others)
+    return result
 
 
 # Memory of a device's sharded stages beyond its share, task by task; it depends on the order only.

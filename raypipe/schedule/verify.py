@@ -241,8 +241,8 @@ def _surplus(backward: Backward) -> Iterator[Kind]:
 
 def _report_missing(graph: TaskGraph, kind: Kind, stage: int) -> None:
     schedule = graph.schedule
-    found = {mb for t in graph.tasks if t.stage == stage and t.kind in _COMPLETE[kind] for mb in t.mbs}
-    mb = min(set(range(schedule.microbatches)) - found)
+    result = {mb for t in graph.tasks if t.stage == stage and t.kind in _COMPLETE[kind] for mb in t.mbs}
+    mb = min(set(range(schedule.microbatches)) - result)
     near = [i for i, t in enumerate(graph.tasks) if t.stage == stage and mb in t.mbs]
     why, fix = f"no device runs {stage}{kind}{mb}", f"add {stage}{kind}{mb} to an order"
     if near:

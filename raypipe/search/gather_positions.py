@@ -49,13 +49,13 @@ def fewest_gathers(order: Sequence[Task], sizes: Sequence[float], room: float) -
     for n in range(len(reads) - 1, -1, -1):
         following[n] = seen.get(reads[n][1], len(order))
         seen[reads[n][1]] = reads[n][0]
-    found: dict[_Key, list[Window]] = {}
+    result: dict[_Key, list[Window]] = {}
     kept: dict[_Key, int] = {}  # the position of its next use
     used = 0.0
     for (k, key), after in zip(reads, following, strict=True):
         size = sizes[key[0]]
         if key in kept:
-            found[key][-1] = found[key][-1]._replace(last=k)
+            result[key][-1] = result[key][-1]._replace(last=k)
         else:
             while used + size > room * (1 + 1e-12) and kept:
                 farthest = max(kept, key=kept.__getitem__)
@@ -64,9 +64,9 @@ def fewest_gathers(order: Sequence[Task], sizes: Sequence[float], room: float) -
             if used + size > room * (1 + 1e-12):
                 return None
             used += size
-            found.setdefault(key, []).append(Window(k, k, k))
+            result.setdefault(key, []).append(Window(k, k, k))
         kept[key] = after
-    return found
+    return result
 
 
 def once_within(schedule: Schedule, device: int, sizes: Sequence[float], room: float) -> Windows:
@@ -112,16 +112,16 @@ def gathered_early(
                 held[k] += sizes[key[0]]
     if max(held, default=0.0) > limit:
         return None
-    found: dict[_Key, list[Window]] = {key: list(own) for key, own in windows.items()}
+    result: dict[_Key, list[Window]] = {key: list(own) for key, own in windows.items()}
     every = sorted((window.first, key, n) for key, own in windows.items() for n, window in enumerate(own))
     for first, key, n in every:
         size, at = sizes[key[0]], first
-        least = max(first - ahead, found[key][n - 1].last + 1 if n else 0)
+        least = max(first - ahead, result[key][n - 1].last + 1 if n else 0)
         while at > least and held[at - 1] + size <= limit:
             at -= 1
             held[at] += size
-        found[key][n] = Window(first, found[key][n].last, at)
-    return found
+        result[key][n] = Window(first, result[key][n].last, at)
+    return result
 
 
 def gradients_used(scattered: Schedule, device: int, sizes: Sequence[float]) -> list[float]:
@@ -132,13 +132,13 @@ def gradients_used(scattered: Schedule, device: int, sizes: Sequence[float]) -> 
         device: whose order.
         sizes: of each stage's gradients.
     """
-    live, found = LiveShards(scattered, sizes, sizes), list[float]()
+    live, result = LiveShards(scattered, sizes, sizes), list[float]()
     for task in scattered.orders[device]:
         before = live.gradients
         live.task(task)
         if task.mbs:
-            found.append(max(before, live.gradients))
-    return found
+            result.append(max(before, live.gradients))
+    return result
 
 
 AHEAD = (1_000_000, 4, 1, 0)
@@ -200,10 +200,10 @@ def search_gathers(
     bare = [replace(order, sharding=sharding) for order in orders]
     floor = [_makespan(order, costs) for order in bare]
     choices = [c for n in range(len(bare)) for c in _choices(n, bare[n], rooms[n], costs, sizes, units, floor[n])]
-    best, found, chosen = float("inf"), None, None
+    best, result, chosen = float("inf"), None, None
     tried = 0
     for choice in sorted(choices, key=lambda c: c.bound):
-        if found is not None and budget is not None and budget.left <= 0:
+        if result is not None and budget is not None and budget.left <= 0:
             break
         order, room = bare[choice.order], rooms[choice.order]
         scattered = place(order, sharding, [{} for _ in room], choice.unit)
@@ -223,12 +223,12 @@ def search_gathers(
             tried += 1
             makespan = _makespan(schedule, costs)
             if makespan < best * (1 - 1e-12):
-                best, found, chosen = makespan, schedule, choice
-    if found is None or chosen is None:
+                best, result, chosen = makespan, schedule, choice
+    if result is None or chosen is None:
         raise ScheduleError(
             "gathers", "no placement of gathers fits the memory", "leave more room: smaller stages, or fewer of them"
         )
-    return FoundGathers(schedule=found, makespan=best, policy=chosen.policy, order=chosen.order, tried=tried)
+    return FoundGathers(schedule=result, makespan=best, policy=chosen.policy, order=chosen.order, tried=tried)
 
 
 def _choices(

@@ -186,22 +186,22 @@ def _safe_after(flat: Flat, c: int, done: Ints, live: Floats) -> bool:
 @compiled
 def per_task(flat: Flat, key: Floats, pace: float) -> Floats:
     """Return for each task its lane's value, plus the pace times its number in the lane."""
-    found = np.empty(flat.counts.sum())
+    result = np.empty(flat.counts.sum())
     for c in range(len(flat.counts)):
         for m in range(flat.counts[c]):
-            found[flat.base[c] + m] = key[c] + pace * m
-    return found
+            result[flat.base[c] + m] = key[c] + pace * m
+    return result
 
 
 @compiled
 def _places(flat: Flat) -> Ints:
     """Where each device's tasks begin in an array of all tasks, device by device; D + 1 values."""
-    found = np.zeros(len(flat.cap) + 1, np.int64)
+    result = np.zeros(len(flat.cap) + 1, np.int64)
     for d in range(len(flat.cap)):
-        found[d + 1] = found[d]
+        result[d + 1] = result[d]
         for k in range(flat.lanes_at[d], flat.lanes_at[d + 1]):
-            found[d + 1] += flat.counts[flat.lanes[k]]
-    return found
+            result[d + 1] += flat.counts[flat.lanes[k]]
+    return result
 
 
 @compiled

@@ -251,13 +251,13 @@ def one_device_bound(p: Problem, known: float, most: int) -> float:
     best = 0.0
     for width in WIDTHS:
         for _ in range(ROUNDS):
-            found = [sweeps.look_at(d, width) for d in range(p.devices)]
-            best = max(best, *(bound for bound, _ in found))
+            result = [sweeps.look_at(d, width) for d in range(p.devices)]
+            best = max(best, *(bound for bound, _ in result))
             if best >= known * (1 - CLOSE):
                 return known
             if sweeps.left <= 0:
                 return best
-            if not any(moved for _, moved in found):
+            if not any(moved for _, moved in result):
                 break
     return best
 
@@ -289,8 +289,8 @@ class _Sweeps:
         for back in (False, True):
             if not self.devices[d].looked_at or self.left <= 0:
                 break
-            found, starts = self.swept(d, width, back)
-            bound = max(bound, found)
+            result, starts = self.swept(d, width, back)
+            bound = max(bound, result)
             if bound >= self.known * (1 - CLOSE):
                 return self.known, False
             times = self.tails if back else self.heads

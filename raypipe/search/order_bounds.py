@@ -50,7 +50,7 @@ def distances(ups: Steps, downs: Steps, room: float, most: int) -> tuple[float, 
     tiny = 1e-9 * (before + after)
     waits = sorted({up + down for up, _ in ups for down, _ in downs})
     packed: dict[tuple[int, ...], tuple[float, tuple[float, ...]]] = {(0,): (0.0, (0.0,))}
-    found: list[float] = []
+    result: list[float] = []
     for _ in range(most):
         longer: dict[tuple[int, ...], tuple[float, tuple[float, ...]]] = {}
         for last, ages in packed.values():  # ages: time since the T of each profile that may still hold memory
@@ -64,11 +64,11 @@ def distances(ups: Steps, downs: Steps, room: float, most: int) -> tuple[float, 
                 known = longer.get(key)
                 if known is None or last + gap < known[0]:
                     longer[key] = last + gap, alive
-        found.append(min(at for at, _ in longer.values()))
+        result.append(min(at for at, _ in longer.values()))
         if len(longer) > _STATES:
             break
         packed = longer
-    return tuple(found)
+    return tuple(result)
 
 
 def _fits(others: list[float], ups: Steps, downs: Steps, room: float, tiny: float) -> bool:
@@ -168,11 +168,11 @@ def _add_packing_edges(p: Problem, d: int, edges: list[list[Edge]]) -> None:
 
 def lanes_below(p: Problem) -> list[set[int]]:
     """Return, per lane, the lanes that wait for it directly or indirectly."""
-    found: list[set[int]] = [set() for _ in p.kind]
+    result: list[set[int]] = [set() for _ in p.kind]
     for c in reversed(lane_order(p)):
         for e, _ in p.after[c]:
-            found[c] |= found[e] | {e}
-    return found
+            result[c] |= result[e] | {e}
+    return result
 
 
 def freed_by(p: Problem, taker: int) -> list[int]:
@@ -313,7 +313,7 @@ def _device_span_bound(p: Problem, before: list[list[Edge]], heads: list[float] 
     few = max(1, _MOST_WORK // max(1, p.tasks))
     for d in sorted(range(p.devices), key=lambda d: -work[d] - trip[d])[:few]:
         tails = remaining_times(p, before, d)
-        found = []
+        result = []
         for c in first[d]:
             if not p.count[c]:
                 continue
@@ -321,8 +321,8 @@ def _device_span_bound(p: Problem, before: list[list[Edge]], heads: list[float] 
             if heads is not None and c in exact:
                 from_first = [max(a, b - heads[p.base[c]]) for a, b in zip(from_first, heads, strict=True)]
             jobs = [(from_first[t], p.time[e], tails[t]) for e in p.lanes_of[d] for t in tasks_of(p, e)]
-            found.append(one_machine(jobs))
-        best = max(best, min(found, default=0.0))
+            result.append(one_machine(jobs))
+        best = max(best, min(result, default=0.0))
     return best
 
 

@@ -168,7 +168,7 @@ def _until_backward(p: Problem) -> list[float]:
 
     The unit is one forward of each stage that the device holds.
     """
-    found = [1.0] * len(p.kind)
+    result = [1.0] * len(p.kind)
     order = sorted(range(len(p.kind)), key=_depth(p).__getitem__)
     for own in p.lanes_of:
         forwards = [c for c in own if p.kind[c] == "F"]
@@ -182,8 +182,8 @@ def _until_backward(p: Problem) -> list[float]:
                     start[c] = max(ready)
             pace = sum(p.time[c] for c in forwards)
             if pace:
-                found[f] = min((start[c] for c in back), default=pace) / pace
-    return found
+                result[f] = min((start[c] for c in back), default=pace) / pace
+    return result
 
 
 def _round_trips(p: Problem) -> list[float]:

@@ -87,7 +87,7 @@ class Problem:
         """Convert a schedule to orders, with each lane's tasks in turn; None if the schedule has other tasks."""
         number = {key: c for c, key in enumerate(zip(self.kind, self.stage, self.replica, strict=True))}
         seen = [0] * len(self.kind)
-        found: DeviceOrders = []
+        result: DeviceOrders = []
         for tasks in schedule.orders:
             order = []
             for kind, stage, mbs, replica in tasks:
@@ -96,8 +96,8 @@ class Problem:
                     return None
                 order.append(self.base[c] + seen[c])
                 seen[c] += 1
-            found.append(order)
-        return found if seen == self.count and len(found) == self.devices else None
+            result.append(order)
+        return result if seen == self.count and len(result) == self.devices else None
 
     def fits(self, orders: DeviceOrders) -> bool:
         """Return whether every device stays within its memory limit."""
@@ -105,7 +105,7 @@ class Problem:
 
     def peaks(self, orders: DeviceOrders) -> list[float]:
         """Return the most that each device holds at once, in the unit of its memory limit."""
-        found = []
+        result = []
         for order in orders:
             live = most = 0.0
             for t in order:
@@ -113,8 +113,8 @@ class Problem:
                 live += self.takes[c]
                 most = max(most, live)
                 live -= self.frees[c]
-            found.append(most)
-        return found
+            result.append(most)
+        return result
 
 
 def build(
@@ -226,14 +226,14 @@ def build(
 
 def _kinds(backward: Backward, recomputed: bool, split: bool) -> list[Kind]:
     """The kinds of task of a stage."""
-    found: list[Kind] = ["F", "R"] if recomputed and backward.exists else ["F"]
+    result: list[Kind] = ["F", "R"] if recomputed and backward.exists else ["F"]
     if not split and backward.weight_grad:
-        return [*found, BW]
+        return [*result, BW]
     if backward.input_grad:
-        found.append("B")
+        result.append("B")
     if backward.weight_grad:
-        found.append("W")
-    return found
+        result.append("W")
+    return result
 
 
 def lane_order(p: Problem) -> list[int]:

@@ -71,7 +71,7 @@ def search_recompute(
 
     def shorter(option: frozenset[int], share: float) -> bool:
         nonlocal best, chosen
-        found = search(
+        result = search(
             placement,
             microbatches,
             costs,
@@ -81,9 +81,9 @@ def search_recompute(
             recompute=option,
             budget=budget.part(share),
         )
-        if best is not None and found.value >= best.value * (1 - 1e-9):
+        if best is not None and result.value >= best.value * (1 - 1e-9):
             return False
-        best, chosen = found, option
+        best, chosen = result, option
         return True
 
     tasks = (4 if split else 3) * stages * microbatches

@@ -91,19 +91,19 @@ def _blocks(state: TimedOrder, rng: random.Random, tiny: float) -> list[list[int
     while True:
         at = end[t] - time[t] - tiny
         same_device = prev[t]
-        found = same_device if same_device < n and end[same_device] >= at else -1
+        result = same_device if same_device < n and end[same_device] >= at else -1
         if at > 0:
             for q, lag in before[t]:
-                if end[q] + lag >= at and (found < 0 or (q != found and rng.random() < 0.5)):
-                    found = q
-        if found < 0:
+                if end[q] + lag >= at and (result < 0 or (q != result and rng.random() < 0.5)):
+                    result = q
+        if result < 0:
             break
-        if found != same_device:
+        if result != same_device:
             if len(block) > 1:
                 blocks.append(block[::-1])
             block = []
-        block.append(found)
-        t = found
+        block.append(result)
+        t = result
     if len(block) > 1:
         blocks.append(block[::-1])
     return blocks
@@ -111,14 +111,14 @@ def _blocks(state: TimedOrder, rng: random.Random, tiny: float) -> list[list[int
 
 def _neighbours(state: TimedOrder, rng: random.Random, tiny: float, most: int = 8) -> list[tuple[float, float, Move]]:
     """``(estimate, tie-break, move)`` of moves within the blocks of one critical path."""
-    found: list[tuple[float, float, Move]] = []
+    result: list[tuple[float, float, Move]] = []
     places = [(b, k) for b in _blocks(state, rng, tiny) for k in range(len(b))]
     if len(places) > most:
         places = rng.sample(places, most)
     for block, k in places:
         for move in _moves(state, block, k):
-            found.append((state.estimate(move), rng.random(), move))
-    return found
+            result.append((state.estimate(move), rng.random(), move))
+    return result
 
 
 def _moves(state: TimedOrder, block: list[int], k: int) -> list[Move]:
@@ -126,23 +126,23 @@ def _moves(state: TimedOrder, block: list[int], k: int) -> list[Move]:
 
     Where a move breaks the memory limit, a later task that frees memory may be pulled in front of it.
     """
-    task, found, lane = block[k], [], state.lane
+    task, result, lane = block[k], [], state.lane
     fixed, own = state.bound_to[task], lane[task]
     reach = k
     while reach and lane[block[reach - 1]] != own and block[reach - 1] not in fixed:
         reach -= 1
     for to in {reach, k - 1} if reach < k else ():
-        found.append(Move.single(task, block[to:k], True))
+        result.append(Move.single(task, block[to:k], True))
     reach = k
     final = len(block) - 1
     while reach < final and lane[block[reach + 1]] != own and block[reach + 1] not in fixed:
         reach += 1
     for to in {reach, k + 1} if reach > k else ():
-        found.append(Move.single(task, block[k + 1 : to + 1], False))
+        result.append(Move.single(task, block[k + 1 : to + 1], False))
     if not state.limited:
-        return found
+        return result
     kept: list[Move] = []
-    for move in found:
+    for move in result:
         if state.fits(move):
             kept.append(move)
         else:

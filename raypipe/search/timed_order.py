@@ -131,14 +131,14 @@ class TimedOrder:
     def orders(self) -> DeviceOrders:
         """Return the current order."""
         n = self.problem.tasks
-        found: DeviceOrders = []
+        result: DeviceOrders = []
         for t in self.last:
             order = []
             while t < n:
                 order.append(t)
                 t = self.prev[t]
-            found.append(order[::-1])
-        return found
+            result.append(order[::-1])
+        return result
 
     @property
     def makespan(self) -> float:

@@ -212,11 +212,11 @@ class Service:
             GoneError: there is none.
         """
         with self._lock:
-            found = self._models.get(name)
-        if found is None:
+            result = self._models.get(name)
+        if result is None:
             raise GoneError("model_id", "there is no such model, or its session has ended", "create another one")
-        self.heard(found.session)
-        return found
+        self.heard(result.session)
+        return result
 
     def _number(self, number: int | None) -> int:
         if number is None or number < 1:
@@ -369,10 +369,10 @@ class Service:
         session = sampler.partition(":")[0]
         self.heard(session)
         with self._lock:
-            found = self._client(session).samplers.get(sampler)
-        if found is None:
+            result = self._client(session).samplers.get(sampler)
+        if result is None:
             raise GoneError("sampling_session_id", "there is no such sampling session", "create one")
-        return found
+        return result
 
     def sample(self, sampler: str, number: int | None, asked: Asked, body: bytes) -> str:
         """Accept a request for continuations of a prompt; return the request's id.
@@ -380,12 +380,12 @@ class Service:
         Raises:
             SpecError: it is wrong.
         """
-        found, engine = self.sampled(sampler), self.sampler
+        result, engine = self.sampled(sampler), self.sampler
         assert engine is not None
         engine.check(asked)
 
         def work() -> Result:
-            return Result(protobuf=samples_bytes(*engine.sample(found.folder, asked)))
+            return Result(protobuf=samples_bytes(*engine.sample(result.folder, asked)))
 
         session = sampler.partition(":")[0]
         one = Accepted(f"{sampler}:{number}", session, digest_of(body), _unused, _unused, len(body))

@@ -119,10 +119,10 @@ class _Origins:
     @cached_property
     def collectives(self) -> dict[Collective, list[int]]:
         """The tasks of each collective."""
-        found: dict[Collective, list[int]] = {}
+        result: dict[Collective, list[int]] = {}
         for i, one in self.part_of.items():
-            found.setdefault(one, []).append(i)
-        return found
+            result.setdefault(one, []).append(i)
+        return result
 
     def of(self, task: int) -> int:
         """A task of the step before."""
@@ -133,9 +133,9 @@ class _Origins:
                 self.known[path[-1]] = before
             else:
                 path.append(previous)
-        found = self.known[path[-1]]
-        self.known.update(dict.fromkeys(path, found))
-        return found
+        result = self.known[path[-1]]
+        self.known.update(dict.fromkeys(path, result))
+        return result
 
     def _latest(self, i: int) -> tuple[int | None, int]:
         """Return what ``i`` waited for longest: a task of the step before, else (None, a task of this step).
@@ -340,22 +340,22 @@ def carried(graph: TaskGraph, before: TaskGraph) -> Edges:
     """
     own = _Landmarks(graph)
     past = own if before is graph else _Landmarks(before)
-    found: Edges = {}
+    result: Edges = {}
     for lane, done in zip(own.lanes, past.lanes, strict=True):
         if lane is not None and done is not None:
-            found[lane[0]] = [(done[1], 0.0)]
+            result[lane[0]] = [(done[1], 0.0)]
     devices = graph.schedule.devices
     for d in range(devices):
         compute, network = past.lanes[2 * d], own.lanes[2 * d + 1]
         if compute is not None and network is not None and network[0] == graph.first[d]:
-            found.setdefault(network[0], []).append((compute[1], 0.0))
+            result.setdefault(network[0], []).append((compute[1], 0.0))
     if graph.schedule.versions == "flush":
         for (stage, replica), i in (*own.starts.items(), *own.gathers.items()):
             if (stage, replica) in past.ready:
                 kind, last = past.ready[stage, replica]
                 sources = [last] if kind in BOOKKEEPING else [j for (s, _), (_, j) in past.ready.items() if s == stage]
-                found.setdefault(i, []).extend((j, 0.0) for j in sources)
-    return found
+                result.setdefault(i, []).extend((j, 0.0) for j in sources)
+    return result
 
 
 def wait_for_norm(
@@ -436,10 +436,10 @@ def _missing(graph: TaskGraph, count: int, comm: Comm) -> Edges:
     """Return the waits of a window's tasks for the window before, whose micro-batch ids are lower by ``count``."""
     ran = {(t.kind, t.stage, mb): i for i, t in enumerate(graph.tasks) for mb in t.mbs}
     latency = delays(graph.schedule.placement, graph.schedule.graph, comm)
-    found: Edges = {}
+    result: Edges = {}
     for i, (kinds, stage, _), mb in graph.missing:
         task = graph.tasks[i]
         lag = latency[task.replica][task.stage][stage] if latency is not None else 0.0
         source = next(ran[kind, stage, mb + count] for kind in kinds if (kind, stage, mb + count) in ran)
-        found.setdefault(i, []).append((source, lag))
-    return found
+        result.setdefault(i, []).append((source, lag))
+    return result

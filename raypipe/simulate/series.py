@@ -137,8 +137,8 @@ def _turn(step: _SeriesStep, before: _SeriesStep, costs: CostTable, occupancy: f
 
 def all_reduces_before_updates(graph: TaskGraph) -> Edges:
     """A runner waits for all its gradient sums before its first update, not only for that update's own."""
-    found: Edges = {}
+    result: Edges = {}
     for first, last in itertools.pairwise(graph.first[: graph.schedule.devices + 1]):
         update = next((i for i in range(first, last) if graph.tasks[i].kind == "U"), first)
-        found[update] = [(i, 0.0) for i in range(first, update) if graph.tasks[i].kind in ("AR", "RS")]
-    return found
+        result[update] = [(i, 0.0) for i in range(first, update) if graph.tasks[i].kind in ("AR", "RS")]
+    return result

@@ -154,8 +154,8 @@ def critical_path(timeline: Timeline, graph: TaskGraph | None = None) -> Critica
     path = [i]
     while True:
         here, halves = graph.device[i], graph.halves(i)
-        found = [wait for half in halves for wait in dependencies(half) if wait[0] not in halves]
-        waits = [(spans[p].end + lag, 1 + (graph.device[p] != here), p) for p, lag in found]
+        result = [wait for half in halves for wait in dependencies(half) if wait[0] not in halves]
+        waits = [(spans[p].end + lag, 1 + (graph.device[p] != here), p) for p, lag in result]
         if halves[0] in before:
             waits.append((spans[before[halves[0]]].end, 0, before[halves[0]]))
         if not waits:

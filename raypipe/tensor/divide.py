@@ -269,18 +269,18 @@ def divide_experts(model: nn.Module, size: int) -> dict[str, Shard]:
     Raises:
         SpecError: there are no experts, they do not divide evenly, or a module's interface is not known.
     """
-    found: dict[str, Shard] = {}
+    result: dict[str, Shard] = {}
     by_parameter: dict[int, tuple[Shard, str]] = {}
     for path, module in experts_of(model, size).items():
         count: int = module.num_experts  # type: ignore[assignment]
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                found[f"{path}.{name}"] = Shard(0, (count,), size, axis="experts")
-                by_parameter[id(parameter)] = found[f"{path}.{name}"], f"{path}.{name}"
+                result[f"{path}.{name}"] = Shard(0, (count,), size, axis="experts")
+                by_parameter[id(parameter)] = result[f"{path}.{name}"], f"{path}.{name}"
         module.num_experts = count // size  # type: ignore[assignment]
         become(module, EXPERTS, path)
     _replace(model, by_parameter, 0)
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,11 +309,11 @@ class Division:
         Raises:
             SpecError: there is no table, the table does not fit, or a size is not divisible.
         """
-        found = divide_experts(model, self.experts) if self.experts > 1 else {}
+        result = divide_experts(model, self.experts) if self.experts > 1 else {}
         if self.size > 1:
             table = table_for(model_type, Path(self.table) if self.table is not None else None)
-            found |= divide(model, table, config, self.size, gather_logits=gather_logits, part=part)
-        return found
+            result |= divide(model, table, config, self.size, gather_logits=gather_logits, part=part)
+        return result
 
     def cut(self, shard: Shard | None, whole: Tensor) -> Tensor:
         """Return this rank's share of a parameter's value; all of it if it is not divided."""

@@ -48,23 +48,23 @@ def experts_of(model: nn.Module, size: int) -> dict[str, nn.Module]:
     Raises:
         SpecError: there are none, one does not, or a module of experts has another interface.
     """
-    found = {path: module for path, module in model.named_modules() if is_experts(module)}
+    result = {path: module for path, module in model.named_modules() if is_experts(module)}
     for path, module in model.named_modules():
-        inside = any(path == known or path.startswith(f"{known}.") for known in found)
+        inside = any(path == known or path.startswith(f"{known}.") for known in result)
         if "Experts" in type(module).__name__ and not inside and next(module.parameters(), None) is not None:
             why = f"{path} is a {type(module).__name__}, whose experts cannot be divided: they are no stacked "
             why += "parameters with forward(hidden_states, top_k_index, top_k_weights)"
             raise SpecError(KEY, why, "use experts: 1, which trains it")
-    if not found:
+    if not result:
         raise SpecError(KEY, f"{type(model).__name__} has no module of experts", "use experts: 1")
-    for path, module in found.items():
+    for path, module in result.items():
         count: int = module.num_experts
         if count % size:
             nearest = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - size), n))
             raise SpecError(
                 KEY, f"the {count} experts of {path} do not divide over {size} copies", f"use experts: {nearest}"
             )
-    return found
+    return result
 
 
 class ExpertsParallel(nn.Module):
@@ -106,8 +106,8 @@ class ExpertsParallel(nn.Module):
 
     def take_loads(self) -> Tensor | None:
         """Return ``loads``, and begin to count anew."""
-        found, self.loads = self.loads, None
-        return found
+        result, self.loads = self.loads, None
+        return result
 
     def product(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the forward of the module's own class, with numbers among the experts held here."""
@@ -120,8 +120,8 @@ class ExpertsParallel(nn.Module):
 
 def _exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Exchange rows of several tensors, and their gradients back."""
-    found: tuple[Tensor, ...] = _Exchange.apply(sends, receives, *tensors)  # type: ignore[no-untyped-call]
-    return found
+    result: tuple[Tensor, ...] = _Exchange.apply(sends, receives, *tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Exchange(torch.autograd.Function):

@@ -106,13 +106,13 @@ class ProcessGroup:
 
     def start_all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> tuple[Tensor, Wait]:
         """See TensorGroup.start_all_to_all; rows travel while this process computes."""
-        found = x.new_empty((sum(receives), *x.shape[1:]))
+        result = x.new_empty((sum(receives), *x.shape[1:]))
         work = dist.all_to_all_single(
-            found, x.contiguous(), list(receives), list(sends), group=self._group, async_op=True
+            result, x.contiguous(), list(receives), list(sends), group=self._group, async_op=True
         )
         assert work is not None
         self.all_to_alls += 1 / self.size
-        return found, lambda: self._wait(f"all-to-all over {self._name}", work)
+        return result, lambda: self._wait(f"all-to-all over {self._name}", work)
 
 
 class _Current(threading.local):
@@ -176,7 +176,7 @@ def exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -
     _meanwhile()
     for _, wait in started:
         wait()
-    return [found for found, _ in started]
+    return [result for result, _ in started]
 
 
 def _meanwhile() -> None:

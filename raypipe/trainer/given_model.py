@@ -202,10 +202,10 @@ def training_dtype(model: Any, asked: str, notify: Callable[[str], None]) -> str
     """
     if not isinstance(model, nn.Module):
         return asked
-    found = dtype_of(model)
-    word = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16-true"}.get(found)
+    result = dtype_of(model)
+    word = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16-true"}.get(result)
     if word is None:
-        name = str(found).removeprefix("torch.")
+        name = str(result).removeprefix("torch.")
         raise SpecError(
             "model", f"its parameters are {name}, in which nothing trains here", "convert it: model.float()"
         )
@@ -335,8 +335,8 @@ def _method(trainer: Any, method: Callable[..., Any], bound: bool) -> LossOf:
         where = f"{type(trainer).__name__}.compute_loss"
         check_function(method, where, {id(part) for part in model.modules()}, frozenset({"self", "__class__"}))
         first = () if bound else (_stand_in(trainer, model, where),)
-        found = method(*first, model, dict(batch), **({ITEMS: items} if counts else {}))
-        return found[0] if isinstance(found, tuple) else found
+        result = method(*first, model, dict(batch), **({ITEMS: items} if counts else {}))
+        return result[0] if isinstance(result, tuple) else result
 
     return of
 

@@ -134,31 +134,31 @@ class Epochs:
         Raises:
             SpecError: there are none.
         """
-        found = math.ceil(len(self.loader) / self.accumulation)
-        if found == 0:
+        result = math.ceil(len(self.loader) / self.accumulation)
+        if result == 0:
             raise SpecError(
                 "train_dataset",
                 "has fewer rows than a mini-batch, and dataloader_drop_last drops them",
                 "give more rows, or a smaller per_device_train_batch_size",
             )
-        return found
+        return result
 
     def order(self, steps: int) -> npt.NDArray[np.int64]:
         """Return the row numbers of the first ``steps`` steps, ``[steps, batch]``, filled up with ``NONE``."""
-        found = np.full((steps, self.batch), NONE, dtype=np.int64)
+        result = np.full((steps, self.batch), NONE, dtype=np.int64)
         step = 0
         with same_randomness(self.seed):  # what draws from the process's generators begins as the Trainer's seed says
             for batches in self._epochs():
                 for first in range(0, len(batches), self.accumulation):
                     if step == steps:
-                        return found
+                        return result
                     rows = [row for one in batches[first : first + self.accumulation] for row in one]
                     if len(rows) > self.batch:
                         why = f"gives {len(rows)} rows to a step of {self.batch}"
                         raise SpecError("get_train_dataloader", why, "use args.per_device_train_batch_size")
-                    found[step, : len(rows)] = rows
+                    result[step, : len(rows)] = rows
                     step += 1
-        return found
+        return result
 
     def _epochs(self) -> Iterator[list[list[int]]]:
         epoch = 0

@@ -75,8 +75,8 @@ class Optimization:
         """Return class and options of the arguments' optimizer, as the Trainer's; a subclass may return others."""
         from transformers import Trainer
 
-        found: tuple[Any, Any] = Trainer.get_optimizer_cls_and_kwargs(args, model)
-        return found
+        result: tuple[Any, Any] = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return result
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Return the scheduler of ``args.lr_scheduler_type``, as the Trainer's; a subclass may return another.
@@ -102,10 +102,10 @@ class Optimization:
         steps = int(more.get("steps", train["steps"]))
         if steps not in self._made_keys:
             self._made_keys[steps] = self._keys(steps, more)
-        found = self._made_keys[steps]
-        if "optimizer" in found:
+        result = self._made_keys[steps]
+        if "optimizer" in result:
             train = {key: value for key, value in train.items() if key not in SAID_BY_OPTIMIZER}
-        return train | found
+        return train | result
 
     def _keys(self, steps: int, more: Mapping[str, Any]) -> dict[str, Any]:
         given = self.optimizer, self.lr_scheduler
@@ -205,13 +205,13 @@ def check_optimizer(optimizer: Any, where: str) -> None:
         raise SpecError(where, "its optimizer has hooks, which no worker has", "remove them")
     usual = type(optimizer)([nn.Parameter(torch.zeros(1))]).defaults
     for key in usual.keys() - set(OF_GROUPS) - set(WAYS_TO_COMPUTE):
-        found = [group[key] for group in optimizer.param_groups]
+        result = [group[key] for group in optimizer.param_groups]
         if key in options:
-            if any(value != found[0] for value in found):
+            if any(value != result[0] for value in result):
                 why = f"its groups differ in {key}, and here they may in {' and '.join(OF_GROUPS)} alone"
                 raise SpecError(where, why, f"give all of them the same {key}")
-        elif any(value != usual[key] for value in found):
-            other = next(value for value in found if value != usual[key])
+        elif any(value != usual[key] for value in result):
+            other = next(value for value in result if value != usual[key])
             raise SpecError(where, f"its optimizer has {key}={other}, which is not available", f"leave {key} out")
 
 
@@ -273,7 +273,7 @@ def options(a: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
         "momentum": 0.0,
         "alpha": 0.99,
     }
-    found = {key: usual[key] for key in OPTIMIZERS[optimizer].options}
+    result = {key: usual[key] for key in OPTIMIZERS[optimizer].options}
     for one in str(a["optim_args"] or "").replace(" ", "").split(","):
         key, _, value = one.partition("=")
         if not one:
@@ -281,13 +281,13 @@ def options(a: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
         try:
             if key not in takes:
                 raise ValueError
-            found[key] = float(value)
+            result[key] = float(value)
         except ValueError:
             fix = "give what AdamW has as adam_beta1, adam_beta2, adam_epsilon"
             if takes:
                 fix = f"give {' or '.join(f'{name}=NUMBER' for name in takes)} alone"
             raise SpecError("args.optim_args", f"{one} is not available for {a['optim']}", fix) from None
-    return found
+    return result
 
 
 # The learning rate of each step, as the Hugging Face Trainer's scheduler gives it.
@@ -406,7 +406,7 @@ def _rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int, where: 
     held, groups, name = _others(optimizer), optimizer.param_groups, type(scheduler).__name__
     reference = groups[reference_group(optimizer)]
     highest = start_rate(reference)
-    found: list[float] = []
+    result: list[float] = []
     for step in range(steps):
         rate = float(reference["lr"])
         if not (math.isfinite(rate) and rate >= 0):
@@ -417,13 +417,13 @@ def _rates(scheduler: Any, optimizer: torch.optim.Optimizer, steps: int, where: 
                 raise SpecError(
                     where, why, "multiply the rates of all groups by the same, as LambdaLR with one function"
                 )
-        found.append(rate)
+        result.append(rate)
         optimizer.step()  # of no gradient: a scheduler asks for it
         scheduler.step()
         if (now := _others(optimizer)) != held:
             changed = next(key for (number, key), value in now.items() if value != held.get((number, key)))
             raise SpecError(where, f"{name} changes {changed}, and here only the learning rate can change", STEP_ALONE)
-    return found
+    return result
 
 
 def _others(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Any]:

@@ -41,7 +41,7 @@ def main() -> None:
             "RAYPIPE_CACHE_DIR": str(folder / "cache"),
             "NUMBA_CACHE_DIR": str(folder / "kernels"),
         }
-        found = []
+        result = []
         for k, parallel in enumerate(("auto", *BY_HAND)):
             job, directory = folder / f"{k}.json", folder / f"run{k}"
             job.write_text(json.dumps({
@@ -53,12 +53,14 @@ def main() -> None:
             first_s = first_step_s(job, directory, environment)
             rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
             times = [row["step_s"] for row in rows if "step_s" in row]
-            found.append(median(times[1:] or times))
+            result.append(median(times[1:] or times))
             plan = json.loads((directory / "plan.json").read_text())["parallel"]
             shape = ", ".join(f"{key} {plan[key]}" for key in ("schedule", "stages", "replicas", "microbatch"))
             before = f"first step begins after {first_s - times[0]:.1f} s, " if parallel == "auto" else ""
-            print(f"{'auto' if parallel == 'auto' else 'by hand'}: {shape}: {before}step {found[-1]:.2f} s", flush=True)
-    print(f"auto over the best by hand: {found[0] / min(found[1:]):.3f}")
+            print(
+                f"{'auto' if parallel == 'auto' else 'by hand'}: {shape}: {before}step {result[-1]:.2f} s", flush=True
+            )
+    print(f"auto over the best by hand: {result[0] / min(result[1:]):.3f}")
 
 
 if __name__ == "__main__":

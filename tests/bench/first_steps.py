@@ -78,16 +78,16 @@ def main() -> int:
         environment = {**os.environ, "RAY_ADDRESS": address}
         print(f"{'family':30} {'partition':>10} {'to first step':>14} {'together':>9}", flush=True)
         for number, family in enumerate(asked.names or [name for name in NAMES if name in FAMILIES]):
-            found = FAMILIES[family]
+            result = FAMILIES[family]
             own = folder / str(number)
             own.mkdir()
-            np.savez(own / "rows.npz", **{n: np.concatenate([t.numpy()] * COPIES) for n, t in found.rows().items()})
+            np.savez(own / "rows.npz", **{n: np.concatenate([t.numpy()] * COPIES) for n, t in result.rows().items()})
             job = own / "job.json"  # JSON is YAML
-            job.write_text(json.dumps(job_of(found, own / "rows.npz", 1)))
+            job.write_text(json.dumps(job_of(result, own / "rows.npz", 1)))
             environment["RAYPIPE_CACHE_DIR"] = str(own / "cache")
             try:
                 partition, pieces = partition_s(job, environment)
-                job.write_text(json.dumps(job_of(found, own / "rows.npz", min(2, pieces))))
+                job.write_text(json.dumps(job_of(result, own / "rows.npz", min(2, pieces))))
                 first = first_step_s(job, own / "run", environment)
             except RuntimeError as error:
                 failed += 1

@@ -130,15 +130,15 @@ def cases() -> Iterator[tuple[str, Callable[[], str]]]:
 
 def record() -> dict[str, str]:
     """Case -> what it gave, or how it was refused."""
-    found = {}
+    result = {}
     for name, case in cases():
         try:
             text = case()
         except RuntimeError as error:
             text = f"refused: {error}".replace(str(ROOT), "")
-        found[name] = text
+        result[name] = text
         print(f"{hashlib.sha256(text.encode()).hexdigest()[:12]}  {name}", file=sys.stderr)
-    return found
+    return result
 
 
 def compare(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -167,12 +167,12 @@ def command() -> None:
     which.add_argument("--write", type=Path, metavar="FILE")
     which.add_argument("--against", type=Path, metavar="FILE")
     options = parser.parse_args()
-    found = record()
+    result = record()
     if options.write is not None:
-        options.write.write_text(json.dumps(found, indent=0), encoding="utf-8")
+        options.write.write_text(json.dumps(result, indent=0), encoding="utf-8")
         return
-    rows = compare(json.loads(options.against.read_text(encoding="utf-8")), found)
-    print(f"{len(found)} cases, {len(rows)} differ", *rows, sep="\n")
+    rows = compare(json.loads(options.against.read_text(encoding="utf-8")), result)
+    print(f"{len(result)} cases, {len(rows)} differ", *rows, sep="\n")
     sys.exit(bool(rows))
 
 

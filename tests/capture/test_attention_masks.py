@@ -304,6 +304,6 @@ def test_a_mask_is_computed_once_and_told_from_others(monkeypatch):
     monkeypatch.setattr(capturing, "_known", {})
     computed = capturing.computed
     monkeypatch.setattr(capturing, "computed", lambda *a: calls.append(a[1]) or computed(*a))
-    found = [in_order(capture(_Shifted(n), {"x": torch.randn(2, 5, 8)})) for n in (0, 1, 0, 4)]
-    assert found == [["causal"], ["masked"], ["causal"], ["none"]]
+    result = [in_order(capture(_Shifted(n), {"x": torch.randn(2, 5, 8)})) for n in (0, 1, 0, 4)]
+    assert result == [["causal"], ["masked"], ["causal"], ["none"]]
     assert len(calls) == 3

@@ -28,8 +28,8 @@ def test_the_parts_are_the_whole(name, captured):
             torch.testing.assert_close(value, wanted[key], rtol=0, atol=1e-12)
         mark = "loss" if "loss" in got else "output"
         for model, value in ((whole, wanted[mark]), (chain, got[mark])):
-            found = dict(model.named_parameters()) if model is whole else parameters(chain)
-            for p in found.values():
+            result = dict(model.named_parameters()) if model is whole else parameters(chain)
+            for p in result.values():
                 p.grad = None
             value.pow(2).sum().backward()
         for key, p in whole.named_parameters():

@@ -182,8 +182,8 @@ def test_a_model_that_cannot_be_captured_runs_as_it_is(kind, why):
         parent, _, leaf = name.rpartition(".")
         part.module.get_submodule(parent)._parameters[leaf] = value
     x = torch.randn(5, 4)
-    (found,) = part.module(x)
-    assert torch.equal(found, module(x))
+    (result,) = part.module(x)
+    assert torch.equal(result, module(x))
 
 
 @pytest.mark.parametrize(
@@ -202,8 +202,8 @@ def test_what_cannot_be_captured_at_all_says_so(kind, where, why, fix):
 
 
 def test_modules_that_are_asked_to_run_as_they_are() -> None:
-    found = capture(Holder(), {"x": torch.randn(3, 4)}, as_it_is=["inner"], notify=lambda _: None)
-    assert [o.module for o in found.graph.operations if o.target == TARGET] == ["inner"]
+    result = capture(Holder(), {"x": torch.randn(3, 4)}, as_it_is=["inner"], notify=lambda _: None)
+    assert [o.module for o in result.graph.operations if o.target == TARGET] == ["inner"]
     with pytest.raises(CaptureError, match=r"cannot run as it is: it shares .*layer\.weight with"):
         capture(Tied(), {"x": torch.randn(3, 4)}, as_it_is=["first"], notify=lambda _: None)
 

@@ -75,11 +75,11 @@ def test_any_number_of_samples_gives_what_the_model_gives(kind: type[nn.Module],
         part.module.get_submodule(parent)._parameters[leaf] = value
     for samples in (1, 2, 5):
         x = torch.randn(samples, 3, 4, dtype=torch.float64)
-        (found,) = part.module(x)
-        found.square().sum().backward()
+        (result,) = part.module(x)
+        result.square().sum().backward()
         mine = {name: p.grad.clone() for name, p in module.named_parameters()}
         module.zero_grad()
-        torch.testing.assert_close(found, kind.forward(module, x) if kind is not Cast else in_float32(module, x))
+        torch.testing.assert_close(result, kind.forward(module, x) if kind is not Cast else in_float32(module, x))
         wanted = kind.forward(module, x) if kind is not Cast else in_float32(module, x)
         wanted.square().sum().backward()
         for name, p in module.named_parameters():

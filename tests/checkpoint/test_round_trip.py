@@ -21,12 +21,12 @@ from raypipe.errors import CheckpointError
 
 def tensors_of(layers, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    result = {}
     for layer in layers:
-        found[param_key(layer, "qkv.weight")] = torch.randn(4, 3, generator=generator).to(dtype)
-        found[optim_key(layer, "qkv.weight", "exp_avg")] = torch.randn(4, 3, generator=generator).to(dtype)
-        found[optim_key(layer, "qkv.weight", "step")] = torch.tensor(7.0)
-    return found
+        result[param_key(layer, "qkv.weight")] = torch.randn(4, 3, generator=generator).to(dtype)
+        result[optim_key(layer, "qkv.weight", "exp_avg")] = torch.randn(4, 3, generator=generator).to(dtype)
+        result[optim_key(layer, "qkv.weight", "step")] = torch.tensor(7.0)
+    return result
 
 
 def save(root, step=50, cuts=((0, 1), (2, 3)), **meta):
@@ -51,10 +51,10 @@ def test_another_plan_reads_across_the_old_cut(tmp_path):
     checkpoint = open_checkpoint(save(tmp_path, job="quickstart", hash="abc"))
     assert (checkpoint.step, checkpoint.meta) == (50, {"job": "quickstart", "hash": "abc"})
     wanted = [param_key(1, "qkv.weight"), param_key(2, "qkv.weight")]
-    found = checkpoint.read(wanted)
-    assert list(found) == wanted
-    assert torch.equal(found[wanted[0]], tensors_of([0, 1])[wanted[0]])
-    assert torch.equal(found[wanted[1]], tensors_of([2, 3])[wanted[1]])
+    result = checkpoint.read(wanted)
+    assert list(result) == wanted
+    assert torch.equal(result[wanted[0]], tensors_of([0, 1])[wanted[0]])
+    assert torch.equal(result[wanted[1]], tensors_of([2, 3])[wanted[1]])
     assert len(checkpoint.keys) == 12
 
 

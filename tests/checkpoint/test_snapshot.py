@@ -31,13 +31,13 @@ def test_safetensors_reads_every_dtype_and_shape_bit_for_bit(wanted: dict[str, t
         tensors[name] = raw.view(dtype).view(shape)
     snapshot = Snapshot()
     snapshot.take(tensors)
-    found = load(content(snapshot))
-    assert found.keys() == tensors.keys()
+    result = load(content(snapshot))
+    assert result.keys() == tensors.keys()
     assert snapshot.keys == tuple(sorted(tensors))
     for name, expected in tensors.items():
-        assert found[name].dtype == expected.dtype
-        assert found[name].shape == expected.shape
-        flat, same = found[name].reshape(-1), expected.reshape(-1)
+        assert result[name].dtype == expected.dtype
+        assert result[name].shape == expected.shape
+        flat, same = result[name].reshape(-1), expected.reshape(-1)
         assert torch.equal(flat.view(torch.uint8), same.view(torch.uint8))
 
 
@@ -47,9 +47,9 @@ def test_it_keeps_its_moment_and_its_memory() -> None:
     snapshot.take({"a": weight.t(), "tied": weight, "again": weight})
     held = snapshot._memory.data_ptr()
     weight.zero_()
-    found = load(content(snapshot))
-    assert torch.equal(found["a"], torch.arange(12.0).view(3, 4).t())
-    assert torch.equal(found["tied"], found["again"])
+    result = load(content(snapshot))
+    assert torch.equal(result["a"], torch.arange(12.0).view(3, 4).t())
+    assert torch.equal(result["tied"], result["again"])
     snapshot.take({"a": weight.t(), "tied": weight, "again": weight})
     assert snapshot._memory.data_ptr() == held
     snapshot.take({"a": weight[:1]})  # fewer tensors take the same memory

@@ -73,9 +73,9 @@ def test_the_newest_copy_comes_back_to_the_last_bit(storage: Storage, tmp_path: 
     for step in (10, 20, 30):
         storage.put(checkpoint(tmp_path / "run", step), keep=2)
     assert storage._folders() == ["step-00000020", "step-00000030"]
-    found, notices = storage.fetch(tmp_path / "other")
-    assert (found, notices) == (tmp_path / "other" / "step-00000030", [])
-    here, there = open_checkpoint(tmp_path / "run" / "step-00000030"), open_checkpoint(found)
+    result, notices = storage.fetch(tmp_path / "other")
+    assert (result, notices) == (tmp_path / "other" / "step-00000030", [])
+    here, there = open_checkpoint(tmp_path / "run" / "step-00000030"), open_checkpoint(result)
     assert (there.step, there.meta, there.keys) == (here.step, here.meta, here.keys)
     assert all(torch.equal(there.read([key])[key], here.read([key])[key]) for key in here.keys)
 
@@ -87,9 +87,9 @@ def test_a_step_that_is_saved_again_replaces_its_copy(storage: Storage, tmp_path
     commit(again, 10, [write_shard(again, "rank-0", {"param/0.weight": torch.zeros(2)})], {"job": "again"})
     (again / "rank-1.safetensors").unlink()
     storage.put(again, keep=2)
-    found, _ = storage.fetch(tmp_path / "other")
-    assert found is not None
-    assert {file.name for file in found.iterdir()} == {"manifest.json", "rank-0.safetensors"}
+    result, _ = storage.fetch(tmp_path / "other")
+    assert result is not None
+    assert {file.name for file in result.iterdir()} == {"manifest.json", "rank-0.safetensors"}
 
 
 def test_unfinished_and_damaged_copies_are_skipped(storage: Storage, tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_unfinished_and_damaged_copies_are_skipped(storage: Storage, tmp_path: P
     storage._files.delete_file(f"{storage._root}/step-00000030/manifest.json")
     with storage._files.open_output_stream(f"{storage._root}/step-00000020/rank-1.safetensors") as stream:
         stream.write(b"damaged")
-    found, notices = storage.fetch(tmp_path / "other")
-    assert found == tmp_path / "other" / "step-00000010"
+    result, notices = storage.fetch(tmp_path / "other")
+    assert result == tmp_path / "other" / "step-00000010"
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["step-00000010"], "parts of others were left"
     assert "step-00000030: it was never finished" in notices[0]
     assert "step-00000020: it is truncated" in notices[1]

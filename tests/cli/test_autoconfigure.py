@@ -263,8 +263,8 @@ def test_a_plan_is_written_for_another_trainer_and_explained(
     assert run([*asked, "--from", str(file)]) == 0
     assert f"{file} (Megatron-LM): predicted" in capsys.readouterr().out
     assert run([*asked, "--from", str(file), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["from"]
-    assert sum(own for own, _ in found["parts"].values()) == pytest.approx(found["step_s"])
+    result = json.loads(capsys.readouterr().out)["from"]
+    assert sum(own for own, _ in result["parts"].values()) == pytest.approx(result["step_s"])
     assert run([*asked, *pipeline, "--emit", "torchtitan", "-o", str(tmp_path / "titan.txt"), "--json"]) == 0
     assert "pipeline_parallel_schedule_csv" in (tmp_path / "titan.txt").read_text()
     assert json.loads(capsys.readouterr().out)["best"]["parallel"]["schedule"] == "zb-h1"

@@ -28,19 +28,19 @@ def path(tmp_path):
 def test_gpt2_is_an_embedding_attentions_mlps_and_a_head(path, capsys):
     assert run(["partition", path, "--stages", "4", "--cluster", "cluster/devices/a100.yaml", "--json"]) == 0
     out = capsys.readouterr().out
-    found = json.loads(out.splitlines()[-1])
+    result = json.loads(out.splitlines()[-1])
     assert out.count("\n") == 1
-    labels = [s["label"] for s in found["subgraphs"]]
+    labels = [s["label"] for s in result["subgraphs"]]
     assert labels == ["embedding", *["attention", "mlp"] * 12, "head"]  # 2 * layers + 2: 98 for 48 layers
-    assert found["most_tensors_across_any_cut"] == 1
-    (tensor,) = found["cuts"][0]["tensors"]
+    assert result["most_tensors_across_any_cut"] == 1
+    (tensor,) = result["cuts"][0]["tensors"]
     assert (tensor["shape"], tensor["dtype"], tensor["bytes"]) == ([1, 512, 512], "float32", 2**20)
-    assert len(found["stages"]) == 4
-    assert len(found["cuts"]) == 3
-    for stage in found["stages"]:
+    assert len(result["stages"]) == 4
+    assert len(result["cuts"]) == 3
+    for stage in result["stages"]:
         first, end = stage["subgraphs"]
-        assert stage["seconds"] == pytest.approx(sum(s["seconds"] for s in found["subgraphs"][first:end]))
-    deals = found["balance"]
+        assert stage["seconds"] == pytest.approx(sum(s["seconds"] for s in result["subgraphs"][first:end]))
+    deals = result["balance"]
     assert deals["balanced"]["step_s"] < deals["even"]["step_s"]  # the head is heavy
     assert max(deals["balanced"]["stage_seconds"]) < max(deals["even"]["stage_seconds"])
 

@@ -37,14 +37,14 @@ def test_measured_and_planned_on_this_machine(job_file, tmp_path, capsys) -> Non
     profile, plan = tmp_path / "regions.json", tmp_path / "plan.json"
     words = ["regions", str(job_file), "-o", str(profile), "--plan", str(plan), "--regions", "2", "--repeats", "2"]
     assert run([*words, "--memory", "9", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     measured = load_regions(profile)
     assert measured.layers[0].name == "embedding"
     assert len(measured.layers) == 6
     assert measured.tied == ((0, 5),)
     assert all(min(one.forward, one.input_grad, one.weight_grad) > 0 for one in measured.layers)
     assert all(layer.waiting_bytes > 0 for layer in measured.layers)
-    assert sorted(n for r in found["regions"] for n in r["weight_gradients"]) == [1, 2, 3, 4, 5]
+    assert sorted(n for r in result["regions"] for n in r["weight_gradients"]) == [1, 2, 3, 4, 5]
     job = load_job(job_file)
     assert build_schedule(load_plan(plan), job.train.batch).devices == 1
     assert run(["regions", str(job_file), "--profile", str(profile), "--memory", "9"]) == 0  # without measuring again

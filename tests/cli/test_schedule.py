@@ -31,16 +31,20 @@ def test_draws_in_the_terminal(command):
 
 def test_json_is_one_object_and_nothing_else(command):
     status, out, _ = command("schedule", "1f1b", "--devices", 4, "--microbatches", 4, "--json")
-    found = json.loads(out)
+    result = json.loads(out)
     assert status == 0
-    assert (found["makespan"], found["peak_activations"], found["weight_versions"]) == (21, [4, 3, 2, 1], [1, 1, 1, 1])
-    assert found["bubble_ratio"] == pytest.approx(3 / 7)
-    assert found["span"] == [21, 18, 15, 12]
-    assert (found["period"], found["lower_bound"]) == (21, 15)
-    assert (found["critical_forwards"], found["critical_backwards"]) == (7, 7)
-    assert found["critical_path"][:5] == ["0F0", "1F0", "2F0", "3F0", "3BW0"]
-    assert found["orders"][3][0] == {"kind": "F", "stage": 3, "mb": 0, "replica": 0, "start": 3.0, "end": 4.0}
-    assert from_json(found)[0].orders[0][0].kind == "F"
+    assert (result["makespan"], result["peak_activations"], result["weight_versions"]) == (
+        21,
+        [4, 3, 2, 1],
+        [1, 1, 1, 1],
+    )
+    assert result["bubble_ratio"] == pytest.approx(3 / 7)
+    assert result["span"] == [21, 18, 15, 12]
+    assert (result["period"], result["lower_bound"]) == (21, 15)
+    assert (result["critical_forwards"], result["critical_backwards"]) == (7, 7)
+    assert result["critical_path"][:5] == ["0F0", "1F0", "2F0", "3F0", "3BW0"]
+    assert result["orders"][3][0] == {"kind": "F", "stage": 3, "mb": 0, "replica": 0, "start": 3.0, "end": 4.0}
+    assert from_json(result)[0].orders[0][0].kind == "F"
 
 
 def test_a_file_whose_stages_make_no_chain_is_timed(command, tmp_path):
@@ -74,20 +78,20 @@ def test_json_may_stand_before_the_name_or_another_option(command):
 
 
 def test_costs_one_value_per_stage(command):
-    found = json.loads(command("schedule", "gpipe", "--devices", 2, "--forward", "1,2.5", "--comm", 0.5, "--json")[1])
-    assert found["durations"] == {"F": [1, 2.5], "B": 1, "W": 1, "BW": 2, "R": 0}
-    assert found["comm"] == 0.5
+    result = json.loads(command("schedule", "gpipe", "--devices", 2, "--forward", "1,2.5", "--comm", 0.5, "--json")[1])
+    assert result["durations"] == {"F": [1, 2.5], "B": 1, "W": 1, "BW": 2, "R": 0}
+    assert result["comm"] == 0.5
 
 
 @pytest.mark.parametrize(("given", "said"), [("1,4,2,9", [1, 4, 2, 9]), ("1,4,2", [1, 4, 2, 2]), ("3,3,3", 3)])
 def test_latency_per_link(command, tmp_path, given, said):
     """One micro-batch: down three links and up again, F and BW on each of four devices."""
     path = tmp_path / "links.json"
-    found = json.loads(command("schedule", "1f1b", "--microbatches", 1, "--comm", given, "--json", path)[1])
+    result = json.loads(command("schedule", "1f1b", "--microbatches", 1, "--comm", given, "--json", path)[1])
     links = said[:3] if isinstance(said, list) else [said] * 3
-    assert found["comm"] == said
-    assert found["makespan"] == 4 * (1 + 2) + 2 * sum(links)
-    assert json.loads(command("schedule", "--load", path, "--json")[1]) == found
+    assert result["comm"] == said
+    assert result["makespan"] == 4 * (1 + 2) + 2 * sum(links)
+    assert json.loads(command("schedule", "--load", path, "--json")[1]) == result
 
 
 @pytest.mark.slow
@@ -116,18 +120,18 @@ def test_writes_pictures_trace_and_csv(command, tmp_path):
 
 def test_compares_on_equal_terms(command):
     words = ["schedule", "--compare", "1f1b", "interleaved-1f1b", "chimera", "--chunks", 2]
-    found = json.loads(command(*words, "--json")[1])["schedules"]
-    assert [s["name"] for s in found] == ["1f1b", "interleaved-1f1b", "chimera"]
-    assert [s["makespan"] for s in found] == [33, 28.5, 30]
-    assert [s["durations"]["F"] for s in found] == [1, 0.5, 1]
+    result = json.loads(command(*words, "--json")[1])["schedules"]
+    assert [s["name"] for s in result] == ["1f1b", "interleaved-1f1b", "chimera"]
+    assert [s["makespan"] for s in result] == [33, 28.5, 30]
+    assert [s["durations"]["F"] for s in result] == [1, 0.5, 1]
     drawn = command(*words)[1]
     assert drawn.count("device 0") == 3
     assert drawn.count("digit") == 1
 
 
 def test_compare_takes_one_value_per_schedule(command):
-    found = json.loads(command("schedule", "--compare", "1f1b,1f1b", "--microbatches", "4,8", "--json")[1])
-    assert [s["makespan"] for s in found["schedules"]] == [21, 33]
+    result = json.loads(command("schedule", "--compare", "1f1b,1f1b", "--microbatches", "4,8", "--json")[1])
+    assert [s["makespan"] for s in result["schedules"]] == [21, 33]
 
 
 def test_list_names_every_schedule(command):
@@ -210,11 +214,11 @@ def test_zero_shards_the_schedule(command):
     """FS-ZeroPP: 2V - 1 gathers a unit, here 3 in each of two; the text form is read back and verified."""
     shape = ("zeropp", "--devices", 2, "--microbatches", 4, "--chunks", 2, "--unit", 2)
     status, out, _ = command("schedule", *shape, "--zero", 3, "--gather-time", 2, "--reduce-scatter-time", 1, "--json")
-    found = json.loads(out)
-    assert (status, found["zero"], found["durations"]["AG"], found["durations"]["RS"]) == (0, [3] * 4, 2, 1)
-    assert [sum(task["kind"] == "AG" for task in order) for order in found["orders"]] == [6, 6]
+    result = json.loads(out)
+    assert (status, result["zero"], result["durations"]["AG"], result["durations"]["RS"]) == (0, [3] * 4, 2, 1)
+    assert [sum(task["kind"] == "AG" for task in order) for order in result["orders"]] == [6, 6]
     plain = json.loads(command("schedule", *shape, "--json")[1])
-    assert found["makespan"] > plain["makespan"]
+    assert result["makespan"] > plain["makespan"]
     assert command("schedule", "1f1b", "--zero", "3,2,1,0", "--gather", "microbatch")[0] == 0
 
 

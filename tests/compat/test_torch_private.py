@@ -24,9 +24,9 @@ PRIVATE = re.compile(r"torch\.(_(?!_version__)|utils\._|fx\.experimental|nn\.mod
 
 @pytest.mark.parametrize("one", NAMES, ids=lambda one: one.name)
 def test_the_installed_torch_has_it(one: PrivateName) -> None:
-    found = getattr(importlib.import_module(one.where), one.name, None)
-    assert found is not None, f"torch {torch.__version__}, checked with {CHECKED}: {one.without}"
-    assert getattr(torch_private, one.name) is found
+    result = getattr(importlib.import_module(one.where), one.name, None)
+    assert result is not None, f"torch {torch.__version__}, checked with {CHECKED}: {one.without}"
+    assert getattr(torch_private, one.name) is result
 
 
 def test_a_name_that_moved_says_what_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:

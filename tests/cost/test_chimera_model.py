@@ -27,16 +27,16 @@ def even(depth, forward=1.0, comm=0.0, sums=0.0):
 )
 def test_tasks_on_the_critical_path(depth, forwards, backwards):
     """N = D: D forwards and 2D - 2 backwards; the paper's figure 6 is D = N = 6."""
-    found = closed_form(schedule(depth, depth), even(depth))
-    assert (found.forwards, found.backwards) == (forwards, backwards)
-    assert found.step_s == forwards + 2 * backwards
+    result = closed_form(schedule(depth, depth), even(depth))
+    assert (result.forwards, result.backwards) == (forwards, backwards)
+    assert result.step_s == forwards + 2 * backwards
 
 
 def test_one_f_one_b_and_gpipe():
     """N + D - 1 of each."""
     for name in ("1f1b", "gpipe"):
-        found = closed_form(schedule(4, 8, name), even(4))
-        assert (found.forwards, found.backwards) == (11, 11)
+        result = closed_form(schedule(4, 8, name), even(4))
+        assert (result.forwards, result.backwards) == (11, 11)
 
 
 def test_by_hand():
@@ -45,11 +45,11 @@ def test_by_hand():
     Device 1 does its last gradients of stage 4 at 18 and of stage 1 at 24 of 26 units; it is free from 20 to 22 and at
     the end, 2 s in all, for 8 s of sums.
     """
-    found = closed_form(schedule(6, 6), even(6, forward=0.5, comm=0.1, sums=4.0))
-    assert found.compute_s == pytest.approx(0.5 * 6 + 1.0 * 10)
-    assert found.messages_s == pytest.approx(1.6)
-    assert found.unoverlapped_s == pytest.approx(8 - 2)
-    assert found.step_s == pytest.approx(13 + 1.6 + 6)
+    result = closed_form(schedule(6, 6), even(6, forward=0.5, comm=0.1, sums=4.0))
+    assert result.compute_s == pytest.approx(0.5 * 6 + 1.0 * 10)
+    assert result.messages_s == pytest.approx(1.6)
+    assert result.unoverlapped_s == pytest.approx(8 - 2)
+    assert result.step_s == pytest.approx(13 + 1.6 + 6)
 
 
 def test_recomputation_counts_three_forwards():

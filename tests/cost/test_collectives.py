@@ -295,33 +295,33 @@ def test_a_fit_finds_what_made_the_samples(model, kind):
     fits = fit(samples)
     assert [f.group for f in fits] == [2, 4, 8, 16]
     assert {f.model for f in fits} == {model}
-    for found in fits:
-        assert found.alpha_s == pytest.approx(3e-5)
-        assert found.beta_s_per_byte == pytest.approx(2e-10)
-        assert found.error < 1e-9
+    for result in fits:
+        assert result.alpha_s == pytest.approx(3e-5)
+        assert result.beta_s_per_byte == pytest.approx(2e-10)
+        assert result.error < 1e-9
 
 
 def test_a_fit_to_noise_is_the_best_in_relative_error():
     """Checked against a fine grid around it."""
     sizes = [1e2, 1e4, 1e6, 1e8]
     times = [1.2e-5, 1.1e-5, 1.3e-4, 9e-3]
-    found = fit_link([Timed(s, t) for s, t in zip(sizes, times, strict=True)])
+    result = fit_link([Timed(s, t) for s, t in zip(sizes, times, strict=True)])
 
     def squares(alpha, beta):
         return sum(((alpha + beta * s) / t - 1) ** 2 for s, t in zip(sizes, times, strict=True))
 
-    least = squares(found.alpha_s, found.beta_s_per_byte)
+    least = squares(result.alpha_s, result.beta_s_per_byte)
     for i in range(-20, 21):
         for j in range(-20, 21):
-            assert least <= squares(found.alpha_s * (1 + i / 100), found.beta_s_per_byte * (1 + j / 100)) + 1e-12
-    assert found.error == pytest.approx(max(abs(found.seconds(s) / t - 1) for s, t in zip(sizes, times, strict=True)))
+            assert least <= squares(result.alpha_s * (1 + i / 100), result.beta_s_per_byte * (1 + j / 100)) + 1e-12
+    assert result.error == pytest.approx(max(abs(result.seconds(s) / t - 1) for s, t in zip(sizes, times, strict=True)))
 
 
 def test_negative_costs_do_not_exist():
     """Larger messages that came out faster: no bandwidth can be read off, and no negative one is."""
-    found = fit_link([Timed(1e3, 2e-5), Timed(1e6, 1e-5)])
-    assert found.alpha_s > 0
-    assert found.beta_s_per_byte == 0
+    result = fit_link([Timed(1e3, 2e-5), Timed(1e6, 1e-5)])
+    assert result.alpha_s > 0
+    assert result.beta_s_per_byte == 0
     steep = fit_link([Timed(10, 1e-6), Timed(1000, 1e-3)])
     assert steep.alpha_s == 0
     assert steep.beta_s_per_byte > 0

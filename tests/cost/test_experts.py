@@ -75,8 +75,8 @@ def test_every_message_of_it(cluster, hosts: int, per_host: int) -> None:
 @pytest.mark.parametrize(("experts", "per_token", "group"), [(8, 2, 4), (128, 8, 8), (64, 6, 64)])
 def test_copies_that_a_token_reaches_by_counting(experts: int, per_token: int, group: int) -> None:
     draw, tokens = random.Random(0), 4000
-    found = sum(len({e // (experts // group) for e in draw.sample(range(experts), per_token)}) for _ in range(tokens))
-    assert reached(experts, per_token, group) == pytest.approx(found / tokens, rel=0.02)
+    result = sum(len({e // (experts // group) for e in draw.sample(range(experts), per_token)}) for _ in range(tokens))
+    assert reached(experts, per_token, group) == pytest.approx(result / tokens, rel=0.02)
 
 
 def test_a_copy_holds_its_share_and_computes_as_many_rows_of_fewer_experts(cluster) -> None:
@@ -125,13 +125,13 @@ def test_tokens_travel_in_forward_and_backward_of_a_stage(cluster) -> None:
 def test_gradients_of_experts_are_summed_over_fewer_copies(cluster) -> None:
     """Of eight copies on one host, four hold the same half of the experts' gradients, and eight the dense ones."""
     profile, cut, here = profile_of(cluster, 2), [[0, 1, 2, 3]], [[0]]
-    found = stage_costs(profile, cut, 1, here, copies=8).all_reduce[0]
+    result = stage_costs(profile, cut, 1, here, copies=8).all_reduce[0]
     link = profile.inside
 
     def ring(size: float, group: int) -> float:
         return 2 * (group - 1) * (link.alpha_s + size / group * link.beta_s_per_byte)
 
-    assert found == pytest.approx(ring(4 * 2 * DENSE, 8) + ring(4 * 2 * OWN / 2, 4), rel=0.01)
+    assert result == pytest.approx(ring(4 * 2 * DENSE, 8) + ring(4 * 2 * OWN / 2, 4), rel=0.01)
 
 
 def test_copies_divide_no_experts_twice(cluster) -> None:

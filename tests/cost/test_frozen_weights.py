@@ -41,14 +41,14 @@ def test_sums_and_updates_are_those_of_a_model_that_has_the_adapters_only(frozen
         update={"layers": tuple(map(adapters, frozen.layers)), "tied_parameters": 0, "trained_tied_parameters": None}
     )
     rows = ((0, 1, 2, 3),)
-    found, expected = (stage_costs(one, CUT, 2, rows, copies=2) for one in (frozen, small))
-    assert (found.input_grad[0], found.weight_grad[0]) == (0.0, 0.0), "no backward goes to the first stage"
+    result, expected = (stage_costs(one, CUT, 2, rows, copies=2) for one in (frozen, small))
+    assert (result.input_grad[0], result.weight_grad[0]) == (0.0, 0.0), "no backward goes to the first stage"
     backward = {"input_grad": (0.0, *expected.input_grad[1:]), "weight_grad": (0.0, *expected.weight_grad[1:])}
     expected = replace(expected, **backward)
-    assert found == expected
-    assert found.update == pytest.approx([0.1 * n for n in ADAPTERS])
+    assert result == expected
+    assert result.update == pytest.approx([0.1 * n for n in ADAPTERS])
     sharding = Sharding(levels=(3, 3, 3, 3))
-    assert with_sharding(found, frozen, CUT, rows, sharding, 2) == with_sharding(
+    assert with_sharding(result, frozen, CUT, rows, sharding, 2) == with_sharding(
         expected, small, CUT, rows, sharding, 2
     )
 
@@ -58,8 +58,8 @@ def test_shards_do_not_divide_frozen_weights(frozen):
     from raypipe.schedule.passes import shard
 
     schedule = shard(generate("gpipe", Shape(devices=4, microbatches=4)), 3)
-    found = device_memory(frozen, CUT, schedule, 2, copies=4)
-    for device, held, trained in zip(found, HELD, ADAPTERS, strict=True):
+    result = device_memory(frozen, CUT, schedule, 2, copies=4)
+    for device, held, trained in zip(result, HELD, ADAPTERS, strict=True):
         assert device.weights == 4 * (held - trained) + trained
         assert device.optimizer == 2 * trained
 

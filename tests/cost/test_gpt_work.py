@@ -92,8 +92,8 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(dtype, dropout, split, i
     cells = [cell.cell_contents for closure in closures for cell in closure.compute.__closure__]
     waiting = [held for held in cells if isinstance(held, torch.Tensor)]
     positions = places + 4 * (2 if dtype == "float64" else 1) * shape.sequence * shape.hidden
-    found = sizes(waiting, list(layer.parameters()))
-    assert found == pytest.approx(SAMPLES * work.waiting_bytes, abs=positions if index == 0 else 0)
+    result = sizes(waiting, list(layer.parameters()))
+    assert result == pytest.approx(SAMPLES * work.waiting_bytes, abs=positions if index == 0 else 0)
 
 
 class Products(TorchDispatchMode):
@@ -102,7 +102,7 @@ class Products(TorchDispatchMode):
     flops = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in ("mm", "addmm", "bmm"):
             a, b = args[-2:]
@@ -110,7 +110,7 @@ class Products(TorchDispatchMode):
         elif "scaled_dot_product" in name and "backward" not in name:
             batch, heads, sequence, width = args[0].shape
             self.flops += 2 * batch * heads * sequence * sequence * width  # two products, masked half left out
-        return found
+        return result
 
 
 @pytest.mark.parametrize("index", [0, 1, 3])

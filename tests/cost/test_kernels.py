@@ -24,8 +24,8 @@ SLOW = {"flops_s": 1e12, "peak_s": 2e12, "bytes_s": 1e15, "multiprocessors": 10}
 
 def h100(**device: object) -> ClusterSpec:
     """Return eight H100 whose description has these keys."""
-    found = load_cluster(DEVICES / "h100.yaml").resized(8).model_dump(mode="json")
-    return cluster_from({**found, "device": {**found["device"], **device}})
+    result = load_cluster(DEVICES / "h100.yaml").resized(8).model_dump(mode="json")
+    return cluster_from({**result, "device": {**result["device"], **device}})
 
 
 def test_a_partial_wave_costs_what_the_clock_does_not_make_up():
@@ -49,8 +49,8 @@ def test_a_short_inner_dimension_waits_for_the_pipeline(columns: int, depth: int
     """DeepGEMM's published FP8 products of 4,096 rows on an H800, whose large ones go at 1,400 TFLOP/s."""
     kernels = Kernels(**{**SLOW, "linear_flops_s": 1.4e15, "linear_peak_s": 1.979e15, "multiprocessors": 132})
     product = Product(4096, columns, depth, linear=True)
-    found = kernels.seconds(TaskWork(flops=product.flops, products=(product,), overhead=0), 1)
-    assert product.flops / found == pytest.approx(1e12 * tflops, rel=0.05)
+    result = kernels.seconds(TaskWork(flops=product.flops, products=(product,), overhead=0), 1)
+    assert product.flops / result == pytest.approx(1e12 * tflops, rel=0.05)
 
 
 def test_tiles_fill_whole_waves():

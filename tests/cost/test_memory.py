@@ -29,10 +29,10 @@ def with_each(profile, **values):
 
 
 def test_one_f_one_b(profile):
-    found = memory(profile, "1f1b", 8)
+    result = memory(profile, "1f1b", 8)
     # A stage keeps its layers' activations and its output (the last one's is a number) of min(D - s, N) micro-batches.
     each = [5 * MB + BLOCK + OUT, BLOCK + OUT, BLOCK + OUT, BLOCK + 100 * MB]
-    for s, device in enumerate(found):
+    for s, device in enumerate(result):
         assert device.base == 1000
         assert device.weights == 4 * PARAMETERS[s]
         assert device.gradients == 4 * PARAMETERS[s]
@@ -63,27 +63,27 @@ def test_even_stages_agree_with_the_count_of_activations(profile, name):
     block = profile.layers[1].model_copy(update={"output_bytes": 0.0, "waiting_bytes": 100.0, "parameters": 0})
     even = profile.model_copy(update={"layers": (block,) * stages, "tied_parameters": 0})
     schedule = generate(name, Shape(devices=4, microbatches=8, chunks=chunks))
-    found = device_memory(even, [(s,) for s in range(stages)], schedule, MB)
+    result = device_memory(even, [(s,) for s in range(stages)], schedule, MB)
     size = float(schedule.size)
     if schedule.rules.skip_first_b or schedule.rules.w_dep == "grad":  # W may run the backward and end an activation
-        assert all(d.activations <= p * BLOCK for d, p in zip(found, peak_activations(schedule), strict=True))
+        assert all(d.activations <= p * BLOCK for d, p in zip(result, peak_activations(schedule), strict=True))
         return
-    assert [d.activations for d in found] == pytest.approx([p * BLOCK for p in peak_activations(schedule)]), size
+    assert [d.activations for d in result] == pytest.approx([p * BLOCK for p in peak_activations(schedule)]), size
 
 
 def test_split_backwards_keep_what_waits_for_w(profile):
     """From B to W a block keeps 80 of its 100 bytes, and no output."""
-    found = device_memory(profile, CUT, generate("zb-h2", Shape(devices=4, microbatches=8)), MB)[2]
+    result = device_memory(profile, CUT, generate("zb-h2", Shape(devices=4, microbatches=8)), MB)[2]
     whole, rest = BLOCK + OUT, 80 * MB
-    assert any(found.activations == a * whole + b * rest for a in range(9) for b in range(1, 9))
+    assert any(result.activations == a * whole + b * rest for a in range(9) for b in range(1, 9))
 
 
 def test_recomputed_micro_batches_keep_what_arrived(profile):
     schedule = add_recompute(generate("gpipe", Shape(devices=4, microbatches=8)), "late")
-    found = device_memory(profile, CUT, schedule, MB)
+    result = device_memory(profile, CUT, schedule, MB)
     # Fullest in the second backward, when there are gradients: one is rebuilt, six wait as inputs.
-    assert (found[1].activations, found[1].gradients) == (6 * OUT + BLOCK + OUT, 80)
-    assert found[0].activations == 5 * MB + BLOCK + OUT  # the first stage reads the data again
+    assert (result[1].activations, result[1].gradients) == (6 * OUT + BLOCK + OUT, 80)
+    assert result[0].activations == 5 * MB + BLOCK + OUT  # the first stage reads the data again
 
 
 def test_two_directions_hold_two_replicas(profile):
@@ -143,8 +143,8 @@ def test_an_update_per_micro_batch_leaves_no_gradients(profile):
     ("optimizer", "momentum", "values"), [("adamw", False, 2), ("sgd", False, 0), ("sgd", True, 1)]
 )
 def test_optimizer_state(profile, optimizer, momentum, values):
-    found = memory(profile, "1f1b", 8, optimizer=optimizer, momentum=momentum)
-    assert [d.optimizer for d in found] == [4 * values * p for p in PARAMETERS]
+    result = memory(profile, "1f1b", 8, optimizer=optimizer, momentum=momentum)
+    assert [d.optimizer for d in result] == [4 * values * p for p in PARAMETERS]
 
 
 def test_bytes_of_a_parameter():
@@ -197,15 +197,15 @@ def test_gathered_stages_add_up_while_they_overlap():
 
     def most(gather, ahead):
         schedule = shard(bare, 3, gather=gather, ahead=ahead)
-        found = []
+        result = []
         for order in schedule.orders:
             live, peak = LiveShards(schedule, sizes, [0.0] * 4), 0.0
             for task in order:
                 live.task(task)
                 peak = max(peak, live.gathered)
             assert live.gathered == 0
-            found.append(peak)
-        return found
+            result.append(peak)
+        return result
 
     assert most("unit", 0) == [7.0, 11.0]
     assert most("step", 0) == most("unit", 1) == [10.0, 16.0]
@@ -239,10 +239,10 @@ def test_narrow_copies_are_one_set_a_step_and_version(profile):
     """Autocast's copies: however many micro-batches are in flight; of each stage replica, of each weight version."""
     casts = with_each(profile, cast_bytes=7.0)
     for name in ("1f1b", "zb-h1", "gpipe"):
-        plain, found = memory(profile, name, 8), memory(casts, name, 8)
+        plain, result = memory(profile, name, 8), memory(casts, name, 8)
         assert [d.casts for d in plain] == [0, 0, 0, 0]
-        assert [d.casts for d in found] == [14, 7, 7, 14]
-        assert [b.total - a.total for a, b in zip(plain, found, strict=True)] == [14, 7, 7, 14]
+        assert [d.casts for d in result] == [14, 7, 7, 14]
+        assert [b.total - a.total for a, b in zip(plain, result, strict=True)] == [14, 7, 7, 14]
     assert [d.casts for d in memory(casts, "chimera", 8)] == [28, 14, 14, 28]  # less only if both never meet
     assert [d.casts for d in memory(casts, "pipedream-2bw", 8)] == [28, 14, 14, 28]
 
@@ -261,19 +261,19 @@ def test_layers_that_are_not_recomputed_keep_the_same_in_either_backward(profile
     cut = [(0, 1, 2), (3, 4, 5)]
     for name, more in (("gpipe", 7), ("zb-h2", 0)):
         schedule = add_recompute(generate(name, Shape(devices=2, microbatches=4)), "early", [0])
-        plain, found = (device_memory(p, cut, schedule, MB, recomputed=[1, 2])[0] for p in (profile, fixed))
-        assert found.activations - plain.activations >= 3 * more, name
-        assert (found.activations > plain.activations) == bool(more)
+        plain, result = (device_memory(p, cut, schedule, MB, recomputed=[1, 2])[0] for p in (profile, fixed))
+        assert result.activations - plain.activations >= 3 * more, name
+        assert (result.activations > plain.activations) == bool(more)
 
 
 def test_the_workspace_is_that_of_the_worst_layer_less_what_later_ones_freed(profile):
     layers = [x.model_copy(update={"workspace_bytes": 30.0}) for x in profile.layers]
     layers[0] = layers[0].model_copy(update={"workspace_bytes": 400.0, "workspace_fixed_bytes": 11.0})
     layers[5] = layers[5].model_copy(update={"workspace_fixed_bytes": 5.0})
-    found = memory(profile.model_copy(update={"layers": tuple(layers)}), "1f1b", 8)
-    assert found[1].workspace == 30 * MB
-    assert found[3].workspace == 30 * MB + 5  # the head's; the block's comes when the head's 100 a sample are gone
-    assert found[0].workspace == 400 * MB + 11 - BLOCK  # the embedding's, after the block's backward
+    result = memory(profile.model_copy(update={"layers": tuple(layers)}), "1f1b", 8)
+    assert result[1].workspace == 30 * MB
+    assert result[3].workspace == 30 * MB + 5  # the head's; the block's comes when the head's 100 a sample are gone
+    assert result[0].workspace == 400 * MB + 11 - BLOCK  # the embedding's, after the block's backward
 
 
 def test_stages_of_one_device_share_what_they_hand_over(profile):
@@ -292,9 +292,9 @@ def test_devices_that_read_arrays_hold_a_step_of_them(profile):
     layers = [x.model_copy(update={"read_bytes": 7.0 if i < 2 else 3.0 if i == 5 else 0.0})
               for i, x in enumerate(profile.layers)]  # fmt: skip
     images = profile.model_copy(update={"layers": tuple(layers)})
-    plain, found = memory(profile, "1f1b", 8), memory(images, "1f1b", 8)
-    assert [d.inputs for d in found] == [7 * 8 * MB, 0, 0, 3 * 8 * MB]
-    assert [b.total - a.total for a, b in zip(plain, found, strict=True)] == [d.inputs for d in found]
+    plain, result = memory(profile, "1f1b", 8), memory(images, "1f1b", 8)
+    assert [d.inputs for d in result] == [7 * 8 * MB, 0, 0, 3 * 8 * MB]
+    assert [b.total - a.total for a, b in zip(plain, result, strict=True)] == [d.inputs for d in result]
     assert [d.inputs for d in memory(images, "1f1b", 8, copies=3)] == [7 * 24 * MB, 0, 0, 3 * 24 * MB]
     assert [d.inputs for d in memory(images, "pipedream", 8)] == [7 * 16 * MB, 0, 0, 3 * 16 * MB]
     assert [d.inputs for d in memory(images, "chimera", 4)] == [7 * 4 * MB, 0, 0, 7 * 4 * MB]

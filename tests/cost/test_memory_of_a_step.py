@@ -159,8 +159,8 @@ def test_layers_that_are_computed_again_keep_nothing_until_then(name, cut, recom
     schedule = add_recompute(generate(name, Shape(devices=1, microbatches=4, chunks=len(cut))), "early")
     profile = analytic_profile(spec, MACHINE, "float32", [2])
     (predicted,) = device_memory(profile, cut, schedule, 2, recomputed=recomputed)
-    found = measured(partial(executor, spec, schedule, cut, 2, "float32", recomputed), schedule)
-    assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
+    result = measured(partial(executor, spec, schedule, cut, 2, "float32", recomputed), schedule)
+    assert predicted.total == pytest.approx(result, rel=0.04), predicted.terms()
 
 
 @pytest.mark.slow
@@ -179,8 +179,8 @@ def test_slices_keep_their_share_of_a_sequence(name, dtype, slices, chunks, reco
         schedule = add_recompute(schedule, "early")
     cut = TWO if chunks > 1 else ONE
     (predicted,) = device_memory(analytic_profile(spec, MACHINE, dtype, [2]), cut, schedule, 2)
-    found = measured(partial(executor, spec, schedule, cut, 2, dtype), schedule)
-    assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
+    result = measured(partial(executor, spec, schedule, cut, 2, dtype), schedule)
+    assert predicted.total == pytest.approx(result, rel=0.04), predicted.terms()
 
 
 def sliced(family, dtype):
@@ -206,7 +206,7 @@ def sliced(family, dtype):
 def test_the_first_of_four_stages_keeps_less_in_slices(family, dtype, recompute):
     """Its order alone on one device: 4 micro-batches in flight, or 7 slices of a quarter each."""
     model, cut, profile = sliced(family, dtype)
-    found, activations = {}, {}
+    result, activations = {}, {}
     for slices in (1, 4):
         whole = generate("1f1b", Shape(devices=4, microbatches=6, slices=slices))
         chain = replace(whole, placement=((0,),), orders=whole.orders[:1], graph=StageGraph.chain(1))
@@ -214,12 +214,12 @@ def test_the_first_of_four_stages_keeps_less_in_slices(family, dtype, recompute)
             chain = add_recompute(chain, "early")
         verify(chain)
         (predicted,) = device_memory(profile, cut, chain, 2)
-        found[slices] = measured(partial(executor, model, chain, cut, 2, dtype), chain)
+        result[slices] = measured(partial(executor, model, chain, cut, 2, dtype), chain)
         activations[slices] = predicted.activations
-        assert predicted.total == pytest.approx(found[slices], rel=0.04), predicted.terms()
+        assert predicted.total == pytest.approx(result[slices], rel=0.04), predicted.terms()
     if not recompute:
         assert activations[4] / activations[1] == pytest.approx(7 / 16, rel=0.05)
-        assert found[1] - found[4] == pytest.approx(activations[1] - activations[4], rel=0.1)
+        assert result[1] - result[4] == pytest.approx(activations[1] - activations[4], rel=0.1)
 
 
 @pytest.mark.slow
@@ -233,8 +233,8 @@ def test_every_byte_is_accounted_for(name, cut, dtype, recompute, changes):
     if recompute:
         schedule = add_recompute(schedule, recompute)
     (predicted,) = device_memory(analytic_profile(spec, MACHINE, dtype, [microbatch]), cut, schedule, microbatch)
-    found = measured(partial(executor, spec, schedule, cut, microbatch, dtype), schedule)
-    assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
+    result = measured(partial(executor, spec, schedule, cut, microbatch, dtype), schedule)
+    assert predicted.total == pytest.approx(result, rel=0.04), predicted.terms()
 
 
 @pytest.mark.slow
@@ -250,5 +250,5 @@ def test_pipedream_has_no_gradients_when_a_backward_begins(device, changes):
     order = tuple(task._replace(stage=0) for task in whole.orders[device])
     chain = replace(whole, placement=((0,),), orders=(order,), graph=StageGraph.chain(1))
     (predicted,) = device_memory(analytic_profile(spec, MACHINE, "float32", [2]), ONE, chain, 2)
-    found = measured(partial(executor, spec, chain, ONE, 2, "float32"), chain)
-    assert predicted.total == pytest.approx(found, rel=0.04), predicted.terms()
+    result = measured(partial(executor, spec, chain, ONE, 2, "float32"), chain)
+    assert predicted.total == pytest.approx(result, rel=0.04), predicted.terms()

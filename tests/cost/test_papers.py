@@ -28,8 +28,8 @@ def gpt():
 
 
 def ranked(profile, nodes, batch):
-    found = [(step_seconds(profile, config), config) for config in chimera_choices(profile, nodes, batch)]
-    return sorted(found, key=lambda pair: pair[0])
+    result = [(step_seconds(profile, config), config) for config in chimera_choices(profile, nodes, batch)]
+    return sorted(result, key=lambda pair: pair[0])
 
 
 def test_bert_48_on_32_nodes(bert):
@@ -102,5 +102,5 @@ def test_zeropp_with_gathers_beside_the_first_micro_batch(method):
     """ZeroPP, table 3, 6.2B: samples per GPU and second, and so what a small unit costs."""
     model = models()[0]
     profile = analytic_profile(model.work, load_cluster(MACHINE), "bfloat16")
-    found = [per_gpu(profile, model, method, count) for count in COUNTS]
-    assert found == pytest.approx(PUBLISHED[model.name][method], rel=0.03)
+    result = [per_gpu(profile, model, method, count) for count in COUNTS]
+    assert result == pytest.approx(PUBLISHED[model.name][method], rel=0.03)

@@ -11,10 +11,10 @@ from tests.bench.published.predict import chosen, layout, predict, reserved_gib,
 def test_predicted_beside_published(model, limit):
     row = next(row for row in rows() if row.model == model)
     asked = layout(row)
-    found = predict(asked)
-    assert tokens_per_gpu(asked, found) == pytest.approx(row.tokens_per_s_per_gpu, rel=limit)
-    assert found.fits
-    assert 40 < reserved_gib(asked, found) < 60
+    result = predict(asked)
+    assert tokens_per_gpu(asked, result) == pytest.approx(row.tokens_per_s_per_gpu, rel=limit)
+    assert result.fits
+    assert 40 < reserved_gib(asked, result) < 60
 
 
 def test_rows_that_cannot_be_expressed_say_why():
@@ -35,11 +35,11 @@ def test_a_pipeline_that_is_filled_twice_idles_longer():
     asked = layout(next(row for row in rows() if row.model == "gpt3-175b"))
     once, twice = predict(asked), predict(replace(asked, rounds=2))
     assert twice.busy_s == pytest.approx(once.busy_s, rel=1e-3)
-    idle = [found.compute_s - found.busy_s for found in (once, twice)]
+    idle = [result.compute_s - result.busy_s for result in (once, twice)]
     assert idle[1] > 1.2 * idle[0]  # the rest is uneven stages, whose idle time follows the micro-batches
 
 
 def test_torch_holds_buffers_for_all_microbatches():
     asked = layout(next(row for row in rows() if row.model == "gpt3-175b"))
-    found = predict(asked)
-    assert reserved_gib(replace(asked, torch_pipeline=True), found) > reserved_gib(asked, found) + 1
+    result = predict(asked)
+    assert reserved_gib(replace(asked, torch_pipeline=True), result) > reserved_gib(asked, result) + 1

@@ -23,25 +23,25 @@ def test_two_copies_on_two_hosts(profile):
 
     Both stages of a host send at the same time over its one link, so each has half of its bandwidth.
     """
-    plain, found = costs(profile, 2, (3, 0))
-    assert found.gather == pytest.approx((5 + 0.1 * 200 * 2, 0.0))
-    assert found.reduce_scatter == found.gather
-    assert found.all_reduce == (0.0, plain.all_reduce[1])
-    assert found.update == pytest.approx((plain.update[0] - 0.1 * 100 / 2, plain.update[1]))
-    assert found.forward == plain.forward
+    plain, result = costs(profile, 2, (3, 0))
+    assert result.gather == pytest.approx((5 + 0.1 * 200 * 2, 0.0))
+    assert result.reduce_scatter == result.gather
+    assert result.all_reduce == (0.0, plain.all_reduce[1])
+    assert result.update == pytest.approx((plain.update[0] - 0.1 * 100 / 2, plain.update[1]))
+    assert result.forward == plain.forward
 
 
 def test_shards_inside_a_host_are_replicated_between_hosts(profile):
     """One stage on one device, four copies on two hosts: pairs gather inside, halves are summed between the hosts."""
     layers = [tuple(range(6))]
     plain = stage_costs(profile, layers, 2, ((0,),), copies=4)
-    found = with_sharding(plain, profile, layers, ((0,),), Sharding(levels=(3,), group=2), 4)
+    result = with_sharding(plain, profile, layers, ((0,),), Sharding(levels=(3,), group=2), 4)
     size = (60 + 4 * 20 + 55 - 50) * 4
-    assert found.gather == pytest.approx((1 + 0.01 * size / 2,))
+    assert result.gather == pytest.approx((1 + 0.01 * size / 2,))
     # Two copies of each half, on a link that both halves share: 2 messages of a quarter each.
-    assert found.all_reduce == pytest.approx((2 * 5 + 2 * 0.1 * (size / 4) * 2,))
+    assert result.all_reduce == pytest.approx((2 * 5 + 2 * 0.1 * (size / 4) * 2,))
     whole = with_sharding(plain, profile, layers, ((0,),), Sharding(levels=(3,)), 4)
-    assert whole.gather[0] > found.gather[0]
+    assert whole.gather[0] > result.gather[0]
     assert whole.all_reduce == (0.0,)
 
 
@@ -72,7 +72,7 @@ def test_the_slowest_of_several_groups_counts(profile, copies, group, hosts) -> 
     layers = [tuple(range(6))]
     plain = stage_costs(profile, layers, 2, ((0,),), copies=copies)
     sharding = Sharding(levels=(3,), group=group)
-    found = with_sharding(plain, profile, layers, ((0,),), sharding, copies)
+    result = with_sharding(plain, profile, layers, ((0,),), sharding, copies)
     members = shard_members(Sharding(levels=(3,), group=group, copies=copies), tuple((d,) for d in range(copies)))
     layouts = {Layout.of(member.group, hosts) for member in members.values()}
     size = (60 + 4 * 20 + 55 - 50) * 4
@@ -80,4 +80,4 @@ def test_the_slowest_of_several_groups_counts(profile, copies, group, hosts) -> 
         collective_seconds(profile, "all_gather", size, layout, max(1, hosts.per_host // layout.per_host))
         for layout in layouts
     ]
-    assert found.gather == pytest.approx((max(each),))
+    assert result.gather == pytest.approx((max(each),))

@@ -188,11 +188,11 @@ def check_placed(row: tuple[int, ...], copies: int, hosts: Hosts, holders: list[
 
         on = [host(copy, d) for copy in range(copies) for d in holders]
         assert placed.layout(holders) == Layout(len(set(on)), max(map(on.count, on)))
-        for (a, b), found in zip(pairwise(row), placed.crossings(), strict=True):
+        for (a, b), result in zip(pairwise(row), placed.crossings(), strict=True):
             ends = [(host(copy, a), host(copy, b)) for copy in range(copies)]
             out = [[x for x, y in ends if x != y], [y for x, y in ends if x != y]]
-            assert max(found) == max((way.count(h) for way in out for h in way), default=0)
-            assert (0 in found) == any(x == y for x, y in ends)
+            assert max(result) == max((way.count(h) for way in out for h in way), default=0)
+            assert (0 in result) == any(x == y for x, y in ends)
 
 
 def test_copies_counted_by_turns_are_where_each_of_them_is() -> None:
@@ -263,10 +263,10 @@ def test_times_of_stages_are_those_of_their_layers() -> None:
     alike = [LayerProfile(name=f"block.{n}", times=times, **block) for n in range(3)]
     other = alike[0].model_copy(update={"name": "other", "attention_share": 0.5})
     layers = (*alike, other)
-    found = times_of_stages(layers)
-    assert found is times_of_stages(layers)
-    assert found.kinds == [0, 0, 0, 3]
+    result = times_of_stages(layers)
+    assert result is times_of_stages(layers)
+    assert result.kinds == [0, 0, 0, 3]
     for stage in ((0, 1), (1, 2), (2, 3), (3,)):
-        assert found.times(stage, 2.0, 0.9, 2) == stage_times([layers[i] for i in stage], 2.0, 0.9, 2)
+        assert result.times(stage, 2.0, 0.9, 2) == stage_times([layers[i] for i in stage], 2.0, 0.9, 2)
         shares = sum(layers[i].attention_share for i in stage)
-        assert found.attention(stage, 1.0, 1.0, 1)[0] == pytest.approx(shares)
+        assert result.attention(stage, 1.0, 1.0, 1)[0] == pytest.approx(shares)

@@ -43,8 +43,8 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(dtype, dropout, index):
         else:
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
                 model.task.loss(layer(x), {"shift_labels": ids})
-    found = sizes(saved, list(layer.parameters())) - work.cast_bytes
-    assert found == pytest.approx(SAMPLES * work.kept_bytes, rel=0.02)
+    result = sizes(saved, list(layer.parameters())) - work.cast_bytes
+    assert result == pytest.approx(SAMPLES * work.kept_bytes, rel=0.02)
 
 
 class Listening(Two):

@@ -35,16 +35,16 @@ OF_RAY = {"SessionName", "le"}
 
 def queries() -> list[tuple[str, str]]:
     """Every expression, with where it stands."""
-    found = []
+    result = []
     for board in BOARDS:
         data = json.loads(board.read_text(encoding="utf-8"))
         for panel in data["panels"]:
-            found += [(f"{board.stem}: {panel['title']}", target["expr"]) for target in panel["targets"]]
-        found += [
+            result += [(f"{board.stem}: {panel['title']}", target["expr"]) for target in panel["targets"]]
+        result += [
             (f"{board.stem}: ${v['name']}", v["definition"]) for v in data["templating"]["list"] if "definition" in v
         ]
     rules = yaml.safe_load(RULES.read_text(encoding="utf-8"))
-    return found + [(rule["alert"], rule["expr"]) for group in rules["groups"] for rule in group["rules"]]
+    return result + [(rule["alert"], rule["expr"]) for group in rules["groups"] for rule in group["rules"]]
 
 
 @pytest.mark.parametrize(("where", "expr"), queries(), ids=lambda x: x if ": " in x or x.isalpha() else "")
@@ -170,8 +170,8 @@ def asked(server: str, what: str, **words: str) -> dict[str, Any]:
     """What the server answers; nothing while it starts."""
     try:
         with urllib.request.urlopen(f"{server}/{what}?{urllib.parse.urlencode(words)}", timeout=10) as answer:
-            found: dict[str, Any] = json.load(answer)["data"]
-            return found
+            result: dict[str, Any] = json.load(answer)["data"]
+            return result
     except urllib.error.HTTPError as error:
         raise AssertionError(error.read().decode()) from None
     except OSError:

@@ -116,9 +116,9 @@ def test_each_row_has_as_many_image_tokens_as_its_image_has_features(ragged, tmp
     job = job_of(tmp_path, ids, ragged)
     assert build_model(job, declared_fields(job.data)).placeholders == (Placeholder("input_ids", IMAGE, 3),)
     prepare_run(job, tmp_path / "good", resume=False, say=lambda _: None)
-    for column, found in ((5, 4), (2, 2)):
+    for column, result in ((5, 4), (2, 2)):
         wrong = ids.copy()
-        wrong[7, column] = IMAGE if found == 4 else 3
-        words = rf"has {found} times token {IMAGE} in input_ids, and its image has 3 features"
+        wrong[7, column] = IMAGE if result == 4 else 3
+        words = rf"has {result} times token {IMAGE} in input_ids, and its image has 3 features"
         with pytest.raises(SpecError, match=words):
-            prepare_run(job_of(tmp_path, wrong, ragged), tmp_path / f"bad {found}", resume=False, say=lambda _: None)
+            prepare_run(job_of(tmp_path, wrong, ragged), tmp_path / f"bad {result}", resume=False, say=lambda _: None)

@@ -44,9 +44,9 @@ def opened(job: JobSpec, folder: Path, task: Task | None = None) -> Documents:
     task = task or NextToken()
     prepare_data(job, task, folder)
     assert is_prepared(folder)
-    found = open_data(folder, task)
-    assert isinstance(found, Documents)
-    return found
+    result = open_data(folder, task)
+    assert isinstance(result, Documents)
+    return result
 
 
 def rows_of(data: Documents, step: int, batch: int, seed: int = 0, split: str = "train") -> list[bytes]:
@@ -71,9 +71,9 @@ def test_an_epoch_holds_every_sample_once_in_every_format(format: str, tmp_path:
     assert all(row in text for row in rows)
     assert abs(samples * LENGTH - len(text)) < LENGTH * 20
     pairs = Counter(text[i : i + 2] for i in range(len(text) - 1))
-    found = Counter(row[i : i + 2] for row in rows for i in range(LENGTH))
+    result = Counter(row[i : i + 2] for row in rows for i in range(LENGTH))
     # Pairs of neighbours lie in one sample, except those at the ends of blocks.
-    assert sum((pairs - found).values()) <= 20
+    assert sum((pairs - result).values()) <= 20
     assert sorted(rows_of(data, 1, samples)) == sorted(rows)
     assert rows_of(data, 1, samples) != rows
 
@@ -120,13 +120,13 @@ def test_any_sample_can_be_found_without_the_others(sizes: list[int], together: 
     every = []
     for epoch in range(2):
         for number in range(order.windows):
-            found = []
+            result = []
             for one in (tokens[block] for block in order.window(epoch, number)):
                 cut = [one[i : i + window + 1] for i in range(0, len(one) - window, window)]
                 if len(one) > window and (len(one) - 1) % window:
                     cut.append(one[-window - 1 :])
-                found += cut
-            every += [found[order.sample(epoch, number, len(found), place)] for place in range(len(found))]
+                result += cut
+            every += [result[order.sample(epoch, number, len(result), place)] for place in range(len(result))]
     epochs = Counter(tuple(row) for row in every[: len(every) // 2])
     assert epochs == Counter(tuple(row) for row in every[len(every) // 2 :]), "each epoch has the same samples"
     straight = reader()
@@ -142,10 +142,10 @@ def test_any_sample_can_be_found_without_the_others(sizes: list[int], together: 
 def test_blocks_cover_all_rows_once_and_are_of_about_one_size(groups: list[tuple[int, int]], size: int) -> None:
     parts = [FilePart("f", number, 0, rows, bytes_) for number, (rows, bytes_) in enumerate(groups)]
     blocks = blocks_of(parts, size)
-    found = [
+    result = [
         (part.group, row) for block in blocks for part in block for row in range(part.first, part.first + part.rows)
     ]
-    assert found == [(number, row) for number, (rows, _) in enumerate(groups) for row in range(rows)]
+    assert result == [(number, row) for number, (rows, _) in enumerate(groups) for row in range(rows)]
     largest_row = max(-(-bytes_ // rows) for rows, bytes_ in groups)
     assert all(sum(part.size for part in block) <= 3 * size + 2 * largest_row for block in blocks)
 

@@ -80,7 +80,7 @@ def test_text_is_the_same_however_it_is_written(pack: Callable, read: Callable |
     (tmp_path / name).write_bytes(pack(text))
     if read == "bytes":
         corpus = prepare(DataSpec(path=str(tmp_path / name)), 16, tmp_path / "prepared")
-        assert b"".join(bytes(one)[:-1] for one in corpus.arrays.values()) == text
+        assert b"".join(bytes(array)[:-1] for array in corpus.arrays.values()) == text
     elif read is lines:
         assert lines(tmp_path / name) == sorted(text.splitlines())
     else:  # one document is too short to hold out some of it, so there are more
@@ -133,8 +133,8 @@ def test_every_type_of_text(kind: str, form: str, tmp_path: Path) -> None:
 def test_every_type_of_token_numbers(kind: str, form: str, tmp_path: Path) -> None:
     table = _table(NUMBERS, NUMBER_TYPES[kind], "doc.ids")
     path = _write(table, tmp_path / f"a.{'parquet' if form == 'parquet' else 'arrow'}", form)
-    found = documents(path, "doc.ids")[0]
-    assert sorted(found) == sorted(token for numbers in NUMBERS for token in numbers)
+    result = documents(path, "doc.ids")[0]
+    assert sorted(result) == sorted(token for numbers in NUMBERS for token in numbers)
 
 
 def test_what_only_arrow_can_store(tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_numbers_with_gaps_or_too_large(tmp_path: Path) -> None:
 def test_bytes_are_bytes_whatever_they_say(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(JSONL)
     corpus = prepare(DataSpec(path=str(tmp_path / "a.txt")), 16, tmp_path / "prepared")
-    assert b"".join(bytes(one)[:-1] for one in corpus.arrays.values()) == JSONL
+    assert b"".join(bytes(array)[:-1] for array in corpus.arrays.values()) == JSONL
     (tmp_path / "a.txt").write_bytes(_parquet())
     with pytest.raises(SpecError, match="looks like Parquet"):
         prepare(DataSpec(path=str(tmp_path / "a.txt")), 16, tmp_path / "prepared")

@@ -71,16 +71,16 @@ def test_binary_empty_and_hidden_files_are_left_out_and_counted(tmp_path):
 
 def test_a_glob_names_files_by_their_common_folder(tmp_path):
     root = folder_of(tmp_path, {**some_text(6), "sub0/notes.md": b"x" * 99})
-    found = find_text(f"{root}/**/*.txt")
-    assert [file.name for file in found.files] == sorted(some_text(6))
+    result = find_text(f"{root}/**/*.txt")
+    assert [file.name for file in result.files] == sorted(some_text(6))
 
 
 def test_the_standard_library_is_there_without_packages_and_tests():
-    found = find_text("stdlib")
-    names = {file.name for file in found.files}
+    result = find_text("stdlib")
+    names = {file.name for file in result.files}
     assert {"argparse.py", "json/decoder.py"} <= names
     assert not any("site-packages" in name or name.startswith("test/") for name in names)
-    assert sum(file.bytes for file in found.files) > 5_000_000
+    assert sum(file.bytes for file in result.files) > 5_000_000
 
 
 def test_packing_again_gives_the_same_bytes_and_leaves_no_litter(tmp_path):

@@ -145,7 +145,7 @@ def test_weight_gradients_wait_for_w(family: str, dtype: torch.dtype) -> None:
     """The backward leaves those of the experts' matrices to closures, which give what one backward gives."""
 
     def work(rank: int, _member: Member) -> dict[str, Tensor]:
-        found = []
+        result = []
         for split in (False, True):
             whole = model_of(family)
             model, shards = divided(family, 2, rank, whole)
@@ -166,9 +166,9 @@ def test_weight_gradients_wait_for_w(family: str, dtype: torch.dtype) -> None:
                 with torch.no_grad():
                     for closure in closures:
                         closure.compute()
-            found.append({name: p.grad for name, p in own.items() if p.grad is not None})
-            assert {*matrices} <= found[-1].keys()
-        joined, waited = found
+            result.append({name: p.grad for name, p in own.items() if p.grad is not None})
+            assert {*matrices} <= result[-1].keys()
+        joined, waited = result
         assert joined.keys() == waited.keys()
         for name, gradient in joined.items():
             near = 1e-12 if dtype == torch.float64 else 2e-4

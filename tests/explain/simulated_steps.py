@@ -36,7 +36,7 @@ def run_steps(
     also = all_reduces_before_updates(graph)
     merge(also, wait_for_norm(graph, norm, 0.0)[0])
     durations = costs.durations(schedule, graph.tasks)
-    begin, found = 0.0, []
+    begin, result = 0.0, []
     for step in range(steps):
         done = walk(
             graph,
@@ -46,9 +46,9 @@ def run_steps(
         )
         times = np.array([done.start, done.end]).T + begin
         rows = [times[a:b] for a, b in zip(graph.first, graph.first[1:], strict=False)][: schedule.devices]
-        found.append(RecordedStep(step + 1, tuple(rows), waits))
+        result.append(RecordedStep(step + 1, tuple(rows), waits))
         begin = float(times.max()) + gap
-    return tuple(found)
+    return tuple(result)
 
 
 def message_waits(
@@ -56,7 +56,7 @@ def message_waits(
 ) -> tuple[dict[int, tuple[float, float]], ...]:  # fmt: skip
     """What devices measure as waits for messages, whose hosts start tasks so ``late`` after their messages."""
     graph, start = link(schedule), np.concatenate([t[:, 0] for t in step.times])
-    found: list[dict[int, tuple[float, float]]] = []
+    result: list[dict[int, tuple[float, float]]] = []
     for d, (first, times) in enumerate(zip(graph.first, step.times, strict=False)):
         free, waits = float(min(t[:, 0].min() for t in step.times)), {}
         for position, task in enumerate(schedule.orders[d]):
@@ -68,8 +68,8 @@ def message_waits(
                 waits[position] = waited, after
             if task.kind not in NETWORK:
                 free = float(times[position, 1])
-        found.append(waits)
-    return tuple(found)
+        result.append(waits)
+    return tuple(result)
 
 
 def uneven(forward: Sequence[float]) -> CostTable:

@@ -27,9 +27,9 @@ EVEN = CostTable.even(4)
 def explanation(
     schedule: Schedule, steps: tuple[RecordedStep, ...], norm: NormPolicy = "wait", planned: TaskTimes | None = None
 ) -> Explanation:
-    found = explain(Replay(Measured(schedule=schedule, steps=steps, norm=norm, planned=planned or {})))
-    assert sum(c.seconds for c in found.causes) == pytest.approx(found.step_s - found.ideal_s, abs=1e-9)
-    return found
+    result = explain(Replay(Measured(schedule=schedule, steps=steps, norm=norm, planned=planned or {})))
+    assert sum(c.seconds for c in result.causes) == pytest.approx(result.step_s - result.ideal_s, abs=1e-9)
+    return result
 
 
 def seconds(found: Explanation) -> dict[str, float]:
@@ -73,15 +73,15 @@ def test_what_1f1b_loses_to_one_fault(
     lost: float | None,
 ) -> None:  # fmt: skip
     """(D - 1)(F + BW) of (M + D - 1)(F + BW) to its fill and drain, and the rest to the fault."""
-    found = explanation(FOUR, steps, planned=planned)
+    result = explanation(FOUR, steps, planned=planned)
     cause, device = fault
-    of = found.of(cause)
+    of = result.of(cause)
     assert (of.device, of.what_if_step_s) == (device, pytest.approx(without))
-    expected = {"warm-up": 3 / 11 * (33.0 if cause == "warm-up" else without), cause: found.step_s - without}
-    assert seconds(found) == expected
-    assert lost is None or seconds(found)[cause] == lost
-    assert found.ideal_s == pytest.approx(without if cause == "warm-up" else 8 / 11 * without)
-    assert found.causes[0].cause == max(expected, key=expected.__getitem__)
+    expected = {"warm-up": 3 / 11 * (33.0 if cause == "warm-up" else without), cause: result.step_s - without}
+    assert seconds(result) == expected
+    assert lost is None or seconds(result)[cause] == lost
+    assert result.ideal_s == pytest.approx(without if cause == "warm-up" else 8 / 11 * without)
+    assert result.causes[0].cause == max(expected, key=expected.__getitem__)
     assert cause != "link" or set(of.links) == {(1, 2), (2, 1)}
 
 
@@ -89,18 +89,18 @@ def test_a_copy_that_is_slower_than_its_twin_is_a_straggler() -> None:
     schedule = whole_step("1f1b", devices=2, microbatches=4, replicas=2)
     on_three = [i for i, d in enumerate(_devices(schedule)) if d == 3]
     steps = run_steps(schedule, CostTable.even(2), slower=lambda _, i: 2.0 if i in on_three else 1.0)
-    found = explanation(schedule, steps)
-    assert (found.causes[0].cause, found.causes[0].device) == ("straggler", 3)
-    assert found.causes[0].what_if_step_s == pytest.approx(15.0)
+    result = explanation(schedule, steps)
+    assert (result.causes[0].cause, result.causes[0].device) == ("straggler", 3)
+    assert result.causes[0].what_if_step_s == pytest.approx(15.0)
 
 
 def test_a_micro_batch_that_is_longer_on_every_device_is_no_straggler() -> None:
     schedule = whole_step("gpipe", devices=2, microbatches=4)
     tasks = list(schedule.tasks())
     steps = run_steps(schedule, CostTable.even(2), slower=lambda _, i: 2.0 if tasks[i].mbs == (1,) else 1.0)
-    found = explanation(schedule, steps)
-    assert found.of("straggler") is None
-    assert found.ideal_s == pytest.approx(5 * 3.0)
+    result = explanation(schedule, steps)
+    assert result.of("straggler") is None
+    assert result.ideal_s == pytest.approx(5 * 3.0)
 
 
 def test_messages_that_queue_before_a_narrow_link() -> None:
@@ -121,22 +121,22 @@ def test_messages_that_queue_before_a_narrow_link() -> None:
         return replace(bare, waits=StepWaits(message_s=message_waits(schedule, bare)))
 
     assert [t.mbs[0] for t in schedule.orders[0] if t.kind == "BW"] == list(range(6))
-    found = explanation(schedule, tuple(map(step, range(3))), norm="none")
-    link = found.of("link")
+    result = explanation(schedule, tuple(map(step, range(3))), norm="none")
+    link = result.of("link")
     assert link is not None
-    assert found.causes[0].cause == "link"
+    assert result.causes[0].cause == "link"
     assert link.what_if_step_s == pytest.approx(7 * 1 + 7 * 3), "that of a step whose messages take no time"
-    assert found.of("host") is None
+    assert result.of("host") is None
 
 
 def test_gradient_sums_that_nothing_hides() -> None:
     """Lazily placed all-reduces: the last of them begins when all compute is done."""
     schedule = whole_step("1f1b", devices=2, microbatches=4, replicas=2)
     costs = replace(CostTable.even(2), all_reduce=(5.0, 5.0))
-    found = explanation(schedule, run_steps(schedule, costs))
-    assert seconds(found)["sync"] == found.step_s - 15.0
-    assert found.of("sync").what_if_step_s == pytest.approx(15.0)
-    assert seconds(found)["warm-up"] == 3.0
+    result = explanation(schedule, run_steps(schedule, costs))
+    assert seconds(result)["sync"] == result.step_s - 15.0
+    assert result.of("sync").what_if_step_s == pytest.approx(15.0)
+    assert seconds(result)["warm-up"] == 3.0
 
 
 def test_recomputation() -> None:
@@ -144,10 +144,10 @@ def test_recomputation() -> None:
         [t for t in order if t.kind != "U"] for order in whole_step("gpipe", devices=4, microbatches=8).orders
     ), "early"))  # fmt: skip
     costs = CostTable.even(4, recompute=1.0)
-    found = explanation(schedule, run_steps(schedule, costs))
-    assert found.ideal_s == pytest.approx(24.0)
-    assert found.of("recompute").what_if_step_s == pytest.approx(33.0)
-    assert seconds(found) == {"recompute": found.step_s - 33.0, "warm-up": 9.0}
+    result = explanation(schedule, run_steps(schedule, costs))
+    assert result.ideal_s == pytest.approx(24.0)
+    assert result.of("recompute").what_if_step_s == pytest.approx(33.0)
+    assert seconds(result) == {"recompute": result.step_s - 33.0, "warm-up": 9.0}
 
 
 def test_gathers() -> None:
@@ -156,30 +156,30 @@ def test_gathers() -> None:
     bare = base.with_orders([t for t in order if t.kind not in ("U", "AR")] for order in base.orders)
     schedule = add_updates(shard(bare, 3, gather="step", copies=2))
     costs = replace(CostTable.even(2), gather=(4.0, 4.0))
-    found = explanation(schedule, run_steps(schedule, costs))
-    assert found.of("gather").what_if_step_s == pytest.approx(15.0)
-    assert seconds(found) == {"gather": found.step_s - 15.0, "warm-up": 3.0}
+    result = explanation(schedule, run_steps(schedule, costs))
+    assert result.of("gather").what_if_step_s == pytest.approx(15.0)
+    assert seconds(result) == {"gather": result.step_s - 15.0, "warm-up": 3.0}
 
 
 def test_updates_that_wait_for_the_norm() -> None:
     schedule = whole_step("1f1b", devices=4, microbatches=8)
     steps = _with_a_late_norm(schedule, 10.0)
-    found = explanation(schedule, steps)
-    assert (found.causes[0].cause, seconds(found)["norm"]) == ("norm", 10.0)
+    result = explanation(schedule, steps)
+    assert (result.causes[0].cause, seconds(result)["norm"]) == ("norm", 10.0)
 
 
 def _with_a_late_norm(schedule: Schedule, late: float) -> tuple[RecordedStep, ...]:
     """Every update begins so long after the last gradient of all devices."""
-    found, shift = [], 0.0
+    result, shift = [], 0.0
     for step in run_steps(schedule, EVEN):
         updates = [np.array([t.kind == "U" for t in order]) for order in schedule.orders]
         last = max(float(t[~own, 1].max()) for t, own in zip(step.times, updates, strict=True))
         times = tuple(
             np.where(own[:, None], last + late, t) + shift for t, own in zip(step.times, updates, strict=True)
         )
-        found.append(RecordedStep(step.number, times))
+        result.append(RecordedStep(step.number, times))
         shift += late
-    return tuple(found)
+    return tuple(result)
 
 
 def test_without_a_barrier_steps_overlap_and_little_is_lost_to_warm_up() -> None:
@@ -187,15 +187,15 @@ def test_without_a_barrier_steps_overlap_and_little_is_lost_to_warm_up() -> None
     schedule = from_text(
         "microbatches 2\nplacement 0 1\ndevice 0: 0F0 0F1 0BW0 0BW1 0U\ndevice 1: 1F0 1BW0 1F1 1BW1 1U\n"
     )
-    found = explanation(schedule, run_steps(schedule, CostTable.even(2)), norm="none")
-    assert found.step_s == pytest.approx(9.0)
-    assert found.ideal_s == pytest.approx(6.0)
+    result = explanation(schedule, run_steps(schedule, CostTable.even(2)), norm="none")
+    assert result.step_s == pytest.approx(9.0)
+    assert result.ideal_s == pytest.approx(6.0)
 
 
 def test_one_device_loses_nothing() -> None:
     schedule = whole_step("1f1b", devices=1, microbatches=4)
-    found = explanation(schedule, run_steps(schedule, CostTable.even(1)))
-    assert found.step_s == pytest.approx(found.ideal_s) == pytest.approx(12.0)
+    result = explanation(schedule, run_steps(schedule, CostTable.even(1)))
+    assert result.step_s == pytest.approx(result.ideal_s) == pytest.approx(12.0)
 
 
 def test_two_faults_at_once_share_what_only_both_mended_gain() -> None:
@@ -203,11 +203,11 @@ def test_two_faults_at_once_share_what_only_both_mended_gain() -> None:
     schedule = whole_step("1f1b", devices=4, microbatches=8)
     profile = task_times(schedule, EVEN)
     steps = run_steps(schedule, uneven([2, 1, 1, 2]))
-    found = explanation(schedule, steps, planned=profile)
-    straggler = found.of("straggler")
+    result = explanation(schedule, steps, planned=profile)
+    straggler = result.of("straggler")
     assert straggler is not None
     assert set(straggler.devices) == {0, 3}
-    assert found.causes[0].cause == "straggler"
+    assert result.causes[0].cause == "straggler"
 
 
 # For any schedule and any times, the causes sum to what is lost, and a replay with nothing mended is the run.
@@ -249,8 +249,10 @@ def test_causes_sum_to_what_is_lost(data: st.DataObject) -> None:
     of = Measured(schedule=schedule, steps=recorded, norm=norm)
     replay = Replay(of)
     assert replay.step_s() == pytest.approx(replay.measured_s, rel=1e-9)
-    found = explain(replay)
-    assert sum(c.seconds for c in found.causes) == pytest.approx(found.step_s - found.ideal_s, abs=1e-9 * found.step_s)
-    assert [c.seconds for c in found.causes] == sorted((c.seconds for c in found.causes), reverse=True)
-    for cause in found.causes:
+    result = explain(replay)
+    assert sum(c.seconds for c in result.causes) == pytest.approx(
+        result.step_s - result.ideal_s, abs=1e-9 * result.step_s
+    )
+    assert [c.seconds for c in result.causes] == sorted((c.seconds for c in result.causes), reverse=True)
+    for cause in result.causes:
         assert sum(cause.devices.values()) == pytest.approx(cause.seconds) or not cause.devices

@@ -93,12 +93,12 @@ def test_a_model_with_frozen_layers_is_cut_by_what_is_left_of_them(name: str, sh
     planned = ExplainedPlan(
         plan=of, batch=32, clips=True, layer_s=(1.0,) * layers, profile=adapters(first, layers, 0.5)
     )
-    found = {change.mends: change for change in changes(explain(replay), replay, planned) if "cut" in change.keys}
+    result = {change.mends: change for change in changes(explain(replay), replay, planned) if "cut" in change.keys}
     every = {
         edges: seconds([range(a, b) for a, b in pairwise((0, *edges, layers))])
         for edges in combinations(range(1, layers), stages - 1)
     }
-    best = found["imbalance"]
+    best = result["imbalance"]
     assert best.predicted_step_s == pytest.approx(seconds(best.keys["cut"]))
     assert best.predicted_step_s <= shortest * min(every.values())  # borders are moved one by one
     changed = of.model_copy(update={"program": of.program, **best.keys})  # as somebody would edit plan.json

@@ -137,7 +137,7 @@ def opened_again(rank: int, opened: Communicators, device: torch.device) -> None
 
     second = make_stream(device)
     edges = [CopyStream(device, "to 1").stream for _ in range(2 * STREAMS)]
-    say(same=all(one == edges[0] for one in edges), alias=any(one == second for one in edges))
+    say(same=all(edge == edges[0] for edge in edges), alias=any(edge == second for edge in edges))
 
 
 def memory(rank: int, opened: Communicators, device: torch.device) -> None:

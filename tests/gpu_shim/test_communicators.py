@@ -16,7 +16,7 @@ DELAYS = {"kernel_us": 200}
 def test_messages_pass_each_way_and_communicators_are_destroyed_in_order() -> None:
     *ranks, ends = run_case("exchange", **DELAYS)
     assert ends == {"exits": {"0": 0, "1": 0}}
-    assert all((one["aborts"], one["destroys"], one["open"]) == (0, 2, 0) for one in ranks)
+    assert all((rank["aborts"], rank["destroys"], rank["open"]) == (0, 2, 0) for rank in ranks)
     assert len(ranks) == 2
 
 

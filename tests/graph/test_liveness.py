@@ -22,12 +22,12 @@ from raypipe.schedule.ir import StageGraph
 
 def any_results(draw: random.Random, layers: int) -> tuple[Result, ...]:
     """Results of layers 0 to ``layers`` - 1, each of which reads some earlier ones; all lead to the last."""
-    found = []
+    result = []
     for made in range(layers - 1):
         for _ in range(draw.choice([1, 1, 1, 2])):
             later = range(made + 1, layers)
-            found.append(Result(made, tuple(sorted(draw.sample(later, min(len(later), draw.choice([1, 1, 2, 3])))))))
-    return tuple(found)
+            result.append(Result(made, tuple(sorted(draw.sample(later, min(len(later), draw.choice([1, 1, 2, 3])))))))
+    return tuple(result)
 
 
 def delivered(results: tuple[Result, ...], cut: tuple[tuple[int, ...], ...], ends: tuple[StageEnds, ...]) -> None:

@@ -67,7 +67,7 @@ def saved_bytes(model: CapturedModel, i: int, narrow: bool) -> int:
         torch.randn(t.shape, dtype=t.dtype).requires_grad_(t.differentiable)
         for t in (model.crossing(i - 1, SAMPLES) if i else ())
     )
-    found: dict[int, int] = {}
+    result: dict[int, int] = {}
     kept: list[torch.Tensor] = []  # or an address could be given out twice
     own = {p.untyped_storage().data_ptr() for p in (*stage.parameters(), *stage.buffers())}
 
@@ -75,7 +75,7 @@ def saved_bytes(model: CapturedModel, i: int, narrow: bool) -> int:
         kept.append(t)
         mask = t.dtype == torch.bool and t.shape == (SEQUENCE, SEQUENCE)  # what a query sees, once a micro-batch
         if t.untyped_storage().data_ptr() not in own and not mask:
-            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            result[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with (
@@ -86,7 +86,7 @@ def saved_bytes(model: CapturedModel, i: int, narrow: bool) -> int:
         out = stage(arrived, inputs)
         if i == model.count - 1:
             model.task.loss(out[0], inputs)
-    return sum(found.values())
+    return sum(result.values())
 
 
 def table_bytes(model: CapturedModel, i: int) -> int:
@@ -298,14 +298,14 @@ def test_slices_of_a_captured_gpt2_take_what_those_of_the_gpt_take() -> None:
     whole = analytic_profile(shape, cluster, "float32")
     assert captured.slicing == whole.slicing == Slicing(positions=length)
     schedule = generate("1f1b", Shape(devices=1, microbatches=1, slices=4))
-    found = []
+    result = []
     for profile in (captured, whole):
         cut = [range(len(profile.layers))]
         tasks = [task for task in schedule.tasks() if task.kind in ("F", "BW")]
-        found.append(costs_of(profile, cut, 1, schedule).durations(schedule, tasks))
-    for ours, theirs in zip(*found, strict=True):
-        assert ours / sum(found[0]) == pytest.approx(theirs / sum(found[1]), rel=0.03)
-    assert min(found[1]) < 0.6 * max(found[1])
+        result.append(costs_of(profile, cut, 1, schedule).durations(schedule, tasks))
+    for ours, theirs in zip(*result, strict=True):
+        assert ours / sum(result[0]) == pytest.approx(theirs / sum(result[1]), rel=0.03)
+    assert min(result[1]) < 0.6 * max(result[1])
     sizes = [sum(layer.key_value_bytes for layer in profile.layers) for profile in (captured, whole)]
     assert sizes[0] == sizes[1] == 2 * 2 * 4 * length * 1024
 

@@ -372,10 +372,10 @@ def test_changes_are_recoveries(tmp_path: Path) -> None:
     ]
     (tmp_path / EVENTS).write_text("".join(json.dumps(row) + "\n" for row in log))
     (tmp_path / "metrics.jsonl").write_text("")
-    found = summarise(tmp_path, {})
-    assert found["devices"] == 4
-    assert found["recoveries"] == 2
-    assert found["recovery"] == [
+    result = summarise(tmp_path, {})
+    assert result["devices"] == 4
+    assert result["recoveries"] == 2
+    assert result["recovery"] == [
         {"step": 3, "kind": "replan", "seconds": 4.0, "steps_repeated": 2, "replaced": [0, 1]},
         {"step": 8, "kind": "replan", "seconds": 6.0, "steps_repeated": 0, "replaced": [0, 1, 2, 3]},
     ]

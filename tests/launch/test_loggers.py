@@ -61,13 +61,13 @@ def test_tensorboard_reads_every_figure_and_a_resume_replaces_steps(tmp_path: Pa
     told(tmp_path, "tensorboard")
     again = [row | {"loss": 1.0} for row in ROWS[1:]]  # the run was resumed after step 1
     told(tmp_path, "tensorboard", rows=again)
-    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(found.Tags()["scalars"]) == {*TOLD, "val_loss"}
+    result = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert set(result.Tags()["scalars"]) == {*TOLD, "val_loss"}
     for name, value in TOLD.items():
-        by_step = {one.step: one.value for one in found.Scalars(name)}
+        by_step = {Scalar.step: Scalar.value for Scalar in result.Scalars(name)}
         assert by_step.keys() == {1, 2, 3}
         assert by_step[2] == pytest.approx(1.0 if name == "loss" else value, rel=1e-6)
-    assert [one.value for one in found.Scalars("loss")] == [4.0, 1.0, 1.0]
+    assert [Scalar.value for Scalar in result.Scalars("loss")] == [4.0, 1.0, 1.0]
 
 
 @pytest.mark.slow

@@ -18,15 +18,15 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The priorities of the streams that are made."""
-    found: list[int] = []
+    result: list[int] = []
 
     def make(device: torch.device, priority: int) -> object:
-        found.append(priority)
-        return SimpleNamespace(number=len(found))
+        result.append(priority)
+        return SimpleNamespace(number=len(result))
 
     monkeypatch.setattr(host_copies, "_streams", {})
     monkeypatch.setattr(host_copies, "make_stream", make)
-    return found
+    return result
 
 
 def test_edges_that_are_opened_again_and_again_keep_their_streams(made: list[int]) -> None:

@@ -45,11 +45,11 @@ def test_places_steps_and_samples_draw_differently() -> None:
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    found = uniform([0], (COUNT,)).flatten().sort().values
+    result = uniform([0], (COUNT,)).flatten().sort().values
     expected = (torch.arange(COUNT, dtype=torch.float64) + 0.5) / COUNT
-    assert (found - expected).abs().max() < 1.63 / math.sqrt(COUNT)  # Kolmogorov-Smirnov, 1 %
-    assert found[0] > 0
-    assert found[-1] < 1
+    assert (result - expected).abs().max() < 1.63 / math.sqrt(COUNT)  # Kolmogorov-Smirnov, 1 %
+    assert result[0] > 0
+    assert result[-1] < 1
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_moments(draw, mean: float, deviation: float) -> None:
     torch.manual_seed(0)
     x = torch.zeros(1, COUNT, dtype=torch.float64)
     with random_keys(3, 1, [0], training=True):
-        found = draw(Site(0, 0), x)
-    assert float(found.mean()) == pytest.approx(mean, abs=5 * deviation / math.sqrt(COUNT))
-    assert float(found.std()) == pytest.approx(deviation, rel=0.03)
+        result = draw(Site(0, 0), x)
+    assert float(result.mean()) == pytest.approx(mean, abs=5 * deviation / math.sqrt(COUNT))
+    assert float(result.std()) == pytest.approx(deviation, rel=0.03)
 
 
 def test_a_draw_is_its_mean_in_evaluation() -> None:
@@ -92,7 +92,7 @@ def test_a_draw_is_its_mean_in_evaluation() -> None:
 
 def test_single_precision_numbers_stay_below_one() -> None:
     with random_keys(3, 1, [0], training=True):
-        found = KEYED[aten.rand.default](Site(0, 0), [1, COUNT], dtype=torch.float32)
-    assert found.dtype == torch.float32
-    assert float(found.max()) < 1
-    assert torch.equal(found * 2**24, (found * 2**24).floor())
+        result = KEYED[aten.rand.default](Site(0, 0), [1, COUNT], dtype=torch.float32)
+    assert result.dtype == torch.float32
+    assert float(result.max()) < 1
+    assert torch.equal(result * 2**24, (result * 2**24).floor())

@@ -36,25 +36,25 @@ def directory(tmp_path: Path) -> Path:
 
 def recorded(of) -> RecordedSteps:
     schedule = as_run(build_schedule(of, 32))
-    found = RecordedSteps(schedule)
+    result = RecordedSteps(schedule)
     for step in run_steps(schedule, uneven([0.2, 0.4, 0.1, 0.1])):
-        found.add(step, follows=True)
-    return found
+        result.add(step, follows=True)
+    return result
 
 
 def test_the_json_is_as_promised(directory: Path, capsys) -> None:
     assert command(["explain", str(directory), "--json"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert len(out) == 1
-    found = json.loads(out[0])
-    lost = found["step_s"] - found["ideal_s"]
-    assert sum(cause["seconds"] for cause in found["causes"]) == pytest.approx(lost, rel=0.01)
-    assert {"cause", "device", "seconds", "what_if_step_s"} <= found["causes"][0].keys()
-    assert (found["causes"][0]["cause"], found["causes"][0]["device"]) == ("imbalance", 1)
-    assert found["ideal_s"] == pytest.approx(0.2 * 3 * 8, rel=1e-5)
-    assert found["best_change"]["predicted_step_s"] == pytest.approx(6.6, rel=1e-5)
-    assert found["best_change"]["gain"] == pytest.approx(1 - 6.6 / found["step_s"], rel=1e-4)
-    assert found["steps"] == [2, 3]
+    result = json.loads(out[0])
+    lost = result["step_s"] - result["ideal_s"]
+    assert sum(cause["seconds"] for cause in result["causes"]) == pytest.approx(lost, rel=0.01)
+    assert {"cause", "device", "seconds", "what_if_step_s"} <= result["causes"][0].keys()
+    assert (result["causes"][0]["cause"], result["causes"][0]["device"]) == ("imbalance", 1)
+    assert result["ideal_s"] == pytest.approx(0.2 * 3 * 8, rel=1e-5)
+    assert result["best_change"]["predicted_step_s"] == pytest.approx(6.6, rel=1e-5)
+    assert result["best_change"]["gain"] == pytest.approx(1 - 6.6 / result["step_s"], rel=1e-4)
+    assert result["steps"] == [2, 3]
 
 
 def test_the_json_goes_to_a_file_too(directory: Path, tmp_path: Path, capsys) -> None:

@@ -19,9 +19,9 @@ def boxes(axes):
 
 def test_one_box_per_task_at_its_time(timeline):
     spans = timeline("1f1b")
-    found = boxes(gantt([spans]).axes[0])
+    result = boxes(gantt([spans]).axes[0])
     expected = [(s.start, s.end, d) for d, row in enumerate(spans.spans) for s in row]
-    assert sorted((x0, x1, round((y0 + y1) / 2)) for x0, y0, x1, y1 in found) == sorted(expected)
+    assert sorted((x0, x1, round((y0 + y1) / 2)) for x0, y0, x1, y1 in result) == sorted(expected)
 
 
 def test_replicas_are_hatched_and_named(timeline):

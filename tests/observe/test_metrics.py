@@ -66,9 +66,9 @@ def test_the_replica_tag_counts_copies_of_the_pipeline(timeline, name, copies, r
     one = timeline(name, devices=2, microbatches=2)
     if copies > 1:
         one = simulate(replicate(one.schedule, copies), CostTable.even(2))
-    found = list(device_readings(one, one.makespan, copies))
-    assert {tags["replica"] for metric, _, tags in found if metric is TASK_SECONDS} == set(replicas)
-    total = sum(value for metric, value, _ in found if metric is TASK_SECONDS)
+    result = list(device_readings(one, one.makespan, copies))
+    assert {tags["replica"] for metric, _, tags in result if metric is TASK_SECONDS} == set(replicas)
+    total = sum(value for metric, value, _ in result if metric is TASK_SECONDS)
     assert total == pytest.approx(sum(one.busy))
 
 
@@ -78,12 +78,12 @@ def test_a_row_is_read_as_it_stands():
         "data_wait_share": 0.02, "expert_load": {"layers.0": 1.5, "layers.1": 2.0}
     }  # fmt: skip
     readings = list(step_readings(row, 16))
-    found = {metric.name: value for metric, value, tags in readings if not tags}
+    result = {metric.name: value for metric, value, tags in readings if not tags}
     loads = {tags["layer"]: value for metric, value, tags in readings if metric is EXPERT_LOAD}
     assert loads == row["expert_load"]
-    assert found[SAMPLES.name] == 32.0
-    assert (found["raypipe_step"], found["raypipe_loss"], found["raypipe_bubble_ratio"]) == (7, 2.5, 0.1)
-    assert len(found) == 9
+    assert result[SAMPLES.name] == 32.0
+    assert (result["raypipe_step"], result["raypipe_loss"], result["raypipe_bubble_ratio"]) == (7, 2.5, 0.1)
+    assert len(result) == 9
 
 
 def test_the_guide_lists_every_metric_as_it_is_declared():

@@ -170,8 +170,8 @@ def test_the_numbers_are_those_of_a_run(stage_pool, text_folder: Path, tmp_path:
 
     def points(name: str, chart: int) -> dict[int, float]:
         figure = [e for e in page.elements if e[0] == "figure"][chart]
-        found = re.findall(rf"{name}, step (\d+): ([0-9.e+-]+)", "\n".join(figure[2]))
-        return {int(number): float(value) for number, value in found}
+        result = re.findall(rf"{name}, step (\d+): ([0-9.e+-]+)", "\n".join(figure[2]))
+        return {int(number): float(value) for number, value in result}
 
     for name, chart, key in (
         ("training", 0, "loss"), ("validation", 0, "val_loss"), ("measured", 1, "step_s"),

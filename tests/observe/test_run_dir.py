@@ -158,5 +158,5 @@ def test_what_is_set_aside_replaces_nothing(tmp_path: Path) -> None:
     for content in ("a", "b", "c"):
         (tmp_path / "plan.json").write_text(content)
         set_aside(tmp_path / "plan.json")
-    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert found == {"plan.json.damaged": "a", "plan.json.damaged-2": "b", "plan.json.damaged-3": "c"}
+    result = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert result == {"plan.json.damaged": "a", "plan.json.damaged-2": "b", "plan.json.damaged-3": "c"}

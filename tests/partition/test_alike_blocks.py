@@ -30,8 +30,8 @@ def job(kind: str, tensor: int = 1, **config: Any) -> JobSpec:
 
 
 def captured(one: JobSpec) -> tuple[Any, Any]:
-    found = job_pieces(one)
-    return found.pieces, found.tensor_ranks
+    result = job_pieces(one)
+    return result.pieces, result.tensor_ranks
 
 
 def bare(found: JobPieces | tuple[Any, Any]) -> tuple[Any, Any]:
@@ -52,9 +52,9 @@ def no_cache(tmp_path, monkeypatch):
 )
 def test_they_are_those_of_the_whole_model(kind: str, config: dict[str, Any]) -> None:
     one = job(kind, num_hidden_layers=13, **config)
-    found = alike_blocks(one, captured)
-    assert found is not None
-    assert bare(found) == bare(job_pieces(one))
+    result = alike_blocks(one, captured)
+    assert result is not None
+    assert bare(result) == bare(job_pieces(one))
 
 
 @pytest.mark.parametrize(

@@ -52,9 +52,9 @@ def test_inception_on_v100s_as_published(inception: PlacementGraph) -> None:
     alone = sum(op.seconds for op in inception.operations if isinstance(op.seconds, float))
     speedup = {}
     for count in (2, 3, 4):
-        found = place(inception, nvlink(count), budget_s=60)
-        assert found.optimal
-        speedup[count] = alone / found.makespan_s
+        result = place(inception, nvlink(count), budget_s=60)
+        assert result.optimal
+        speedup[count] = alone / result.makespan_s
     assert speedup[2] == pytest.approx(1.32, rel=0.06)
     assert speedup[3] < speedup[2] * 1.1
     assert speedup[4] < speedup[3] * 1.02

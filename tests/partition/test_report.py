@@ -103,11 +103,11 @@ def test_memory_counts_the_output_and_the_optimizer_of_the_job():
 def test_devices_with_two_stages_are_balanced_as_devices(name):
     pieces, profile = model([1e12] * 15 + [6e12])
     schedule = generate(name, Shape(devices=4, microbatches=8, chunks=1 if name == "chimera" else 2))
-    found = make_partition(pieces, profile, schedule, 1).balanced
-    costs = found.device_cost
-    assert max(costs) <= found.bound * 1.01
-    assert max(costs) - min(costs) < 2 * max(found.stage_cost)
-    assert len(found.stages) == schedule.stages
+    result = make_partition(pieces, profile, schedule, 1).balanced
+    costs = result.device_cost
+    assert max(costs) <= result.bound * 1.01
+    assert max(costs) - min(costs) < 2 * max(result.stage_cost)
+    assert len(result.stages) == schedule.stages
 
 
 def test_a_profile_of_another_model_is_refused():
@@ -135,9 +135,9 @@ def test_pieces_are_kept_and_damage_is_noticed(tmp_path, monkeypatch):
     pieces, _ = model([1e9, 1e12, 1e9])
     works = tuple(plain_layer(p.label, flops=p.flops, parameters=1, kept_bytes=1, output_bytes=1) for p in pieces)
     tensor_ranks = tuple(TensorRankWork(work, (8.0,) * i, (), (4.0,)) for i, work in enumerate(works))
-    found = JobPieces(pieces, tensor_ranks, Slicing(positions=4, refused="it looks back"))
-    save_pieces("key", found)
-    assert load_pieces("key") == found
+    result = JobPieces(pieces, tensor_ranks, Slicing(positions=4, refused="it looks back"))
+    save_pieces("key", result)
+    assert load_pieces("key") == result
     assert load_pieces("other") is None
     (path,) = (tmp_path / "captured").iterdir()
     path.write_text('[[{"label": 1}], [], {"positions": 4}]')
@@ -158,10 +158,10 @@ def test_the_key_of_pieces_follows_the_job():
 
 
 def test_this_machine_is_measured():
-    found = this_machine("float32", 3)
-    assert found.devices == 3
-    assert 1e-3 < found.device.peak_tflops["float32"] < 10
-    assert 0.1 < found.device.memory_gb_s < 10_000
+    result = this_machine("float32", 3)
+    assert result.devices == 3
+    assert 1e-3 < result.device.peak_tflops["float32"] < 10
+    assert 0.1 < result.device.memory_gb_s < 10_000
 
 
 def test_the_built_in_gpt_is_cut_by_its_layers():

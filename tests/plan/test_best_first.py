@@ -63,15 +63,15 @@ def everything_of(case: dict[str, int]) -> list[Prediction]:
 
 def everything(judge: Judges, every: list[Grid]) -> list[Prediction]:
     """Every candidate timed; of those that do not fit, all that may hold less, relief or not."""
-    found: list[Prediction] = []
+    result: list[Prediction] = []
     for grid in every:
         for c in filter(None, map(flushing, judge.on(grid))):
             for todo in ([c], leaner(c, judge.of(c).train.clip is not None)):
                 fitting = [p for one in todo if (p := predicted(judge, one)) is not None and p.fits]
-                found += fitting
+                result += fitting
                 if fitting:
                     break
-    return found
+    return result
 
 
 def recut(judge: Judges, p: Prediction) -> Prediction | None:
@@ -107,8 +107,8 @@ def test_nothing_better_is_missed(case) -> None:
     assert len(all_of_them) > 40
     if "tensor" in case:  # and groups are worth a place among them
         assert {p.candidate.tensor for p in all_of_them[:12]} == {1, 2}
-    found = best_first(judge, every, 12, flushing)
-    best = [p.step_s for p in found.best]
+    result = best_first(judge, every, 12, flushing)
+    best = [p.step_s for p in result.best]
     expected: list[float] = []
     for p in all_of_them:  # plans that do the same under two names count once
         if not any(abs(p.step_s / t - 1) < 1e-5 for t in expected):
@@ -119,9 +119,9 @@ def test_nothing_better_is_missed(case) -> None:
         assert all(t <= e * (1 + 1e-6) for t, e in zip(distinct, expected, strict=False))
     else:
         assert distinct == pytest.approx(expected[: len(distinct)], rel=1e-6)
-    assert found.best[0].candidate == min([*all_of_them, *cut_for_devices], key=rank_key).candidate
-    assert found.timed < len(all_of_them)
-    assert all(p.fits for p in found.best)
+    assert result.best[0].candidate == min([*all_of_them, *cut_for_devices], key=rank_key).candidate
+    assert result.timed < len(all_of_them)
+    assert all(p.fits for p in result.best)
 
 
 @pytest.mark.slow
@@ -130,14 +130,14 @@ def test_nothing_better_is_missed(case) -> None:
 def test_nothing_simpler_that_is_about_as_fast_is_missed(case, near) -> None:
     judge, every = setting(**case)
     for top in (1, 4):
-        found = best_first(judge, every, top, flushing, near)
+        result = best_first(judge, every, top, flushing, near)
         balanced = everything_of(case)
         both = [*balanced, *(q for p in balanced if (q := recut(judge, p)) is not None and q.fits)]
-        chosen, expected = simplest(found.best + found.near, near), simplest(both, near)
+        chosen, expected = simplest(result.best + result.near, near), simplest(both, near)
         assert (chosen.plainness, chosen.step_s) == (expected.plainness, pytest.approx(expected.step_s, rel=1e-5))
         fastest = min(p.step_s for p in both)
         assert chosen.step_s <= fastest * (1 + near)
-        assert all(p.step_s <= fastest * (1 + near) for p in found.near)
+        assert all(p.step_s <= fastest * (1 + near) for p in result.near)
 
 
 @pytest.mark.slow
@@ -184,11 +184,11 @@ def test_weights_that_do_not_fit_are_known_without_an_order() -> None:
 @pytest.mark.slow
 def test_fewer_activations_and_recomputation_are_tried_together() -> None:
     judge, every = setting(4, 2, 4, 8, memory_bytes=0.28 * 2**30)
-    found, expected = best_first(judge, every, 12, flushing).best, sorted(everything(judge, every), key=rank_key)
+    result, expected = best_first(judge, every, 12, flushing).best, sorted(everything(judge, every), key=rank_key)
     both = [*expected, *(q for p in expected if (q := recut(judge, p)) is not None and q.fits)]
-    assert found[0].step_s == pytest.approx(min(p.step_s for p in both), rel=1e-6)
-    assert all(p.step_s <= e.step_s * (1 + 1e-6) for p, e in zip(found, expected, strict=False))
-    assert any(p.candidate.memory_limit is not None and p.candidate.recompute != "none" for p in found)
+    assert result[0].step_s == pytest.approx(min(p.step_s for p in both), rel=1e-6)
+    assert all(p.step_s <= e.step_s * (1 + 1e-6) for p, e in zip(result, expected, strict=False))
+    assert any(p.candidate.memory_limit is not None and p.candidate.recompute != "none" for p in result)
 
 
 @pytest.mark.slow

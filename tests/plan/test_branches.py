@@ -50,8 +50,8 @@ def test_what_a_chain_carries_along_goes_straight_to_its_readers() -> None:
 def test_branches_of_a_single_microbatch_run_side_by_side() -> None:
     """A stem, two branches of 6 and what joins them; one message there and one back are on the longest path."""
     of = costs([Result(0, (1, 2)), Result(1, (3,)), Result(2, (3,))], [1.0, 6.0, 6.0, 1.0], latency_s=0.5)
-    found = choose_branches(of, 2, 1, move_s=0.5)
-    assert found.makespan_s == pytest.approx(3 * (1 + 6 + 1) + 2 * 0.5)
+    result = choose_branches(of, 2, 1, move_s=0.5)
+    assert result.makespan_s == pytest.approx(3 * (1 + 6 + 1) + 2 * 0.5)
     assert best_chain(of, 2, 1).makespan_s == pytest.approx(3 * 14 + 2 * 0.5)
 
 

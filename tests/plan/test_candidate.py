@@ -18,15 +18,15 @@ from tests.plan.conftest import form_on
 
 
 def test_every_division_of_the_devices_is_there() -> None:
-    found = list(grids(6, 12, 4, 1, 8))
-    assert len(found) == len(set(found))
+    result = list(grids(6, 12, 4, 1, 8))
+    assert len(result) == len(set(result))
     expected = {
         Grid(d, w, b, 12 // (w * b))
         for d in range(1, 5) for w in range(1, 7) for b in range(1, 9) if d * w <= 6 and 12 % (w * b) == 0
     }  # fmt: skip
-    assert set(found) == expected
-    assert Grid(1, 1, 4, 3) in found  # one device
-    assert Grid(1, 6, 2, 1) in found  # data parallelism alone
+    assert set(result) == expected
+    assert Grid(1, 1, 4, 3) in result  # one device
+    assert Grid(1, 6, 2, 1) in result  # data parallelism alone
 
 
 def test_every_family_is_there_and_what_is_the_same_is_there_once() -> None:

@@ -169,16 +169,16 @@ def test_recomputation_keeps_as_much_as_memory_holds() -> None:
     for part in (0.75, 0.85, 0.95):
         profile = make_profile(layers=4, memory_bytes=part * need)
         rows = choose(job, profile, search_s=0).rows  # the choice itself may be a simpler one, nearly as fast
-        found = min((row.prediction for row in rows if row.prediction.fits), key=lambda p: p.step_s)
-        steps.append(found.step_s)
-        assert max(found.memory_bytes) <= part * need
+        result = min((row.prediction for row in rows if row.prediction.fits), key=lambda p: p.step_s)
+        steps.append(result.step_s)
+        assert max(result.memory_bytes) <= part * need
         judge = Predictor(profile, job.train, 4)
         kept, recomputed = (
             judge.predict(replace(bare.best.candidate, recompute=how)) for how in ("microbatches", "layers")
         )
         shares.append(sum(kept.keep or ()))
         layers.append(len(recomputed.recomputed or ()))
-        assert found.step_s <= min(kept.step_s, recomputed.step_s) * (1 + 1e-9)
+        assert result.step_s <= min(kept.step_s, recomputed.step_s) * (1 + 1e-9)
     assert steps == sorted(steps, reverse=True)
     assert shares == sorted(shares)
     assert layers == sorted(layers, reverse=True)

@@ -23,7 +23,7 @@ def mixtures(memory_gib: float, sent_bytes: float) -> dict[Sharing, Profile]:
     """A model of which three quarters are experts, by the copies that divide these; their kernels are a tenth faster
     where twice as many tokens come together."""
     whole = make_profile(layers=4, devices=4, memory_bytes=memory_gib * 2**30)
-    found = {ALONE: whole}
+    result = {ALONE: whole}
     for n in NUMBERS:
         layers = tuple(
             layer.model_copy(
@@ -36,8 +36,8 @@ def mixtures(memory_gib: float, sent_bytes: float) -> dict[Sharing, Profile]:
             )
             for layer in whole.layers
         )
-        found[Sharing(experts=n)] = whole.model_copy(update={"layers": layers, "experts": n})
-    return found
+        result[Sharing(experts=n)] = whole.model_copy(update={"layers": layers, "experts": n})
+    return result
 
 
 @pytest.mark.parametrize(("memory_gib", "sent_bytes"), [(8, 0), (8, 1e6), (8, 1e8), (0.4, 1e6), (0.35, 1e6)])
@@ -49,8 +49,8 @@ def test_the_best_of_all_numbers_of_copies(memory_gib: float, sent_bytes: float)
         job = make_job(layers=4, parallel={"auto": True, "experts": n})
         with suppress(SpecError):  # too large
             alone[n] = choose(job, whole, search_s=0, shared=shared).best
-    found = choose(make_job(layers=4, parallel="auto"), whole, search_s=0, shared=shared)
-    assert found.best.step_s <= min(p.step_s for p in alone.values()) * 1.005 + 1e-12  # NEAR: a simpler one
+    result = choose(make_job(layers=4, parallel="auto"), whole, search_s=0, shared=shared)
+    assert result.best.step_s <= min(p.step_s for p in alone.values()) * 1.005 + 1e-12  # NEAR: a simpler one
     assert all(p.candidate.experts == n and not p.candidate.replicas % n for n, p in alone.items())
     assert all(p.candidate.update == "wait" for n, p in alone.items() if n > 1)
 
@@ -69,9 +69,9 @@ def test_tokens_that_cost_nothing_are_sent_and_dear_ones_are_not() -> None:
 
 
 def test_a_number_without_costs_of_its_own_has_those_of_whole_experts() -> None:
-    found = choose(make_job(layers=4, parallel={"auto": True, "experts": 2}), make_profile(layers=4), search_s=0)
-    assert found.best.candidate.experts == 2
-    assert found.best.candidate.replicas % 2 == 0
+    result = choose(make_job(layers=4, parallel={"auto": True, "experts": 2}), make_profile(layers=4), search_s=0)
+    assert result.best.candidate.experts == 2
+    assert result.best.candidate.replicas % 2 == 0
 
 
 def test_auto_is_left_to_the_planner() -> None:

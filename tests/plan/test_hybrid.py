@@ -16,29 +16,29 @@ INCEPTION = Path(__file__).parents[2] / "jobs" / "epochs-inception-v3.yaml"
 
 def test_inception_as_published() -> None:
     """Pal et al. 2019, section 5: +15.5 % at 64 GPUs, +26.5 % at 256."""
-    found = compare(load_epochs(INCEPTION))
-    gains = {row.devices: row.gain for row in found.rows}
+    result = compare(load_epochs(INCEPTION))
+    gains = {row.devices: row.gain for row in result.rows}
     assert gains[64] == pytest.approx(0.155, abs=5e-4)
     assert gains[256] == pytest.approx(0.265, abs=5e-4)
-    assert found.tipping_point == 64
-    assert [row.best for row in found.rows if row.devices < 64] == ["dp"] * 6
+    assert result.tipping_point == 64
+    assert [row.best for row in result.rows if row.devices < 64] == ["dp"] * 6
 
 
 def test_gnmt_as_published() -> None:
     """8 % at 256 GPUs and no gain before: what 256 workers' epochs must be for that, by Equation 5."""
     epochs = {64: 4, 128: 4.2}
     at_256 = 1.08 * 256 * 4.2 / (1.15 * 128)
-    found = compare(epochs_from({"mp_speedup": {2: 1.15}, "epochs": {**epochs, 256: at_256}}))
-    assert found.tipping_point == 256
-    assert found.rows[-1].gain == pytest.approx(0.08)
+    result = compare(epochs_from({"mp_speedup": {2: 1.15}, "epochs": {**epochs, 256: at_256}}))
+    assert result.tipping_point == 256
+    assert result.rows[-1].gain == pytest.approx(0.08)
 
 
 def test_biglstm_as_published() -> None:
     """At 32 GPUs the hybrid is 1.22 times the best data parallelism, which is that of 16."""
-    found = compare(epochs_from({"mp_speedup": {2: 1.22}, "epochs": {16: 5, 32: 16}}))
-    rows = {row.devices: row for row in found.rows}
-    assert found.tipping_point == 32
-    assert rows[32].hybrid[2] == pytest.approx(1.22 * max(row.dp for row in found.rows))
+    result = compare(epochs_from({"mp_speedup": {2: 1.22}, "epochs": {16: 5, 32: 16}}))
+    rows = {row.devices: row for row in result.rows}
+    assert result.tipping_point == 32
+    assert rows[32].hybrid[2] == pytest.approx(1.22 * max(row.dp for row in result.rows))
 
 
 @given(
@@ -59,9 +59,9 @@ def test_a_hybrid_is_best_where_the_inequality_says_so(su, first, growth, lost, 
 
 def test_time_to_converge_is_the_product() -> None:
     table = {"mp_speedup": {2: 1.5}, "epochs": {2: 3, 4: 10}, "step_s": 0.5, "steps_per_epoch": 100}
-    found = compare(epochs_from(table), [4])
-    assert found.single_device_s == 0.5 * 100 * 3
-    assert found.rows[0].hybrid[2] == 1.5 * 2  # two workers, each half as fast again, no more epochs
+    result = compare(epochs_from(table), [4])
+    assert result.single_device_s == 0.5 * 100 * 3
+    assert result.rows[0].hybrid[2] == 1.5 * 2  # two workers, each half as fast again, no more epochs
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,13 @@ def chosen(parallel: Any) -> Any:
 @pytest.mark.slow
 def test_stages_are_on_different_hosts_where_sums_cost_more_than_activations() -> None:
     shape = {"auto": True, "stages": 2, "replicas": 2, "shard": "none"}
-    found = {way: chosen({**shape, "innermost": way}) for way in get_args(Innermost)}
+    result = {way: chosen({**shape, "innermost": way}) for way in get_args(Innermost)}
     best = chosen(shape)
     assert best.best.candidate.innermost == "replicas"
-    assert best.plan == found["replicas"].plan
-    assert best.best.step_s < found["stages"].best.step_s * 0.98
+    assert best.plan == result["replicas"].plan
+    assert best.best.step_s < result["stages"].best.step_s * 0.98
     assert "stages on different hosts, each stage's copies inside one" in best.rows[0].why
-    for way, decision in found.items():
+    for way, decision in result.items():
         rows = [row.prediction.candidate for row in decision.rows if row.prediction.candidate.stages > 1]
         assert {c.innermost for c in rows} == {way}
         assert as_json(decision)["candidates"][0]["innermost"] == way
@@ -64,7 +64,7 @@ def test_stages_are_on_different_hosts_where_sums_cost_more_than_activations() -
 @pytest.mark.parametrize("divides", [False, True])
 def test_no_candidate_of_either_way_is_faster(divides: bool) -> None:
     judge, every = setting(layers=4, devices=4, batch=8, seed=5, devices_per_host=2, between=ETHERNET, divides=divides)
-    found = best_first(judge, every, 1, flushing).best[0]
+    result = best_first(judge, every, 1, flushing).best[0]
     ways = set()
     for grid in every:
         for made in judge.on(grid):
@@ -74,7 +74,7 @@ def test_no_candidate_of_either_way_is_faster(divides: bool) -> None:
                     with suppress(ScheduleError):
                         p = judge.predict(c)
                         assert judge.least(c) <= p.step_s * (1 + 1e-9)
-                        assert not p.fits or divides or p.step_s >= found.step_s * (1 - 1e-6), c
+                        assert not p.fits or divides or p.step_s >= result.step_s * (1 - 1e-6), c
     assert ways == {("stages", False), ("stages", True), ("replicas", True)}
 
 
@@ -83,8 +83,8 @@ def test_both_ways_are_tried_only_where_they_differ(devices_per_host: int, devic
     job = make_job()
     profile = make_profile(devices=devices, devices_per_host=devices_per_host)
     judge = Predictor(profile, job.train, 6)
-    found = {c.innermost for c in judge.on(Grid(stages=2, replicas=2, microbatch=1, microbatches=4))}
-    assert found == ({"stages", "replicas"} if both else {"stages"})
+    result = {c.innermost for c in judge.on(Grid(stages=2, replicas=2, microbatch=1, microbatches=4))}
+    assert result == ({"stages", "replicas"} if both else {"stages"})
     assert {c.innermost for c in judge.on(Grid(stages=4, replicas=1, microbatch=1, microbatches=8))} == {"stages"}
 
 
@@ -92,7 +92,8 @@ def test_shard_groups_of_one_host_are_those_of_its_copies() -> None:
     judge = Predictor(profile_of(devices=8), make_job().train, 4)
     c = Candidate.on(Grid(stages=2, replicas=4, microbatch=1, microbatches=2), "1f1b")
     groups = {
-        way: {one.shard_group for one in judge.shard_ways(replace(c, innermost=way))} for way in get_args(Innermost)
+        way: {shard_way.shard_group for shard_way in judge.shard_ways(replace(c, innermost=way))}
+        for way in get_args(Innermost)
     }
     assert groups == {"stages": {2, 4}, "replicas": {4}}
     inside = judge.costs(replace(c, innermost="replicas", shard="zero3", update="wait"))

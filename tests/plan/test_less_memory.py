@@ -15,12 +15,12 @@ from tests.runtime.runs.small_runs import small_job
 
 def changes(plan: Plan, job: Any, **keys: Any) -> list[str]:
     """One after another, until nothing is left."""
-    found = []
+    result = []
     while (smaller := less_memory(job, plan, **keys)) is not None:
         plan, words = smaller
         assert (plan.predicted_step_s, plan.made_for) == (None, None)
-        found.append(words)
-    return found
+        result.append(words)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,9 @@ def changes(plan: Plan, job: Any, **keys: Any) -> list[str]:
 )
 def test_what_is_given_up_one_after_another(parallel: dict[str, Any], expected: list[str], text_folder: Path) -> None:
     job = small_job(text_folder, parallel)
-    found = changes(make_plan(job), job)
-    assert len(found) == len(expected)
-    assert all(words in line for words, line in zip(expected, found, strict=True))
+    result = changes(make_plan(job), job)
+    assert len(result) == len(expected)
+    assert all(words in line for words, line in zip(expected, result, strict=True))
 
 
 def test_batch_norm_and_a_searched_order_keep_their_micro_batches(text_folder: Path) -> None:

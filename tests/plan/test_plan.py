@@ -64,15 +64,15 @@ def counted(schedule: Schedule, samples: Fraction, batch: int) -> list[Counter[i
     parts = step_programs(schedule)
     train = [WHOLE] * 3 if set(parts) == {WHOLE} else [(True, False), (False, False), (False, True)]
     assert samples.denominator == 1
-    found: list[Counter[Any]] = []
+    result: list[Counter[Any]] = []
     for kinds in (("F",), ("W", "BW")):
         seen: Counter[Any] = Counter()
         for step, part in enumerate(train):
             _count(seen, parts[part], kinds, step, int(samples), schedule.microbatches)
-        found.append(seen)
+        result.append(seen)
     seen = Counter()
     _count(seen, programs(forwards_alone(schedule)), ("F",), 0, int(samples), schedule.microbatches)
-    return [*found, seen]
+    return [*result, seen]
 
 
 def _count(

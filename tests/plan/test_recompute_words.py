@@ -23,8 +23,8 @@ LITTLE = [(0.6, "best"), (0.8, "best"), (1.0, "best"), (0.6, "largest-microbatch
 
 def printed(p: Prediction) -> str:
     """The word in the table's details."""
-    found = re.search(r"recompute (\w+)", details(p))
-    return found[1] if found else "none"
+    result = re.search(r"recompute (\w+)", details(p))
+    return result[1] if result else "none"
 
 
 def typed(tmp_path, p: Prediction, word: str) -> JobSpec:
@@ -63,9 +63,9 @@ def test_each_word_of_the_table_means_the_same_in_a_job(tmp_path, schedule, memo
             job = typed(tmp_path, p, word)
             shown = plan_of(p, job)
             if word in PLANNED:
-                found = choose(job, profile, search_s=0).best
-                assert (printed(found), found.step_s) == (word, p.step_s)
-                assert plan_of(found, job) == shown
+                result = choose(job, profile, search_s=0).best
+                assert (printed(result), result.step_s) == (word, p.step_s)
+                assert plan_of(result, job) == shown
             else:
                 written = Plan.of(job.parallel, shown.cut, BATCH)
                 assert build_schedule(written, BATCH) == build_schedule(shown, BATCH)

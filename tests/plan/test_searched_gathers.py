@@ -37,8 +37,8 @@ ENDS = ("step", "microbatch")
 def shapes(count: int, seed: int) -> Iterator[tuple[Any, Predictor, Candidate]]:
     """Random jobs, their judges, and candidates of level 3: slow links and fast ones, little memory and enough."""
     rng = random.Random(seed)
-    found = 0
-    while found < count:
+    result = 0
+    while result < count:
         link = LinkFit(alpha_s=2e-4, beta_s_per_byte=rng.choice([1, 5, 20]) / 1e9)
         stages, chunks = rng.choice([(1, 4), (2, 2), (2, 3), (1, 6), (2, 4)])
         name = rng.choice(["interleaved-1f1b", "bfs", "zeropp"] if stages > 1 else ["interleaved-1f1b", "bfs"])
@@ -57,14 +57,14 @@ def shapes(count: int, seed: int) -> Iterator[tuple[Any, Predictor, Candidate]]:
         except ScheduleError:  # there is no such shape
             continue
         if fits:
-            found += 1
+            result += 1
             yield job, judge, c
 
 
 def policies_that_fit(judge: Predictor, c: Candidate) -> list[Prediction]:
     """With one gather every micro-batch first."""
-    found = [judge.predict(replace(c, gather=gather)) for gather in ("microbatch", "unit", "step")]
-    return [judge.time(p, final=True) for p in found if p.fits]
+    result = [judge.predict(replace(c, gather=gather)) for gather in ("microbatch", "unit", "step")]
+    return [judge.time(p, final=True) for p in result if p.fits]
 
 
 def first_that_fits(judge: Predictor, c: Candidate) -> Prediction:
@@ -92,22 +92,22 @@ def test_never_slower_than_both_ends(seed: int) -> None:
     """By the prediction, and by a clock of the test's own, on the schedule that the runtime builds from the plan."""
     searched = 0
     for job, judge, c in shapes(12, seed):
-        found = better_gathers(judge, first_that_fits(judge, c), 1.0)
-        assert found.fits
-        seconds = seconds_of_one_copy(as_built(found, job), found.costs)
+        result = better_gathers(judge, first_that_fits(judge, c), 1.0)
+        assert result.fits
+        seconds = seconds_of_one_copy(as_built(result, job), result.costs)
         for gather in ENDS:
             end = judge.predict(replace(c, gather=gather))
             if end.fits:
-                assert found.step_s <= end.step_s * (1 + 1e-9)
+                assert result.step_s <= end.step_s * (1 + 1e-9)
                 of_end = seconds_of_one_copy(as_built(judge.time(end, final=True), job), end.costs)
                 assert seconds <= of_end * (1 + 1e-9)
-        if found.candidate.gather == "order":
+        if result.candidate.gather == "order":
             searched += 1
-            assert found.order is not None
-            update = max(sum(found.costs.update[s] for s in own) for own in _stages_of(found.order))
-            norm_s = judge.overheads(found.candidate).norm_s
-            assert seconds + norm_s + update == pytest.approx(found.step_s)
-            assert PlanPredictor(job, judge.profile).time(plan_of(found, job)).step == pytest.approx(found.step_s)
+            assert result.order is not None
+            update = max(sum(result.costs.update[s] for s in own) for own in _stages_of(result.order))
+            norm_s = judge.overheads(result.candidate).norm_s
+            assert seconds + norm_s + update == pytest.approx(result.step_s)
+            assert PlanPredictor(job, judge.profile).time(plan_of(result, job)).step == pytest.approx(result.step_s)
     assert searched >= 3
 
 
@@ -127,9 +127,9 @@ def searched_plan() -> tuple[Any, Any, Plan]:
     job, profile = make_job(layers=LAYERS, batch=16, clip=1.0), slow_link(memory_bytes=600 * MIB)
     judge = Predictor(profile, job.train, LAYERS)
     c = Candidate.on(Grid(2, 4, 1, 4), "zeropp", chunks=3, unit=2, update="wait")
-    found = better_gathers(judge, judge.predict(replace(c, shard="zero3", gather="microbatch")), 1.0)
-    assert found.candidate.gather == "order"
-    return job, profile, plan_of(found, job)
+    result = better_gathers(judge, judge.predict(replace(c, shard="zero3", gather="microbatch")), 1.0)
+    assert result.candidate.gather == "order"
+    return job, profile, plan_of(result, job)
 
 
 @pytest.mark.slow
@@ -185,9 +185,9 @@ def test_a_schedule_file_may_have_gathers_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_plan_that_ran_out_of_memory_gives_up_its_own_gathers_first() -> None:
     job, _, plan = searched_plan()
-    found = less_memory(job, plan)
-    assert found is not None
-    smaller, words = found
+    result = less_memory(job, plan)
+    assert result is not None
+    smaller, words = result
     assert words == "gathers every micro-batch instead of the plan's own"
     schedules = [build_schedule(each, job.train.batch) for each in (plan, smaller)]
     gathers = [sum(t.kind == "AG" for t in s.tasks()) for s in schedules]

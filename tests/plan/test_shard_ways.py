@@ -33,12 +33,12 @@ TIGHT = {"layers": 6, "devices": 4, "batch": 8, "seed": 5}
 def test_shards_are_never_slower_and_help_where_memory_is_short(mib: int) -> None:
     judge, every = setting(**TIGHT, memory_bytes=mib * MIB, divides=True)
     alone, _ = setting(**TIGHT, memory_bytes=mib * MIB)
-    found, without = best_first(judge, every, 1, flushing).best, best_first(alone, every, 1, flushing).best
-    assert found[0].step_s <= without[0].step_s * (1 + 1e-6)
-    assert found[0].fits
+    result, without = best_first(judge, every, 1, flushing).best, best_first(alone, every, 1, flushing).best
+    assert result[0].step_s <= without[0].step_s * (1 + 1e-6)
+    assert result[0].fits
     if mib == 330:
-        assert found[0].candidate.shard != "none"
-        assert found[0].step_s < without[0].step_s * 0.99
+        assert result[0].candidate.shard != "none"
+        assert result[0].step_s < without[0].step_s * 0.99
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_shards_are_never_slower_and_help_where_memory_is_short(mib: int) -> Non
 def test_no_way_that_fits_is_faster(clip: float | None) -> None:
     """Every plan without recomputation, with every way to divide it, timed."""
     judge, every = setting(**TIGHT, memory_bytes=420 * MIB, divides=True, clip=clip)
-    found = best_first(judge, every, 1, flushing).best[0]
+    result = best_first(judge, every, 1, flushing).best[0]
     for grid in every:
         for made in judge.on(grid):
             for c in (made, *(judge.shard_ways(made) if made.shard == "none" else ())):
@@ -54,7 +54,7 @@ def test_no_way_that_fits_is_faster(clip: float | None) -> None:
                     with suppress(ScheduleError):
                         p = judge.predict(c)
                         assert judge.least(c) <= p.step_s * (1 + 1e-9)
-                        assert not p.fits or p.step_s >= found.step_s * (1 - 1e-6), c
+                        assert not p.fits or p.step_s >= result.step_s * (1 - 1e-6), c
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -43,9 +43,9 @@ def test_no_step_is_shorter_than_its_bound(schedule: str) -> None:
     for stages, slices in ((2, 4), (8, 2), (4, 32)):
         for recompute in ("none", "full"):
             c = Candidate.on(Grid(stages, 1, 1, 4), schedule, slices=slices, recompute=recompute)
-            found = judge.predict(c, timed=True)
-            assert judge.least(c) <= found.step_s
-            assert judge.least_on(c.grid) <= found.step_s
+            result = judge.predict(c, timed=True)
+            assert judge.least(c) <= result.step_s
+            assert judge.least_on(c.grid) <= result.step_s
 
 
 def test_slices_are_tried_where_they_are_known_to_run() -> None:

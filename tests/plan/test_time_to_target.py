@@ -25,15 +25,15 @@ def test_time_to_target_is_step_time_times_steps_of_an_epoch_times_epochs() -> N
         kept[batch] = kept.get(batch) or choose(job, profile, search_s=0, top=1)
         return kept[batch]
 
-    found = rank_batches(make_job(layers=2, batch=8, **TARGET), epochs_from(TABLE), plan_for)
+    result = rank_batches(make_job(layers=2, batch=8, **TARGET), epochs_from(TABLE), plan_for)
     closed = {}
     for batch, epochs in ((4, 4.0), (8, 4.2), (16, 8.0)):
         step_s = choose(make_job(layers=2, batch=batch), profile, search_s=0, top=1).best.step_s
         closed[batch] = step_s * (400 / batch) * epochs
-    assert {one.batch: one.seconds for one in found.ranked} == pytest.approx(closed, rel=1e-12)
-    assert [one.batch for one in found.ranked] == sorted(closed, key=closed.__getitem__)
-    assert found.ranked[0].batch == 8  # the fastest per sample is the largest, whose epochs cost more than it gains
-    assert {one.batch: one.lr for one in found.ranked} == {4: 0.1, 8: None, 16: 0.4}
+    assert {one.batch: one.seconds for one in result.ranked} == pytest.approx(closed, rel=1e-12)
+    assert [one.batch for one in result.ranked] == sorted(closed, key=closed.__getitem__)
+    assert result.ranked[0].batch == 8  # the fastest per sample is the largest, whose epochs cost more than it gains
+    assert {one.batch: one.lr for one in result.ranked} == {4: 0.1, 8: None, 16: 0.4}
     same = rank_batches(
         make_job(layers=2, batch=8, **TARGET), epochs_from(TABLE | {"epochs": {1: 4, 2: 4, 4: 4}}), plan_for
     )
@@ -42,9 +42,9 @@ def test_time_to_target_is_step_time_times_steps_of_an_epoch_times_epochs() -> N
 
 def test_a_batch_without_a_plan_is_left_out_and_named() -> None:
     job = make_job(batch=8, parallel={"auto": True, "replicas": 4, "microbatch": 2}, **TARGET)
-    found = rank_batches(job, epochs_from(TABLE), lambda one: choose(one, make_profile(), search_s=0))
-    assert [one.batch for one in found.ranked] == [8, 16]
-    assert "no plan on 4 devices" in found.left_out[4]
+    result = rank_batches(job, epochs_from(TABLE), lambda one: choose(one, make_profile(), search_s=0))
+    assert [one.batch for one in result.ranked] == [8, 16]
+    assert "no plan on 4 devices" in result.left_out[4]
     none, alone = make_job(batch=8, parallel={"auto": True, "stages": 5}, **TARGET), epochs_from(TABLE)
     with pytest.raises(SpecError, match="no plan on 4 devices has stages: 5"):
         rank_batches(none, alone, lambda one: choose(one, make_profile(), search_s=0))

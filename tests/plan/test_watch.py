@@ -15,22 +15,22 @@ TIGHT = {"layers": 6, "devices": 4, "batch": 8, "seed": 5, "clip": 1.0, "memory_
 
 
 def test_without_time_the_first_plan_is_the_answer() -> None:
-    found = best_first(*setting(**TIGHT), 10, flushing, watch=Watch(Budget(0.0)))
+    result = best_first(*setting(**TIGHT), 10, flushing, watch=Watch(Budget(0.0)))
     whole = best_first(*setting(**TIGHT), 10, flushing)
-    assert len(found.best) == 1
-    assert found.best[0].fits
-    assert found.searched < whole.searched
-    assert whole.best[0].step_s <= found.best[0].step_s
+    assert len(result.best) == 1
+    assert result.best[0].fits
+    assert result.searched < whole.searched
+    assert whole.best[0].step_s <= result.best[0].step_s
 
 
 def test_what_is_shown_gets_better_until_the_bound_meets_it() -> None:
     shown: list[SearchProgress] = []
-    found = best_first(*setting(**TIGHT), 1, flushing, watch=Watch(Budget(float("inf")), shown.append))
+    result = best_first(*setting(**TIGHT), 1, flushing, watch=Watch(Budget(float("inf")), shown.append))
     best = [p.best_s for p in shown]
     assert best == sorted(best, reverse=True)
-    assert best[-1] == found.best[0].step_s
+    assert best[-1] == result.best[0].step_s
     assert [p.bound_s for p in shown] == sorted(p.bound_s for p in shown)
-    assert all(p.bound_s <= found.best[0].step_s for p in shown)
+    assert all(p.bound_s <= result.best[0].step_s for p in shown)
 
 
 @pytest.mark.slow

@@ -43,8 +43,8 @@ def test_a_disturbed_task_counts_as_long_as_its_thread_ran() -> None:
     assert own_seconds(mixed)[0] == pytest.approx([4e-3 if k % 2 == 0 else 2e-3 for k in range(TASKS)])
     assert own_seconds(samples(40e-6, 10e-6)) == pytest.approx(40e-6)  # shorter than the clocks are exact
     assert own_seconds(samples(4e-3, np.nan)) == pytest.approx(4e-3)
-    found = task_times([samples(4e-3, 2e-3)], GROUPS)
-    assert {key: taken.seconds for key, taken in found.items()} == pytest.approx(dict.fromkeys(found, 2e-3))
+    result = task_times([samples(4e-3, 2e-3)], GROUPS)
+    assert {key: taken.seconds for key, taken in result.items()} == pytest.approx(dict.fromkeys(result, 2e-3))
 
 
 def test_what_daemons_take_is_charged_and_a_disturbance_is_not() -> None:

@@ -35,8 +35,8 @@ def test_pieces_of_a_batch_train_like_the_whole(tmp_path, one_thread):
     (folder := tmp_path / "data").mkdir()
     device = OneDevice(job, folder)
     assert device.samples == 288
-    found = device.train(48, 3, 0.2, 0.0, 1.0, lambda text: None)
-    assert (found.epochs, found.steps) == (None, 6)
+    result = device.train(48, 3, 0.2, 0.0, 1.0, lambda text: None)
+    assert (result.epochs, result.steps) == (None, 6)
 
     stage = device.model.build_stage(range(device.model.count), 3)
     plain = Digits().double()
@@ -53,7 +53,7 @@ def test_pieces_of_a_batch_train_like_the_whole(tmp_path, one_thread):
             held = [device.data.batch("val", 0, i, 16) for i in range(2)]
             image, labels = (torch.cat([h[name] for h in held]) for name in ("image", "labels"))
             losses.append(F.cross_entropy(plain(image.double()), labels).item())
-    assert found.best == pytest.approx(min(losses), abs=1e-9)
+    assert result.best == pytest.approx(min(losses), abs=1e-9)
     reached = device.train(48, 3, 0.2, losses[1], 1.0, lambda text: None)
     assert reached.epochs == pytest.approx(4 * 48 / 288)
 

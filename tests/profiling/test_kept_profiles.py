@@ -52,14 +52,14 @@ class Machine:
 def test_a_kept_profile_holds_where_one_measurement_agrees(factor, device, hosts, kept) -> None:
     facts = [DeviceFacts(device, 1.0, 0.0, host) for host in hosts]
     said: list[str] = []
-    found = at_present(Machine(factor), facts, small_profile(), "2 days", QUICK, said.append)
-    assert (found is not None) == kept
+    result = at_present(Machine(factor), facts, small_profile(), "2 days", QUICK, said.append)
+    assert (result is not None) == kept
     assert all("2 days" in text for text in said)
-    if found is not None:  # at the speed that the machine has today
-        before, now = small_profile().layers[0].times[2], found.layers[0].times[2]
+    if result is not None:  # at the speed that the machine has today
+        before, now = small_profile().layers[0].times[2], result.layers[0].times[2]
         assert (now.forward, now.joint) == pytest.approx((factor * before.forward, factor * before.joint))
-        assert found.inside == small_profile().inside
-        assert found.layers[0].kept_bytes == small_profile().layers[0].kept_bytes
+        assert result.inside == small_profile().inside
+        assert result.layers[0].kept_bytes == small_profile().layers[0].kept_bytes
 
 
 def test_kept_profiles_are_found_by_what_they_depend_on(tmp_path: Path, monkeypatch) -> None:

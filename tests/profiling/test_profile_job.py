@@ -81,8 +81,8 @@ def test_times_come_back() -> None:
     )  # fmt: skip
     for way in ("joint", "recompute", "split"):
         sample = simulated(way, costs, gap=0.01)
-        found = task_times([sample, sample], GROUPS)
-        for (kind, stage), taken in found.items():
+        result = task_times([sample, sample], GROUPS)
+        for (kind, stage), taken in result.items():
             assert taken.seconds == pytest.approx(costs.by_kind(kind)[stage])
             assert taken.spread == pytest.approx(0.0, abs=1e-9)
         assert overhead_seconds([sample], HERE) == pytest.approx(0.01)

@@ -181,11 +181,11 @@ class FakeGpu(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator whose arguments may be on either device."""
-        found: list[OnDevice] = []
+        result: list[OnDevice] = []
 
         def inner(x: Any) -> Any:
             if isinstance(x, OnDevice):
-                found.append(x)
+                result.append(x)
                 return x.value
             return torch.device("cpu") if isinstance(x, torch.device) and x == self.device else x
 
@@ -195,16 +195,16 @@ class FakeGpu(TorchDispatchMode):
         wanted = kwargs.get("device")
         if name.startswith("aten.copy_.") or (wanted is not None and name.startswith("aten._to_copy")):
             return self._copy(func, args, kwargs, plain_args, plain_kwargs)
-        if found and name.startswith(READS + SHAPED_BY_VALUES):
+        if result and name.startswith(READS + SHAPED_BY_VALUES):
             self.note(name)
-        if found and name.startswith("aten.index.Tensor") and any(_costs_a_wait(i) for i in args[1]):
+        if result and name.startswith("aten.index.Tensor") and any(_costs_a_wait(i) for i in args[1]):
             self.note(f"{name} by a mask, or by indices of the host")
         out = func(*plain_args, **plain_kwargs)
-        if not found and wanted not in (self.device, str(self.device)):
+        if not result and wanted not in (self.device, str(self.device)):
             return out
         made = tree_map(lambda x: OnDevice(x, self.device) if isinstance(x, Tensor) else x, out)
-        self._fresh(func, [x.value for x in found], out)
-        return return_and_correct_aliasing(func, args, kwargs, made) if found else made
+        self._fresh(func, [x.value for x in result], out)
+        return return_and_correct_aliasing(func, args, kwargs, made) if result else made
 
     def _access(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note what a kernel reads and writes, and whether that races with what another stream does."""

@@ -43,8 +43,8 @@ def dues(folder: Path, copies_every: int = MANY, overdue: bool = False, **train:
     ids=str,
 )
 def test_a_call_ends_before_what_is_due(train: dict[str, Any], steps: int, due: Due, tmp_path: Path) -> None:
-    found = dues(tmp_path, **{"eval_every": 0, "checkpoint_every": 0, **train}).next_call(0, MANY, True, True, None)
-    assert (len(found.parts), found.due) == (steps, due)
+    result = dues(tmp_path, **{"eval_every": 0, "checkpoint_every": 0, **train}).next_call(0, MANY, True, True, None)
+    assert (len(result.parts), result.due) == (steps, due)
 
 
 def test_what_users_ask_for_is_due_after_the_next_step(tmp_path: Path) -> None:
@@ -56,8 +56,8 @@ def test_what_users_ask_for_is_due_after_the_next_step(tmp_path: Path) -> None:
     assert asked.next_call(11, 4, True, True, None).due == Due(True, False, False)
     assert len(asked.next_call(12, 4, True, True, None).parts) == 4
     stop: Any = SimpleNamespace(pauses=True, why="asked")
-    found = asked.next_call(15, 4, True, True, stop)
-    assert (len(found.parts), found.due) == (1, Due(False, True, False))
+    result = asked.next_call(15, 4, True, True, stop)
+    assert (len(result.parts), result.due) == (1, Due(False, True, False))
 
 
 def test_an_asynchronous_pipeline_fills_once_and_drains_once(tmp_path: Path) -> None:

@@ -33,12 +33,12 @@ ALLOWED = {"side-stream-held": ("runtime/update/side_stream.py",)}
 @pytest.mark.parametrize("case", [*DAILY, *exhaustive(*(case for case in CASES if case not in DAILY))])
 def test_no_step_makes_the_host_wait(case: str) -> None:
     """Step k's loss and norm come back during step k + 1, and are those of the CPU."""
-    found = run(case)
-    assert len(found["waits"]) == STEPS
-    waits = [[site for site in step if site.split(":")[0] not in ALLOWED.get(case, ())] for step in found["waits"]]
+    result = run(case)
+    assert len(result["waits"]) == STEPS
+    waits = [[site for site in step if site.split(":")[0] not in ALLOWED.get(case, ())] for step in result["waits"]]
     assert waits[STEADY:] == [[]] * (STEPS - STEADY)
-    assert found["races"] == []
-    for on_gpu, on_cpu in zip(found["gpu"], found["cpu"], strict=True):
+    assert result["races"] == []
+    for on_gpu, on_cpu in zip(result["gpu"], result["cpu"], strict=True):
         assert on_gpu == pytest.approx(on_cpu, abs=1e-9, rel=0)
 
 
@@ -49,12 +49,12 @@ def test_planted_races_are_found() -> None:
 
 @pytest.mark.slow
 def test_planted_waits_are_found() -> None:
-    found = run("planted")
-    assert "_local_scalar_dense" in found[0]
-    assert "fakegpu -> cpu" in found[1]
-    assert "cpu -> fakegpu" in found[2]
-    assert "cpu -> fakegpu" in found[3]
-    assert "mask" in found[4]
-    assert found[5]
-    assert found[6:9] == ["", "", ""]
-    assert found[9:] == ["[nan, nan, nan]", "[2.0, 2.0, 2.0]"]  # nothing there before the device has come to the copy
+    result = run("planted")
+    assert "_local_scalar_dense" in result[0]
+    assert "fakegpu -> cpu" in result[1]
+    assert "cpu -> fakegpu" in result[2]
+    assert "cpu -> fakegpu" in result[3]
+    assert "mask" in result[4]
+    assert result[5]
+    assert result[6:9] == ["", "", ""]
+    assert result[9:] == ["[nan, nan, nan]", "[2.0, 2.0, 2.0]"]  # nothing there before the device has come to the copy

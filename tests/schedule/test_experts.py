@@ -31,9 +31,9 @@ def routed(stages: int) -> CostTable:
 
 def divided(name: str, count: int = 32, parts: int = 2, **options: int) -> tuple[Schedule, CostTable]:
     schedule = generate(name, Shape(devices=4, microbatches=count, **options))
-    found = divide_experts(schedule, routed(schedule.stages), parts=parts)
-    verify(found[0])
-    return found
+    result = divide_experts(schedule, routed(schedule.stages), parts=parts)
+    verify(result[0])
+    return result
 
 
 def test_one_micro_batch_by_hand() -> None:

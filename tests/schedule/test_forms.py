@@ -141,14 +141,14 @@ def test_reads_back(name, options):
     schedule = generate(name, shape, costs)
     assert from_text(to_text(schedule)) == schedule
     timeline = simulate(schedule, costs)
-    found = json.loads(json.dumps(to_json(schedule, costs, timeline.spans)))
-    again, same_costs = from_json(found)
+    result = json.loads(json.dumps(to_json(schedule, costs, timeline.spans)))
+    again, same_costs = from_json(result)
     assert (again, same_costs) == (schedule, costs)
     verify(again)
     assert simulate(again, same_costs).spans == timeline.spans
-    for order in found["orders"]:  # what a reader computes from the file alone is what was simulated
+    for order in result["orders"]:  # what a reader computes from the file alone is what was simulated
         for entry in order:
-            stated = entry.get("dur", found["durations"][entry["kind"]])
+            stated = entry.get("dur", result["durations"][entry["kind"]])
             length = stated[entry["stage"]] if isinstance(stated, list) else stated
             assert entry["end"] - entry["start"] == pytest.approx(length)
 
@@ -244,10 +244,10 @@ def test_reads_back_schedule_and_costs(both):
 
 
 def test_contract_keys_and_numbers():
-    found = to_json(TWO, CostTable.even(2))
-    assert list(found) == ["name", "placement", "orders", "durations", "comm", "microbatches"]
-    assert found["durations"] == {"F": 1, "B": 1, "W": 1, "BW": 2, "R": 0}
-    assert found["orders"][0][2] == {"kind": "BW", "stage": 0, "mb": 0, "replica": 0}
+    result = to_json(TWO, CostTable.even(2))
+    assert list(result) == ["name", "placement", "orders", "durations", "comm", "microbatches"]
+    assert result["durations"] == {"F": 1, "B": 1, "W": 1, "BW": 2, "R": 0}
+    assert result["orders"][0][2] == {"kind": "BW", "stage": 0, "mb": 0, "replica": 0}
 
 
 def test_dur_where_a_task_differs_from_its_kind():

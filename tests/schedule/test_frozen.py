@@ -153,8 +153,8 @@ def test_frozen_weights_have_one_version(name: str) -> None:
 def test_gradients_on_a_graph_stop_before_the_first_trained_stage() -> None:
     """Two frozen towers join; one of them has a trained stage at its end."""
     graph = StageGraph(5, ((0, 1), (1, 4), (2, 3), (3, 4)))
-    found = backwards(graph, Rules(frozen=(0, 2, 3, 4)))
-    assert [(b.input_grad, b.weight_grad, b.sends_to) for b in found] == [
+    result = backwards(graph, Rules(frozen=(0, 2, 3, 4)))
+    assert [(b.input_grad, b.weight_grad, b.sends_to) for b in result] == [
         (False, False, ()), (True, True, ()), (False, False, ()), (False, False, ()), (True, False, (1,)),
     ]  # fmt: skip
 
@@ -194,9 +194,9 @@ def test_a_searched_order_is_as_short_as_its_bound_and_no_longer_than_a_familys(
     free = search((row,), 8, costs, rules=rules, budget_s=1.0)
     assert free.makespan <= simulate(made("zb-h1", "first half")[1], costs).makespan + 1e-9
     tight = search((row,), 8, costs, rules=rules, memory_limit=2, budget_s=1.0)
-    for found in (free, tight):
-        verify(found.schedule)
-        assert found.bound <= found.makespan + 1e-9
+    for result in (free, tight):
+        verify(result.schedule)
+        assert result.bound <= result.makespan + 1e-9
     verify(tight.schedule, memory_limit=2)
     joint = search((row,), 8, costs, rules=rules, split=False, budget_s=0.5)
     verify(joint.schedule)

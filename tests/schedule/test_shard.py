@@ -197,11 +197,11 @@ def test_groups():
     assert [sharding.members(r, 8) for r in range(8)] == [
         (0, 2), (1, 3), (0, 2), (1, 3), (4, 6), (5, 7), (4, 6), (5, 7),
     ]  # fmt: skip
-    found = {}
+    result = {}
     graph = link(whole)
     for i, one in collectives(graph).items():
-        found.setdefault(one, []).append(graph.tasks[i].replica)
-    assert all(tuple(sorted(v)) == sharding.members(v[0], 8) for v in found.values())
+        result.setdefault(one, []).append(graph.tasks[i].replica)
+    assert all(tuple(sorted(v)) == sharding.members(v[0], 8) for v in result.values())
 
 
 def test_a_gather_takes_a_link_and_not_a_device():
@@ -278,8 +278,8 @@ def test_forwards_alone():
     bare = generate("zeropp", Shape(devices=2, microbatches=4, chunks=2, unit=2))
     assert forwards_alone(bare).orders == tuple(tuple(t for t in o if t.kind == "F") for o in bare.orders)
     for level in (1, 3):
-        found = forwards_alone(shard(bare, level, unit=2))
-        for order in found.orders:
+        result = forwards_alone(shard(bare, level, unit=2))
+        for order in result.orders:
             kinds = [t.kind for t in order]
             assert (kinds.count("F"), kinds.count("AG")) == (8, 2)
             assert kinds.count("FREE") == (2 if level == 3 else 0)

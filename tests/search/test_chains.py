@@ -18,7 +18,7 @@ from raypipe.search.problem import build
 @pytest.mark.parametrize("seed", range(6))
 def test_they_are_the_orders_of_the_problem(seed) -> None:
     rng = random.Random(seed)
-    chains, found = Chains(7), 0
+    chains, result = Chains(7), 0
     for _ in range(6):
         devices, stages = 3, rng.randint(3, 9)
         row = [0, 1, 2, *(rng.randrange(devices) for _ in range(stages - 3))]
@@ -42,12 +42,12 @@ def test_they_are_the_orders_of_the_problem(seed) -> None:
         for numbers, limits, end, span in zip(PACES, ahead, ends, spans, strict=True):
             own = tuple(limits[p.stage[c]] if p.kind[c] == "F" else inf for c in range(len(p.kind)))
             listed = list_schedule(layout, replace(paced(layout, numbers), ahead=own))
-            found += listed is not None
+            result += listed is not None
             if listed is None:
                 assert np.isinf(end).all()
             else:
                 assert (listed.ends, listed.spans) == (end.tolist(), span.tolist())
-    assert found > 30
+    assert result > 30
 
 
 @pytest.mark.parametrize("in_spans", [False, True])

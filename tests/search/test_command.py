@@ -24,13 +24,13 @@ def test_json_carries_the_proof(command):
         "schedule", "auto", "--devices", 4, "--microbatches", 8, "--forward", 10, "--input-grad", 12,
         "--weight-grad", 8, "--comm", 1, "--memory-limit", 4, "--json",
     )  # fmt: skip
-    found = json.loads(out.splitlines()[-1])
+    result = json.loads(out.splitlines()[-1])
     assert status == 0
-    assert found["makespan"] == found["lower_bound"] == 294
-    assert found["gap"] == 0
-    assert found["search_seconds"] >= 0
-    assert (found["name"], found["objective"]) == ("auto", "makespan")
-    schedule, costs = from_json(found)
+    assert result["makespan"] == result["lower_bound"] == 294
+    assert result["gap"] == 0
+    assert result["search_seconds"] >= 0
+    assert (result["name"], result["objective"]) == ("auto", "makespan")
+    schedule, costs = from_json(result)
     verify(schedule, 4)
     assert costs.comm == 1
 
@@ -47,10 +47,10 @@ def test_placements(command, options, placement):
     status, out, _ = command(
         "schedule", "auto", "--devices", 2, "--microbatches", 3, "--budget", 0.2, *options, "--json"
     )
-    found = json.loads(out)
+    result = json.loads(out)
     assert status == 0
-    assert found["placement"] == placement
-    assert ("BW" in {t["kind"] for row in found["orders"] for t in row}) == ("joint" in options)
+    assert result["placement"] == placement
+    assert ("BW" in {t["kind"] for row in result["orders"] for t in row}) == ("joint" in options)
 
 
 def test_says_the_proof_in_words(command):
@@ -68,20 +68,20 @@ def test_costs_per_stage_and_comparison(command):
 def test_merak_is_found_from_the_command_line(command):
     """F = R = 1, BW = 2, one activation a device: 4N + 3(D - 2), the last stage keeping its activations."""
     words = ["--devices", 4, "--microbatches", 8, "--recompute", 1, "--memory-limit", 1, "--backward", "joint"]
-    found = json.loads(command("schedule", "auto", *words, "--json")[1])
-    assert found["makespan"] == found["lower_bound"] == 4 * 8 + 3 * 2
-    assert found["recompute_stages"] == [0, 1, 2]
+    result = json.loads(command("schedule", "auto", *words, "--json")[1])
+    assert result["makespan"] == result["lower_bound"] == 4 * 8 + 3 * 2
+    assert result["recompute_stages"] == [0, 1, 2]
     merak = json.loads(command("schedule", "shifted-critical-path", *words[:8], "--json")[1])
-    assert merak["makespan"] == found["makespan"]
+    assert merak["makespan"] == result["makespan"]
     assert "recomputed stages: 0, 1, 2" in command("schedule", "auto", *words)[1]
 
 
 @pytest.mark.parametrize(("which", "stages"), [("none", []), ("all", [0, 1, 2]), ("1,2", [1, 2])])
 def test_stages_that_recompute(command, which, stages):
     words = ["--devices", 3, "--microbatches", 4, "--recompute", 1, "--memory-limit", 3, "--budget", 0.2]
-    found = json.loads(command("schedule", "auto", *words, "--recompute-stages", which, "--json")[1])
-    assert found["recompute_stages"] == stages
-    assert {t["stage"] for row in found["orders"] for t in row if t["kind"] == "R"} == set(stages)
+    result = json.loads(command("schedule", "auto", *words, "--recompute-stages", which, "--json")[1])
+    assert result["recompute_stages"] == stages
+    assert {t["stage"] for row in result["orders"] for t in row if t["kind"] == "R"} == set(stages)
 
 
 @pytest.mark.parametrize(

@@ -27,17 +27,17 @@ def test_within_one_per_cent_on_average(make_case, cases):
     gaps = []
     for seed in range(cases):
         case = make_case(seed)
-        found = case.search(budget=Budget(0.7))
-        verify(found.schedule, case.memory)
-        assert simulate(found.schedule, case.costs).makespan == pytest.approx(found.makespan)
-        assert found.bound <= found.value * (1 + 1e-9)
-        if found.gap > 1e-9:
+        result = case.search(budget=Budget(0.7))
+        verify(result.schedule, case.memory)
+        assert simulate(result.schedule, case.costs).makespan == pytest.approx(result.makespan)
+        assert result.bound <= result.value * (1 + 1e-9)
+        if result.gap > 1e-9:
             verdict = judge.judge(
                 case.placement, case.count, case.forward, case.input_grad, case.weight_grad, case.latency, case.memory,
-                case.split, seconds=8, hint=round(found.value),
+                case.split, seconds=8, hint=round(result.value),
             )  # fmt: skip
-            assert found.bound <= verdict.makespan
-            gaps.append(found.value / max(verdict.bound, found.bound) - 1)
+            assert result.bound <= verdict.makespan
+            gaps.append(result.value / max(verdict.bound, result.bound) - 1)
         else:
             gaps.append(0.0)
     assert sum(gaps) / len(gaps) <= 0.01

@@ -46,13 +46,13 @@ def test_no_named_schedule_is_shorter(name, objective):
         )  # fmt: skip
         named = generate(name, shape, costs)
         timeline = simulate(named, costs)
-        found = search(
+        result = search(
             named.placement, shape.microbatches, costs, memory_limit=max(timeline.peak_activations), rules=named.rules,
             recompute={t.stage for t in named.tasks() if t.kind == "R"}, objective=objective, budget_s=0.02,
         )  # fmt: skip
-        assert max(peak_activations(found.schedule)) <= max(timeline.peak_activations)
+        assert max(peak_activations(result.schedule)) <= max(timeline.peak_activations)
         length = {"makespan": timeline.makespan, "span": max(timeline.device_spans)}.get(objective)
-        assert found.value <= (period(named, costs) if length is None else length) * (1 + 1e-9)
+        assert result.value <= (period(named, costs) if length is None else length) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "early-recompute", "shifted-critical-path"])
@@ -69,8 +69,8 @@ def test_nor_where_the_search_chooses_what_recomputes(name, limit):
     )  # fmt: skip
     named = generate(name, shape, costs)
     held = max(peak_activations(named)) * (limit or 1)
-    found = search_recompute(named.placement, 9, costs, memory_limit=held, budget_s=0.05)
-    assert found.value <= simulate(named, costs).makespan
+    result = search_recompute(named.placement, 9, costs, memory_limit=held, budget_s=0.05)
+    assert result.value <= simulate(named, costs).makespan
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -85,6 +85,6 @@ def test_nor_is_the_zero_bubble_heuristic(seed):
         forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros, update=zeros,
         comm=tuple(rng.uniform(0, 5) for _ in range(depth)),
     )  # fmt: skip
-    found = search((tuple(range(depth)),), count, costs, memory_limit=memory, budget_s=0.02)
-    verify(found.schedule, memory)
-    assert found.value <= shortest(depth, count, costs, memory) * (1 + 1e-9)
+    result = search((tuple(range(depth)),), count, costs, memory_limit=memory, budget_s=0.02)
+    verify(result.schedule, memory)
+    assert result.value <= shortest(depth, count, costs, memory) * (1 + 1e-9)

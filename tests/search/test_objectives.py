@@ -94,14 +94,14 @@ def test_the_least_of_all_orders(case, objective):
         elif best > max(timeline.busy):  # no period is less
             best = min(best, period(schedule, costs))
     assert tried > 1
-    found = search(
+    result = search(
         placement, count, costs, memory_limit=memory, split=split, objective=objective, budget=Budget(5.0), enough=best,
     )  # fmt: skip
-    timeline = simulate(found.schedule, costs)
-    value = max(timeline.device_spans) if objective == "span" else period(found.schedule, costs)
-    assert found.value == pytest.approx(value)
-    assert found.bound <= best * (1 + 1e-9)
-    assert found.value == pytest.approx(best)
+    timeline = simulate(result.schedule, costs)
+    value = max(timeline.device_spans) if objective == "span" else period(result.schedule, costs)
+    assert result.value == pytest.approx(value)
+    assert result.bound <= best * (1 + 1e-9)
+    assert result.value == pytest.approx(best)
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_the_public_heuristics_spans(depth, count, times, limits, objective):
     f, b, w, c = times
     costs = CostTable.even(depth, f, b, w, comm=c)
     for factor, limit in zip((1, 2), limits, strict=True):
-        found = search(
+        result = search(
             (tuple(range(depth)),), count, costs, memory_limit=factor * depth, freed_by_b=0.5, objective=objective,
             enough=limit,
         )  # fmt: skip
-        assert found.value <= limit
+        assert result.value <= limit

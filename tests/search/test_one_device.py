@@ -86,8 +86,8 @@ def test_one_device_alone_is_solved(seed):
             ended[kind, m] = now
             makespan = max(makespan, now + s.tails[p.base[c] + m])
         best = min(best, makespan)
-    found, _ = s.swept(1, 1000, False)
-    assert found == pytest.approx(best)
+    result, _ = s.swept(1, 1000, False)
+    assert result == pytest.approx(best)
 
 
 def test_the_v_of_the_issue():
@@ -110,17 +110,17 @@ def test_a_v_in_little_memory(memory, at_least, optimum):
 def test_a_known_order_that_is_the_best_is_proven_to_be():
     """Without loss: the bound is the order's makespan, not a little less or more."""
     costs = CostTable.even(8, 5.1, 5.2, 4.9, comm=1.03)
-    found = search(V, 8, costs, memory_limit=6, budget=Budget(1.0))
+    result = search(V, 8, costs, memory_limit=6, budget=Budget(1.0))
     p = build(V, 8, costs, memory_limit=6)
-    assert one_device_bound(p, found.value, 400_000) <= found.value
+    assert one_device_bound(p, result.value, 400_000) <= result.value
     state = TimedOrder(p)
-    orders = p.orders(found.schedule)
+    orders = p.orders(result.schedule)
     assert orders is not None
     state.load(orders)
-    s = one_device._Sweeps(p, 2 * found.value, 400_000)
+    s = one_device._Sweeps(p, 2 * result.value, 400_000)
     for d in range(4):  # heads and tails hold for this order's own times
         s.look_at(d, 4)
     for t in range(p.tasks):
         start = state.end[t] - state.time[t]
         assert s.heads[t] <= start + 1e-6
-        assert s.tails[t] <= found.value - state.end[t] + 1e-6
+        assert s.tails[t] <= result.value - state.end[t] + 1e-6

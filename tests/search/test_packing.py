@@ -40,9 +40,9 @@ def test_the_least_distances_of_all_packings(seed):
         downs = tuple((t + more, 0.5) for t, _ in downs for more in (0.0, 1.0))
     room = rng.randint(stages, stages + 2)
     whole = tuple((int(t), n) for t, n in ups), tuple((int(t), n) for t, n in downs)
-    found = distances(ups, downs, float(room), 3)
-    assert found
-    for k, distance in enumerate(found, 1):
+    result = distances(ups, downs, float(room), 3)
+    assert result
+    for k, distance in enumerate(result, 1):
         assert distance == pytest.approx(by_trying_all(*whole, room, k))
 
 

@@ -43,7 +43,7 @@ def makespan(schedule, costs):
 
 def ends(order, room, sizes, costs):
     """Makespans of the ends that fit: once per step, as much of that as memory holds, once per micro-batch."""
-    sharding, found = Sharding(levels=(3,) * order.stages), {}
+    sharding, result = Sharding(levels=(3,) * order.stages), {}
     for unit in (None, 1):
         used = [
             gradients_used(place(order, sharding, [{}] * order.devices, unit), d, sizes) for d in range(order.devices)
@@ -58,8 +58,8 @@ def ends(order, room, sizes, costs):
                 if None not in early:
                     placed = place(order, sharding, early, unit)
                     if all(p <= r * (1 + 1e-9) for p, r in zip(shard_peaks(placed, sizes), room, strict=True)):
-                        found[name] = min(found.get(name, float("inf")), makespan(placed, costs))
-    return found
+                        result[name] = min(result.get(name, float("inf")), makespan(placed, costs))
+    return result
 
 
 class Searched(NamedTuple):
@@ -96,16 +96,16 @@ def compare(rng):
     others = [generate("bfs", shape), *(generate("zeropp", replace(shape, unit=u)) for u in units)]
     rooms = [[total - 0.1 * a for a in peak_activations(o)] for o in (order, *others)]
     fits = [(o, r) for o, r in zip((order, *others), rooms, strict=True) if min(r) >= 2.0]
-    found = search_gathers(
+    result = search_gathers(
         [o for o, _ in fits], [r for _, r in fits], costs, sizes, sharding=Sharding(levels=(3,) * order.stages),
         units=units,
     )  # fmt: skip
-    verify(found.schedule)
-    assert makespan(found.schedule, costs) == pytest.approx(found.makespan)
-    assert all(p <= r + 1e-9 for p, r in zip(shard_peaks(found.schedule, sizes), fits[found.order][1], strict=True))
+    verify(result.schedule)
+    assert makespan(result.schedule, costs) == pytest.approx(result.makespan)
+    assert all(p <= r + 1e-9 for p, r in zip(shard_peaks(result.schedule, sizes), fits[result.order][1], strict=True))
     for end, time in ends(order, rooms[0], sizes, costs).items():
-        assert found.makespan <= time * (1 + 1e-9), end
-    return Searched(slow, costs, lowered, found.schedule)
+        assert result.makespan <= time * (1 + 1e-9), end
+    return Searched(slow, costs, lowered, result.schedule)
 
 
 @pytest.mark.exhaustive
@@ -115,9 +115,9 @@ def test_a_hundred_shapes():
     Torch's lowering is not among the placements that the search tries, and is 1 % faster on one of these shapes.
     """
     rng = random.Random(21)
-    found = [compare(rng) for _ in range(100)]
-    assert min(one.gain for one in found) >= 0.98
-    slow = [one.gain for one in found if one.slow]
+    result = [compare(rng) for _ in range(100)]
+    assert min(one.gain for one in result) >= 0.98
+    slow = [one.gain for one in result if one.slow]
     assert len(slow) > 40
     assert sum(gain >= 1.25 for gain in slow) >= len(slow) / 2
 
@@ -125,9 +125,9 @@ def test_a_hundred_shapes():
 @pytest.mark.slow
 def test_a_few_shapes():
     rng = random.Random(4)
-    found = [compare(rng) for _ in range(12)]
-    assert min(one.gain for one in found) >= 0.98
-    assert sum(one.slow and one.gain >= 1.25 for one in found) >= 3
+    result = [compare(rng) for _ in range(12)]
+    assert min(one.gain for one in result) >= 0.98
+    assert sum(one.slow and one.gain >= 1.25 for one in result) >= 3
 
 
 def brute_force(stages, room):

@@ -15,16 +15,16 @@ from raypipe.search.recompute_stages import search_recompute
 def test_merak_is_found(depth, count):
     """F = R = 1, BW = 2: the shifted critical path, 4N + 3(D - 2), with one activation a device."""
     costs = CostTable.even(depth, recompute=1)
-    found = search_recompute((tuple(range(depth)),), count, costs, memory_limit=1, split=False)
-    verify(found.schedule, 1)
-    assert found.value == 4 * count + 3 * (depth - 2)
-    assert depth - 1 not in {t.stage for t in found.schedule.tasks() if t.kind == "R"}
+    result = search_recompute((tuple(range(depth)),), count, costs, memory_limit=1, split=False)
+    verify(result.schedule, 1)
+    assert result.value == 4 * count + 3 * (depth - 2)
+    assert depth - 1 not in {t.stage for t in result.schedule.tasks() if t.kind == "R"}
 
 
 def test_with_memory_enough_nothing_is_recomputed():
-    found = search_recompute(((0, 1, 2),), 6, CostTable.even(3, recompute=1), memory_limit=3)
-    assert {t.kind for t in found.schedule.tasks()} == {"F", "B", "W"}
-    assert found.gap == 0
+    result = search_recompute(((0, 1, 2),), 6, CostTable.even(3, recompute=1), memory_limit=3)
+    assert {t.kind for t in result.schedule.tasks()} == {"F", "B", "W"}
+    assert result.gap == 0
 
 
 @pytest.mark.slow
@@ -34,13 +34,13 @@ def test_against_every_choice_of_stages():
         forward=(3, 2, 4), input_grad=(3, 4, 3), weight_grad=(2, 3, 2), recompute=(3, 2, 4), all_reduce=(0, 0, 0),
         update=(0, 0, 0), comm=1,
     )  # fmt: skip
-    found = search_recompute(((0, 1, 2),), 6, costs, memory_limit=2, budget_s=3)
-    verify(found.schedule, 2)
-    assert max(peak_activations(found.schedule)) <= 2
+    result = search_recompute(((0, 1, 2),), 6, costs, memory_limit=2, budget_s=3)
+    verify(result.schedule, 2)
+    assert max(peak_activations(result.schedule)) <= 2
     every = [
         search(((0, 1, 2),), 6, costs, memory_limit=2, recompute=chosen, budget_s=0.3).value
         for size in range(4)
         for chosen in itertools.combinations(range(3), size)
     ]
-    assert found.value <= min(every)
-    assert found.bound <= min(every)
+    assert result.value <= min(every)
+    assert result.bound <= min(every)

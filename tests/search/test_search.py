@@ -24,12 +24,12 @@ from raypipe.simulate.period import period
 @pytest.mark.parametrize("seed", range(100, 130))
 def test_what_is_found_is_a_step_within_its_memory(make_case, seed):
     case = make_case(seed)
-    found = case.search(budget_s=0.1)
-    verify(found.schedule, case.memory)
-    timeline = simulate(found.schedule, case.costs)
-    assert timeline.makespan == pytest.approx(found.makespan)
-    assert found.bound <= found.value * (1 + 1e-9)
-    kinds = {task.kind for task in found.schedule.tasks()}
+    result = case.search(budget_s=0.1)
+    verify(result.schedule, case.memory)
+    timeline = simulate(result.schedule, case.costs)
+    assert timeline.makespan == pytest.approx(result.makespan)
+    assert result.bound <= result.value * (1 + 1e-9)
+    kinds = {task.kind for task in result.schedule.tasks()}
     assert kinds == ({"F", "B", "W"} if case.split else {"F", "BW"})
 
 
@@ -38,10 +38,10 @@ def test_a_graph_that_is_no_chain():
     """An encoder feeds every decoder stage, placed on three devices."""
     graph = StageGraph(5, ((0, 1), (1, 2), (0, 3), (2, 3), (1, 4), (3, 4)))
     costs = CostTable.even(5, 3, 4, 2, comm=1)
-    found = search(((0, 1, 2, 1, 0),), 5, costs, graph=graph, memory_limit=4, budget_s=0.5)
-    verify(found.schedule, 4)
-    assert found.schedule.graph == graph
-    assert simulate(found.schedule, costs).makespan == pytest.approx(found.makespan)
+    result = search(((0, 1, 2, 1, 0),), 5, costs, graph=graph, memory_limit=4, budget_s=0.5)
+    verify(result.schedule, 4)
+    assert result.schedule.graph == graph
+    assert simulate(result.schedule, costs).makespan == pytest.approx(result.makespan)
 
 
 @pytest.mark.parametrize("rules", [Rules(skip_first_b=True), Rules(w_dep="grad"), Rules(recompute="late")])
@@ -49,12 +49,12 @@ def test_a_graph_that_is_no_chain():
 def test_other_rules(rules, split):
     costs = CostTable.even(4, 2, 3, 2, recompute=2, comm=1)
     recompute = (0, 1) if rules.recompute == "late" else ()
-    found = search(
+    result = search(
         ((0, 1, 2, 3),), 6, costs, rules=rules, split=split, recompute=recompute, memory_limit=4, budget_s=0.3
     )  # fmt: skip
-    verify(found.schedule, 4)
-    assert simulate(found.schedule, costs).makespan == pytest.approx(found.makespan)
-    assert {t.stage for t in found.schedule.tasks() if t.kind == "R"} == set(recompute)
+    verify(result.schedule, 4)
+    assert simulate(result.schedule, costs).makespan == pytest.approx(result.makespan)
+    assert {t.stage for t in result.schedule.tasks() if t.kind == "R"} == set(recompute)
 
 
 @pytest.mark.slow
@@ -75,26 +75,26 @@ def test_a_share_that_dies_with_b():
 
 def test_memory_may_differ_by_device():
     costs = CostTable.even(4, 10, 12, 8, comm=1)
-    found = search(((0, 1, 2, 3),), 10, costs, memory_limit=(5, 3, 2, 1), budget_s=0.5)
-    assert all(a <= b for a, b in zip(peak_activations(found.schedule), (5, 3, 2, 1), strict=True))
+    result = search(((0, 1, 2, 3),), 10, costs, memory_limit=(5, 3, 2, 1), budget_s=0.5)
+    assert all(a <= b for a, b in zip(peak_activations(result.schedule), (5, 3, 2, 1), strict=True))
 
 
 @pytest.mark.parametrize("objective", ["span", "period"])
 def test_span_and_period(objective):
     """Twice 1F1B's memory is enough for no bubble at all in either (PAPERS, "checked")."""
     costs = CostTable.even(4)
-    found = search(((0, 1, 2, 3),), 12, costs, memory_limit=7, objective=objective, budget=Budget(2.0))
-    timeline = simulate(found.schedule, costs)
-    value = max(timeline.device_spans) if objective == "span" else period(found.schedule, costs)
-    assert found.value == pytest.approx(value)
-    assert found.value == found.bound == 36
+    result = search(((0, 1, 2, 3),), 12, costs, memory_limit=7, objective=objective, budget=Budget(2.0))
+    timeline = simulate(result.schedule, costs)
+    value = max(timeline.device_spans) if objective == "span" else period(result.schedule, costs)
+    assert result.value == pytest.approx(value)
+    assert result.value == result.bound == 36
 
 
 def test_never_longer_than_where_it_started():
     costs = CostTable.even(6, 10, 12, 8, comm=1)
     known = generate("zb-h1", Shape(devices=6, microbatches=9), costs)
-    found = search(((0, 1, 2, 3, 4, 5),), 9, costs, memory_limit=6, budget_s=0.05, starts=[known])
-    assert found.makespan <= simulate(known, costs).makespan
+    result = search(((0, 1, 2, 3, 4, 5),), 9, costs, memory_limit=6, budget_s=0.05, starts=[known])
+    assert result.makespan <= simulate(known, costs).makespan
 
 
 def test_the_clock_is_kept():
@@ -103,8 +103,8 @@ def test_the_clock_is_kept():
     Told by this thread's processor time, which is no more than what the clock says however busy the machine is.
     """
     began = time.thread_time()
-    found = search((tuple(range(8)),), 32, CostTable.even(8, 10, 12, 8, comm=1), memory_limit=4, budget_s=0.3)
-    assert found.gap > 0
+    result = search((tuple(range(8)),), 32, CostTable.even(8, 10, 12, 8, comm=1), memory_limit=4, budget_s=0.3)
+    assert result.gap > 0
     assert time.thread_time() - began < 1.5
 
 
@@ -116,21 +116,21 @@ def test_more_time_is_no_worse(make_case):
 @pytest.mark.parametrize("seed", range(40))
 def test_the_bound_holds_and_is_no_weaker_than_the_general_one(make_case, seed):
     case = make_case(seed)
-    found = case.search(budget_s=0.05)
+    result = case.search(budget_s=0.05)
     free = lower_bound(build(case.placement, case.count, case.costs, split=case.split))
     tight = lower_bound(
         build(case.placement, case.count, case.costs, split=case.split, memory_limit=case.memory)
     )  # fmt: skip
-    general = bounds.lower_bound(found.schedule, case.costs)
+    general = bounds.lower_bound(result.schedule, case.costs)
     assert general <= free + 1e-9
     assert free <= tight + 1e-9
-    assert tight <= found.value * (1 + 1e-9)
+    assert tight <= result.value * (1 + 1e-9)
 
 
 def test_no_micro_batch_for_the_second_replica():
-    found = search(((0, 1), (1, 0)), 1, CostTable.even(2), budget_s=0.2)
-    verify(found.schedule)
-    assert found.makespan == found.bound == 5
+    result = search(((0, 1), (1, 0)), 1, CostTable.even(2), budget_s=0.2)
+    verify(result.schedule)
+    assert result.makespan == result.bound == 5
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,6 @@ def test_tasks_that_take_no_time(name, times):
     shape = Shape(devices=2, microbatches=3, chunks=2 if name == "v" else 1)
     placement = placed(name, shape)
     costs = CostTable.even(len(placement[0]), *times)
-    found = search(placement, 3, costs, memory_limit=2, budget_s=0.1)
-    verify(found.schedule, 2)
-    assert simulate(found.schedule, costs).makespan == found.makespan >= found.bound
+    result = search(placement, 3, costs, memory_limit=2, budget_s=0.1)
+    verify(result.schedule, 2)
+    assert simulate(result.schedule, costs).makespan == result.makespan >= result.bound

@@ -36,17 +36,17 @@ def test_even_line_in_1f1bs_memory(depth, times, rounds):
     f, b, w, c = times
     count = rounds * depth
     costs = CostTable.even(depth, f, b, w, comm=c)
-    found = checked(search(line(depth), count, costs, memory_limit=depth), costs, depth)
-    assert found.value == count * (f + b + w) + (depth - 1) * (f + b - w) + 4 * (depth - 1) * c
-    assert found.gap == 0
+    result = checked(search(line(depth), count, costs, memory_limit=depth), costs, depth)
+    assert result.value == count * (f + b + w) + (depth - 1) * (f + b - w) + 4 * (depth - 1) * c
+    assert result.gap == 0
 
 
 @pytest.mark.parametrize(("memory", "at_most"), [(6, 704), (4, 916)])
 def test_tight_line(memory, at_most):
     """Optima by constraint programming: 700 and 912 (``python -m tests.bench.search tight`` proves them)."""
     costs = CostTable.even(8, 10, 12, 8, comm=1)
-    found = search(line(8), 16, costs, memory_limit=memory, enough=at_most)
-    assert checked(found, costs, memory).value <= at_most
+    result = search(line(8), 16, costs, memory_limit=memory, enough=at_most)
+    assert checked(result, costs, memory).value <= at_most
 
 
 @pytest.mark.slow
@@ -59,12 +59,14 @@ def test_short_line_from_very_little_memory_to_plenty(times):
     f, b, w, c = times
     costs = CostTable.even(4, f, b, w, comm=c)
     for memory in (2, 3, 4, 5, 6):
-        found = checked(search(line(4), 8, costs, memory_limit=memory, budget=Budget(1.0)), costs, memory)
-        if found.gap > 1e-9:
-            verdict = judge.judge(line(4), 8, [f] * 4, [b] * 4, [w] * 4, c, memory, seconds=60, hint=round(found.value))
+        result = checked(search(line(4), 8, costs, memory_limit=memory, budget=Budget(1.0)), costs, memory)
+        if result.gap > 1e-9:
+            verdict = judge.judge(
+                line(4), 8, [f] * 4, [b] * 4, [w] * 4, c, memory, seconds=60, hint=round(result.value)
+            )
             assert verdict.makespan == verdict.bound, "not solved"
-            assert found.bound <= verdict.makespan
-            assert found.value <= 1.015 * verdict.makespan
+            assert result.bound <= verdict.makespan
+            assert result.value <= 1.015 * verdict.makespan
 
 
 @pytest.mark.slow
@@ -77,8 +79,8 @@ def test_v(memory, at_most, seed):
     """
     placement = placed("v", Shape(devices=4, microbatches=8, chunks=2))
     costs = CostTable.even(8, 5, 10, 5, comm=2)
-    found = search(placement, 8, costs, memory_limit=memory, enough=at_most, seed=seed, budget=Budget(10.0))
-    assert checked(found, costs, memory).value <= at_most
+    result = search(placement, 8, costs, memory_limit=memory, enough=at_most, seed=seed, budget=Budget(10.0))
+    assert checked(result, costs, memory).value <= at_most
 
 
 @pytest.mark.slow
@@ -99,11 +101,11 @@ def test_two_directions_in_very_little_memory():
         placement, count, memory = ((0, 1, 2, 3), (3, 2, 1, 0)), rng.randint(3, 7), rng.randint(2, 3)
         verdict = judge.judge(placement, count, *times, links, memory, split=False, seconds=60)
         assert verdict.makespan == verdict.bound, "not solved"
-        found = search(
+        result = search(
             placement, count, costs, memory_limit=memory, split=False, enough=verdict.makespan, budget=Budget(3.0)
         )  # fmt: skip
-        assert found.bound <= verdict.makespan
-        gaps.append(checked(found, costs, memory).value / verdict.makespan - 1)
+        assert result.bound <= verdict.makespan
+        gaps.append(checked(result, costs, memory).value / verdict.makespan - 1)
     assert max(gaps) <= 0.03
     assert sum(gaps) / len(gaps) <= 0.01
 
@@ -132,6 +134,6 @@ def test_uneven_line_in_twice_the_memory():
                 forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros,
                 update=zeros, comm=rng.choice((0, 1, 2)),
             )  # fmt: skip
-            found = search(line(depth), rounds * depth, costs, memory_limit=2 * depth, budget=Budget(1.5))
-            gaps.append(checked(found, costs, 2 * depth).gap)
+            result = search(line(depth), rounds * depth, costs, memory_limit=2 * depth, budget=Budget(1.5))
+            gaps.append(checked(result, costs, 2 * depth).gap)
     assert sum(gaps) / len(gaps) <= 0.01

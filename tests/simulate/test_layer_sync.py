@@ -109,10 +109,10 @@ def test_tuned_k_on_thirty_profiles():
         costs = table(forward, [s * scale for s in sums], [x * rng.uniform(0.8, 1.2) for x in forward])
         piece = rng.choice([None, max(costs.all_reduce) / 4])
         seconds = {k: postponed(costs, k, piece) for k in range(n + 1)}
-        found = tune_first_k(seconds.__getitem__, n)
-        tries, every = tries + len(found.tried), every + n + 1
-        assert found.seconds <= 1.02 * min(seconds.values())
-        assert found.seconds <= usual(costs, "wait-free") * (1 + 1e-9)
+        result = tune_first_k(seconds.__getitem__, n)
+        tries, every = tries + len(result.tried), every + n + 1
+        assert result.seconds <= 1.02 * min(seconds.values())
+        assert result.seconds <= usual(costs, "wait-free") * (1 + 1e-9)
     assert tries < every / 2
 
 

@@ -304,8 +304,8 @@ def test_one_step(schedule: Schedule, sync: Sync, data: st.DataObject) -> None:
     for row in schedule.placement:
         for stage, d in enumerate(row):
             updates[d] += costs.update[stage]
-    found = step_time(Order(schedule), costs, sync, StepOverheads(copies=copies, norm="wait", norm_s=3.0))
-    assert (found.step, found.compute) == (summed + 3.0 + max(updates), bare)
+    result = step_time(Order(schedule), costs, sync, StepOverheads(copies=copies, norm="wait", norm_s=3.0))
+    assert (result.step, result.compute) == (summed + 3.0 + max(updates), bare)
 
 
 @pytest.mark.slow
@@ -383,12 +383,12 @@ def test_a_skip_connection_is_as_slow_as_the_slowest_link_it_crosses(seed: int) 
     graph = StageGraph(5, ((0, 1), (1, 2), (0, 2), (2, 3), (1, 4), (3, 4)))
     links = tuple(float(rng.randint(0, 9)) for _ in range(5))
     costs = CostTable.even(5, comm=links)
-    found = search(((0, 0, 2, 1, 0),), 3, costs, graph=graph, budget_s=0.05)
-    position = {t: (0, d, i) for d, order in enumerate(found.schedule.orders) for i, t in enumerate(order)}
-    timeline = simulate(found.schedule, costs)
+    result = search(((0, 0, 2, 1, 0),), 3, costs, graph=graph, budget_s=0.05)
+    position = {t: (0, d, i) for d, order in enumerate(result.schedule.orders) for i, t in enumerate(order)}
+    timeline = simulate(result.schedule, costs)
     times = {position[s.task]: (s.start, s.end) for row in timeline.spans for s in row}
-    assert times == happens(found.schedule, costs)
-    assert found.bound <= found.value == timeline.makespan
+    assert times == happens(result.schedule, costs)
+    assert result.bound <= result.value == timeline.makespan
 
 
 def test_latencies_are_normalised() -> None:

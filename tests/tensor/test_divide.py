@@ -130,5 +130,5 @@ def test_capture_keeps_one_exchange_each_way_per_divided_block() -> None:
     table = FeatureTable(family="mine", model_types=(), modules=modules)
     divide(model, table, None, 2)
     graph = torch.export.export(model, (torch.randn(3, 8),), strict=False).graph
-    found = Counter(str(node.target) for node in graph.nodes if "raypipe" in str(node.target))
-    assert found == {"raypipe.copy_to_group.default": 2, "raypipe.reduce_from_group.default": 2}
+    result = Counter(str(node.target) for node in graph.nodes if "raypipe" in str(node.target))
+    assert result == {"raypipe.copy_to_group.default": 2, "raypipe.reduce_from_group.default": 2}

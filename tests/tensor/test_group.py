@@ -29,8 +29,8 @@ def test_divided_cross_entropy(size: int, vocabulary: int, smoothing: float) -> 
         (3 * loss).backward()
         return loss.item(), own.grad
 
-    found = run_tensor_ranks(size, work)
-    assert [loss for loss, _ in found] == pytest.approx([expected.item()] * size, abs=1e-9)
-    torch.testing.assert_close(shard.join([g for _, g in found]), whole.grad, rtol=0, atol=1e-12)
-    for rank, (_, gradient) in enumerate(found):  # nothing for what lies beyond
+    result = run_tensor_ranks(size, work)
+    assert [loss for loss, _ in result] == pytest.approx([expected.item()] * size, abs=1e-9)
+    torch.testing.assert_close(shard.join([g for _, g in result]), whole.grad, rtol=0, atol=1e-12)
+    for rank, (_, gradient) in enumerate(result):  # nothing for what lies beyond
         assert not gradient[:, max(0, vocabulary - rank * gradient.shape[1]) :].any()

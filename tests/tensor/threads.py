@@ -34,9 +34,9 @@ class Meeting:
         self.wait()
         shapes = {tuple(t.shape) for t in self.brought}
         assert len(shapes) == 1, f"members bring different shapes: {shapes}"
-        found = list(self.brought)
+        result = list(self.brought)
         self.wait()
-        return found
+        return result
 
     def wait(self) -> None:
         keys = swap_keys(None)

@@ -134,10 +134,10 @@ def test_a_field_that_is_honoured_is_read(tmp_path, monkeypatch) -> None:
 
     def read(args: Any, plain: Any = pipeline_trainer.read_arguments) -> Read:
         quiet[0] = True  # it copies all of them
-        found = Read(plain(args))
+        result = Read(plain(args))
         seen.clear()
         quiet[0] = False
-        return found
+        return result
 
     monkeypatch.setattr(pipeline_trainer, "read_arguments", read)
     config = transformers.T5Config(

@@ -175,8 +175,8 @@ def gpt2() -> Any:
 
 
 def ragged() -> list[dict[str, Any]]:
-    found = [[token % 5 for token in row["input_ids"][: 10 - k % 4]] for k, row in enumerate(rows_of())]
-    return [{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *ids[1:]]} for ids in found]
+    result = [[token % 5 for token in row["input_ids"][: 10 - k % 4]] for k, row in enumerate(rows_of())]
+    return [{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *ids[1:]]} for ids in result]
 
 
 def test_a_causal_models_labels_are_shifted_and_counted_over_the_mini_batch(tmp_path: Path) -> None:

@@ -151,11 +151,11 @@ def both(case: str) -> tuple[type, type, Any, dict[str, Any]]:
 def test_three_steps_of_a_scripts_optimizer(case: str, split: bool, tmp_path: Path) -> None:
     mine, theirs, more, fields = both(case)
     rows, one, two = rows_of(), bert(), bert()
-    found = pipelined(one, rows, tmp_path / "mine", 8, trainer=mine, split=split, fields=fields, **more(one))
+    result = pipelined(one, rows, tmp_path / "mine", 8, trainer=mine, split=split, fields=fields, **more(one))
     right = hugging_face(two, rows, tmp_path / "theirs", 8, trainer=theirs, fields=fields, **more(two))
-    assert_alike(found, right, 1e-7)
+    assert_alike(result, right, 1e-7)
     unchanged = dict(bert().named_parameters())
-    assert any((found.parameters[name] - p).abs().max() > 1e-4 for name, p in unchanged.items())
+    assert any((result.parameters[name] - p).abs().max() > 1e-4 for name, p in unchanged.items())
 
 
 @pytest.mark.parametrize(("size", "name"), [((2,), "scale"), ((2, 2), "pair_bias")])
@@ -168,8 +168,8 @@ def test_what_decays_in_the_trainer_decays(size: tuple[int, ...], name: str, tmp
         torch.manual_seed(0)
         return Scaled(size, name).double()
 
-    found = pipelined(scaled(), rows, tmp_path / "mine", 8, stages=1, fields=fields)
-    assert_alike(found, hugging_face(scaled(), rows, tmp_path / "theirs", 8, fields=fields), 1e-7)
+    result = pipelined(scaled(), rows, tmp_path / "mine", 8, stages=1, fields=fields)
+    assert_alike(result, hugging_face(scaled(), rows, tmp_path / "theirs", 8, fields=fields), 1e-7)
 
 
 def amsgrad(trained: nn.Module) -> dict[str, Any]:

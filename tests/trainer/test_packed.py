@@ -84,13 +84,13 @@ def test_documents_of_a_row_do_not_see_each_other(make: Callable[[], nn.Module],
 
 
 def test_adapters_learn_of_packed_rows_under_a_split_backward(tmp_path: Path) -> None:
-    found, right = pipelined(adapted(), packed(), tmp_path / "run", 4, 2, split=True), plain(adapted(), alone)
-    assert found.losses == pytest.approx(right.losses, abs=1e-9, rel=0)
-    learnt = [name for name in found.parameters if "lora" in name]
+    result, right = pipelined(adapted(), packed(), tmp_path / "run", 4, 2, split=True), plain(adapted(), alone)
+    assert result.losses == pytest.approx(right.losses, abs=1e-9, rel=0)
+    learnt = [name for name in result.parameters if "lora" in name]
     assert len(learnt) == 8
     for name in learnt:
         other = next(value for known, value in right.parameters.items() if known.endswith(name))
-        torch.testing.assert_close(found.parameters[name], other, rtol=0, atol=1e-9)
+        torch.testing.assert_close(result.parameters[name], other, rtol=0, atol=1e-9)
 
 
 def test_an_edited_instance_is_captured_with_packed_rows(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_collators_that_flatten_a_batch(returns: Mapping[str, bool], tmp_path: P
         logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
         return F.cross_entropy(logits[0, :-1], batch["labels"][0, 1:])
 
-    found = pipelined(llama(), rows, tmp_path / "run", 4, 2, data_collator=collator)
-    assert_alike(found, plain(llama(), together), 1e-9)
+    result = pipelined(llama(), rows, tmp_path / "run", 4, 2, data_collator=collator)
+    assert_alike(result, plain(llama(), together), 1e-9)
 
 
 @pytest.mark.parametrize("says", ["cu_seq_lens_q", "seq_idx"])
@@ -137,8 +137,8 @@ def test_collators_that_say_where_documents_end(says: str, tmp_path: Path) -> No
         ends = [*np.flatnonzero(begins).tolist(), len(begins)]
         return made | {says: torch.tensor(ends, dtype=torch.int32), "max_length_q": torch.tensor(10)}
 
-    found = pipelined(llama(), packed(), tmp_path / "run", 4, 2, data_collator=collate)
-    assert_alike(found, plain(llama(), alone), 1e-9)
+    result = pipelined(llama(), packed(), tmp_path / "run", 4, 2, data_collator=collate)
+    assert_alike(result, plain(llama(), alone), 1e-9)
 
 
 def test_block_masks_are_the_models_mask(tmp_path: Path) -> None:

@@ -68,11 +68,11 @@ def trainers_rows(out: Path, mixin: type | None, **more: Any) -> list[list[int]]
         made.train()
     gas = int(more.get("gradient_accumulation_steps", 1))
     per_epoch = len(made.get_train_dataloader())
-    found, read = [], list(model.read)
+    result, read = [], list(model.read)
     while read:
         epoch, read = read[:per_epoch], read[per_epoch:]
-        found += [[row for one in epoch[k : k + gas] for row in one] for k in range(0, len(epoch), gas)]
-    return found
+        result += [[row for one in epoch[k : k + gas] for row in one] for k in range(0, len(epoch), gas)]
+    return result
 
 
 def prepared(out: Path, mixin: type | None = None, job: Any = None, **more: Any) -> Any:
@@ -195,18 +195,18 @@ class Warmer:
 
 def trainers_rates(out: Path, mixin: type | None, **more: Any) -> list[float]:
     """Do the run with the Trainer, and return the rate of its optimizer before each step."""
-    found: list[float] = []
+    result: list[float] = []
 
     class Rates(transformers.TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-            found.append(optimizer.param_groups[0]["lr"])
+            result.append(optimizer.param_groups[0]["lr"])
 
     kind = type("Theirs", (*([mixin] if mixin else []), transformers.Trainer), {})
     made = kind(model=bert().float(), args=arguments(out, **more), train_dataset=ROWS, callbacks=[Rates()],
                 processing_class=None, data_collator=padded)  # fmt: skip
     with contextlib.redirect_stdout(None):
         made.train()
-    return found
+    return result
 
 
 def prepared_sgd(out: Path, mixin: type | None = None, job: Any = None, **more: Any) -> Any:

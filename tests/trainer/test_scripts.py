@@ -28,7 +28,7 @@ def both(tmp_path, monkeypatch, local_ray):
 
     def run(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         source = (HERE / "scripts" / name).read_text(encoding="utf-8")
-        found = []
+        result = []
         kind = "Seq2SeqTrainer" if name == "seq2seq.py" else "Trainer"
         import_line = THEIRS.format(kind)
         for folder, line in (("theirs", import_line), ("ours", OURS.format(kind))):
@@ -39,8 +39,8 @@ def both(tmp_path, monkeypatch, local_ray):
             defined: dict[str, Any] = {"__name__": "script"}
             assert source.count(import_line) == 1
             exec(compile(source.replace(import_line, line), name, "exec"), defined)
-            found.append({**defined, "folder": where})
-        return found[0], found[1]
+            result.append({**defined, "folder": where})
+        return result[0], result[1]
 
     yield run
     raypipe.init()

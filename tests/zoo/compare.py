@@ -97,11 +97,11 @@ def compare(family: Family) -> Row:
             )
         loss, gradients = wanted
         row.loss = max(row.loss, abs(mine.loss - loss))
-        for name, found in mine.gradients.items():
+        for name, result in mine.gradients.items():
             if name in gradients:
                 other = gradients[name]
                 scale = max(1.0, float(other.abs().max()))
-                row.gradient = max(row.gradient, float((found - other).abs().max()) / scale)
+                row.gradient = max(row.gradient, float((result - other).abs().max()) / scale)
             else:
-                assert not found.any(), f"{name} has a gradient, and none in the eager model"
+                assert not result.any(), f"{name} has a gradient, and none in the eager model"
     return row

@@ -76,10 +76,10 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, text: Tensor) -> Any:
         pixels = x.flatten(2).transpose(1, 2)
-        found = self.attend(self.norm(pixels), text, text, need_weights=False)[0]
-        if self.branches and not bool(found.isfinite().all()):
-            found = torch.zeros_like(found)
-        return OUTPUTS[self.kind](sample=(pixels + found).transpose(1, 2).unflatten(2, x.shape[2:]))
+        result = self.attend(self.norm(pixels), text, text, need_weights=False)[0]
+        if self.branches and not bool(result.isfinite().all()):
+            result = torch.zeros_like(result)
+        return OUTPUTS[self.kind](sample=(pixels + result).transpose(1, 2).unflatten(2, x.shape[2:]))
 
 
 class UNet(nn.Module):
@@ -113,8 +113,8 @@ def noise_prediction(model: Any, batch: Mapping[str, Tensor], drawn: bool = Fals
     noise = torch.randn_like(clean) if drawn else batch["noise"]
     kept = torch.cos(0.5 * math.pi * (batch["timestep"] + 1) / (STEPS + 1)).to(clean.dtype)[:, None, None, None]
     noisy = kept * clean + (1 - kept**2).sqrt() * noise
-    found = model(noisy, batch["timestep"], encoder_hidden_states=batch["text"]).sample
-    return (found - noise).square().mean((1, 2, 3))
+    result = model(noisy, batch["timestep"], encoder_hidden_states=batch["text"]).sample
+    return (result - noise).square().mean((1, 2, 3))
 
 
 def pictures(samples: int) -> dict[str, Tensor]:

@@ -57,9 +57,9 @@ class Keyed:
             self._mend()
             with torch.random.fork_rng([]):
                 torch.manual_seed(fold64(keys.samples[0], next(self.places)) >> 1)
-                found = plain(*args, **kwargs)
+                result = plain(*args, **kwargs)
             self._patch()
-            return found
+            return result
 
         return forward
 
@@ -85,8 +85,8 @@ class Keyed:
     @staticmethod
     def _keyed(plain: Any, mine: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
-            found = mine(*args, **kwargs)
-            return plain(*args, **kwargs) if found is NotImplemented else found
+            result = mine(*args, **kwargs)
+            return plain(*args, **kwargs) if result is NotImplemented else result
 
         return called
 
@@ -181,15 +181,15 @@ class Keyed:
         hidden = list(hidden) if states == 2 else [hidden]
         ways = 1 + both
         each = len(weights) // layers
-        places, found = next(self.places), []
+        places, result = next(self.places), []
         for n in range(layers):
             own = [h[n * ways : (n + 1) * ways] for h in hidden]
             mine = weights[n * each : (n + 1) * each]
             x, *left = function(x, own if states == 2 else own[0], mine, biased, 1, 0.0, train, both, first)
-            found.append(left)
+            result.append(left)
             if n < layers - 1:
                 x = keyed_dropout(x, p, places + (n + 1) * 2**20, 0 if first else 1)
-        return x, *(torch.cat(parts) for parts in zip(*found, strict=True))
+        return x, *(torch.cat(parts) for parts in zip(*result, strict=True))
 
     def of_lstm(self, *args: Any) -> Any:
         return self._recurrent(torch.lstm, args)

@@ -131,11 +131,11 @@ class Routed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         shape, x = x.shape, x.flatten(0, 1)
         weights, chosen = self.route(x).softmax(-1).topk(2, -1)
-        found = torch.zeros_like(x)
+        result = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             token, place = torch.where(chosen == number)
-            found.index_add_(0, token, expert(x[token]) * weights[token, place, None])
-        return (x + found).reshape(shape)
+            result.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return (x + result).reshape(shape)
 
 
 class MaskedExperts(Body):
@@ -150,9 +150,9 @@ class Chosen(Body):
     def forward(self, features: Tensor) -> Tensor:
         x = self.read(features)
         chosen = x[..., 0] > 0
-        found = torch.zeros_like(x)
-        found[chosen] = self.inner(x[chosen])
-        return self.head(found.mean(1))
+        result = torch.zeros_like(x)
+        result[chosen] = self.inner(x[chosen])
+        return self.head(result.mean(1))
 
 
 class Keywords(Body):
@@ -241,8 +241,8 @@ class Projected(nn.Module):
         self.head = nn.Linear(12, CLASSES)
 
     def forward(self, features: Tensor) -> Tensor:
-        found, (last, _) = self.recurrent(features)
-        return self.head(found[:, -1]) + last.sum(0).mean(-1, keepdim=True)
+        result, (last, _) = self.recurrent(features)
+        return self.head(result[:, -1]) + last.sum(0).mean(-1, keepdim=True)
 
 
 class Packed(nn.Module):
@@ -257,8 +257,8 @@ class Packed(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         lengths = (input_ids > 5).sum(1).clamp(min=1)
         rows = pack_padded_sequence(self.embed(input_ids), lengths.cpu(), batch_first=True, enforce_sorted=False)
-        found, _ = pad_packed_sequence(self.recurrent(rows)[0], batch_first=True, total_length=input_ids.shape[1])
-        return self.head(found.mean(1))
+        result, _ = pad_packed_sequence(self.recurrent(rows)[0], batch_first=True, total_length=input_ids.shape[1])
+        return self.head(result.mean(1))
 
 
 class WritesInPlace(Body):

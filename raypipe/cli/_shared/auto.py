@@ -39,7 +39,7 @@ def search_auto(
     seconds = None if budget is None else _seconds(budget)
     split = backward == "split"
     if recompute == "auto":
-        found = search_recompute(
+        result = search_recompute(
             placement,
             shape.microbatches,
             costs,
@@ -49,7 +49,7 @@ def search_auto(
             budget_s=seconds,
         )
     else:
-        found = search(
+        result = search(
             placement,
             shape.microbatches,
             costs,
@@ -59,7 +59,7 @@ def search_auto(
             budget_s=seconds,
             recompute=_stages(recompute, costs.stages),
         )
-    return found, costs
+    return result, costs
 
 
 def report(found: Found) -> dict[str, Any]:

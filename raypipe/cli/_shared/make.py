@@ -125,10 +125,10 @@ def _searched(
 
     chunks = 2 if search.get("placement") in ("ring", "v") else 1  # with one chunk, both would be a line
     wanted = Shape(**{**DEFAULT_SHAPE, "chunks": chunks, **own})
-    found, table = search_auto(
+    result, table = search_auto(
         wanted, search, lambda stages: cost_table(stages, costs, share=stages // wanted.devices if compare else 1)
     )
-    return Made(found.schedule, table, found)
+    return Made(result.schedule, table, result)
 
 
 def load_one(path: Path, costs: Mapping[str, str | None], memory_limit: str | None) -> Made:
@@ -169,7 +169,7 @@ def with_shards(made: list[Made], given: Mapping[str, str | None], unit: str | N
     if len(ahead) != 1 or not 0 <= ahead[0] <= MOST:
         raise RequestError("--ahead", f"{short(texts['ahead'])} tasks", f"use one whole number from 0 to {MOST}")
     units = [None] if unit is None else comma_list("--unit", unit, int)
-    found = []
+    result = []
     for n, one in enumerate(made):
         each = units[n if len(units) == len(made) else 0]
         try:
@@ -183,8 +183,8 @@ def with_shards(made: list[Made], given: Mapping[str, str | None], unit: str | N
         except ScheduleError as error:
             where = {"gather": "--gather", "zero": "--zero"}.get(error.where, error.where)
             raise RequestError(where, error.why, error.fix) from error
-        found.append(replace(one, schedule=schedule))
-    return found
+        result.append(replace(one, schedule=schedule))
+    return result
 
 
 def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> CostTable:

@@ -144,17 +144,17 @@ def optional_value(argv: Sequence[str], option: str, words: Sequence[str]) -> li
     >>> optional_value(["1f1b", "--json", "out.json", "--json"], "--json", ["1f1b"])
     ['1f1b', '--json=out.json', '--json=-']
     """
-    found: list[str] = []
+    result: list[str] = []
     left = list(argv)
     while left:
         word = left.pop(0)
         if word == "--":
-            return [*found, word, *left]
+            return [*result, word, *left]
         if word == option:
             own = bool(left) and not left[0].startswith("-") and left[0] not in words
             word = f"{option}={left.pop(0)}" if own else f"{option}={STANDARD_OUTPUT}"
-        found.append(word)
-    return found
+        result.append(word)
+    return result
 
 
 OTHER = "give another file"

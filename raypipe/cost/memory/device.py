@@ -110,16 +110,16 @@ def _communicators(profile: Profile, schedule: Schedule, holders: Sequence[int],
     from each neighbour, for activations and for gradients."""
     each = profile.reserved
     everyone = schedule.devices * copies > 1
-    found = [each.group_bytes * everyone] * schedule.devices
+    result = [each.group_bytes * everyone] * schedule.devices
     for device, own in enumerate(held(schedule)):
-        found[device] += each.group_bytes * len({holders[s] for s, _ in own if holders[s] > 1})
+        result[device] += each.group_bytes * len({holders[s] for s, _ in own if holders[s] > 1})
         edges = set()
         for s, replica in own:
             row = schedule.placement[replica]
             edges |= {("F", row[s - 1])} if s else set()
             edges |= {("B", row[s + 1])} if s + 1 < len(row) else set()
-        found[device] += each.edge_bytes * sum(other != device for _, other in edges)
-    return found
+        result[device] += each.edge_bytes * sum(other != device for _, other in edges)
+    return result
 
 
 @dataclass(frozen=True)

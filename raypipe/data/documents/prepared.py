@@ -61,14 +61,14 @@ class Blocks:
         return encoded(self._documents(self.blocks[number]), self.encoder)
 
     def _documents(self, block: Block) -> Iterator[Document]:
-        found = documents_of(block, self.format, self.column, self.is_tokens)
+        result = documents_of(block, self.format, self.column, self.is_tokens)
         if self.holds_out is None:
-            yield from found
+            yield from result
             return
         held_out = self.holds_out == "val"
         last: Document | None = None
         number = -1
-        for number, document in enumerate(found):
+        for number, document in enumerate(result):
             if last is not None and not held_out:
                 yield last
             last = document
@@ -132,13 +132,13 @@ def _check(blocks: Blocks, window: int, tokens: int, key: str, split: Split) -> 
     if blocks.encoder.tokens > tokens:
         why = f"{tokens}, but {blocks.tokenizer or 'text'} has {blocks.encoder.tokens} tokens"
         raise SpecError("model.vocabulary", why, f"use {blocks.encoder.tokens} or more")
-    found = 0
+    result = 0
     for number in range(len(blocks.blocks)):
-        found = max(found, len(blocks.packed(number)))
-        if samples_in(found, window):
+        result = max(result, len(blocks.packed(number)))
+        if samples_in(result, window):
             return
     what = "held-out documents" if split == "val" and blocks.holds_out else "documents"
-    why = f"too short: no block of the {what} has more than {found} tokens, but a sample takes {window + 1}"
+    why = f"too short: no block of the {what} has more than {result} tokens, but a sample takes {window + 1}"
     raise SpecError(key, why, "give more text, or data.held_out, or lower model.sequence")
 
 
@@ -213,16 +213,16 @@ class Documents:
         return self._of(split, 0).epoch()
 
     def _of(self, split: Split, seed: int) -> Windows:
-        found = self._windows.get((split, seed))
-        if found is None:
+        result = self._windows.get((split, seed))
+        if result is None:
             blocks = self._prepared.splits[split]
 
             def packed(numbers: Iterator[int]) -> Iterator[Tokens]:
                 return map(blocks.packed, numbers) if self._whole else (_first(self._directory, split) for _ in numbers)
 
             order = BlockOrder(split, seed, len(blocks.blocks) if self._whole else 1, self._prepared.together)
-            found = self._windows[split, seed] = Windows(order, self._prepared.window, {}, packed)
-        return found
+            result = self._windows[split, seed] = Windows(order, self._prepared.window, {}, packed)
+        return result
 
 
 @lru_cache(maxsize=2)

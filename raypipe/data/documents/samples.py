@@ -154,7 +154,7 @@ class Windows:
             if self._tokens is None:
                 self._tokens = self._packed(self._visits(epoch, number))
             tokens = tuple(itertools.islice(self._tokens, len(blocks)))
-        counts = [samples_in(len(one), self._size) for one in tokens]
+        counts = [samples_in(len(block), self._size) for block in tokens]
         self._counts.update(zip(blocks, counts, strict=True))
         self._held.append(BlockWindow(epoch, number, begin, tokens, np.cumsum(counts)))
         end = begin + sum(counts)

@@ -87,11 +87,11 @@ def find_source(path: str, column: str, key: str) -> DocumentFiles:
         raise SpecError(key, f"{odd} has no known format", known)
     if len(kinds) > 1:
         raise SpecError(key, f"{path} holds {' and '.join(sorted(map(str, kinds)))} files", "give files of one format")
-    found = kinds.pop()
-    assert found is not None
+    result = kinds.pop()
+    assert result is not None
     for file in files:
         check_content(Path(file), key)
-    return DocumentFiles(found, tuple(files), _is_tokens(files, found, column))
+    return DocumentFiles(result, tuple(files), _is_tokens(files, result, column))
 
 
 def split_of(path: str) -> tuple[str, str | None]:
@@ -117,12 +117,12 @@ def _files(path: str, key: str) -> list[str]:
     if place.is_dir() and (place / HUGGING_FACE).is_file():
         named = parse_json((place / HUGGING_FACE).read_bytes())["_data_files"]
         return [str((place / one["filename"]).resolve()) for one in named]
-    found = [file.path for file in find_files(path)]
+    result = [file.path for file in find_files(path)]
     if place.is_dir():
-        found = [file for file in found if kind_of(file).format]
-        data = [file for file in found if ".json" not in (suffix.lower() for suffix in file.suffixes)]
-        found = data or found  # beside others, such as Parquet, a .json file describes them
-    files = [str(one.resolve()) if kind_of(one.resolve()) == kind_of(one) else str(one) for one in found]
+        result = [file for file in result if kind_of(file).format]
+        data = [file for file in result if ".json" not in (suffix.lower() for suffix in file.suffixes)]
+        result = data or result  # beside others, such as Parquet, a .json file describes them
+    files = [str(one.resolve()) if kind_of(one.resolve()) == kind_of(one) else str(one) for one in result]
     files = [file for file in files if os.stat(file).st_size]
     if not files:
         raise SpecError(key, f'"{path}" names no files that hold documents', f"give {FORMATS}")

@@ -208,9 +208,9 @@ class _PlacementProgram:
         """Model contention: each edge takes one route, link by link, and a link carries one tensor at a time."""
         candidates: dict[tuple[str, str], list[Route]] = {}
         for pair in permutations(self.names, 2):
-            found = sorted(self.routes.simple(*pair), key=len)
-            self.complete &= len(found) <= MOST_ROUTES
-            candidates[pair] = found[:MOST_ROUTES]
+            result = sorted(self.routes.simple(*pair), key=len)
+            self.complete &= len(result) <= MOST_ROUTES
+            candidates[pair] = result[:MOST_ROUTES]
         busy: dict[tuple[int, str], list[Any]] = {}
         for number, (source, target, size) in enumerate(self.graph.edges):
             if self.on[source] is self.on[target]:
@@ -263,12 +263,12 @@ class _PlacementProgram:
         status = solver.solve(self.model)
         bound_s = max(0.0, solver.best_objective_bound) * self.tick_s
         names = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible", cp_model.INFEASIBLE: "infeasible"}
-        found = Solution(names.get(status, "unknown"), bound_s)
-        if found.status not in ("optimal", "feasible"):
-            return found
+        result = Solution(names.get(status, "unknown"), bound_s)
+        if result.status not in ("optimal", "feasible"):
+            return result
         if not self.complete:
-            found.bound_s = 0.0  # a route that was not tried may be better
-        found.node = {
+            result.bound_s = 0.0  # a route that was not tried may be better
+        result.node = {
             name: next(node for node, var in row.items() if solver.boolean_value(var)) for name, row in self.on.items()
         }
         position = {name: i for i, name in enumerate(self.graph.order)}
@@ -276,11 +276,11 @@ class _PlacementProgram:
             ((solver.value(self.start[name]), position[name], -1), name) for name in self.on
         ]
         if self.taken:
-            found.routes = {}
+            result.routes = {}
             for number, rows in self.taken.items():
                 for literal, route in rows:
                     if solver.boolean_value(literal):
-                        found.routes[number] = route
+                        result.routes[number] = route
                         # A transfer of zero ticks starts when its producer ends, and must come after it in the order.
                         after = position[self.graph.edges[number][0]]
                         events += [
@@ -290,8 +290,8 @@ class _PlacementProgram:
                             )
                             for h, hop in enumerate(route)
                         ]
-        found.order = [event for _, event in sorted(events, key=lambda each: each[0])]
-        return found
+        result.order = [event for _, event in sorted(events, key=lambda each: each[0])]
+        return result
 
 
 def exchangeable(graph: PlacementGraph, hardware: HardwareGraph, routes: Routes) -> list[list[str]]:

@@ -53,23 +53,23 @@ def place(
         if done and best is not None:
             return best
     horizon_s = best.makespan_s if best is not None else _serial(graph, hardware, routes)
-    found = solve(graph, hardware, routes, horizon_s, budget_s, best, contention)
-    if found.status == "infeasible":
+    result = solve(graph, hardware, routes, horizon_s, budget_s, best, contention)
+    if result.status == "infeasible":
         needed = sum(op.memory_bytes for op in graph.operations)
         why = (
             "no placement keeps every node within its memory: the operations, "
             f"{needed:g} bytes in all, cannot be divided that way"
         )
         raise SpecError("memory_bytes", why, "give a node more memory, or split large operations")
-    bound_s = max(bound_s, found.bound_s)
-    if found.node is not None:
-        starts, taken, makespan_s = timed(graph, routes, found.node, found.order, found.routes)
+    bound_s = max(bound_s, result.bound_s)
+    if result.node is not None:
+        starts, taken, makespan_s = timed(graph, routes, result.node, result.order, result.routes)
         if best is None or makespan_s <= best.makespan_s:
-            best = Placement(found.node, starts, taken, makespan_s, bound_s)
+            best = Placement(result.node, starts, taken, makespan_s, bound_s)
     if best is None:
         raise RunError("raypipe place", f"found no placement within {budget_s:g} s", "give a longer --budget")
     # The solver's bound may be slightly below its own optimum, because times are rounded down.
-    proven = found.status == "optimal" and best.makespan_s - bound_s <= 1e-5 * best.makespan_s
+    proven = result.status == "optimal" and best.makespan_s - bound_s <= 1e-5 * best.makespan_s
     final = best.makespan_s if proven else min(bound_s, best.makespan_s)
     return Placement(best.node, best.start_s, best.routes, best.makespan_s, final)
 
@@ -203,14 +203,14 @@ def solve_by_segments(graph: PlacementGraph, hardware: HardwareGraph, routes: Ro
                 share = max(0.1, (deadline - time.monotonic()) / left / len(ends))
                 homes_of = dict(zip((piece.first, piece.last), canonical, strict=True))
                 kept[key] = _solve_piece(graph, hardware, routes, gates, segment, piece, group, homes_of, share)
-            found = _renamed(kept[key], dict(zip(canonical, (before, end), strict=True)), names)
+            result = _renamed(kept[key], dict(zip(canonical, (before, end), strict=True)), names)
             own = gate_seconds[piece.last][end] if piece.last is not None and end is not None else 0.0
-            total = spent + found.seconds + own
-            least = bound + found.bound_s + own
+            total = spent + result.seconds + own
+            least = bound + result.bound_s + own
             known = after.get(end)
             if known is None or total < known[0]:
                 chosen = {**homes, **({piece.last: end} if piece.last is not None and end is not None else {})}
-                after[end] = (total, min(least, known[1]) if known else least, [*done, found], chosen)
+                after[end] = (total, min(least, known[1]) if known else least, [*done, result], chosen)
             else:
                 after[end] = (known[0], min(least, known[1]), known[2], known[3])
         best = after
@@ -218,9 +218,9 @@ def solve_by_segments(graph: PlacementGraph, hardware: HardwareGraph, routes: Ro
     bound_s = min(entry[1] for entry in best.values())
     placed = {gate: homes[group[gate]] for gate in gates}
     ranks: dict[str, int] = {}
-    for found in solved:
-        placed |= found.node
-        ranks |= {name: i for i, name in enumerate(found.order)}
+    for result in solved:
+        placed |= result.node
+        ranks |= {name: i for i, name in enumerate(result.order)}
     position = {name: i for i, name in enumerate(graph.order)}
     when = {gate: 2 * i for i, gate in enumerate(gates)} | {name: 2 * s - 1 for name, s in segment.items()}
     order = sorted(placed, key=lambda name: (when[name], ranks.get(name, 0), position[name]))
@@ -243,7 +243,7 @@ def _gates(graph: PlacementGraph, hardware: HardwareGraph, routes: Routes) -> li
         for target in outgoing[name]:
             before[target] |= before[name] | 1 << number[name]
     count = len(graph.order)
-    found = [name for name in graph.order if before[name].bit_count() + after[name].bit_count() == count - 1]
+    result = [name for name in graph.order if before[name].bit_count() + after[name].bit_count() == count - 1]
     group = {name: names for names in graph.together for name in names}
     passed = [0] * (count + 1)
     for source, target, size in graph.edges:
@@ -257,20 +257,20 @@ def _gates(graph: PlacementGraph, hardware: HardwareGraph, routes: Routes) -> li
     for i in range(count):
         total += passed[i]
         crossing.append(total)
-    return [name for name in found if crossing[number[name]] == 0]
+    return [name for name in result if crossing[number[name]] == 0]
 
 
 def _segments(graph: PlacementGraph, gates: list[str]) -> dict[str, int]:
     """By operation that is no gate, how many gates come before it."""
     position = {gate: i for i, gate in enumerate(gates)}
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     passed = 0
     for name in graph.order:  # topological: a gate stands after all its ancestors and before all its descendants
         if name in position:
             passed = position[name] + 1
         else:
-            found[name] = passed
-    return found
+            result[name] = passed
+    return result
 
 
 def _pieces(
@@ -324,13 +324,13 @@ def _chain(links: list[tuple[tuple[int, ...], list[int]]]) -> list[_Piece] | Non
     if not ends:
         return None
     here, entry = ends[0]
-    found: list[_Piece] = []
+    result: list[_Piece] = []
     while True:
         out = next((g for g in links[here][1] if g != entry), None)
-        found.append(_Piece(links[here][0], entry, out))
+        result.append(_Piece(links[here][0], entry, out))
         onward = [i for i in at[out] if i != here] if out is not None else []
         if not onward:
-            return found if len(found) == len(links) else None
+            return result if len(result) == len(links) else None
         here, entry = onward[0], out
 
 
@@ -385,13 +385,13 @@ def _search(
     assert first is not None  # there are no memory limits
     node, order = first
     _, _, seconds = timed(small, routes, node, order)
-    found = solve(small, hardware, routes, seconds, budget_s, fixed=fixed)
-    if found.node is not None:
-        better = [event for event in found.order if isinstance(event, str)]
-        _, _, exact = timed(small, routes, found.node, better)
+    result = solve(small, hardware, routes, seconds, budget_s, fixed=fixed)
+    if result.node is not None:
+        better = [event for event in result.order if isinstance(event, str)]
+        _, _, exact = timed(small, routes, result.node, better)
         if exact <= seconds:
-            node, order, seconds = found.node, better, exact
-    bound = seconds if found.status == "optimal" and seconds - found.bound_s <= 1e-5 * seconds else found.bound_s
+            node, order, seconds = result.node, better, exact
+    bound = seconds if result.status == "optimal" and seconds - result.bound_s <= 1e-5 * seconds else result.bound_s
     return _Solved(node, order, seconds, min(bound, seconds))
 
 

@@ -89,10 +89,10 @@ class PlacementGraph(Spec):
         after: dict[str, list[tuple[str, float]]] = {name: [] for name in length}
         for source, target, size in self.edges:
             after[source].append((target, size))
-        found: dict[str, float] = {}
+        result: dict[str, float] = {}
         for name in reversed(self.order):
-            found[name] = length[name] + max((transfer(size) + found[t] for t, size in after[name]), default=0)
-        return found
+            result[name] = length[name] + max((transfer(size) + result[t] for t, size in after[name]), default=0)
+        return result
 
     def check(self) -> None:
         """Check what single fields cannot say.

@@ -127,8 +127,8 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _read(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the variables that a function closes over, and the global ones that it and its inner functions name."""
-    found = inspect.getclosurevars(function)
-    yield from found.nonlocals.items()
+    result = inspect.getclosurevars(function)
+    yield from result.nonlocals.items()
     for code in _codes(function.__code__):
         for step in dis.get_instructions(code):
             if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval in function.__globals__:
@@ -169,13 +169,13 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     They tell whether a forward changes one (``check_state``).
     """
     kinds = (bool, int, float, str)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for path, part in model.named_modules():
         for name, value in vars(part).items():
             if isinstance(value, kinds):
-                found[f"model.{path}.{name}".replace("..", ".")] = value
+                result[f"model.{path}.{name}".replace("..", ".")] = value
             elif isinstance(value, list | dict | set) and not name.startswith("_"):
-                found[f"model.{path}.{name}".replace("..", ".")] = len(value)
+                result[f"model.{path}.{name}".replace("..", ".")] = len(value)
     for kind in {owner for part in model.modules() for owner in type(part).__mro__}:
         if kind.__module__.partition(".")[0] in _LIBRARIES - {"__main__"} or kind is object:
             continue
@@ -183,10 +183,10 @@ def state_of(model: nn.Module) -> dict[str, Any]:
             if isinstance(method, types.FunctionType):
                 for name, value in _read(method):
                     if isinstance(value, list | dict | set):
-                        found[f"{kind.__qualname__}.{method.__name__}, which reads {name}"] = len(value)
+                        result[f"{kind.__qualname__}.{method.__name__}, which reads {name}"] = len(value)
                     elif isinstance(value, kinds):
-                        found[f"{kind.__qualname__}.{method.__name__}, which reads {name}"] = value
-    return found
+                        result[f"{kind.__qualname__}.{method.__name__}, which reads {name}"] = value
+    return result
 
 
 def check_state(before: dict[str, Any], model: nn.Module) -> None:
@@ -236,8 +236,8 @@ def difference(model: nn.Module, fresh: nn.Module) -> str | None:
         if path not in parts or path not in others:
             return f"module {path} is {'new' if path in parts else 'gone'}"
     for path, part in parts.items():
-        if (found := _of_module(part, others[path], model.training)) is not None:
-            return f"module {path}: {found}" if path else found
+        if (result := _of_module(part, others[path], model.training)) is not None:
+            return f"module {path}: {result}" if path else result
     return None
 
 
@@ -256,8 +256,8 @@ def _of_module(part: nn.Module, other: nn.Module, in_training: bool) -> str | No
         if own.keys() != made.keys():
             return f"has other {kind[1:]}"
         for name, value in own.items():
-            if (found := _of_tensor(name, value, made[name])) is not None:
-                return found
+            if (result := _of_tensor(name, value, made[name])) is not None:
+                return result
             if kind == "_buffers" and name in part._non_persistent_buffers_set and not _same(value, made[name]):
                 return f"its buffer {name} has other values"
     own, made = ({k: v for k, v in vars(one).items() if k not in _REGISTERED | _NO_MATTER} for one in (part, other))

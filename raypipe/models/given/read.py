@@ -72,16 +72,16 @@ def _given(
 ) -> CapturedModel:
     spec, fields = GivenSpec.model_validate_json(record), dict(given)
     folder = Path(spec.given)
-    found, about = read_captured(folder)
+    result, about = read_captured(folder)
     task = _task(folder, about, spec, fields, mask).smoothed(smoothing)
     if about["ends"] == LOGITS:
         rows = {name: torch.zeros(1, *field.shape, dtype=field.dtype) for name, field in fields.items()}
         fields |= {name: Field(tuple(t.shape[1:]), t.dtype) for name, t in task.complete(rows).items()}
-    for name in found.graph.inputs:
+    for name in result.graph.inputs:
         if name not in fields:
             raise SpecError("data", f"holds no {name}, which the model was captured with", f"add an array {name}")
-    named = {name: (name, fields[name]) for name in found.graph.inputs}
-    return CapturedModel(found, task, GivenValues(folder), named, _never, branches=branches)
+    named = {name: (name, fields[name]) for name in result.graph.inputs}
+    return CapturedModel(result, task, GivenValues(folder), named, _never, branches=branches)
 
 
 def read_captured(folder: Path) -> tuple[Captured, dict[str, Any]]:
@@ -91,16 +91,16 @@ def read_captured(folder: Path) -> tuple[Captured, dict[str, Any]]:
         SpecError: a file is missing or damaged.
     """
     notices: list[str] = []
-    found = load_kept(GRAPH, folder, notices.append)
+    result = load_kept(GRAPH, folder, notices.append)
     try:
         about = dict(read_json(folder / ABOUT))
     except (OSError, ValueError) as error:
         notices.append(f"{ABOUT}: {error}")
         about = {}
-    if found is None or about.get("ends") not in (LOGITS, LOSS, SUM):
+    if result is None or about.get("ends") not in (LOGITS, LOSS, SUM):
         why = "; ".join(notices) or f"{folder} holds no captured model"
         raise SpecError("model.given", why, AGAIN)
-    return found, about
+    return result, about
 
 
 def _task(folder: Path, about: Mapping[str, Any], spec: GivenSpec, fields: Mapping[str, Field], mask: float) -> Task:

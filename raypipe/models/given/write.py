@@ -157,18 +157,18 @@ def _captured(
         example = {name: example_of(fields[name], dtype) for name in names}
         example[ITEMS] = torch.tensor(2)
         with as_trained(model, dtype, frozen):
-            found = capture(Root(model, [*names, ITEMS], end), example, whole=True, notify=notify)
+            result = capture(Root(model, [*names, ITEMS], end), example, whole=True, notify=notify)
     except CaptureError as error:
         where = where if error.where == where else f"{where}, {error.where}".removesuffix(", ")
         raise SpecError(where, f"{CANNOT}: {error.why}", error.fix) from error
     except RaypipeError:
         raise
-    found, summed = without_items(found, where)
+    result, summed = without_items(result, where)
     if summed:
         about |= {"ends": SUM, "shifted": shifts_labels(model)}
     else:
         about["ends"] = LOSS
-    return found, about
+    return result, about
 
 
 def _names(model: nn.Module, fields: Mapping[str, Field], script: ScriptLoss | None) -> list[str]:
@@ -189,8 +189,8 @@ def _names(model: nn.Module, fields: Mapping[str, Field], script: ScriptLoss | N
 
 
 def _padding(model: nn.Module) -> int:
-    found = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return found if isinstance(found, int) and found >= 0 else 0
+    result = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return result if isinstance(result, int) and result >= 0 else 0
 
 
 def _weights(model: nn.Module, captured: Captured, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -315,18 +315,18 @@ def dtype_of(model: nn.Module) -> torch.dtype:
         what = ", ".join(f"{name} is {str(kind).removeprefix('torch.')}" for kind, name in first.items())
         why = f"its parameters are of several dtypes: {what}"
         raise SpecError("model", why, "convert it, for example model.float()")
-    (found,) = first
-    return found
+    (result,) = first
+    return result
 
 
 def kept_in_evaluation(model: nn.Module) -> list[str]:
     """Return the outermost modules that are in evaluation mode inside a model in training mode."""
-    found: list[str] = []
+    result: list[str] = []
     if model.training:
         for path, part in model.named_modules():
-            if not part.training and not any(path.startswith(f"{outer}.") for outer in found):
-                found.append(path)
-    return found
+            if not part.training and not any(path.startswith(f"{outer}.") for outer in result):
+                result.append(path)
+    return result
 
 
 def accepts_items(model: nn.Module) -> bool:
@@ -364,15 +364,15 @@ def loss_in(outputs: Any) -> Tensor:
         SpecError: there is none.
     """
     if isinstance(outputs, Tensor):
-        found: Any = outputs
+        result: Any = outputs
     elif isinstance(outputs, Mapping):
         if outputs.get("loss") is None:
             fix = 'return a dict with "loss" when the forward is given labels, or give compute_loss_func'
             raise SpecError("model", f"returns no loss, but {', '.join(map(str, outputs))}", fix)
-        found = outputs["loss"]
+        result = outputs["loss"]
     else:
-        found = outputs[0]
-    return scalar(found, "model")
+        result = outputs[0]
+    return scalar(result, "model")
 
 
 def scalar(found: Any, where: str) -> Tensor:

@@ -109,8 +109,8 @@ class AdapterValues:
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
         """Return the values as ``StartValues`` does."""
         layers = {f"{name.partition(_ADAPTER)[0]}.base_layer.weight" for name in parameters if _ADAPTER in name}
-        found = self.constructed.read({*parameters, *layers}, buffers, seed)
-        return {name: value for name, value in found.items() if name not in layers or name in parameters}
+        result = self.constructed.read({*parameters, *layers}, buffers, seed)
+        return {name: value for name, value in result.items() if name not in layers or name in parameters}
 
 
 class SavedAdapters:
@@ -150,9 +150,9 @@ class SavedAdapters:
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
         """Return the values as ``StartValues`` does."""
-        found = dict(self.others.read([name for name in parameters if name not in self.keys], buffers, seed))
+        result = dict(self.others.read([name for name in parameters if name not in self.keys], buffers, seed))
         with self.files.reader() as read:
-            return found | {name: read(self.keys[name]) for name in parameters if name in self.keys}
+            return result | {name: read(self.keys[name]) for name in parameters if name in self.keys}
 
 
 def _peft_key(name: str) -> str:

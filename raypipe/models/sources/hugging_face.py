@@ -223,9 +223,9 @@ def _class_and_task(config: Any, spec: HfSpec) -> tuple[Any, TaskName]:
             names = name if isinstance(name, tuple | list) else [name]
             if own is not None and own not in names and own not in table.values():
                 continue
-            found = own if own is not None else names[0]
-            if found is not None and hasattr(transformers, found):
-                return getattr(transformers, found), task
+            result = own if own is not None else names[0]
+            if result is not None and hasattr(transformers, result):
+                return getattr(transformers, result), task
     what = f"a {config.model_type} model" if own is None else own
     if spec.task is not None:
         fix = "leave model.task out, or use another model"
@@ -375,8 +375,8 @@ def saved_config(directory: Path) -> dict[str, Any]:
     """Return the content of a directory's ``config.json`` as transformers reads it: numbers may be infinite."""
     from transformers import PreTrainedConfig
 
-    found: dict[str, Any] = PreTrainedConfig.get_config_dict(str(directory), local_files_only=True)[0]
-    return found
+    result: dict[str, Any] = PreTrainedConfig.get_config_dict(str(directory), local_files_only=True)[0]
+    return result
 
 
 def _made(make: Callable[[], Any], model: str, where: str = "model.hf") -> Any:

@@ -43,13 +43,13 @@ class Imported:
 
     def __init__(self, spec: ImportSpec) -> None:
         self.spec = spec
-        found = find_function(spec.function)
-        kind = _no_builder(found)
+        result = find_function(spec.function)
+        kind = _no_builder(result)
         if kind is not None:
             fix = "give a function of your own that returns a torch.nn.Module"
             raise SpecError("model.import", f"{spec.function} is {kind}", fix)
-        _check_arguments(found, spec)
-        self.function: Callable[[], Any] = partial(found, **spec.args)
+        _check_arguments(result, spec)
+        self.function: Callable[[], Any] = partial(result, **spec.args)
 
     def build(self) -> nn.Module:
         """Call the function.
@@ -119,11 +119,11 @@ def find_function(name: str, where: str = "model.import") -> Callable[..., Any]:
             raise SpecError(where, f"{module_name} can't be imported: {_summary(error)}", MEND) from error
         fix = "start raypipe in the package's folder, set PYTHONPATH, or install it"
         raise SpecError(where, f"{module_name} can't be imported: {error}", fix) from None
-    found = getattr(module, function, None)
-    if not callable(found):
+    result = getattr(module, function, None)
+    if not callable(result):
         callables = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise SpecError(where, f"{module_name} has no function {function}", nearest(function, callables))
-    return found  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
 def _no_builder(found: Any) -> str | None:

@@ -125,7 +125,7 @@ class _PackedRow:
 
     def _is_length(self, dim: Dim) -> bool:
         """Return whether a dimension is that of a row's tokens, or grows with it."""
-        growing = {name for one in self.tokens for name in symbols(one)}
+        growing = {name for dim in self.tokens for name in symbols(dim)}
         return dim in self.tokens or bool(symbols(dim) & growing and evaluate(dim, self.sizes) >= self.length)
 
     def _is_square(self, kind: TensorType) -> bool:

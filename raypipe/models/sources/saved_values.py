@@ -82,14 +82,14 @@ class Saved:
     @property
     def notices(self) -> tuple[str, ...]:
         """Return what the user should know: names that are new, and saved tensors that the model does not have."""
-        found = []
+        result = []
         if self.new:
             names = ", ".join(self.new)
-            found.append(f"model.hf: {self.directory} lacks these parameters of a head, which start new: {names}")
+            result.append(f"model.hf: {self.directory} lacks these parameters of a head, which start new: {names}")
         if unexpected := sorted(self.conversion.report.unexpected_keys):
             names = ", ".join(unexpected)
-            found.append(f"model.hf: {self.directory} holds tensors that the model does not have, left out: {names}")
-        return tuple(found)
+            result.append(f"model.hf: {self.directory} holds tensors that the model does not have, left out: {names}")
+        return tuple(result)
 
     def read(self, parameters: Collection[str], buffers: Collection[str], seed: int) -> Mapping[str, Tensor]:
         """Return values in the model's dtype; those that are not in the files, in the constructor's.
@@ -99,8 +99,8 @@ class Saved:
         """
         wanted = {name: key for name in (*parameters, *buffers) if (key := self._saved_name(name)) is not None}
         missing = [name for name in parameters if name not in wanted]
-        found = self._load(wanted)
-        return {**found, **self.others.read(missing, (), seed)} if missing else found
+        result = self._load(wanted)
+        return {**result, **self.others.read(missing, (), seed)} if missing else result
 
     def _saved_name(self, name: str) -> str | None:
         """Return the name, of those that are tied to this one, which the files fill."""
@@ -357,23 +357,23 @@ class TensorFiles:
         """
         from safetensors import SafetensorError, safe_open
 
-        found: dict[str, Tensor] = {}
+        result: dict[str, Tensor] = {}
         for file in dict.fromkeys(self.files.values()):
             try:
                 with safe_open(self.directory / file, framework="pt") as content:
                     for key in set(content.keys()):
                         if self.files.get(key) == file:
                             part = content.get_slice(key)
-                            found[key] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
+                            result[key] = torch.empty(part.get_shape(), dtype=DTYPES[part.get_dtype()], device="meta")
             except KeyError as error:
                 why = f"{self.directory / file} holds values of type {error.args[0]}, as quantised models do"
                 raise SpecError(self.where, why, "save the model in floating-point numbers") from None
             except (OSError, SafetensorError) as error:
                 raise self._unreadable(file, error) from None
-        if lost := [key for key in self.files if key not in found]:
+        if lost := [key for key in self.files if key not in result]:
             why = f"{self.directory / self.files[lost[0]]} lacks {', '.join(lost)}, which {self.index} lists"
             raise SpecError(self.where, why, "save the model again")
-        return found
+        return result
 
     @contextmanager
     def reader(self) -> Iterator[Callable[[str], Tensor]]:

@@ -84,8 +84,8 @@ def assigned_bound(i: Instance, known_s: float, seconds: float) -> Assigned:
     for late in (False, True):  # most is often proved by the small program, in a fraction of the time
         if late and not i.flushes:
             break
-        bound, found = _Program(i, known_s, least, late).solve(seconds / 2)
-        least, devices = max(least, min(bound, known_s)), found or devices
+        bound, result = _Program(i, known_s, least, late).solve(seconds / 2)
+        least, devices = max(least, min(bound, known_s)), result or devices
         if least >= known_s:
             break
     return Assigned(least, devices)
@@ -237,16 +237,16 @@ class _Program:
     def fitting(self, d: int, sizes: Sequence[float]) -> list[IntVar]:
         """Per layer, how many micro-batches of so many bytes a device may hold at once, beside weights."""
         i, model = self.i, self.model
-        found = []
+        result = []
         for s in range(i.layers):
-            found.append(model.new_int_var(0, i.microbatches, ""))
-            model.add(found[s] <= i.microbatches * self.holds[d][s])
+            result.append(model.new_int_var(0, i.microbatches, ""))
+            model.add(result[s] <= i.microbatches * self.holds[d][s])
         if isfinite(i.room[d]):
             share = i.room[d] / BYTES
-            held = sum(floor(sizes[s] / share) * found[s] for s in range(i.layers))
+            held = sum(floor(sizes[s] / share) * result[s] for s in range(i.layers))
             state = sum(floor(i.state[s] / share) * self.holds[d][s] for s in range(i.layers))
             model.add(held + state <= BYTES)
-        return found
+        return result
 
     def memory_of(self, d: int) -> None:
         """Memory-time, recomputation and what a device holds at the end of a step."""

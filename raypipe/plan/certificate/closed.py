@@ -148,10 +148,10 @@ class _Packing:
 def _sums(sizes: Sequence[int]) -> int:
     """An integer whose bit k is set if some of these sizes add up to k, as far as any step needs."""
     mask = (1 << int(MOST * UNITS) + 2) - 1
-    found = 1
+    result = 1
     for size in sizes:
-        found |= (found << size) & mask
-    return found
+        result |= (result << size) & mask
+    return result
 
 
 def _largest(sums: int, room: int) -> int:
@@ -167,14 +167,14 @@ def closed_bound(i: Instance) -> float:
     """
     shared = shared_work(i)
     starts = [start(i, rank) for rank in range(min(i.devices, i.layers))]
-    found = max(whole_layers(i, starts, shared), largest_layers(i), one_microbatch(i))
+    result = max(whole_layers(i, starts, shared), largest_layers(i), one_microbatch(i))
     if i.flushes:
-        found = max(found, memory_time(i))
+        result = max(result, memory_time(i))
     update = sum(i.least.update)
     sums = i.all_reduce_per_update * update / i.devices if i.flushes else 0.0
     if not (i.barrier and i.flushes):
-        return max(found, updates(i), sums)
-    return max(found, sums) + i.after + max(update / i.devices, max(i.least.update, default=0.0))
+        return max(result, updates(i), sums)
+    return max(result, sums) + i.after + max(update / i.devices, max(i.least.update, default=0.0))
 
 
 def spread_bound(i: Instance) -> float:
@@ -183,10 +183,10 @@ def spread_bound(i: Instance) -> float:
     All work on all devices, one micro-batch there and back, and memory for at least one copy of the weights.
     """
     n, least = i.microbatches, i.least
-    found = n * sum(least.work) / i.devices
+    result = n * sum(least.work) / i.devices
     if i.flushes:
-        found = max(found, i.ahead[-1] + i.behind[0], memory_time(i))
-    return found + (i.after if i.barrier else 0.0)
+        result = max(result, i.ahead[-1] + i.behind[0], memory_time(i))
+    return result + (i.after if i.barrier else 0.0)
 
 
 def start(i: Instance, rank: int) -> float:

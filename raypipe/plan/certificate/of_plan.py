@@ -53,18 +53,18 @@ class Certifier:
     def of(self, p: Prediction, seconds: float = 0.0) -> Certificate:
         """The certificate of a plan; with ``seconds`` of CP-SAT's deterministic time, a tighter one."""
         key = self._key(p)
-        found = self._known.get(key)
-        if found is None or (seconds > 0 and p.form.replicas == 1):
+        result = self._known.get(key)
+        if result is None or (seconds > 0 and p.form.replicas == 1):
             i = self.instance(p)
             if p.form.replicas > 1:
                 bound = min(spread_bound(i), p.step_s)
-                found = Certificate(bound, _binding(i, spread_bound(i), spread_bound))
+                result = Certificate(bound, _binding(i, spread_bound(i), spread_bound))
             else:
                 bound = min(self.assigned(p, seconds).bound_s, p.step_s)
-                if found is None or bound > found.bound_s:
-                    found = Certificate(bound, _binding(i, closed_bound(i), closed_bound))
-            self._known[key] = found
-        return replace(found, bound_s=min(found.bound_s, p.step_s))
+                if result is None or bound > result.bound_s:
+                    result = Certificate(bound, _binding(i, closed_bound(i), closed_bound))
+            self._known[key] = result
+        return replace(result, bound_s=min(result.bound_s, p.step_s))
 
     def assigned(self, p: Prediction, seconds: float) -> Assigned:
         """The bound by integer programming and the assignment of layers to devices that goes with it."""
@@ -225,9 +225,9 @@ def _state(
 
 def _trained(profile: Profile) -> list[int]:
     """Per layer, the parameters that are trained; a tied matrix counts once."""
-    found = [layer.trained for layer in profile.layers]
-    found[-1] -= min(profile.trained_tied, found[-1])
-    return found
+    result = [layer.trained for layer in profile.layers]
+    result[-1] -= min(profile.trained_tied, result[-1])
+    return result
 
 
 def _message(profile: Profile, samples: float) -> float:

@@ -165,11 +165,11 @@ def _needs(runs: Runs, stages: int) -> list[Table] | None:
 
 def _slowest(costs: Sequence[Table]) -> list[float]:
     """After each stage, the least possible largest cost of all pieces, given what runs cost as that stage."""
-    best, found = _start(len(costs[0]) - 1), []
+    best, result = _start(len(costs[0]) - 1), []
     for cost in costs:
         best = np.maximum(best[:, None], cost).min(axis=0)
-        found.append(float(best[-1]))
-    return found
+        result.append(float(best[-1]))
+    return result
 
 
 def _starts(begins: Sequence[NDArray[np.int64]], end: int) -> list[int]:
@@ -247,7 +247,7 @@ def fitting_ring(runs: Runs, stages: int) -> list[int] | None:
 def _any(runs: Runs, stages: int, middles: Iterable[int | None]) -> list[int] | None:
     everything = float(runs.before[-1])
     tries = (_Try(runs, stages, everything, everything, middle).cut() for middle in middles)
-    return next((found for found in tries if found is not None), None)
+    return next((result for result in tries if result is not None), None)
 
 
 def _best(runs: Runs, starts: Sequence[int], middles: Iterable[int | None]) -> list[int]:
@@ -269,13 +269,13 @@ def _halved(runs: Runs, best: list[int], middle: int | None, least: float, cap: 
     while high - low > UNKNOWN * high:
         limit = high * (1 - UNKNOWN) if first else (low + high) / 2
         device, stage = (limit, limit) if cap is None else (cap, limit)
-        found = _Try(runs, len(best), device, stage, middle).cut()
-        if found is None:
+        result = _Try(runs, len(best), device, stage, middle).cut()
+        if result is None:
             if first:
                 return best
             low = limit
         else:
-            best = found
+            best = result
             high = _costs(runs, best, middle is None)[0 if cap is None else 1]
         first = False
     return best

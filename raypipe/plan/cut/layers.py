@@ -271,26 +271,26 @@ def _solve(
             fitting, cut = fitting_ring, cut_ring
         else:
             return _by_borders(runs, even, groups)
-        found = even if _criteria(runs, even, groups)[0] <= 0 else fitting(runs, stages)
-        if found is None:
+        result = even if _criteria(runs, even, groups)[0] <= 0 else fitting(runs, stages)
+        if result is None:
             return None, float("inf")
-        starts = cut(runs, found)
+        starts = cut(runs, result)
         return move_borders(runs, starts, groups), _criteria(runs, starts, groups)[1]
     return _by_borders(runs, even, groups)
 
 
 def _by_borders(runs: Runs, starts: list[int], groups: Groups) -> tuple[list[int] | None, float]:
     """Where there is no exact method."""
-    found = move_borders(runs, starts, groups)
-    if _criteria(runs, found, groups)[0] > 0:
+    result = move_borders(runs, starts, groups)
+    if _criteria(runs, result, groups)[0] > 0:
         return None, float("inf")
     times = max(map(len, groups)) / len(starts) * float(runs.before[-1])
-    return found, max(max(runs.costs), times if len({len(g) for g in groups}) == 1 else 0.0)
+    return result, max(max(runs.costs), times if len({len(g) for g in groups}) == 1 else 0.0)
 
 
 def _criteria(runs: Runs, starts: Sequence[int], groups: Groups) -> list[float]:
-    found: list[float] = measure(runs, np.array([starts]), groups)[0].tolist()
-    return found
+    result: list[float] = measure(runs, np.array([starts]), groups)[0].tolist()
+    return result
 
 
 def _result(runs: Runs, starts: Sequence[int], placement: Placement, bound: float) -> LayerCut:

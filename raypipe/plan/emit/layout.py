@@ -185,18 +185,18 @@ class DecoderShape:
         if not isinstance(model, HfSpec):
             raise SpecError("model", "is no decoder of Hugging Face", "leave out --emit and --from")
         config = {**_saved(model.hf), **model.config}
-        found = {
+        result = {
             name: next((config[key] for key in keys if config.get(key) is not None), None)
             for name, keys in KEYS.items()
         }
         for name in ("blocks", "hidden", "heads"):
-            if not isinstance(found[name], int):
+            if not isinstance(result[name], int):
                 raise SpecError(f"model.config.{KEYS[name][0]}", "is not given", "give it: the trainer needs it")
-        sequence = model.sequence or found["positions"]
+        sequence = model.sequence or result["positions"]
         if not isinstance(sequence, int):
             raise SpecError("model.sequence", "is not given", "give it: the trainer needs it")
         llama = "rms_norm_eps" in config or "rope_parameters" in config
-        values = {key: value for key, value in found.items() if isinstance(value, int)}
+        values = {key: value for key, value in result.items() if isinstance(value, int)}
         values |= {"sequence": sequence, "positions": max(sequence, values.get("positions", 0))}
         return cls(**values, llama=llama, tied=bool(config.get("tie_word_embeddings", not llama)))
 
@@ -255,7 +255,7 @@ class Settings:
         Raises:
             SpecError: a quotation has no end.
         """
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         key = None
         try:
             words = shlex.split(text, comments=True)
@@ -264,12 +264,12 @@ class Settings:
         for word in words:
             if word.startswith("--"):
                 key, _, value = word.removeprefix("--").partition("=")
-                found[key] = [value] if value else []
+                result[key] = [value] if value else []
             elif key is None or (":" in word and "," not in word):
-                found[word] = []
+                result[word] = []
             else:
-                found[key].append(word)
-        return cls(source, {key: values[0] if len(values) == 1 else values for key, values in found.items()})
+                result[key].append(word)
+        return cls(source, {key: values[0] if len(values) == 1 else values for key, values in result.items()})
 
     @classmethod
     def of_keys(cls, nested: Mapping[str, Any], source: str) -> Settings:
@@ -292,12 +292,12 @@ class Settings:
                 raise self.fail(key, "is missing", "give it")
             return default
         try:
-            found = int(str(value))
+            result = int(str(value))
         except ValueError:
-            found = 0
-        if found < 1:
+            result = 0
+        if result < 1:
             raise self.fail(key, f"is {value!r}, no number from 1", "give a whole number from 1")
-        return found
+        return result
 
     def flag(self, key: str) -> bool:
         """Return whether a flag is set."""

@@ -122,10 +122,10 @@ def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Dr
         draft.layout = replace(draft.layout, cut=cut)
         draft.lost.append(f"cut: stages end inside blocks, and {title} cuts between them")
     _shard(draft, able)
-    found = list(_scheduled(draft, able, choices))
-    for one in found:
+    result = list(_scheduled(draft, able, choices))
+    for one in result:
         _recompute(one, able)
-    return found
+    return result
 
 
 def _shard(draft: Draft, able: Abilities) -> None:

@@ -98,8 +98,8 @@ class Costs:
         def cut(stages: int, microbatch: int) -> Cut:
             times, each = judge.layer_times(microbatch), self.per_block
             inner = [sum(times[i : i + each]) for i in range(1, self.layers - 1, each)]
-            found = cut_layers([times[0], *inner, times[-1]], line_of(stages), balance="stages")
-            return of_blocks(found.stages, each)
+            result = cut_layers([times[0], *inner, times[-1]], line_of(stages), balance="stages")
+            return of_blocks(result.stages, each)
 
         sizes = set.intersection(*(set(layer.times) for layer in judge.profile.layers))
         return Choices(cut, tuple(sorted(sizes)))
@@ -145,8 +145,8 @@ def emit(name: str, plan: Plan, costs: Costs, file: Path | None) -> Emitted:
     """
     trainer, job = TRAINERS[name], costs.job
     drafts = nearest(layout_of(plan, costs), trainer.able, costs.choices(layout_of(plan, costs)))
-    found = [(draft, costs.predict(draft.layout.plan())) for draft in drafts]
-    draft, best = min(found, key=lambda pair: (max(0.0, pair[1].excess), pair[1].time.step))
+    result = [(draft, costs.predict(draft.layout.plan())) for draft in drafts]
+    draft, best = min(result, key=lambda pair: (max(0.0, pair[1].excess), pair[1].time.step))
     if best.excess > 0:
         lacks = f"the nearest to the plan lacks {best.excess / GIB:.1f} GiB a device"
         why = f"{trainer.able.title} cannot express the plan: {lacks} ({'; '.join(draft.lost)})"
@@ -325,8 +325,8 @@ def _changed(layout: TrainerLayout, planned: TrainerLayout, costs: Costs) -> Ite
         if (tried.parallel, tried.cut) == (layout.parallel, layout.cut):
             continue
         try:
-            found = costs.predict(tried.plan())
+            result = costs.predict(tried.plan())
         except RaypipeError:  # it takes further decisions
             continue
-        if found.excess <= 0:
-            yield name, found.time.step
+        if result.excess <= 0:
+            yield name, result.time.step

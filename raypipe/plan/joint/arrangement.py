@@ -67,10 +67,10 @@ class Arrangement:
 
     def loads(self, before: Sequence[float], devices: int) -> list[float]:
         """Per device, the work of its layers; ``before[i]`` is that of all layers before layer i, L + 1 values."""
-        found = [0.0] * devices
+        result = [0.0] * devices
         for a, b, device in zip(self.starts, (*self.starts[1:], self.layers), self.row, strict=True):
-            found[device] += before[b] - before[a]
-        return found
+            result[device] += before[b] - before[a]
+        return result
 
 
 def of_layers(devices: Sequence[int]) -> Arrangement:
@@ -132,9 +132,9 @@ def balanced(work: Sequence[float], row: Sequence[int], wish: Sequence[float], d
                 low, high = starts[s - 1], starts[s + 1] if s + 1 < count else layers
                 if low < starts[s] + by < high:
                     starts[s] += by
-                    found = _measure(before, starts, row, devices)
-                    if found < best:
-                        best, better = found, True
+                    result = _measure(before, starts, row, devices)
+                    if result < best:
+                        best, better = result, True
                     else:
                         starts[s] -= by
             # A border next to single layers can only move with its neighbours.
@@ -142,9 +142,9 @@ def balanced(work: Sequence[float], row: Sequence[int], wish: Sequence[float], d
                 for by in (-1, 1):
                     moved = [x + by if first <= k <= s else x for k, x in enumerate(starts)]
                     if all(a < b for a, b in zip(moved, [*moved[1:], layers], strict=True)):
-                        found = _measure(before, moved, row, devices)
-                        if found < best:
-                            starts, best, better = moved, found, True
+                        result = _measure(before, moved, row, devices)
+                        if result < best:
+                            starts, best, better = moved, result, True
     return Arrangement(tuple(starts), tuple(row), layers)
 
 

@@ -71,12 +71,12 @@ def better_plans(
         Plans that fit and are faster than the best, at most one a shape.
     """
     targets = list(_targets(ranked))[:SHAPES]
-    found = []
+    result = []
     for p in targets:
         other = better_plan(judges.of(p.candidate), p, seconds / len(targets), certifiers.of(p))
         if other is not None and other.step_s < ranked[0].step_s * (1 - GAIN):
-            found.append(other)
-    return found
+            result.append(other)
+    return result
 
 
 def load_kernels() -> None:
@@ -124,7 +124,7 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
             walks.append(annealed(hints.least, a, judge.most_stages, int(WALK * seconds), rng, BORDERS))
     firsts = sorted(walks + firsts, key=hints.least.of)
     best: dict[Arrangement, Prediction] = {}
-    found: list[Ordered] = []
+    result: list[Ordered] = []
 
     def keep(one: Ordered) -> None:
         p = fitting(judge, c, model, one, OrdersOf(model, objective, budget.part(0.05), rng))
@@ -136,13 +136,13 @@ def better_plan(judge: Predictor, like: Prediction, seconds: float, certifier: C
 
     for share in ROUNDS:
         orders = OrdersOf(model, objective, budget.part(share * (1 - LAST)), rng)
-        found = arranged(orders, firsts, hints, goal, rng)
-        for one in found[:2]:
+        result = arranged(orders, firsts, hints, goal, rng)
+        for one in result[:2]:
             keep(one)
-        firsts = [one.arrangement for one in found] + firsts
+        firsts = [one.arrangement for one in result] + firsts
         if budget.left <= 0 or reached():
             break
-    for one in sorted(found[1:], key=lambda one: one.value + hints.least.of(one.arrangement))[: FINAL - 1]:
+    for one in sorted(result[1:], key=lambda one: one.value + hints.least.of(one.arrangement))[: FINAL - 1]:
         if one.arrangement not in best and not reached():
             keep(one)
     last = sorted(best.items(), key=lambda item: item[1].step_s + hints.least.of(item[0]))[:FINAL]
@@ -247,7 +247,7 @@ def _searched(
     if stages is None or budget.left <= 0:
         return best
     try:
-        found = search(
+        result = search(
             (row,),
             c.microbatches,
             best.costs,
@@ -261,7 +261,7 @@ def _searched(
         )
     except ScheduleError:
         return best
-    other = judge.predict_order(c, replace(found.schedule, name="auto"), best.cut)
+    other = judge.predict_order(c, replace(result.schedule, name="auto"), best.cut)
     return other if other.fits and other.step_s < best.step_s else best
 
 
@@ -289,8 +289,8 @@ def _work(p: Prediction) -> list[float]:
     """Per device, seconds of a micro-batch's tasks, averaged over replicas."""
     costs = p.costs
     each = [sum(times) for times in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)]
-    found = [0.0] * p.candidate.stages
+    result = [0.0] * p.candidate.stages
     for row in p.form.placement:
         for s, d in enumerate(row):
-            found[d] += each[s] / p.form.replicas
-    return found
+            result[d] += each[s] / p.form.replicas
+    return result

@@ -275,8 +275,8 @@ class OrdersOf:
             return None
         if cap is not None:
             x = x._replace(cap=np.array(cap, np.float64))
-        found = self.due_dates.tuned(row, x, way, self.budget.part(share))
-        return None if found is None else self.by_due_dates(a, found.way, x.cap.tolist())
+        result = self.due_dates.tuned(row, x, way, self.budget.part(share))
+        return None if result is None else self.by_due_dates(a, result.way, x.cap.tolist())
 
     def _value(self, listed: Listed) -> float:
         return listed.makespan if self.objective == "makespan" else listed.span

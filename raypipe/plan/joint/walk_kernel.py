@@ -94,7 +94,7 @@ def least_steps(i: Numbers, starts: Ints, row: Ints, count: int) -> Floats:
     # it may have begun long before, so that only the stage's own count.
     there, round_trip = np.empty(count), np.empty(count)
     start, returns = np.empty(count), np.empty(count)
-    state, early, found = np.zeros(devices), 0.0, np.zeros(devices)
+    state, early, result = np.zeros(devices), 0.0, np.zeros(devices)
     longest = at = 0.0
     for s in range(count):
         d, x = row[s], starts[s]
@@ -136,8 +136,8 @@ def least_steps(i: Numbers, starts: Ints, row: Ints, count: int) -> Floats:
             continue
         room = i.room[d] - state[d]
         if i.limited and room < one:
-            found[:] = np.inf
-            return found
+            result[:] = np.inf
+            return result
         work *= n
         first, last = own[0], own[held - 1]
         begin = start[first] if i.barrier else 0.0
@@ -174,8 +174,8 @@ def least_steps(i: Numbers, starts: Ints, row: Ints, count: int) -> Floats:
             least = max(least, returns[last] + work - fits - late + out)
         if i.limited and room > 0.0:
             least = max(least, n * area / room)
-        found[d] = least
-    return found
+        result[d] = least
+    return result
 
 
 @compiled
@@ -329,20 +329,20 @@ def promising(
         limit = mean * (1.0 - heat * np.log(1.0 - drawn(seed)))
         to_starts[:count], to_row[:count], to_ahead[:count] = starts[:count], row[:count], ahead[:count]
         device = slowest if drawn(seed) < often else -1
-        found = move(to_starts, to_row, to_ahead, count, i.layers, devices, most_stages, borders, device, seed)
-        if found and least_steps(i, to_starts, to_row, found).max() < limit:
-            return found, limit
+        result = move(to_starts, to_row, to_ahead, count, i.layers, devices, most_stages, borders, device, seed)
+        if result and least_steps(i, to_starts, to_row, result).max() < limit:
+            return result, limit
     return 0, 0.0
 
 
 @compiled
 def nudged(ahead: Floats, count: int, most: int, often: float, seed: NDArray[np.uint64]) -> Floats:
     """How many forwards stages may run ahead, some of them one more or one less."""
-    found = ahead[:count].copy()
+    result = ahead[:count].copy()
     for s in range(count):
         if drawn(seed) < often:
-            found[s] = min(float(most), max(1.0, found[s] + (1.0 if below(seed, 2) else -1.0)))
-    return found
+            result[s] = min(float(most), max(1.0, result[s] + (1.0 if below(seed, 2) else -1.0)))
+    return result
 
 
 @compiled
@@ -379,17 +379,17 @@ def anneal(
     to_starts, to_row, nothing = starts.copy(), row.copy(), np.zeros(len(row))
     for k in range(tries):
         to_starts[:here_count], to_row[:here_count] = here_starts[:here_count], here_row[:here_count]
-        found = move(to_starts, to_row, nothing, here_count, i.layers, devices, most_stages, borders, -1, seed)
-        if not found:
+        result = move(to_starts, to_row, nothing, here_count, i.layers, devices, most_stages, borders, -1, seed)
+        if not result:
             continue
-        new = smooth(least_steps(i, to_starts, to_row, found), SMOOTH)
+        new = smooth(least_steps(i, to_starts, to_row, result), SMOOTH)
         heat = warm * (cold / warm) ** (k / tries)
         if new < value or (new < np.inf and drawn(seed) < np.exp((value - new) / (heat * value))):
-            value, here_count = new, found
-            here_starts[:found], here_row[:found] = to_starts[:found], to_row[:found]
+            value, here_count = new, result
+            here_starts[:result], here_row[:result] = to_starts[:result], to_row[:result]
             if new < best:
-                best, best_count = new, found
-                starts[:found], row[:found] = to_starts[:found], to_row[:found]
+                best, best_count = new, result
+                starts[:result], row[:result] = to_starts[:result], to_row[:result]
     return best_count
 
 
@@ -414,13 +414,13 @@ class Tables(NamedTuple):
 @compiled
 def unknown(of: Tables, starts: Ints, row: Ints, count: int) -> Ints:
     """The stages whose layers the tables do not know yet."""
-    found, n = np.empty(count, np.int64), 0
+    result, n = np.empty(count, np.int64), 0
     for s in range(count):
         y = starts[s + 1] if s + 1 < count else of.message.shape[2]
         if np.isnan(of.seconds[starts[s], y, 0, 0]):
-            found[n] = s
+            result[n] = s
             n += 1
-    return found[:n]
+    return result[:n]
 
 
 @compiled

@@ -168,7 +168,7 @@ def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule
     split = any(task.kind == "W" for task in present.tasks())
     if parallel.schedule == "auto":
         for objective in OBJECTIVES:
-            found = search(
+            result = search(
                 present.placement,
                 present.microbatches,
                 costs,
@@ -180,7 +180,7 @@ def _orders(plan: Plan, batch: int, costs: CostTable) -> Iterator[tuple[Schedule
                 starts=[present],
                 rules=Rules(frozen=present.rules.frozen),
             )
-            yield replace(found.schedule, name=present.name), "order searched again"
+            yield replace(result.schedule, name=present.name), "order searched again"
         return
     bases = [present]
     if not is_file(parallel.schedule):

@@ -71,7 +71,7 @@ def _growing(
 
     A table has the time of slice i as the whole's, plus this part times (2i + 1)/k - 1 (``CostTable.durations``).
     """
-    slices, found = schedule.rules.slices, []
+    slices, result = schedule.rules.slices, []
     for stage in range(schedule.stages):
         part = 0.0
         for kind in kinds:
@@ -80,8 +80,8 @@ def _growing(
                 way = {i: (2 * i + 1) / slices - 1 for i in values}
                 slope = sum(way[i] * v for i, v in values.items()) / sum(w * w for w in way.values())
                 part = max(part, min(slope, fmean(values.values())))
-        found.append(max(0.0, part))
-    return tuple(found)
+        result.append(max(0.0, part))
+    return tuple(result)
 
 
 def typical(values: Sequence[float]) -> float:
@@ -137,8 +137,8 @@ def _links(timelines: Sequence[Timeline]) -> tuple[float, ...]:
             most[ends] = min(delay, most.get(ends, delay))
             if waited:
                 waits[ends].append(delay)
-    middle = {ends: median(found) for ends, found in waits.items()}
-    every = median(d for found in waits.values() for d in found) if waits else 0.0
+    middle = {ends: median(result) for ends, result in waits.items()}
+    every = median(d for result in waits.values() for d in result) if waits else 0.0
 
     def of(s: int) -> float:
         if (s, s + 1) in middle:
@@ -154,7 +154,7 @@ def message_delays(timeline: Timeline) -> list[Delay]:
     graph = link(timeline.schedule)
     starts = [s.start for spans in timeline.spans for s in spans]
     ends = [s.end for spans in timeline.spans for s in spans]
-    found: list[Delay] = []
+    result: list[Delay] = []
     for i, preds in enumerate(graph.preds):
         remote = [p for p in preds if graph.device[p] != graph.device[i]]
         # A schedule may make R wait for the gradient; devices do not, since R does not use it.
@@ -163,5 +163,5 @@ def message_delays(timeline: Timeline) -> list[Delay]:
         last = max(remote, key=lambda p: ends[p])
         own_end = ends[i - 1] if i > graph.first[graph.device[i]] else 0.0
         a, b = sorted((graph.tasks[last].stage, graph.tasks[i].stage))
-        found.append(Delay((a, b), max(0.0, starts[i] - ends[last]), ends[last] > own_end))
-    return found
+        result.append(Delay((a, b), max(0.0, starts[i] - ends[last]), ends[last] > own_end))
+    return result

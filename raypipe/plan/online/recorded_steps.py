@@ -94,7 +94,7 @@ def recorded_from_json(value: Any, where: str) -> RecordedSteps:
     """
     try:
         schedule = from_text(value["schedule"], where)
-        found = RecordedSteps(schedule)
+        result = RecordedSteps(schedule)
         for one in value["steps"]:
             times = tuple(np.array(rows, dtype=float).reshape(-1, 2) for rows in one["devices"])
             if [len(t) for t in times] != list(map(len, schedule.orders)):
@@ -110,12 +110,12 @@ def recorded_from_json(value: Any, where: str) -> RecordedSteps:
                 ),
                 sums_s=_per_device(one.get("sums_s"), schedule.devices),
             )
-            found.steps.append(RecordedStep(int(one["step"]), times, waits))
-        if not found.steps:
+            result.steps.append(RecordedStep(int(one["step"]), times, waits))
+        if not result.steps:
             raise ValueError("there are no steps")
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise SpecError(where, f"its recorded steps can't be read ({error})", "look at another run") from None
-    return found
+    return result
 
 
 def _per_device(values: Sequence[float] | None, devices: int) -> tuple[float, ...]:

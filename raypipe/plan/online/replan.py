@@ -144,23 +144,23 @@ class Replanner:
             self._found = error
 
     def _decide(self) -> None:
-        found, self._found = self._found, None
-        if not isinstance(found, Swap):
-            self._report("kept", gain=0.0, reason=f"replanning failed: {found}")
+        result, self._found = self._found, None
+        if not isinstance(result, Swap):
+            self._report("kept", gain=0.0, reason=f"replanning failed: {result}")
             self._settle()
             return
         measured = Times.of(self._measured)
-        times = {"measured_s": measured.middle, "current_s": found.current_s, "predicted_s": found.predicted_s}
+        times = {"measured_s": measured.middle, "current_s": result.current_s, "predicted_s": result.predicted_s}
         least = max(THRESHOLD, measured.doubt)
-        if found.gain < least:
+        if result.gain < least:
             reason = "no plan is predicted to be faster"
-            if found.gain > 0:
-                reason = f"{found.change}: its predicted gain is below {least:.1%}, the least for a swap"
-            self._report("kept", gain=found.gain, reason=reason, **times)
+            if result.gain > 0:
+                reason = f"{result.change}: its predicted gain is below {least:.1%}, the least for a swap"
+            self._report("kept", gain=result.gain, reason=reason, **times)
             self._settle()
         else:
-            self._report("replanned", change=found.change, gain=found.gain, **times)
-            self._swap, self._before, self._next, self.state = found, self.present, found.target, "watching"
+            self._report("replanned", change=result.change, gain=result.gain, **times)
+            self._swap, self._before, self._next, self.state = result, self.present, result.target, "watching"
 
     def _judge(self, swap: Swap | None, before: Running | None) -> None:
         """Compare the steps since the swap with those before it, and keep or revert it."""
@@ -275,9 +275,9 @@ def largest_change(was: CostTable, now: CostTable) -> tuple[str, int, float]:
         return costs.links[:-1] if kind == "message" else costs.by_kind(kind)
 
     matters = 0.05 * max(max(was.by_kind(kind)) for kind in KINDS[:-1])
-    found, most = ("F", 0, 1.0), 0.0
+    result, most = ("F", 0, 1.0), 0.0
     for kind in KINDS:
         for stage, (a, b) in enumerate(zip(times(was, kind), times(now, kind), strict=True)):
             if min(a, b) > 0 and max(a, b) >= matters and abs(b - a) > most:
-                found, most = (kind, stage, b / a), abs(b - a)
-    return found
+                result, most = (kind, stage, b / a), abs(b - a)
+    return result

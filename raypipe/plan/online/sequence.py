@@ -158,11 +158,11 @@ class Raiser:
         A micro-batch in its backward has all its activations anyway; each other one in flight keeps more layers.
         """
         now, then = self._recompute(self.at), self._recompute(level)
-        found = list(peaks)
+        result = list(peaks)
         for (stage, device), count in self.flight.items():
             more = sum((i in now) - (i in then) for i in self.plan.cut[stage])
-            found[device] += (count - 1) * more * self._layer_bytes.get(stage, 0.0)
-        return found
+            result[device] += (count - 1) * more * self._layer_bytes.get(stage, 0.0)
+        return result
 
 
 def levels(cut: Sequence[Sequence[int]]) -> list[float]:
@@ -172,14 +172,14 @@ def levels(cut: Sequence[Sequence[int]]) -> list[float]:
     for i, layers in enumerate(cut[: max(1, stages - 2)], 1):
         scale = (stages - i) / max(1, stages - 1) if stages > 1 else 1.0
         shares |= {min(1.0, k / len(layers) * scale + 1e-9) for k in range(1, len(layers) + 1)}
-    found: list[float] = []
+    result: list[float] = []
     before: frozenset[int] | None = None
     for share in sorted(shares):
         recomputed = recomputed_after(cut, alphas(stages, share))
         if recomputed != before:
-            found.append(share)
+            result.append(share)
             before = recomputed
-    return found
+    return result
 
 
 P = ParamSpec("P")
@@ -284,10 +284,10 @@ class ControllerSequence:
             return None
 
         def answer() -> T:
-            found = question(active)
+            result = question(active)
             self._events += active.drain()
             self.proven, self.measures_memory = active.proven, active.measures_memory
-            return found
+            return result
 
         return self._guard(self._name, answer)
 

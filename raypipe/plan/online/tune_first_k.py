@@ -137,12 +137,12 @@ class FirstKTuner:
         if step >= TRY_AT:
             self._before = list(ready), seconds
             costs = layer_costs(ready, sums)
-            found = tune_first_k(
+            result = tune_first_k(
                 lambda k: layer_step_time(reverse_first_k(self.layers, k), costs, "prioritised"), self.most, gain=GAIN
             )
-            self.k = found.k
-            self._settled = not found.k
-            return complete_at(costs, found.k) if found.k else list(ready)
+            self.k = result.k
+            self._settled = not result.k
+            return complete_at(costs, result.k) if result.k else list(ready)
         return list(ready)
 
 
@@ -160,13 +160,13 @@ def layer_costs(ready: Sequence[float], sums: Sequence[float]) -> CostTable:
 def complete_at(costs: CostTable, k: int) -> list[float]:
     """Return when each layer's gradient is complete with the first ``k`` postponed, from the backward's begin."""
     now = 0.0
-    found = [0.0] * costs.stages
+    result = [0.0] * costs.stages
     for layer in reversed(range(costs.stages)):
         if layer >= k:
             now += costs.weight_grad[layer]
-            found[layer] = now
+            result[layer] = now
         now += costs.input_grad[layer]
     for layer in range(k):
         now += costs.weight_grad[layer]
-        found[layer] = now
-    return found
+        result[layer] = now
+    return result

@@ -98,10 +98,10 @@ class CandidateCosts:
             # Per device, seconds of a micro-batch, summed over the rows; no cut makes the largest less than the mean.
             times = np.bincount(np.ravel(placement), known.stage_cost * len(placement))
             enough = float(times.max()) / len(placement) * (1 - NOISE)
-            found = None
+            result = None
             if times.mean() / len(placement) <= enough:
-                found = cut_layers(self.layer_times(microbatch), placement, slowest_stage=max(known.stage_cost))
-            self._device_cuts[key] = found.stages if found is not None and found.slowest <= enough else None
+                result = cut_layers(self.layer_times(microbatch), placement, slowest_stage=max(known.stage_cost))
+            self._device_cuts[key] = result.stages if result is not None and result.slowest <= enough else None
         return self._device_cuts[key]
 
     def recut(self, c: Candidate) -> Candidate | None:

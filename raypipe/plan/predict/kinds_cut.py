@@ -54,9 +54,9 @@ class KindsCut:
         key = (form.placement, c.replicas, c.microbatch, plain)
         if key not in self._cuts:
             costs = self._costs(c, form)
-            found = _cut(costs, None)
-            assert found is not None
-            self._cuts[key] = found if plain is None else self._within(plain, costs, found)
+            result = _cut(costs, None)
+            assert result is not None
+            self._cuts[key] = result if plain is None else self._within(plain, costs, result)
         return self._cuts[key]
 
     def _costs(self, c: Candidate, form: Form) -> list[list[float]]:
@@ -94,10 +94,10 @@ class KindsCut:
                 rest = device.total - device.activations - _run(state, own)
                 need = (state[None, :] - state[:, None]) + alive * (kept[None, :] - kept[:, None]) + rest
                 fits.append(need <= limit)
-            found = _cut(costs, fits)
-            if found is None or found == cut:
+            result = _cut(costs, fits)
+            if result is None or result == cut:
                 return fastest
-            cut = found
+            cut = result
         return cut
 
 

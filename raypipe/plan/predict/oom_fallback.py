@@ -183,15 +183,15 @@ class OOMFallback:
             return []
         if _takes_limits(c):
             return None
-        found = self._sharing(c) + self._within_memory(c)
+        result = self._sharing(c) + self._within_memory(c)
         if self.judge.train.needs_norm and c.update == "auto":
             waiting = replace(c, update="wait")
-            found.append((self.judge.least_of_all(waiting), waiting))
+            result.append((self.judge.least_of_all(waiting), waiting))
         if not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
             ways = ("full",) if c.slices > 1 and self.judge.recompute else self.judge.recompute
             others = [replace(c, recompute=way) for way in ways if way != "layers" or not c.sub_pipelined]
-            found += [(self.judge.least(other), other) for other in others]
-        return found + self._slicing(c)
+            result += [(self.judge.least(other), other) for other in others]
+        return result + self._slicing(c)
 
     def _divided_outright(
         self, c: Candidate, place: NDArray[np.int64], stage: dict[str, Figures]
@@ -213,24 +213,24 @@ class OOMFallback:
         alone are not too large. From a model on one device, also the ways that cut it into stages."""
         if c.recompute != "none" or c.memory_limit is not None or c.balance == "memory":
             return []
-        found: list[tuple[float, Candidate]] = []
+        result: list[tuple[float, Candidate]] = []
         for (_, schedule), ways in self._ways(c).items():
             least = 4
             for way in ways:
                 higher = c.level < way.level <= least and (schedule == c.schedule or c.shard == "none")
                 if higher and not self.judge.is_too_large(way):
                     least = way.level
-                    found.append((self.judge.least_of_all(way), way))
-        return found
+                    result.append((self.judge.least_of_all(way), way))
+        return result
 
     def _ways(self, c: Candidate) -> dict[tuple[int | None, str], list[Candidate]]:
         """Ways to divide the candidate's state, by shard group and schedule, by rising level."""
         plain = replace(c, shard="none", gather="unit", shard_replicas=None)
-        found: dict[tuple[int | None, str], list[Candidate]] = {}
+        result: dict[tuple[int | None, str], list[Candidate]] = {}
         for way in self.judge.shard_ways(plain):
             if c.shard == "none" or way.shard_replicas == c.shard_replicas:
-                found.setdefault((way.shard_replicas, way.schedule), []).append(way)
-        return found
+                result.setdefault((way.shard_replicas, way.schedule), []).append(way)
+        return result
 
     def _terms_of(self, c: Candidate) -> dict[str, Figures]:
         return self.judge.stage_bytes(c, c.form, c.level, c.shard_group)
@@ -242,21 +242,21 @@ class OOMFallback:
             return self._slicing(c)
         if p.fits or c.recompute != "none" or c.form.versions != "flush":
             return []
-        found = self._sharing(c)
-        if c.level == 1 and any(way.level == 2 for _, way in found):
-            return found  # what level 2 takes no longer for is not recomputed
-        found += self._within_memory(c)
+        result = self._sharing(c)
+        if c.level == 1 and any(way.level == 2 for _, way in result):
+            return result  # what level 2 takes no longer for is not recomputed
+        result += self._within_memory(c)
         # Running ahead may be worth more than activations are, or less: both ways are tried.
         if c.update == "auto" and any(memory.undo for memory in p.memory):
             waiting = replace(c, update="wait")
-            found.append((self.judge.least_of_all(waiting), waiting))
+            result.append((self.judge.least_of_all(waiting), waiting))
         if _takes_limits(c):
             for limit in self._limits(p):
                 limited = replace(c, memory_limit=float(limit))
-                found.append((self.judge.least(limited), limited))
+                result.append((self.judge.least(limited), limited))
         if not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
-            found += self._recomputing_for(p)
-        return found + self._slicing(c)
+            result += self._recomputing_for(p)
+        return result + self._slicing(c)
 
     def _slicing(self, c: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with more slices along the sequence, which keeps its activations or recomputes all of them."""
@@ -305,7 +305,7 @@ class OOMFallback:
             microbatches: per device, the largest share of its micro-batches that can be kept.
             layers: per device, the largest share of its layers.
         """
-        found = []
+        result = []
         if c.slices > 1:  # a stage in slices recomputes everything or nothing
             form, costs = c.form, self.judge.costs(c)
             bound = least_step_seconds(
@@ -319,10 +319,10 @@ class OOMFallback:
             return [(bound * (1 - 1e-9), replace(c, recompute="full"))] if self.judge.recompute else []
         for way in self.judge.recompute:
             if way != "layers":
-                found.append((self._keeping_microbatches(c, microbatches), replace(c, recompute=way)))
+                result.append((self._keeping_microbatches(c, microbatches), replace(c, recompute=way)))
             elif not c.sub_pipelined:  # halves are recomputed whole
-                found.append((self._keeping_layers(c, layers), replace(c, recompute=way)))
-        return found
+                result.append((self._keeping_layers(c, layers), replace(c, recompute=way)))
+        return result
 
     def _keeping_microbatches(self, c: Candidate, most: Sequence[float]) -> float:
         """A lower bound on the step if each device keeps at most such a share of its micro-batches."""

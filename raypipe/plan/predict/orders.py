@@ -51,10 +51,10 @@ class Order:
     @cached_property
     def counts(self) -> dict[tuple[str, int], int]:
         """(kind, stage) -> micro-batch ids that its tasks carry."""
-        found: dict[tuple[str, int], int] = {}
+        result: dict[tuple[str, int], int] = {}
         for kind, stage, mbs, _ in self.schedule.tasks():
-            found[kind, stage] = found.get((kind, stage), 0) + len(mbs)
-        return found
+            result[kind, stage] = result.get((kind, stage), 0) + len(mbs)
+        return result
 
     def work(self, costs: CostTable) -> float:
         """Time of all compute tasks."""
@@ -131,10 +131,10 @@ class Orders:
         whole = c.form.stages * c.microbatches  # of which ``count`` micro-batches may be the beginning
         close = close and divided is None and bool(frozen) and whole <= MOST
         key = (c.schedule, shape, c.recompute != "none", keep, remade, divided, frozen, close)
-        found = self._kept.get(key)
-        if found is not None:
+        result = self._kept.get(key)
+        if result is not None:
             self._kept.move_to_end(key)
-            return found
+            return result
         if divided is not None:
             plain = self.of(replace(c, shard="none"), count, keep, remade, frozen, close=False)
             schedule = sharded(plain.schedule, c)

@@ -109,7 +109,7 @@ class Predictor(Bounds):
         faster by more than ``NEAR``: updates are shorter, and gathers may run beside forwards."""
         if p.candidate.shard != "none" or p.order is not None or p.keep is not None or p.recomputed is not None:
             return p
-        found = [p]
+        result = [p]
         for way in self.shard_ways(p.candidate, 2):
             if self.least(way) < p.step_s * (1 - NEAR):
                 try:
@@ -117,8 +117,8 @@ class Predictor(Bounds):
                 except ScheduleError:
                     continue
                 if other.fits and other.step_s < p.step_s * (1 - NEAR):
-                    found.append(self.time(other, final=True))
-        return min(found, key=lambda p: p.step_s)
+                    result.append(self.time(other, final=True))
+        return min(result, key=lambda p: p.step_s)
 
     @property
     def partly(self) -> bool:
@@ -151,7 +151,7 @@ class Predictor(Bounds):
         """
         keep = self._memory.keep(c) if c.recompute in ("full", "microbatches") else None
         recomputed = self._memory.recomputed(c) if c.recompute == "layers" else None
-        found = Prediction(
+        result = Prediction(
             candidate=c,
             batch=self.train.batch,
             cut=self.cut(c),
@@ -165,7 +165,7 @@ class Predictor(Bounds):
             recomputed=recomputed,
             frozen=self.frozen(self.cut(c)),
         )
-        return self.time(found) if found.fits or timed else found
+        return self.time(result) if result.fits or timed else result
 
     def predict_order(self, c: Candidate, schedule: Schedule, cut: Cut | None = None) -> Prediction:
         """Judge an order that was searched: compute tasks of one data-parallel copy; ``cut`` where the candidate's
@@ -174,7 +174,7 @@ class Predictor(Bounds):
         order = Order(schedule)
         costs = self.costs(c, form) if cut is None else self.costs_of(c, cut, form.placement, not form.joint)
         cut = self.cut(c, form) if cut is None else cut
-        found = Prediction(
+        result = Prediction(
             candidate=c,
             batch=self.train.batch,
             cut=cut,
@@ -187,7 +187,7 @@ class Predictor(Bounds):
             order=schedule,
             frozen=self.frozen(cut),
         )
-        return self.time(found, final=True)
+        return self.time(result, final=True)
 
     def predict_gathers(self, p: Prediction, schedule: Schedule) -> Prediction:
         """Judge a plan of level 3 with gathers of its order's own: tasks of one data-parallel copy, AG, FREE and RS
@@ -231,9 +231,9 @@ class Predictor(Bounds):
         best = timed(sync)
         if final and shared:
             for simpler in self.syncs[:-1]:
-                found = timed(simpler)
-                if found.step <= best.step * (1 + 1e-6):
-                    sync, best = simpler, found
+                result = timed(simpler)
+                if result.step <= best.step * (1 + 1e-6):
+                    sync, best = simpler, result
                     break
         timed_p = replace(
             p, candidate=replace(c, sync=sync), step_s=best.step, compute_s=best.compute, busy_s=best.busy

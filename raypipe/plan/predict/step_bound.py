@@ -364,11 +364,11 @@ def _ways(form: Form, costs: CostTable | StageSeconds, tasks: _Tasks) -> tuple[T
 
 
 def _sums(place: NDArray[np.int64], values: Times, devices: int) -> Times:
-    found: Times = np.bincount(place.ravel(), np.broadcast_to(values, place.shape).ravel(), devices).astype(float)
-    return found
+    result: Times = np.bincount(place.ravel(), np.broadcast_to(values, place.shape).ravel(), devices).astype(float)
+    return result
 
 
 def _least(place: NDArray[np.int64], values: Times, devices: int) -> Times:
-    found = np.full(devices, np.inf)
-    np.minimum.at(found, place, values)
-    return found
+    result = np.full(devices, np.inf)
+    np.minimum.at(result, place, values)
+    return result

@@ -250,7 +250,7 @@ def assign(profile: RegionProfile, eager: int = 0) -> Assigned:
     """
     at, pairs = _FreeMoments(profile), profile.pairs()
     count = len(profile.regions)
-    found: list[list[int]] = [[] for _ in range(count)]
+    result: list[list[int]] = [[] for _ in range(count)]
     now = [0.0] * count
     """Per region, how long its second stream is taken."""
     left = set(range(1, len(profile.layers)))
@@ -258,7 +258,7 @@ def assign(profile: RegionProfile, eager: int = 0) -> Assigned:
         for layer in profile.regions[region].layers:
             if layer in left:
                 left.remove(layer)
-                found[region].append(layer)
+                result[region].append(layer)
                 began = max(now[region], at.ready[layer] - at.region[region])
                 now[region] = began + pairs[region, layer].sub_s
         over = now[region] - profile.main_s(region)
@@ -282,13 +282,13 @@ def assign(profile: RegionProfile, eager: int = 0) -> Assigned:
         if best is None:
             break
         _, region, layer, now[region] = best
-        found[region].append(layer)
+        result[region].append(layer)
         left.remove(layer)
         if now[region] >= profile.main_s(region):
             open_.remove(region)
     last = max(r for r, region in enumerate(profile.regions) if region.kind == "B")
-    found[last] += sorted(left, key=lambda layer: (at.due[layer], layer))
-    return tuple(map(tuple, found))
+    result[last] += sorted(left, key=lambda layer: (at.due[layer], layer))
+    return tuple(map(tuple, result))
 
 
 NAME = "multi-region"

@@ -126,11 +126,11 @@ class RegionProfile(Spec):
 
     def group(self, layer: int) -> tuple[int, ...]:
         """Return the layers that are updated together with this one, itself included, in order."""
-        found = {layer}
+        result = {layer}
         for tied in self.tied:
-            if found & set(tied):
-                found |= set(tied)
-        return tuple(sorted(found))
+            if result & set(tied):
+                result |= set(tied)
+        return tuple(sorted(result))
 
     def speed_up(self, region: int, layer: int, pair: Together) -> float:
         """Return how often faster a region and a weight gradient are on two streams than in turn."""

@@ -111,14 +111,14 @@ class DeferredProducts(TorchFunctionMode):
 
     def _root(self, weight: Tensor) -> Tensor | None:
         """Return the parameter of which a weight is a part or a view; None if it is anything else."""
-        found: Tensor | None = weight
+        result: Tensor | None = weight
         node = weight.grad_fn
         for _ in range(VIEWS):
             if node is None:
                 break
-            found = getattr(node, "variable", None)
+            result = getattr(node, "variable", None)
             node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-        return found if id(found) in self._own else None
+        return result if id(result) in self._own else None
 
 
 VIEWS = 4
@@ -209,8 +209,8 @@ class Weights:
     @staticmethod
     def leaf(node: fx.Node, place: int) -> fx.Node:
         """Return the argument at a position."""
-        found: fx.Node = _leaves(node)[place]
-        return found
+        result: fx.Node = _leaves(node)[place]
+        return result
 
 
 def find_weights(graph: fx.Graph, read: Mapping[fx.Node, nn.Parameter]) -> Weights:
@@ -236,16 +236,16 @@ def _waits(node: fx.Node, user: fx.Node, places: Mapping[fx.Node, tuple[int, ...
 
 def _expressions(graph: fx.Graph, read: Mapping[fx.Node, nn.Parameter]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """Return parameters and everything made of them alone, with the parameters that it is made of."""
-    found: dict[fx.Node, tuple[fx.Node, ...]] = {n: (n,) for n in read}
+    result: dict[fx.Node, tuple[fx.Node, ...]] = {n: (n,) for n in read}
     for node in graph.nodes:
         if node.op != "call_function" or not node.all_input_nodes:
             continue
         inputs = node.all_input_nodes
-        whole = all(n in found or n.op == "get_attr" for n in inputs) and any(n in found for n in inputs)
-        gathered = node.args and node.args[0] in found and name_of(node) in GATHERS
+        whole = all(n in result or n.op == "get_attr" for n in inputs) and any(n in result for n in inputs)
+        gathered = node.args and node.args[0] in result and name_of(node) in GATHERS
         if whole or gathered:
-            found[node] = tuple(dict.fromkeys(root for n in inputs for root in found.get(n, ())))
-    return found
+            result[node] = tuple(dict.fromkeys(root for n in inputs for root in result.get(n, ())))
+    return result
 
 
 def _places(node: fx.Node, roots: Collection[fx.Node]) -> tuple[int, ...]:
@@ -255,11 +255,11 @@ def _places(node: fx.Node, roots: Collection[fx.Node]) -> tuple[int, ...]:
         return ()
     leaves = _leaves(node)
     owners = _owners(node)
-    found = [
+    result = [
         i for i, leaf in enumerate(leaves) if isinstance(leaf, fx.Node) and leaf in roots and owners[i] in positions
     ]
     two_factors = name_of(node) in ("mm", "bmm", "matmul")
-    return tuple(found[:1] if two_factors else found)
+    return tuple(result[:1] if two_factors else result)
 
 
 def name_of(node: fx.Node) -> str:
@@ -268,8 +268,8 @@ def name_of(node: fx.Node) -> str:
 
 
 def _leaves(node: fx.Node) -> list[Any]:
-    found: list[Any] = _pytree.tree_leaves((list(node.args), dict(node.kwargs)))
-    return found
+    result: list[Any] = _pytree.tree_leaves((list(node.args), dict(node.kwargs)))
+    return result
 
 
 def _owners(node: fx.Node) -> list[int]:

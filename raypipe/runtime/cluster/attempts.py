@@ -110,8 +110,8 @@ class _Reporter:
         """Wait until everything is copied and reported; raise the error of what failed, unless there is another one."""
         self._thread.shutdown(wait=True)
         if kind is None:
-            for one in self._reports:
-                one.result()
+            for report in self._reports:
+                report.result()
 
 
 def driver_loop(config: dict[str, Any]) -> None:
@@ -318,9 +318,9 @@ def _awaits_devices(directory: Path) -> bool:
 
 def _next_change(directory: Path, known: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Wait until there are other devices; return all changes. This process ends with the one that started the run."""
-    while len(found := devices_changed(directory)) == len(known):
+    while len(result := devices_changed(directory)) == len(known):
         time.sleep(LOOK_S)
-    return found
+    return result
 
 
 def _newest(request: RunRequest, changes: list[dict[str, Any]]) -> Reservation:
@@ -351,12 +351,12 @@ def _on_these_hosts(
     came = devices_on_hosts(nodes)
     kinds = kinds_on_hosts(nodes, came)
     profile = load_profile(directory / PROFILE) if (directory / PROFILE).is_file() else None
-    found = on_hosts(plan, job, came, profile, kinds)
-    if found is None:
+    result = on_hosts(plan, job, came, profile, kinds)
+    if result is None:
         return plan
-    log.event("notice", message=found.message, hosts=came, predicted_step_s=found.plan.predicted_step_s)
-    found.plan.save(directory / "plan.json")
-    return found.plan
+    log.event("notice", message=result.message, hosts=came, predicted_step_s=result.plan.predicted_step_s)
+    result.plan.save(directory / "plan.json")
+    return result.plan
 
 
 @contextmanager

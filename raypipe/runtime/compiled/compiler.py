@@ -165,7 +165,7 @@ def _part(example: Example, joint: JointGraph, pieces: dict[str, GraphPiece], bu
 
 def _data(kind: type[Data], whole: Data) -> Data:
     """Return what a joint graph or a piece is without its graph."""
-    return kind(**{one.name: getattr(whole, one.name) for one in fields(kind)})
+    return kind(**{field.name: getattr(whole, field.name) for field in fields(kind)})
 
 
 def wanted_pieces(pieces: Cut, needed: Needed) -> dict[str, GraphPiece]:

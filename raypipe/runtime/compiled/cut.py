@@ -120,11 +120,11 @@ def _halves(joint: JointGraph, budget: float) -> tuple[fx.GraphModule, fx.GraphM
             )
         return nbytes(_outputs_and_kept(joint, made[0])[1]), made
 
-    size, found = halves(1.0)
+    size, result = halves(1.0)
     wanted = budget * size
     if size <= wanted:
-        return found
-    size, found = halves(0.0)
+        return result
+    size, result = halves(0.0)
     low, high = 0.0, 1.0
     for _ in range(BISECTIONS):
         share = budget if (low, high) == (0.0, 1.0) else (low + high) / 2
@@ -134,8 +134,8 @@ def _halves(joint: JointGraph, budget: float) -> tuple[fx.GraphModule, fx.GraphM
             continue
         low = share
         if at > size:
-            size, found = at, made
-    return found
+            size, result = at, made
+    return result
 
 
 def _outputs_and_kept(joint: JointGraph, forward: fx.GraphModule) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -156,9 +156,9 @@ class _Backward:
 
     def __init__(self, joint: JointGraph, module: fx.GraphModule, slots: Mapping[str, InputSlot]) -> None:
         self.joint, self.module, self.slots = joint, module, slots
-        found = results(module.graph)
-        self.weights = [(number, node) for number, node in zip(joint.trained, found, strict=False) if node is not None]
-        self.back = found[len(joint.trained) :]
+        result = results(module.graph)
+        self.weights = [(number, node) for number, node in zip(joint.trained, result, strict=False) if node is not None]
+        self.back = result[len(joint.trained) :]
 
     def whole(self) -> GraphPiece:
         """Return the joint backward."""
@@ -205,8 +205,8 @@ class _Backward:
         else:  # the first stage has no input gradient; its B is what several weight gradients share
             counts: dict[fx.Node, int] = {}
             for _, node in self.weights:
-                for one in ancestors([node]):
-                    counts[one] = counts.get(one, 0) + 1
+                for ancestor in ancestors([node]):
+                    counts[ancestor] = counts.get(ancestor, 0) + 1
             inside = {node for node, count in counts.items() if count > 1}
         inside = tuples_with_items(inside)
         for _, node in self.weights:
@@ -218,7 +218,7 @@ class _Backward:
     @staticmethod
     def _boundary(ends: Iterable[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
         """Return the nodes that W reads: placeholders, and results of B other than views of them."""
-        found: dict[fx.Node, None] = {}
+        result: dict[fx.Node, None] = {}
         seen: set[fx.Node] = set()
         todo = list(ends)
         while todo:
@@ -227,10 +227,10 @@ class _Backward:
                 continue
             seen.add(node)
             if node.op == "placeholder" or (node in inside and not is_view(node) and node.op != "get_attr"):
-                found[node] = None
+                result[node] = None
             else:
                 todo += node.all_input_nodes
-        return list(found)
+        return list(result)
 
     @staticmethod
     def _gradients(
@@ -238,16 +238,16 @@ class _Backward:
     ) -> tuple[Gradient, ...]:
         """Add weight gradients to the outputs of a piece, from the last parameter to the first."""
         bases = [base_of(node) for _, node in weights]
-        found = []
+        result = []
         for number, node in reversed(weights):
             factors = _factors(node) if products else None
             if factors is not None:
-                found.append(Gradient(number, outputs.add(factors[0]), outputs.add(factors[1])))
+                result.append(Gradient(number, outputs.add(factors[0]), outputs.add(factors[1])))
                 continue
             base = base_of(node)
             shared = base.op == "placeholder" or bases.count(base) > 1
-            found.append(Gradient(number, outputs.add(node), shared=shared))
-        return tuple(found)
+            result.append(Gradient(number, outputs.add(node), shared=shared))
+        return tuple(result)
 
 
 class _Outputs:
@@ -314,15 +314,15 @@ def _transposed(node: fx.Node) -> fx.Node:
 
 def ancestors(ends: Iterable[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
     """Return the nodes that ``ends`` are computed from, and ``ends``; nothing behind those in ``stop``."""
-    found: set[fx.Node] = set()
+    result: set[fx.Node] = set()
     todo = list(ends)
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in result:
+            result.add(node)
             if node not in stop:
                 todo += node.all_input_nodes
-    return found
+    return result
 
 
 def extract(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:

@@ -130,9 +130,9 @@ class Needs:
         feed, microbatches = self.executor.feed, self.executor.settings.microbatches
         if not feed.lengths(split, steps.start, 0):
             return [{}], 0.0
-        found = Counter(tuple(feed.lengths(split, step, mb).items()) for step in steps for mb in range(microbatches))
-        chosen = found.most_common(MOST_LENGTHS)
-        return [dict(lengths) for lengths, _ in chosen], 1.0 - sum(n for _, n in chosen) / found.total()
+        result = Counter(tuple(feed.lengths(split, step, mb).items()) for step in steps for mb in range(microbatches))
+        chosen = result.most_common(MOST_LENGTHS)
+        return [dict(lengths) for lengths, _ in chosen], 1.0 - sum(n for _, n in chosen) / result.total()
 
     def _needed(self, key: StageKey) -> Needed:
         programs, microbatches = self.programs, self.executor.settings.microbatches
@@ -191,12 +191,12 @@ class Needs:
         whole = self._whole(key, read, lengths)
         if not needed.recomputes or module.recomputes_whole:
             return [whole]
-        found, arrived = [whole] if needed.keeps else [], whole.arrived
+        result, arrived = [whole] if needed.keeps else [], whole.arrived
         for segment in module.segments:
             loss = whole.loss if not segment.gives else None
-            found.append(replace(whole, arrived=arrived, segment=segment, loss=loss))
+            result.append(replace(whole, arrived=arrived, segment=segment, loss=loss))
             arrived = self._leaving(module, segment, lengths) if segment.gives else ()
-        return found
+        return result
 
     def _leaving(self, module: StageModule, segment: Segment, lengths: Lengths) -> tuple[TensorSpec, ...]:
         """Return what a segment passes to the next one."""

@@ -41,8 +41,12 @@ class Accumulation:
     """
 
     def __init__(self, gradients: Sequence[Gradient]) -> None:
-        self._products = [(one.parameter, one.first, one.second) for one in gradients if one.second is not None]
-        self._others = tuple(one for one in gradients if one.second is None)
+        self._products = [
+            (gradient.parameter, gradient.first, gradient.second)
+            for gradient in gradients
+            if gradient.second is not None
+        ]
+        self._others = tuple(gradient for gradient in gradients if gradient.second is None)
 
     def ready(self, values: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Closure]:
         """Return closures that add the gradients, whose values are there.
@@ -67,7 +71,7 @@ class Accumulation:
             parameter = parameters[number]
             closures.append(Closure(partial(_add_product, parameter, values, first, second), (parameter,)))
         if self._others:
-            of = tuple(parameters[one.parameter] for one in self._others)
+            of = tuple(parameters[other.parameter] for other in self._others)
             closures.append(Closure(lambda: _add(self._others, of, values()), of))
         return closures
 
@@ -282,9 +286,9 @@ class StageProgram:
 
 def _emptied(values: list[Tensor]) -> list[Tensor]:
     """Return the values and keep none of them."""
-    found = list(values)
+    result = list(values)
     values.clear()
-    return found
+    return result
 
 
 class ProgramRun:

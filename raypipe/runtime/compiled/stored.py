@@ -161,8 +161,8 @@ class StoredStages:
 
     def _result(self, task: ray.ObjectRef[Stored | str]) -> Stored | str:
         try:
-            found: Stored | str = ray.get(task, timeout=max(0.0, self._began + self._limit_s - time.monotonic()))
-            return found
+            result: Stored | str = ray.get(task, timeout=max(0.0, self._began + self._limit_s - time.monotonic()))
+            return result
         except GetTimeoutError:
             ray.cancel(task, force=True)
             return "it is not compiled within train.compile_timeout_s"

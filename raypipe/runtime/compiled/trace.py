@@ -43,8 +43,8 @@ def is_view(node: fx.Node) -> bool:
 
 def value(node: fx.Node) -> Tensor:
     """Return the fake tensor that a node stands for."""
-    found: Tensor = node.meta["val"]
-    return found
+    result: Tensor = node.meta["val"]
+    return result
 
 
 @dataclass(kw_only=True)

@@ -381,8 +381,8 @@ class EmulatedDevices(WorkerGroup):
         """Send each device its request, with one call per node: a hundred calls would take Ray a second of CPU time."""
         refs: list[Any] = []
         pairs = zip(self.actors, requests, strict=True)
-        for _, found in groupby(pairs, key=lambda pair: id(pair[0].node)):  # a node's ranks follow one another
-            together = list(found)
+        for _, result in groupby(pairs, key=lambda pair: id(pair[0].node)):  # a node's ranks follow one another
+            together = list(result)
             refs += together[0][0].node.calls([(device.number, request) for device, request in together])
         return self.note(refs)
 
@@ -399,8 +399,8 @@ def start_emulated_devices(
     devices = EmulatedDevices([], titles, [], place.run_id, place)
     try:
         at = located_bundles((part.group for part in place.parts), 0.0, place.kinds)
-        for _, found in groupby(range(len(titles)), key=lambda rank: at[rank].node):
-            ranks = list(found)
+        for _, result in groupby(range(len(titles)), key=lambda rank: at[rank].node):
+            ranks = list(result)
             workers = [(rank, titles[rank], at[rank].node, at[rank].address) for rank in ranks]
             node = (
                 ray.remote(DeviceProcesses)

@@ -36,13 +36,13 @@ class Links:
         """Return the time of a message from each stage to the next, over the slowest link that it may take."""
         inside, between = self.message_bytes / self.inside_bytes_per_s, self.message_bytes / self.bytes_per_s
         return [
-            self.latency_s + max((users * between if users else inside for users in found), default=0.0)
-            for found in placed.crossings()
+            self.latency_s + max((users * between if users else inside for users in result), default=0.0)
+            for result in placed.crossings()
         ]
 
     def over(self, layouts: Collection[Layout], busy: int) -> Links:
         """Return the links as sums over such groups have them, while a host's other devices do theirs."""
-        users = max((max(1, busy // one.per_host) if one.hosts > 1 else 0) for one in layouts)
+        users = max((max(1, busy // layout.per_host) if layout.hosts > 1 else 0) for layout in layouts)
         return replace(self, bytes_per_s=self.bytes_per_s / users if users else self.inside_bytes_per_s)
 
     @property

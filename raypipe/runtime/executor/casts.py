@@ -106,14 +106,14 @@ class MessageCast:
     def unpack(self, direction: Direction, tensors: Sequence[Tensor], specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Cast and scale received tensors back; ``specs`` are those that the stage expects, before any cast."""
         down = 1.0 / self.scale if direction == "grad" else 1.0
-        found = []
+        result = []
         for tensor, spec in zip(tensors, specs, strict=True):
             if self._casts(spec.dtype):
                 tensor = tensor.to(spec.dtype)
                 if down != 1.0:
                     tensor.mul_(down)
-            found.append(tensor)
-        return found
+            result.append(tensor)
+        return result
 
     def _casts(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point and dtype.itemsize > self.dtype.itemsize

@@ -54,8 +54,8 @@ class StageReport:
     ) -> StageReport:
         """Return the report of a stage replica that is compiled; ``validation``: lengths wanted for validations."""
         why, sizes = kept.eager_validation, (kept.kept_bytes, kept.handed_bytes)
-        found = (validation if why is None else 0), why
-        return cls(*key, seconds, None, kept.in_input_grad, *sizes, lengths, eager_share, *found)
+        result = (validation if why is None else 0), why
+        return cls(*key, seconds, None, kept.in_input_grad, *sizes, lengths, eager_share, *result)
 
 
 def first_line(error: BaseException) -> str:

@@ -135,14 +135,14 @@ class StepExecutor(Executor):
     def _uncaptured(self, program: Program, step: int, lr: float) -> StartedStep:
         """Run a step uncaptured, as it will be captured."""
         self._ran += 1
-        found: list[StartedStep] = []
+        result: list[StartedStep] = []
 
         def run() -> None:
             with self._drawing(self._keys.noting):
-                found.append(super(StepExecutor, self).start(program, step, lr))
+                result.append(super(StepExecutor, self).start(program, step, lr))
 
         self._graphs.warm_up(run)
-        return replace(found[0], times_of=self._seen)
+        return replace(result[0], times_of=self._seen)
 
     def _seen(self, spans: Spans) -> NDArray[np.float64]:
         """Note which parts of a step its tasks take."""
@@ -172,10 +172,10 @@ class StepExecutor(Executor):
             CaptureError: the samples have another shape than those of the capture.
         """
         targets = self.feed.targets("train", step)
-        found = [self.feed.inputs("train", step, mb) for mb in range(self.microbatches)]
+        result = [self.feed.inputs("train", step, mb) for mb in range(self.microbatches)]
         if not self._fixed_inputs:
-            self._fixed_inputs = [{name: torch.empty_like(x) for name, x in one.items()} for one in found]
-        for fixed, one in zip(self._fixed_inputs, found, strict=True):
+            self._fixed_inputs = [{name: torch.empty_like(x) for name, x in one.items()} for one in result]
+        for fixed, one in zip(self._fixed_inputs, result, strict=True):
             if {name: x.shape for name, x in fixed.items()} != {name: x.shape for name, x in one.items()}:
                 raise GraphError("samples differ in length")
             for name, x in one.items():

@@ -74,9 +74,9 @@ class FixedGradients:
             p.grad = own
         if fresh:
             _foreach_zero_(fresh)
-        found = [p.grad for p in parameters]
-        assert all(gradient is not None for gradient in found), "whoever sums gradients has opened them"
-        return [gradient for gradient in found if gradient is not None]
+        result = [p.grad for p in parameters]
+        assert all(gradient is not None for gradient in result), "whoever sums gradients has opened them"
+        return [gradient for gradient in result if gradient is not None]
 
 
 @dataclass
@@ -169,13 +169,13 @@ class Slot:
         Raises:
             CaptureError: it cannot be captured.
         """
-        found = self._backwards.get(whole)
-        if found is None:
-            found = self._backwards[whole] = self._capture_backward(whole)
+        result = self._backwards.get(whole)
+        if result is None:
+            result = self._backwards[whole] = self._capture_backward(whole)
         elif whole:
             self._gradients.open(self._trained)
-        found.graph.replay()
-        return [None if x is None else x.clone() for x in found.back]
+        result.graph.replay()
+        return [None if x is None else x.clone() for x in result.back]
 
     def _capture_backward(self, whole: bool) -> CapturedBackward:
         def warm_up() -> None:
@@ -201,11 +201,11 @@ class Slot:
         Raises:
             CaptureError: it cannot be captured.
         """
-        found = self._backwards[False]
+        result = self._backwards[False]
         self._gradients.open(self._trained)
-        if found.weights is None:
-            found.weights, _ = self._capture(lambda: _compute(found.waiting))
-        found.weights.replay()
+        if result.weights is None:
+            result.weights, _ = self._capture(lambda: _compute(result.waiting))
+        result.weights.replay()
 
     def _capture(self, work: Callable[[], Made]) -> tuple[Graph, Made]:
         with holding_counters(self._read):
@@ -297,20 +297,20 @@ class CapturedProgram:
         self, keys: Callable[[], RandomKeys], arrived: Payload, inputs: Inputs, weights: dict[str, Tensor] | None
     ) -> tuple[Payload, OwnGraph | None]:
         """Run the forward of a whole stage; see ``StageProgram``."""
-        found = self._run(keys, arrived, inputs, weights)
-        if found is None:
+        result = self._run(keys, arrived, inputs, weights)
+        if result is None:
             return self.program(keys, arrived, inputs, weights)
-        lease, outputs = found
+        lease, outputs = result
         return outputs, None if lease is None else CapturedRun(self, lease, outputs)
 
     def in_graph(
         self, keys: Callable[[], RandomKeys], arrived: Payload, inputs: Inputs, weights: dict[str, Tensor] | None
     ) -> tuple[Payload, OwnGraph | None]:
         """Run the forward of a segment; see ``StageProgram``."""
-        found = self._run(keys, arrived, inputs, weights)
-        if found is None:
+        result = self._run(keys, arrived, inputs, weights)
+        if result is None:
             return self.program.in_graph(keys, arrived, inputs, weights)
-        lease, outputs = found
+        lease, outputs = result
         if lease is None:
             return outputs, None
         anchor = None if self.program.anchor is None else self.program.own[self.program.anchor]

@@ -298,15 +298,15 @@ def start_actors(
 
 def _serving_on(places: Places, kept: Kept, titles: Sequence[str]) -> dict[int, Any]:
     """Give ranks to kept actors, and end those that have no place; return the former by rank."""
-    found = {}
+    result = {}
     for rank, (at, title) in enumerate(zip(places.of_ranks(), titles, strict=True)):
         if (actor := kept.pop(at, None)) is not None:
             actor.become.remote(rank, title)
-            found[rank] = actor
+            result[rank] = actor
     for actor in kept.values():
         ray.kill(actor)
     kept.clear()
-    return found
+    return result
 
 
 class StageStandby(StageWorker):
@@ -353,14 +353,14 @@ class Warm:
 def warm_ones(reservation: Reservation) -> Kept:
     """Return the processes that ``Warm`` has started on devices of a reservation, and that nobody has taken yet."""
     names = {*list_named_actors()}
-    found: Kept = {}
+    result: Kept = {}
     for place in reservation.places():
         for number in range(reservation.together):
             name = _name(place, number, reservation.run_id)
             if name in names:
                 with suppress(ValueError):  # it has ended meanwhile
-                    found[place, number] = ray.get_actor(name)
-    return found
+                    result[place, number] = ray.get_actor(name)
+    return result
 
 
 def _name(place: Place, number: int, run_id: str) -> str:

@@ -162,8 +162,8 @@ def check_hosts(
                 [locations[rank] for rank, one in asked.items() if one not in ready], directory, timeout_s
             ) from None
     judge(reports, versions())
-    found = zip(leaders, reports, strict=True)
-    return {node: why for node, report in found if directory is not None and (why := apart(report, directory))}
+    result = zip(leaders, reports, strict=True)
+    return {node: why for node, report in result if directory is not None and (why := apart(report, directory))}
 
 
 def no_answer(nodes: Sequence[Location], directory: Path | None, timeout_s: float) -> RunError:

@@ -66,8 +66,8 @@ def node_folder(run: str) -> Path:
     key = hashlib.sha256(f"{run} {own_address()}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"raypipe-files-{os.getuid()}-{key}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+    result = folder.lstat()
+    if result.st_uid != os.getuid() or not stat.S_ISDIR(result.st_mode):
         raise ClusterError(str(folder), "belongs to another user", "remove it, or set TMPDIR on that node")
     folder.chmod(0o700)
     return folder
@@ -102,8 +102,8 @@ def end_folder(run: str, name: str, listing: Listing) -> None:
     """
     folder = node_folder(run) / name
     partial = folder.with_name(folder.name + PARTIAL)
-    if (found := listed(partial)) != dict(listing):
-        wrong = sorted(file for file in {*found, *listing} if found.get(file) != listing.get(file))
+    if (result := listed(partial)) != dict(listing):
+        wrong = sorted(file for file in {*result, *listing} if result.get(file) != listing.get(file))
         raise ClusterError(
             f"node {own_address()}",
             f"did not take {wrong[0]} of {name} as the driver sent it: its disk may be full",

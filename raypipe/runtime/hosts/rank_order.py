@@ -154,8 +154,8 @@ def located_bundles(groups: Iterable[PlacementGroup], gpus: float, kinds: Sequen
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     bundles = [Bundle(number, node, addresses.get(node, "")) for number, (_, _, node) in enumerate(places)]
     if gpus and len({bundle.node for bundle in bundles}) < len(bundles):
-        found = ray.get([_ask_gpus(group, index, gpus) for group, index, _ in places], timeout=PROBE_S)
-        bundles = [bundle._replace(gpus=tuple(ids)) for bundle, ids in zip(bundles, found, strict=True)]
+        result = ray.get([_ask_gpus(group, index, gpus) for group, index, _ in places], timeout=PROBE_S)
+        bundles = [bundle._replace(gpus=tuple(ids)) for bundle, ids in zip(bundles, result, strict=True)]
     return in_planners_order(bundles, kinds)
 
 

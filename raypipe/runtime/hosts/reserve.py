@@ -260,8 +260,8 @@ def is_idle(reservation: Reservation) -> bool:
 def take_idle(devices: int, request: DeviceRequest) -> Idle | None:
     """Return the workers that were left, if they have this many devices of this kind; end them otherwise."""
     if _idle and ray.get_runtime_context().gcs_address == _idle[0].cluster:
-        found = _idle[0].reservation
-        if (found.devices, found.request) == (devices, request) and not found.is_broken():
+        result = _idle[0].reservation
+        if (result.devices, result.request) == (devices, request) and not result.is_broken():
             return _idle.pop()
     end_idle()
     return None
@@ -284,10 +284,10 @@ def reserved_by(
         DevicesError: it has given the devices back.
     """
     try:
-        found = tuple(Part(name, get_placement_group(name)) for name in parts)
+        result = tuple(Part(name, get_placement_group(name)) for name in parts)
     except ValueError:
         raise DevicesError("devices", f"those reserved for run {run_id} were given back", "resume the run") from None
-    return Reservation(found, run_id, devices, request, together, kinds)
+    return Reservation(result, run_id, devices, request, together, kinds)
 
 
 def _by_node(bundles: int, bundle: dict[str, float], run_id: str) -> tuple[Part, ...] | None:

@@ -153,7 +153,7 @@ def _is_users(filename: str) -> bool:
 
 def own_error(error: BaseException) -> BaseException:
     """Unwrap an error from Ray: return raypipe's own error inside it, else an actor's death, else ``error`` itself."""
-    found: BaseException | None = None
+    result: BaseException | None = None
     inner: BaseException | None = error
     while inner is not None:
         # Ray's wrapper is also an instance of the cause's class, but its message is a whole traceback.
@@ -161,9 +161,9 @@ def own_error(error: BaseException) -> BaseException:
         if isinstance(inner, RaypipeError) and not isinstance(deeper, RaypipeError):
             return inner
         if isinstance(inner, RayActorError):
-            found = inner
+            result = inner
         inner = deeper
-    return found or error
+    return result or error
 
 
 def is_final(error: BaseException) -> bool:
@@ -184,18 +184,18 @@ def root_cause(error: BaseException, calls: Sequence[Any]) -> BaseException:
         error: the error that was noticed first.
         calls: references of the newest calls on all workers. Waits at most ``PEERS_S`` seconds for their errors.
     """
-    found = own_error(error)
+    result = own_error(error)
     deadline = time.monotonic() + PEERS_S
     waiting = list(calls)
-    while waiting and _rank(found) > 0 and (left := deadline - time.monotonic()) > 0:
+    while waiting and _rank(result) > 0 and (left := deadline - time.monotonic()) > 0:
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=left, fetch_local=False)
         for ref in ready:
             try:
                 ray.get(ref)
             except Exception as other:
                 cause = own_error(other)
-                found = min(found, cause, key=_rank)  # the first one where several rank equally
-    return found
+                result = min(result, cause, key=_rank)  # the first one where several rank equally
+    return result
 
 
 def _rank(error: BaseException) -> int:
@@ -297,10 +297,10 @@ def plan_with_less(job: JobSpec, directory: Path, log: RunLog, cause: BaseExcept
     """Replace the plan of the run in ``directory``; what changes, or that nothing can, is an event."""
     plan = load_plan(directory / "plan.json")
     statistics = build_model(job, known_fields(directory / "data"), parallel=plan.parallel).batch_statistics
-    found = less_memory(job, plan, statistics)
-    if found is None:
+    result = less_memory(job, plan, statistics)
+    if result is None:
         log.event("notice", message="a device ran out of memory, and no plan for these devices needs less")
         return
-    smaller, change = found
+    smaller, change = result
     smaller.save(directory / "plan.json")
     log.event("out_of_memory", message=describe(cause), change=change)

@@ -17,13 +17,13 @@ from raypipe.runtime.update.ledger import Facts
 
 def outcomes(refs: Sequence[Any]) -> list[Any | None]:
     """Return the results of calls that have ended, None for those that failed."""
-    found: list[Any | None] = []
+    result: list[Any | None] = []
     for ref in refs:
         try:
-            found.append(ray.get(ref))
+            result.append(ray.get(ref))
         except (RayError, RaypipeError):
-            found.append(None)
-    return found
+            result.append(None)
+    return result
 
 
 def completed(results: Sequence[StepResult | None], facts: Facts) -> list[StepResult]:

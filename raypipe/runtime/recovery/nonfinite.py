@@ -39,10 +39,10 @@ def left_out_before(checkpoint: Path | None) -> int:
     """
     if checkpoint is None:
         return 0
-    found = open_checkpoint(checkpoint, verify=False).meta.get(LEFT_OUT, 0)
-    if type(found) is not int or found < 0:
+    result = open_checkpoint(checkpoint, verify=False).meta.get(LEFT_OUT, 0)
+    if type(result) is not int or result < 0:
         raise CheckpointError(str(checkpoint), f"{LEFT_OUT} is no number of mini-batches", "use an earlier checkpoint")
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True)

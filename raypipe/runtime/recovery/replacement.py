@@ -162,7 +162,7 @@ def receive_stage(group: dist.ProcessGroup, source: int, module: StageModule, op
     except RuntimeError as error:
         raise _lost(f"rank {source}", error) from error
     left = iter(arrived)
-    keys = {name: found for name, *found in head["names"]}
+    keys = {name: result for name, *result in head["names"]}
     own = list(_parameters(module, optimizer))
     if [name for name, _, _ in own] != list(keys):
         raise TransportError(OURS, f"rank {source} holds other parameters", "restart from the last checkpoint")
@@ -229,7 +229,7 @@ def transfers(
     True
     """
     of = [0] * len(placement) if shares is None else shares
-    found = []
+    result = []
     for rank in sorted(dead):
         device, tensor_rank = divmod(rank, tensor)
         for replica, devices in enumerate(placement):
@@ -245,5 +245,5 @@ def transfers(
                 if not living:
                     return None
                 sender, r = living[0]
-                found.append(Transfer((stage, r), (stage, replica), sender, rank))
-    return found
+                result.append(Transfer((stage, r), (stage, replica), sender, rank))
+    return result

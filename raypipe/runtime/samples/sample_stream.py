@@ -166,12 +166,12 @@ class SampleStream:
         Raises:
             SpecError: the documents cannot be read, or are too few.
         """
-        found = self._windows[split].rows([step * self._batch + row for row in rows])
+        result = self._windows[split].rows([step * self._batch + row for row in rows])
         if (known := self._known_now()) != self._known:
             self._known = known
             text = json.dumps({split: sorted(counts.items()) for split, counts in self._counts.items()})
             write_whole(self._directory / COUNTS, text.encode())
-        return found
+        return result
 
     def begin(self, step: int) -> None:
         """Read what the first step and the first validation need."""

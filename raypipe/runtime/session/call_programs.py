@@ -64,10 +64,10 @@ class CallPrograms:
             ScheduleError: it has none of about that size.
         """
         wanted = -(-sequences // self._plan.parallel.microbatch)
-        found = self._fits.get(wanted)
-        if found is None:
-            found = self._fits[wanted] = self._order(wanted).microbatches
-        return found
+        result = self._fits.get(wanted)
+        if result is None:
+            result = self._fits[wanted] = self._order(wanted).microbatches
+        return result
 
     def _order(self, wanted: int) -> Schedule:
         """Return the compute tasks of all devices for at least ``wanted`` of the plan's micro-batches."""

@@ -124,7 +124,7 @@ class Session:
         running = running_of(self.plan, job.train.batch, clips=False)
         self._directory.mkdir(parents=True, exist_ok=True)
         setups = setups_of(workers, job, running, self._directory, None, False, 0, recovers=False, left_out=0)
-        ray.get(workers.call_each("setup", [(one,) for one in setups]))
+        ray.get(workers.call_each("setup", [(setup,) for setup in setups]))
 
     def forward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
@@ -326,8 +326,8 @@ def _outputs(data: Sequence[Datum], call: CallData, parts: Sequence[CallPart]) -
     if counted != len(call.order):
         why = f"its loss covers {counted} sequences instead of {len(call.order)}"
         raise SampleCountError("a call", why, "this is a fault of raypipe: report it with the run's plan.json")
-    found = {row: values for part in parts for row, values in part.logprobs.items()}
-    logprobs = [found[i][: len(one.tokens)] for i, one in enumerate(data)]
+    result = {row: values for part in parts for row, values in part.logprobs.items()}
+    logprobs = [result[i][: len(one.tokens)] for i, one in enumerate(data)]
     return Outputs(math.fsum(part.loss_sum for part in parts), logprobs)
 
 
@@ -403,7 +403,7 @@ def limits_of(model: LayeredModel, job: JobSpec) -> Limits:
 
 def arrays(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
     """Make a sequence from Python's lists; ``target_tokens`` are whole numbers, all else is not."""
-    found = {
+    result = {
         name: np.asarray(values, np.int64 if name == "target_tokens" else np.float64) for name, values in inputs.items()
     }
-    return Datum(np.asarray(tokens, np.int64), found)
+    return Datum(np.asarray(tokens, np.int64), result)

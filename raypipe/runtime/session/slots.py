@@ -60,13 +60,13 @@ class Slots:
             return
         if self._here is not None:
             self._away[self._here] = self._take_out()
-        found = self._away.pop(slot, None)
+        result = self._away.pop(slot, None)
         for key, module in self._modules.items():
             optimizer = self._optimizers[key]
             for name, p in module.trained.items():
                 master = updated_tensor(optimizer, p)
-                if found is not None:
-                    held = found[key, name]
+                if result is not None:
+                    held = result[key, name]
                     master.data, p.data, p.grad = held.master, held.values, held.gradient
                     if held.state is not None:
                         optimizer.state[master] = held.state
@@ -85,14 +85,14 @@ class Slots:
         self._away.pop(slot, None)
 
     def _take_out(self) -> dict[tuple[StageKey, str], _Held]:
-        found = {}
+        result = {}
         for key, module in self._modules.items():
             optimizer = self._optimizers[key]
             for name, p in module.trained.items():
                 master = updated_tensor(optimizer, p)
-                found[key, name] = _Held(p.data, master.data, p.grad, optimizer.state.pop(master, None))
+                result[key, name] = _Held(p.data, master.data, p.grad, optimizer.state.pop(master, None))
             self._executor.sync.drop(key)
-        return found
+        return result
 
 
 # Weights and optimizer state of a session by name, in a folder of safetensors that each device writes and reads.
@@ -134,8 +134,8 @@ def read(
 
     def get(key: str) -> Tensor:
         file, name = where[key]
-        with safe_open(file, framework="pt") as found:
-            value: Tensor = found.get_tensor(name)
+        with safe_open(file, framework="pt") as result:
+            value: Tensor = result.get_tensor(name)
         return value
 
     for named, optimizer in held:
@@ -159,5 +159,5 @@ def read(
 
 
 def _keys(file: Path) -> list[str]:
-    with safe_open(file, framework="pt") as found:
-        return list(found.keys())
+    with safe_open(file, framework="pt") as result:
+        return list(result.keys())

@@ -203,7 +203,8 @@ def locate(rank: int, title: str, device: torch.device, node: Node | None = None
         node = own_node()
         if device.type == "cpu" and _has_reserved_gpu():
             seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-            why = f"has reserved a GPU and sees none: torch {torch.__version__}, CUDA_VISIBLE_DEVICES={seen}"
+            built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+            why = f"has reserved a GPU and sees none: torch is built for {built}, CUDA_VISIBLE_DEVICES={seen}"
             raise ClusterError(title, why, "install a CUDA build of torch there, or start Ray with --num-gpus 0")
     name, model = "cpu", ""
     if device.type == "cuda":

@@ -39,13 +39,13 @@ def expert_groups(placement: Sequence[Sequence[int]], copies: int, experts: int)
     if experts == 1:
         return {}
     of_copy = len(placement) // copies
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     for first in range(0, len(placement), of_copy * experts):
         for replica in range(first, first + of_copy):
             members = [placement[replica + n * of_copy] for n in range(experts)]
             for devices in zip(*members, strict=True):
-                found[f"{EXPERT_GROUP} {', '.join(map(str, devices))}"] = devices
-    return found
+                result[f"{EXPERT_GROUP} {', '.join(map(str, devices))}"] = devices
+    return result
 
 
 def rank_of(device: int, tensor_rank: int, size: int) -> int:
@@ -67,24 +67,24 @@ def tensor_rank_groups(groups: Mapping[str, tuple[int, ...]], devices: int, size
     """Turn groups of devices into groups of processes, one per tensor rank, and add each device's tensor group."""
     if size == 1:
         return dict(groups)
-    found = {
+    result = {
         f"{name}, tensor rank {m}": tuple(rank_of(d, m, size) for d in ranks)
         for name, ranks in groups.items()
         for m in range(size)
     }
     for device in range(devices):
-        found[f"{TENSOR_GROUP} {device}"] = tuple(rank_of(device, m, size) for m in range(size))
-    return found
+        result[f"{TENSOR_GROUP} {device}"] = tuple(rank_of(device, m, size) for m in range(size))
+    return result
 
 
 def own_groups(groups: Mapping[str, T], device: int, tensor_rank: int, size: int) -> dict[str, T]:
     """Select a process's own groups by their device-level names, and those of its device and its experts by theirs."""
-    found = dict(groups)
+    result = dict(groups)
     if size > 1:
         suffix = f", tensor rank {tensor_rank}"
-        found = {name.removesuffix(suffix): group for name, group in groups.items() if name.endswith(suffix)}
-        found[TENSOR_GROUP] = groups[f"{TENSOR_GROUP} {device}"]
-    return {EXPERT_GROUP if name.startswith(f"{EXPERT_GROUP} ") else name: group for name, group in found.items()}
+        result = {name.removesuffix(suffix): group for name, group in groups.items() if name.endswith(suffix)}
+        result[TENSOR_GROUP] = groups[f"{TENSOR_GROUP} {device}"]
+    return {EXPERT_GROUP if name.startswith(f"{EXPERT_GROUP} ") else name: group for name, group in result.items()}
 
 
 def own_channels(channels: Mapping[int, T], size: int) -> dict[int, T]:

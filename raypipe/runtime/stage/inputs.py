@@ -65,9 +65,9 @@ class Feed:
             while len(self._steps) > 1:
                 self.drop(*next(iter(self._steps)))
             began, at = time.perf_counter(), self._at(split, step)
-            found = self._read(split, at)
+            result = self._read(split, at)
             self._waited_s += time.perf_counter() - began
-            read = {name: self._cast(name, found[name]) for name in self.fields}
+            read = {name: self._cast(name, result[name]) for name in self.fields}
             if self._counts:
                 self._targets[(split, step)] = self._count(split, at, read)
             samples = self._steps[(split, step)] = self._uploads.start(read)
@@ -116,16 +116,16 @@ class Feed:
         return self._lengths_of(split, step, mb) if self.slices == 1 else self.lengths_of_slice
 
     def _lengths_of(self, split: Split, step: int, mb: int) -> Lengths:
-        found = self._lengths.get((split, step))
-        if found is None:
+        result = self._lengths.get((split, step))
+        if result is None:
             while len(self._lengths) > 1:
                 del self._lengths[next(iter(self._lengths))]
             assert self.data is not None
             own = self.data.lengths(split, self.seed, self._at(split, step), self.batch)
             firsts = range(0, self.batch, self.samples)
-            found = [{name: int(n[i : i + self.samples].max()) for name, n in own.items()} for i in firsts]
-            self._lengths[(split, step)] = found
-        return found[mb]
+            result = [{name: int(n[i : i + self.samples].max()) for name, n in own.items()} for i in firsts]
+            self._lengths[(split, step)] = result
+        return result[mb]
 
     def _cast(self, name: str, values: Tensor) -> Tensor:
         return values.to(self.dtype) if values.is_floating_point() and name not in self._exact else values

@@ -129,9 +129,9 @@ class StageModule(nn.Module):
         """Names of those that copies divide."""
         names = {id(p): name for name, p in self.named.items()}
         self.routed = {
-            names[id(next(one.parameters()))].rpartition(".")[0]: one
-            for one in self.body.modules()
-            if isinstance(one, ExpertsParallel)
+            names[id(next(module.parameters()))].rpartition(".")[0]: module
+            for module in self.body.modules()
+            if isinstance(module, ExpertsParallel)
         }
         """The modules of divided experts by their path in the model."""
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
@@ -170,8 +170,8 @@ class StageModule(nn.Module):
     def trained_by_block(self) -> list[list[nn.Parameter]]:
         """The trained parameters of each of the body's ``blocks`` that has any; one of several is the first one's."""
         left = {id(p): p for p in self.trained.values()}
-        found = [[left.pop(id(p)) for p in block.parameters() if id(p) in left] for block in self.body.blocks]
-        return [some for some in found if some]
+        result = [[left.pop(id(p)) for p in block.parameters() if id(p) in left] for block in self.body.blocks]
+        return [some for some in result if some]
 
     @property
     def recomputes_whole(self) -> bool:

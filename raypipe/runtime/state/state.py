@@ -70,7 +70,7 @@ def joined(pieces: Sequence[TensorPiece], groups: Mapping[Axis, TensorGroup]) ->
 
     All members of all groups must call this with the same keys in the same order; each gets its part of the tensors.
     """
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for number, piece in enumerate(pieces):
         turn, writers = number, dict[Axis, int]()
         for axis, group in groups.items():
@@ -82,13 +82,13 @@ def joined(pieces: Sequence[TensorPiece], groups: Mapping[Axis, TensorGroup]) ->
         ):
             continue
         if piece.shard is None:
-            found[piece.key] = piece.tensor
+            result[piece.key] = piece.tensor
             continue
         axis = piece.shard.axis
         shares = groups[axis].gather(piece.tensor.contiguous(), writers[axis])
         if shares is not None:
-            found[piece.key] = piece.shard.join([share.cpu() for share in shares])
-    return found
+            result[piece.key] = piece.shard.join([share.cpu() for share in shares])
+    return result
 
 
 def state_pieces(
@@ -102,21 +102,21 @@ def state_pieces(
     A tied parameter is saved once, under its group's name; of a parameter with a master weight, that is saved.
     Parameters that data-parallel copies divide (``divided``) are left out (``update.shards``).
     """
-    found: list[TensorPiece] = []
+    result: list[TensorPiece] = []
     for name, parameter in module.named.items():
         if name in divided or not _saves(module, name, tied):
             continue
         shard = module.shards.get(name)
         updated = updated_tensor(optimizer, parameter)
-        found.append(TensorPiece(f"param/{name}", updated.detach(), shard))
+        result.append(TensorPiece(f"param/{name}", updated.detach(), shard))
         for key, value in sorted(optimizer.state.get(updated, {}).items()):
             if isinstance(value, Tensor):
-                found.append(
+                result.append(
                     TensorPiece(f"optim/{name}/{key}", value, shard if value.shape == parameter.shape else None)
                 )
     for one in module.statistics:
-        found += [TensorPiece(buffer_key(name), value, None) for name, value in one.buffers_by_name.items()]
-    return found
+        result += [TensorPiece(buffer_key(name), value, None) for name, value in one.buffers_by_name.items()]
+    return result
 
 
 def not_finite(module: StageModule, pieces: Sequence[TensorPiece]) -> str | None:
@@ -207,12 +207,12 @@ def previous_pieces(
     ``previous`` holds them by parameter path in the module.
     """
     names = {id(p): name for name, p in module.named.items()}
-    found = []
+    result = []
     for path, parameter in module.named_parameters():
         name = names[id(parameter)]
         if path in previous and _saves(module, name, tied):
-            found.append(TensorPiece(f"optim/{name}/{PREVIOUS}", previous[path].detach(), module.shards.get(name)))
-    return found
+            result.append(TensorPiece(f"optim/{name}/{PREVIOUS}", previous[path].detach(), module.shards.get(name)))
+    return result
 
 
 def read_previous(

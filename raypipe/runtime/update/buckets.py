@@ -40,16 +40,16 @@ def buckets_of(
     parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each: int, apart: Collection[Tensor] = ()
 ) -> list[FlatGradients]:
     """Divide parameters into buckets of one dtype each, from the last to the first; none holds ``apart`` and others."""
-    found: list[list[nn.Parameter]] = []
+    result: list[list[nn.Parameter]] = []
     room = 0
     for p in reversed(parameters):
         size = p.numel() * p.element_size()
-        if not found or size > room or found[-1][0].dtype != p.dtype or (found[-1][0] in apart) != (p in apart):
-            room = bytes_each if found else first_bytes
-            found.append([])
-        found[-1].append(p)
+        if not result or size > room or result[-1][0].dtype != p.dtype or (result[-1][0] in apart) != (p in apart):
+            room = bytes_each if result else first_bytes
+            result.append([])
+        result[-1].append(p)
         room -= size
-    return [FlatGradients(one) for one in found]
+    return [FlatGradients(one) for one in result]
 
 
 class Piece(NamedTuple):
@@ -289,11 +289,11 @@ PIECE_BYTES = 4 << 20
 
 def pieces_of(buckets: Sequence[FlatGradients], most_bytes: int) -> list[Piece]:
     """Divide buckets into pieces of at most ``most_bytes``, in order."""
-    found = []
+    result = []
     for number, bucket in enumerate(buckets):
         each = max(1, most_bytes // bucket.parameters[0].element_size())
-        found += [Piece(number, at, min(at + each, bucket.size)) for at in range(0, bucket.size, each)]
-    return found
+        result += [Piece(number, at, min(at + each, bucket.size)) for at in range(0, bucket.size, each)]
+    return result
 
 
 class PrioritisedAllReduce(BucketedAllReduce):
@@ -343,14 +343,14 @@ class PrioritisedAllReduce(BucketedAllReduce):
 
     def divide(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
         """Divide the parameters into buckets of one dtype and one block each, in the order of the blocks."""
-        found = []
+        result = []
         for number, block in enumerate(self._blocks):
             by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
             for p in block:
                 by_dtype[p.dtype].append(p)
-            found += [FlatGradients(some) for some in by_dtype.values()]
+            result += [FlatGradients(some) for some in by_dtype.values()]
             self._block_of += [number] * len(by_dtype)
-        return found
+        return result
 
     def begin_step(self) -> None:
         """Take over the order that follows from what the holders told one another in the step before."""

@@ -50,9 +50,9 @@ class Shares:
     @classmethod
     def known(cls, shares: Sequence[float]) -> Shares:
         """Return the shares of all devices, where nobody needs to be asked."""
-        found = cls(None)
-        found._shares = torch.tensor(shares, dtype=torch.float64)
-        return found
+        result = cls(None)
+        result._shares = torch.tensor(shares, dtype=torch.float64)
+        return result
 
     def start(self, share: float | Tensor) -> None:
         """Send this device's number (of a tensor, its value); a thread does the rest."""
@@ -188,8 +188,8 @@ def _read(copy: tuple[Tensor, Any]) -> list[float]:
     host, passed = copy
     if not passed.query():
         passed.synchronize()
-    found: list[float] = host.tolist()
-    return found
+    result: list[float] = host.tolist()
+    return result
 
 
 TAG = 1

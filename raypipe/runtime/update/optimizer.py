@@ -153,12 +153,12 @@ ROUNDED = "rounded"
 
 def master_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Replace the 16-bit parameters of parameter groups by float32 copies, their master weights."""
-    found = []
+    result = []
     for group in groups:
         rounded = list(group["params"])
         params = [nn.Parameter(p.detach().float()) if p.element_size() < 4 else p for p in rounded]
-        found.append({**group, "params": params, ROUNDED: rounded})
-    return found
+        result.append({**group, "params": params, ROUNDED: rounded})
+    return result
 
 
 def round_after_step(optimizer: torch.optim.Optimizer) -> None:

@@ -247,14 +247,14 @@ def divide(
     """
     if sharding is None:
         return DeviceShards({})
-    found: dict[StageKey, ShardedStage] = {}
+    result: dict[StageKey, ShardedStage] = {}
     members = shard_members(sharding, placement)
     for key, module in modules.items():
         member = members.get(key)
         if member is None or len(member.group) == 1:  # a group of one divides nothing
             continue
         stage = key[0]
-        found[key] = ShardedStage(
+        result[key] = ShardedStage(
             module,
             stage,
             sharding.levels[stage],
@@ -264,7 +264,7 @@ def divide(
             counts=placement[0][stage] in member.group,
             reduce_dtype=reduce_dtype,
         )
-    return DeviceShards(found)
+    return DeviceShards(result)
 
 
 # Save and load a sharded stage under the same keys as one that is not: a checkpoint knows nothing of shards.
@@ -276,7 +276,7 @@ def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> dic
     All members of the stage's shard group must call this. Each tensor is returned by one of them, in CPU memory; the
     weights and every kind of optimizer state go to another member, so that all of them write.
     """
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     turn = 0
     for flat in stage.flats:
         pieces = [updated_tensor(optimizer, piece) for piece in flat.pieces]
@@ -287,7 +287,7 @@ def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> dic
             writer, turn = turn % stage.group.size(), turn + 1
             if value.shape != pieces[0].shape:  # one number for all parameters, e.g. how many updates there were
                 if stage.group.rank() == writer:
-                    found |= {f"optim/{name}/{key}": value.clone() for name in flat.parameters}
+                    result |= {f"optim/{name}/{key}": value.clone() for name in flat.parameters}
                 continue
             own = [p.detach() if not key else optimizer.state[p][key] for p in pieces]
             whole = _gather(torch.cat([part.reshape(-1) for part in own]), flat, writer)
@@ -295,8 +295,8 @@ def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> dic
                 for name, offset in flat.layout.offsets.items():
                     p = flat.parameters[name]
                     value_key = f"optim/{name}/{key}" if key else f"param/{name}"
-                    found[value_key] = whole[offset : offset + p.numel()].view(p.shape)
-    return found
+                    result[value_key] = whole[offset : offset + p.numel()].view(p.shape)
+    return result
 
 
 def _gather(shard: Tensor, flat: FlatWeights, writer: int) -> Tensor | None:

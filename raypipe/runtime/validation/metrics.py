@@ -41,8 +41,8 @@ class ValidationMetrics:
         """
         batch = job.train.batch
         places = validation_places(job, data, batch * len(batches))
-        found = _called(self.compute, together(batches, batch, places))
-        return {name if name.startswith(PREFIX) else PREFIX + name: value for name, value in found.items()}
+        result = _called(self.compute, together(batches, batch, places))
+        return {name if name.startswith(PREFIX) else PREFIX + name: value for name, value in result.items()}
 
 
 def validation_metrics(train: TrainSpec) -> ValidationMetrics | None:
@@ -61,16 +61,16 @@ def validation_metrics(train: TrainSpec) -> ValidationMetrics | None:
 def _called(compute: Callable[[Any], Mapping[str, Any]], predictions: Predictions) -> dict[str, float]:
     where = "train.metrics"
     try:
-        found = compute(predictions)
+        result = compute(predictions)
     except Exception as error:  # the user's code may raise anything
         shapes = f"predictions {list(predictions.predictions.shape)}, label_ids {list(predictions.label_ids.shape)}"
         raise SpecError(
             where, f"the function raised {type(error).__name__}: {error}", f"it was given {shapes}"
         ) from error
-    if not isinstance(found, Mapping):
-        raise SpecError(where, f"the function returned a {type(found).__name__}", "return numbers by name, as a dict")
+    if not isinstance(result, Mapping):
+        raise SpecError(where, f"the function returned a {type(result).__name__}", "return numbers by name, as a dict")
     made = {}
-    for name, value in found.items():
+    for name, value in result.items():
         try:
             made[str(name)] = float(value)
         except (TypeError, ValueError):

@@ -71,13 +71,13 @@ def together(
         places: the row of each sample, by its number in the validation; a row that comes again is left out. None to
             leave the samples in the order of the validation.
     """
-    found: dict[int, tuple[Array, Array]] = {}
+    result: dict[int, tuple[Array, Array]] = {}
     for number, parts in enumerate(batches):
         for part in parts:
             for sample, made, labels in zip(part.samples, part.predictions, part.labels, strict=True):
                 at = number * batch + sample
-                found.setdefault(at if places is None else places[at], (made, labels))
-    rows = [found[at] for at in sorted(found)]
+                result.setdefault(at if places is None else places[at], (made, labels))
+    rows = [result[at] for at in sorted(result)]
     return Predictions(_stacked([made for made, _ in rows]), _stacked([labels for _, labels in rows]))
 
 

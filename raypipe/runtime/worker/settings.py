@@ -78,8 +78,8 @@ def norm_shares(
 def dtype_of_sums(setup: Setup) -> torch.dtype | None:
     """Return the dtype in which gradients are summed; None for their own."""
     name = reduce_dtype(setup.job.train, setup.parallel)
-    found: torch.dtype | None = None if name is None else getattr(torch, name)
-    return found
+    result: torch.dtype | None = None if name is None else getattr(torch, name)
+    return result
 
 
 def first_k_tuner(setup: Setup, device: torch.device) -> Callable[[int], FirstKTuner] | None:

@@ -65,10 +65,10 @@ def _ordered(
     name: str, placement: tuple[int, ...], shape: Shape, costs: CostTable, kinds: tuple[Kind, ...]
 ) -> Schedule:
     policy = Policy(kinds=kinds, key=lambda t: (t.mbs[0], t.stage if t.kind == "F" else -t.stage))
-    found = order_greedily(whole_step(name, placement, shape.microbatches, RULES), costs, policy)
-    if found is None:  # cannot be: this policy has no limits
+    result = order_greedily(whole_step(name, placement, shape.microbatches, RULES), costs, policy)
+    if result is None:  # cannot be: this policy has no limits
         raise ScheduleError(name, "no order found", "report this")
-    return found.schedule
+    return result.schedule
 
 
 def reverse_first_k(layers: int, k: int) -> Schedule:
@@ -128,13 +128,13 @@ def postponed_peaks(memory: HeldMemory) -> list[float]:
     count = len(memory.held)
     beside = [0.0] * count
     """Per layer, what waits at its moment."""
-    found = [max([memory.above, *memory.held])]
+    result = [max([memory.above, *memory.held])]
     for k in range(1, count + 1):
         for layer in range(k):
             beside[layer] += memory.waiting[k - 1]
         first = [apart + more for apart, more in zip(memory.apart[:k], beside, strict=False)]
-        found.append(max([memory.above, *first, *memory.held[k:]]))
-    return found
+        result.append(max([memory.above, *first, *memory.held[k:]]))
+    return result
 
 
 def most_postponed(memory: HeldMemory, limit: float) -> int:

@@ -115,10 +115,10 @@ def _search(
     step = Unordered(whole_step(name, placement, min(count, rounds), Rules(slices=shape.slices)), costs)
     best: tuple[GreedyOrder, Policy] | None = None
     for policy in policies:
-        found = ordered(step, policy)
-        if found is not None and (best is None or score(found) < score(best[0])):
-            best = found, policy
-            if done(found):
+        result = ordered(step, policy)
+        if result is not None and (best is None or score(result) < score(best[0])):
+            best = result, policy
+            if done(result):
                 break
     if shape.slices > 1 and shape.memory_limit is None:
         # W right after B leaves the bubbles of 1F1B, and is shorter where policies find none.
@@ -130,8 +130,8 @@ def _search(
         return best[0].schedule
     for turn in (1, 2, 3):
         short = rounds + (count - rounds) % turn
-        found = best[0] if short == rounds else order_greedily(whole_step(name, placement, short), costs, best[1])
-        longer = repeat_steady_state(found.schedule, count, costs, turn) if found is not None else None
+        result = best[0] if short == rounds else order_greedily(whole_step(name, placement, short), costs, best[1])
+        longer = repeat_steady_state(result.schedule, count, costs, turn) if result is not None else None
         if longer is not None:
             return longer
     whole = order_greedily(whole_step(name, placement, count), costs, best[1])
@@ -238,9 +238,9 @@ def zb_v(shape: Shape, costs: CostTable) -> Schedule:
     if span > work * (1 + 1e-12) and (span == math.inf or depth * count <= _COMPARED):
         step = Unordered(whole_step("zb-v", placement, count), costs)
         for policy in _policies_of_v(depth, cap):
-            found = ordered(step, policy, shorter_than=span)
-            if found is not None and found.span < span:
-                best, span = found.schedule, found.span
+            result = ordered(step, policy, shorter_than=span)
+            if result is not None and result.span < span:
+                best, span = result.schedule, result.span
             if span <= work:  # no order is shorter
                 break
     if span == math.inf:
@@ -352,7 +352,7 @@ def zeropp(shape: Shape, costs: CostTable) -> Schedule:
 
 def _unit(placement: tuple[int, ...], count: int, costs: CostTable) -> Schedule:
     policy = Policy(key=lambda t: (t.stage if t.kind == "F" else -t.stage, t.mbs[0]))
-    found = order_greedily(whole_step("zeropp", placement, count), costs, policy)
-    if found is None:  # cannot be: this policy has no limits
+    result = order_greedily(whole_step("zeropp", placement, count), costs, policy)
+    if result is None:  # cannot be: this policy has no limits
         raise ScheduleError("zeropp", "no order found", "report this")
-    return found.schedule
+    return result.schedule

@@ -84,7 +84,7 @@ def to_json(
             if task in schedule.joined:
                 entry["joined"] = True
             orders[-1].append(entry)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "name": schedule.name,
         "placement": [list(p) for p in schedule.placement],
         "orders": orders,
@@ -94,22 +94,22 @@ def to_json(
     }
     for key, value in unusual(schedule).items():
         listed = [list(each) if key == "edges" else each for each in value] if isinstance(value, tuple) else value
-        found[key] = str(value) if isinstance(value, Fraction) else listed
+        result[key] = str(value) if isinstance(value, Fraction) else listed
     if schedule.rules.slices != 1:
         parts = (("attention", costs.attention), ("attention_grad", costs.attention_grad))
-        found |= {name: _one_if_even(part) for name, part in parts if any(part)}
+        result |= {name: _one_if_even(part) for name, part in parts if any(part)}
     if any(costs.dispatch) or any(costs.combine):
-        found |= {"dispatch": _one_if_even(costs.dispatch), "combine": _one_if_even(costs.combine)}
-        found |= {"overlap": costs.overlap} if costs.overlap != 1 else {}
-    return found
+        result |= {"dispatch": _one_if_even(costs.dispatch), "combine": _one_if_even(costs.combine)}
+        result |= {"overlap": costs.overlap} if costs.overlap != 1 else {}
+    return result
 
 
 def _clock(spans: Iterable[tuple[Task, float, float]]) -> dict[Task, deque[tuple[float, float]]]:
     """Times by task, since spans are sorted by start and orders are not; equal tasks (AG) run in the order they are."""
-    found: dict[Task, deque[tuple[float, float]]] = {}
+    result: dict[Task, deque[tuple[float, float]]] = {}
     for task, start, end in spans:
-        found.setdefault(task, deque()).append((start, end))
-    return found
+        result.setdefault(task, deque()).append((start, end))
+    return result
 
 
 def from_json(data: object, source: str = "schedule") -> tuple[Schedule, CostTable]:
@@ -168,9 +168,11 @@ def _placement(field: JsonField) -> list[tuple[int, ...]]:
 
 
 def _exchange(field: JsonField) -> tuple[int, ...]:
-    found = field.wholes("numbers")
+    result = field.wholes("numbers")
     return (
-        found if len(found) == 2 else field.fail(f"{len(found)} numbers", 'give copies and a group: "exchange": [4, 2]')
+        result
+        if len(result) == 2
+        else field.fail(f"{len(result)} numbers", 'give copies and a group: "exchange": [4, 2]')
     )
 
 
@@ -230,10 +232,10 @@ def _part(top: JsonField, key: str, whole: tuple[float, ...]) -> tuple[float, ..
 def _links(field: JsonField, stages: int) -> Comm:
     if not isinstance(field.value, list):
         return field.number()
-    found = tuple(item.number() for item in field.items("numbers"))
-    if len(found) not in (stages, stages - 1) or not found:
-        field.fail(f"{len(found)} values for {stages} stages", f"give 1 or {stages} values; the last one has no use")
-    return found
+    result = tuple(item.number() for item in field.items("numbers"))
+    if len(result) not in (stages, stages - 1) or not result:
+        field.fail(f"{len(result)} values for {stages} stages", f"give 1 or {stages} values; the last one has no use")
+    return result
 
 
 def _check_lengths(top: JsonField, schedule: Schedule, costs: CostTable) -> None:
@@ -301,8 +303,8 @@ class JsonField:
 
     def need(self, key: str) -> JsonField:
         """Return the value of a required ``key``."""
-        found = self.get(key)
-        return self.fail(f'"{key}" is missing', f'add "{key}"') if found is None else found
+        result = self.get(key)
+        return self.fail(f'"{key}" is missing', f'add "{key}"') if result is None else result
 
     def items(self, what: str) -> list[JsonField]:
         """Return the elements of a list."""
@@ -360,12 +362,12 @@ class JsonField:
         """Return a share above 0 and at most 1, given as text such as ``"1/2"`` or as a number."""
         try:
             # Exponents in text are refused, because they may be huge; those of a float are bounded.
-            found = Fraction(str(self.value)) if _plain(self.value) else Fraction(0)
+            result = Fraction(str(self.value)) if _plain(self.value) else Fraction(0)
         except (ValueError, ZeroDivisionError):
             self.fail(f"{_short(self.value)} is not a fraction", 'write for example "1/2"')
-        if not 0 < found <= 1:
+        if not 0 < result <= 1:
             self.fail(f"{_short(self.value)} is not a share", 'use more than 0 and at most 1, as in "1/2"')
-        return found
+        return result
 
 
 _READERS: dict[str, Callable[[JsonField], Any]] = {

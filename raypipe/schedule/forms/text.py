@@ -68,7 +68,7 @@ def to_text(schedule: Schedule) -> str:
 def unusual(schedule: Schedule) -> dict[str, Any]:
     """Return what of a schedule differs from the default, by its name in files, in the order of their lines."""
     rules, sharding = schedule.rules, schedule.sharding
-    found: dict[str, tuple[Any, Any]] = {
+    result: dict[str, tuple[Any, Any]] = {
         "edges": (schedule.graph.edges, StageGraph.chain(schedule.stages).edges),
         "size": (schedule.size, 1),
         "versions": (schedule.versions, "flush"),
@@ -81,9 +81,9 @@ def unusual(schedule: Schedule) -> dict[str, Any]:
         "slices": (rules.slices, 1),
     }
     if sharding is not None:
-        found["zero"], found["copies"] = (sharding.levels, None), (sharding.copies, 1)
-        found["shard_group"] = sharding.group, None
-    return {key: value for key, (value, usual) in found.items() if value != usual}
+        result["zero"], result["copies"] = (sharding.levels, None), (sharding.copies, 1)
+        result["shard_group"] = sharding.group, None
+    return {key: value for key, (value, usual) in result.items() if value != usual}
 
 
 def parse_task(text: str, where: str = "task") -> Task:
@@ -177,22 +177,22 @@ def infer_placement(orders: Sequence[Sequence[Task]], source: str) -> tuple[tupl
     Raises:
         ScheduleError: a stage of a replica is on no device or on two.
     """
-    found: dict[tuple[int, int], int] = {}
+    result: dict[tuple[int, int], int] = {}
     for device, order in enumerate(orders):
         for task in order:
-            other = found.setdefault((task.replica, task.stage), device)
+            other = result.setdefault((task.replica, task.stage), device)
             if other != device:
                 why = f"stage {task.stage} of replica {task.replica} has tasks on device {other} and on device {device}"
                 raise ScheduleError(source, why, "move them to one device, or mark the second copy's tasks: 2F0@1")
-    if not found:
+    if not result:
         raise ScheduleError(source, "there is no task on any device", "add lines such as: device 0: 0F0 0BW0")
-    replicas, stages = (1 + max(key[i] for key in found) for i in (0, 1))
+    replicas, stages = (1 + max(key[i] for key in result) for i in (0, 1))
     for replica in range(replicas):
         for stage in range(stages):
-            if (replica, stage) not in found:
+            if (replica, stage) not in result:
                 why = f"stage {stage} of replica {replica} has no task"
                 raise ScheduleError(source, why, "number stages and replicas from 0, or state the placement")
-    return tuple(tuple(found[r, s] for s in range(stages)) for r in range(replicas))
+    return tuple(tuple(result[r, s] for s in range(stages)) for r in range(replicas))
 
 
 def _words(head: str, items: Iterable[object]) -> str:
@@ -244,10 +244,10 @@ class _TextReader:
         return rows
 
     def share(self, rest: str) -> Fraction:
-        found = read_share(rest)
-        if found is None or not 0 < found <= 1:
+        result = read_share(rest)
+        if result is None or not 0 < result <= 1:
             self.fail(f'"{short(rest)}" is not a share', "write the share of a micro-batch that one id is: size 1/2")
-        return found
+        return result
 
     def slices(self, rest: str) -> int:
         return self.whole(rest, "a number of slices") or self.fail(
@@ -255,8 +255,10 @@ class _TextReader:
         )
 
     def exchange(self, rest: str) -> tuple[int, ...]:
-        found = self.wholes(rest, "a number of copies")
-        return found if len(found) == 2 else self.fail(f"{len(found)} numbers", "give copies and a group: exchange 4 2")
+        result = self.wholes(rest, "a number of copies")
+        return (
+            result if len(result) == 2 else self.fail(f"{len(result)} numbers", "give copies and a group: exchange 4 2")
+        )
 
     def wholes(self, rest: str, what: str) -> tuple[int, ...]:
         return tuple(self.whole(word, what) for word in rest.split())

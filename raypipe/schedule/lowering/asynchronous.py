@@ -30,7 +30,7 @@ def parts(schedule: Schedule) -> dict[Part, Schedule]:
     count = schedule.microbatches
     three = unroll(schedule, 3)
     cuts = list(zip(*(_cuts(three, (k + 1) * count) for k in range(3)), strict=True))
-    found = {
+    result = {
         WHOLE: [list(order) for order in unroll(schedule, 1).orders],
         (True, False): [list(order[: cut[0]]) for order, cut in zip(three.orders, cuts, strict=True)],
         (False, False): [_shift(order[cut[0] : cut[1]], count) for order, cut in zip(three.orders, cuts, strict=True)],
@@ -38,7 +38,7 @@ def parts(schedule: Schedule) -> dict[Part, Schedule]:
             _shift(order[cut[1] : cut[2]], 2 * count) for order, cut in zip(three.orders, cuts, strict=True)
         ],
     }
-    return {part: schedule.with_orders(_updated(schedule, rows)) for part, rows in found.items()}
+    return {part: schedule.with_orders(_updated(schedule, rows)) for part, rows in result.items()}
 
 
 def _cuts(schedule: Schedule, until: int) -> list[int]:

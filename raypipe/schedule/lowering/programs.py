@@ -169,7 +169,7 @@ def completed_by(program: Program) -> frozenset[Task]:
     Parts of such an AR may begin while the task still runs; other ARs may stand between them. In an ``ordered`` program
     they may not, where the task's messages or an inserted receive come in between: that would be another order.
     """
-    found: set[Task] = set()
+    result: set[Task] = set()
     before: Action | None = None
     between = False
     for action in program.actions:
@@ -183,8 +183,8 @@ def completed_by(program: Program) -> frozenset[Task]:
         if before is None or between or before.task.kind not in WEIGHT_GRADIENTS:
             continue
         if before.task[1::2] == task[1::2]:
-            found.add(before.task)
-    return frozenset(found)
+            result.add(before.task)
+    return frozenset(result)
 
 
 def edges(schedule: Schedule) -> tuple[tuple[int, int], ...]:

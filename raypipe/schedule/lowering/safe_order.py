@@ -115,7 +115,7 @@ def _entries(
     shards: Mapping[StageKey, ShardMember],
 ) -> list[_Entry]:
     """List what a device issues; a receive comes after those of earlier messages of its channel, as in the runtime."""
-    found: list[_Entry] = []
+    result: list[_Entry] = []
     received: set[Hashable] = set()
     posted: dict[int, deque[tuple[Hashable, Message]]] = {}
     for step, rows in enumerate(steps):
@@ -131,25 +131,25 @@ def _entries(
                     if what.local:
                         continue
                     if what.dst_device != device:
-                        found.append(_Entry("send", _key(what, shift), what.dst_device, what, place))
+                        result.append(_Entry("send", _key(what, shift), what.dst_device, what, place))
                     while what.dst_device == device and _key(what, shift) not in received:
                         key, first = posted[what.src_device].popleft()
                         received.add(key)
-                        found.append(_Entry("receive", key, what.src_device, first, place))
+                        result.append(_Entry("receive", key, what.src_device, first, place))
                 elif what.kind == "AR":
                     calls[what.stage] += 1
-                    found.append(_Entry("sum", (step, what.stage, calls[what.stage]), device, what, place))
+                    result.append(_Entry("sum", (step, what.stage, calls[what.stage]), device, what, place))
                 elif what.kind in ("AG", "RS"):
                     group = (what.kind, what.stage, shards[what.stage, what.replica].group)
                     calls[group] += 1
-                    found.append(_Entry("shards", (step, group, calls[group]), device, what, place))
+                    result.append(_Entry("shards", (step, group, calls[group]), device, what, place))
                 elif what.kind == "U" and not (updated or stashes):
                     updated = True
                     for (stage, _), member in sorted(shards.items()):
                         if member.device == device and len(member.others) > 1:  # the sum of a shard over its holders
-                            found.append(_Entry("shards", (step, "U", stage, member.others), device, what, place))
-                    found.append(_Entry("end", (step,), device, what, place))
-    return found
+                            result.append(_Entry("shards", (step, "U", stage, member.others), device, what, place))
+                    result.append(_Entry("end", (step,), device, what, place))
+    return result
 
 
 def _key(message: Message, shift: int) -> Hashable:

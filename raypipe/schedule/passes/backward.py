@@ -314,15 +314,15 @@ def closed_up(schedule: Schedule) -> Schedule:
     tables = [CostTable.even(schedule.stages, weight_grad=w, comm=comm) for w, comm in WAYS]
     best, known = schedule, _lengths(schedule, tables)
     for kinds in ORDERS:
-        found = order_greedily(
+        result = order_greedily(
             schedule.unpaired(), tables[1], Policy(kinds=kinds, key=lambda t: (place[t],), limit=limits)
         )
-        if found is None or found.schedule.orders == best.orders:
+        if result is None or result.schedule.orders == best.orders:
             continue
-        lengths = _lengths(found.schedule, tables)
+        lengths = _lengths(result.schedule, tables)
         no_longer = all(new <= old + 1e-9 for new, old in zip(lengths, known, strict=True))
         if no_longer and sum(lengths) < sum(known) - 1e-9:
-            best, known = found.schedule, lengths
+            best, known = result.schedule, lengths
     return best
 
 

@@ -99,7 +99,7 @@ def _pieces(task: Task, stages: Sequence[range], weights: bool) -> list[list[Tas
     own = stages[task.stage]
     forward = task.kind == "F"
     kind: Kind = "B" if task.kind == BW else task.kind
-    found: list[list[Task]] = []
+    result: list[list[Task]] = []
     for s in own if forward else reversed(own):
         piece = [task._replace(kind=kind, stage=s)]
         other = s + 1 if forward else s - 1
@@ -109,15 +109,15 @@ def _pieces(task: Task, stages: Sequence[range], weights: bool) -> list[list[Tas
             piece.append(task._replace(kind=travel, stage=other if into else s))
         if weights:
             piece.append(task._replace(kind="W", stage=s))
-        found.append(piece)
-    return found
+        result.append(piece)
+    return result
 
 
 def _divided_costs(
     costs: CostTable, stages: Sequence[range], share: float, edges: Iterable[tuple[int, int]]
 ) -> CostTable:
     old = [stage for stage, own in enumerate(stages) for _ in own]
-    found: dict[str, list[float]] = {name: [] for name in (*TABLES, "recompute", "dispatch", "combine")}
+    result: dict[str, list[float]] = {name: [] for name in (*TABLES, "recompute", "dispatch", "combine")}
     for whole, own in enumerate(stages):
         travel = costs.dispatch[whole] + costs.combine[whole]
         routed, plain = len(own) // 2, len(own) // 2 + 1
@@ -126,12 +126,12 @@ def _divided_costs(
             part = share / routed if expert else (1 - share) / plain if routed else 1.0
             for name in TABLES:
                 less = travel if name in ("forward", "input_grad") else 0.0
-                found[name].append((getattr(costs, name)[whole] - less) * part)
-            found["recompute"].append(0.0)
-            found["dispatch"].append(costs.dispatch[whole] / routed if expert else 0.0)
-            found["combine"].append(costs.combine[whole] / routed if expert else 0.0)
+                result[name].append((getattr(costs, name)[whole] - less) * part)
+            result["recompute"].append(0.0)
+            result["dispatch"].append(costs.dispatch[whole] / routed if expert else 0.0)
+            result["combine"].append(costs.combine[whole] / routed if expert else 0.0)
     comm: Comm = tuple(costs.links[a] * (a != b) for a, b in pairwise([*old, old[-1]]))
     if isinstance(costs.comm, Mapping):
         comm = {(a, b): costs.latency(old[a], old[b]) for a, b in edges}
-    columns: dict[str, Any] = {name: tuple(values) for name, values in found.items()}
+    columns: dict[str, Any] = {name: tuple(values) for name, values in result.items()}
     return CostTable(comm=comm, **columns)

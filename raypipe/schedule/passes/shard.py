@@ -74,8 +74,8 @@ def shard(
     if sharding is None:
         return bare
     each = (unit or bare.microbatches) if gather == "unit" else 1
-    found = [issued_early(policy_windows(bare, d, gather, unit), ahead) for d in range(bare.devices)]
-    return place(bare, sharding, found, None if gather == "step" else each)
+    result = [issued_early(policy_windows(bare, d, gather, unit), ahead) for d in range(bare.devices)]
+    return place(bare, sharding, result, None if gather == "step" else each)
 
 
 def _bare(
@@ -112,7 +112,7 @@ def policy_windows(schedule: Schedule, device: int, gather: Gather, unit: int | 
         begin = k - (task in schedule.joined)  # a window holds whole pairs
         first = own[part].first if part in own else begin
         own[part] = Window(first, begin + (task in halves), first)
-    found: dict[tuple[int, int], list[Window]] = {}
+    result: dict[tuple[int, int], list[Window]] = {}
     for key, parts in ranges.items():
         elsewhere = [k for k, t in reads if (t.stage, t.replica) != key] if gather == "unit" else []
         windows: list[Window] = []
@@ -125,19 +125,19 @@ def policy_windows(schedule: Schedule, device: int, gather: Gather, unit: int | 
             else:
                 windows.append(window)
             before = part
-        found[key] = windows
-    return found
+        result[key] = windows
+    return result
 
 
 def issued_early(windows: Windows, ahead: int) -> Windows:
     """Issue every gather ``ahead`` tasks before its first use, but after the stage's window before."""
-    found: dict[tuple[int, int], list[Window]] = {}
+    result: dict[tuple[int, int], list[Window]] = {}
     for key, own in windows.items():
         free_from = 0
         for window in own:
-            found.setdefault(key, []).append(window._replace(issued=max(window.first - ahead, free_from)))
+            result.setdefault(key, []).append(window._replace(issued=max(window.first - ahead, free_from)))
             free_from = window.last + 1
-    return found
+    return result
 
 
 def place(schedule: Schedule, sharding: Sharding, windows: Sequence[Windows], unit: int | None) -> Schedule:
@@ -184,19 +184,19 @@ def _scatters(schedule: Schedule, sharding: Sharding, device: int, unit: int | N
             part = 0 if once or unit is None else task.mbs[0] % copy // unit
             own = ends.setdefault((task.stage, task.replica), {})
             own[part] = (own[part][0] if part in own else k, k)
-    found: dict[int, list[Task]] = {}
+    result: dict[int, list[Task]] = {}
     for (stage, replica), parts in ends.items():
         spans = sorted(parts.values())
         until = -1
         for (_, last), following in zip(spans, [*spans[1:], (len(order), 0)], strict=True):
             until = max(until, last)
             if following[0] > until:  # units whose weight gradients mix share one reduce-scatter
-                found.setdefault(until + 1, []).append(Task("RS", stage, (), replica))
+                result.setdefault(until + 1, []).append(Task("RS", stage, (), replica))
     for replica, row in enumerate(schedule.placement):  # one without a micro-batch takes part all the same
         for stage, home in enumerate(row):
             if home == device and sharding.levels[stage] and (stage, replica) not in ends:
-                found.setdefault(len(order), []).append(Task("RS", stage, (), replica))
-    return found
+                result.setdefault(len(order), []).append(Task("RS", stage, (), replica))
+    return result
 
 
 def forwards_alone(schedule: Schedule) -> Schedule:

@@ -42,7 +42,7 @@ def losses(casts: bool) -> list[float]:
     optimizer = make_optimizer(train, dict(model.named_parameters()))
     text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:40])
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    cut, found = layers.count // 2, []
+    cut, result = layers.count // 2, []
     for step in range(STEPS):
         begins = torch.randint(len(data) - spec.sequence, (BATCH,), generator=torch.Generator().manual_seed(step))
         rows = torch.stack([data[b : b + spec.sequence + 1] for b in begins.tolist()])
@@ -56,8 +56,8 @@ def losses(casts: bool) -> list[float]:
         set_rate(optimizer, learning_rate(train, step))
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        result.append(loss.item())
+    return result
 
 
 def main() -> None:

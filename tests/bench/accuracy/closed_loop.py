@@ -171,11 +171,11 @@ def plan_for(job: JobSpec, plan: Plan, costs: CostTable) -> Plan:
     if any(t.kind == "W" for t in base.tasks()):
         limits = peak_activations(base)
         for objective in OBJECTIVES:
-            found = search(
+            result = search(
                 base.placement, base.microbatches, costs, memory_limit=limits, objective=objective,
                 budget_s=SEARCH_S / len(OBJECTIVES), starts=[base],
             )  # fmt: skip
-            orders.append(replace(found.schedule, name=base.name))
+            orders.append(replace(result.schedule, name=base.name))
     several = build_schedule(plan, job.train.batch).replicas > 1
 
     def seconds(candidate: Plan) -> float:
@@ -198,10 +198,10 @@ def searched_for(job: JobSpec, believed: CostTable) -> Plan:
     if job.parallel.schedule != "auto":
         return plan
     schedule = plan.order()
-    found = search(
+    result = search(
         schedule.placement, schedule.microbatches, believed, memory_limit=job.parallel.memory_limit, budget_s=3.0
     )  # fmt: skip
-    return plan.remade(job.train.batch, replace(found.schedule, name="auto"))
+    return plan.remade(job.train.batch, replace(result.schedule, name="auto"))
 
 
 @dataclass(slots=True)

@@ -40,13 +40,13 @@ EXACT = 1e-9
 
 def models(folder: Path, steps: int) -> dict[str, dict[str, Any]]:
     """A job for each family."""
-    found = {"gpt": {"name": "gpt", "model": GPT, "data": TEXT}} | jobs(folder, steps)
+    result = {"gpt": {"name": "gpt", "model": GPT, "data": TEXT}} | jobs(folder, steps)
     for name, changes in DROPOUT.items():
-        found[name]["model"]["config"] = {**found[name]["model"]["config"], **changes}
-    for job in found.values():
+        result[name]["model"]["config"] = {**result[name]["model"]["config"], **changes}
+    for job in result.values():
         job["train"] = {"steps": steps, "batch": 8, "eval_batches": 1, "eval_every": max(1, steps // 2), "lr": 0.001,
                         "dtype": "float64", "seed": 3, "clip": 1.0}  # fmt: skip
-    return found
+    return result
 
 
 def main() -> int:

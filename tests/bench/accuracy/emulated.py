@@ -122,22 +122,22 @@ def main() -> int:
     if missing := set(args.only) - {case.name for case in cases}:
         print(f"no configuration of {', '.join(sorted(missing))}")
         return 1
-    found = [Turns(case.rehearsal(), case.label) for case in cases]
-    take_turns(found, args.rounds, args.steps)
+    result = [Turns(case.rehearsal(), case.label) for case in cases]
+    take_turns(result, args.rounds, args.steps)
     rows = [
         (case.name, one.name, f"{one.predicted_s / MS:.1f}", f"{one.step_s / MS:.1f}",
          f"{min(one.measured_s) / MS:.1f} - {max(one.measured_s) / MS:.1f}", f"{one.error:+.1%}")
-        for case, one in zip(cases, found, strict=True)
+        for case, one in zip(cases, result, strict=True)
     ]  # fmt: skip
     table("emulated steps, milliseconds", COLUMNS, rows, words=2)
-    errors = [abs(one.error) for one in found]
+    errors = [abs(one.error) for one in result]
     middle, worst = median(errors), max(errors)
-    print(f"{len(found)} configurations of {len({case.name for case in cases})} schedules: median {middle:.1%} "
+    print(f"{len(result)} configurations of {len({case.name for case in cases})} schedules: median {middle:.1%} "
           f"(at most {MEDIAN:.0%}), worst {worst:.1%} (at most {WORST:.0%})")  # fmt: skip
     write_rows(args.json, [
         {"schedule": case.name, "configuration": one.name, "predicted_s": one.predicted_s,
          "measured_s": one.measured_s, "difference": one.error}
-        for case, one in zip(cases, found, strict=True)
+        for case, one in zip(cases, result, strict=True)
     ])  # fmt: skip
     return 0 if middle <= MEDIAN and worst <= WORST else 1
 

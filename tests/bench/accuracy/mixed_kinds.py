@@ -101,11 +101,11 @@ def main() -> int:
     """Run all plans in turns and print a row for each."""
     asked = options(__doc__, rounds=3, json=Path)
     plans = [case.plan() for case in CASES]
-    found = [Turns(*as_built(case, plan)) for case, plan in zip(CASES, plans, strict=True)]
-    take_turns(found, asked.rounds, STEPS)
+    result = [Turns(*as_built(case, plan)) for case, plan in zip(CASES, plans, strict=True)]
+    take_turns(result, asked.rounds, STEPS)
     print(f"{'devices':<24}{'schedule':<18}{'copies':>6}  {'layers':<18}{'predicted':>9}{'measured':>9}   ms a step")
     rows = []
-    for case, plan, one in zip(CASES, plans, found, strict=True):
+    for case, plan, one in zip(CASES, plans, result, strict=True):
         assert plan.predicted_step_s is not None
         error = one.step_s / plan.predicted_step_s - 1
         layers = "-".join(str(len(stage)) for stage in plan.cut)

@@ -85,7 +85,7 @@ def main() -> int:
     os.environ.setdefault("RAY_ADDRESS", "local")
     progress = Console(stderr=True)
     cores = os.cpu_count() or 1
-    found: dict[str, tuple[Profile, float]] = {}
+    result: dict[str, tuple[Profile, float]] = {}
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory(prefix="raypipe-noisy-") as name:
         data = Path(name)
         prepare(job().data, MODEL["sequence"], data)
@@ -106,17 +106,17 @@ def main() -> int:
                 profile = measure_profile(job(), SIZES, 2, quick=not args.thorough, data=data, say=heard)
             finally:
                 burners.stop()
-            found[label] = profile, time.monotonic() - burners.began
+            result[label] = profile, time.monotonic() - burners.began
 
         measure("quiet", 0, 0.0)
-        took = found["quiet"][1]
+        took = result["quiet"][1]
         measure("a burner on every core", cores, 0.0)
         measure("burners from the middle on", cores, took / 2)
         measure("quiet again", 0, 0.0)
         ray.shutdown()
-    quiet, rows = found["quiet"][0], []
+    quiet, rows = result["quiet"][0], []
     wrong = False
-    for label, (profile, seconds) in found.items():
+    for label, (profile, seconds) in result.items():
         noise = profile.noise
         rows.append((
             label, f"{noise.stolen:.1%}", f"{noise.drift:.1%}", str(noise.again), f"{seconds:.1f}",

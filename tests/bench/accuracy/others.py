@@ -49,9 +49,9 @@ def _own() -> int:
             continue
         children[int(fields[1])].append(int(folder.name))
         ticks[int(folder.name)] = sum(map(int, fields[11:15]))
-    found, waiting = 0, [os.getpid()]
+    result, waiting = 0, [os.getpid()]
     while waiting:
         one = waiting.pop()
-        found += ticks.get(one, 0)
+        result += ticks.get(one, 0)
         waiting += children[one]
-    return found
+    return result

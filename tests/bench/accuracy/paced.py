@@ -152,7 +152,7 @@ class PacedStage(StageWorker):
 
     def setup(self, setup: Setup) -> tuple[int, list[str]]:
         """See Stage.setup."""
-        found = super().setup(setup)
+        result = super().setup(setup)
         executor = self.executor
         assert isinstance(executor, PacedExecutor)
         assert isinstance(executor.sync, PacedSync)
@@ -160,7 +160,7 @@ class PacedStage(StageWorker):
         executor.pace_of = lambda step: [p for p in self.paces if p.first_step <= step][-1]
         executor.sync.seconds = lambda stage: executor.pace.costs.all_reduce[stage]
         self._set_share(setup.recomputed)
-        return found
+        return result
 
     def install(self, train: Any, evaluate: Program, recomputed: frozenset[int] | None, measures: bool) -> None:
         """See Stage.install."""

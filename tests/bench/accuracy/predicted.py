@@ -222,14 +222,14 @@ def main() -> int:
     rounds, steps = (1, WARM_UP + 2) if args.quick else (args.rounds, args.steps)
     os.environ.setdefault("RAY_ADDRESS", "local")
     out, progress = Console(width=150), Console(stderr=True)
-    found = [case for case in cases() if args.only is None or case.schedule in args.only]
+    result = [case for case in cases() if args.only is None or case.schedule in args.only]
     if args.compiled is not None:
-        for case in found:
+        for case in result:
             case.train = {"compile": "inductor", "compile_first": True}
             case.parallel[BUDGET] = args.compiled
     with redirect_stdout(sys.stderr), tempfile.TemporaryDirectory(prefix="raypipe-predicted-") as name:
         data = Path(name) / "data"
-        job = found[0].job(1)
+        job = result[0].job(1)
         prepare(job.data, MODEL["sequence"], data)
         request = connect(2)
 
@@ -248,7 +248,7 @@ def main() -> int:
                 say(f"alone {profile.alone:.3f}; {profile.noise.sentence()}")
                 probes = [bench.probe(PROBED, PROBE)]
                 # Every second round runs backwards: nobody always follows the same neighbour.
-                for case in found if number % 2 == 0 else found[::-1]:
+                for case in result if number % 2 == 0 else result[::-1]:
                     case.predict(profile)
                     quiet_turn(case, workers, data, steps, say)
                     probes.append(bench.probe(PROBED, PROBE))
@@ -257,11 +257,11 @@ def main() -> int:
         finally:
             workers.stop()
             ray.shutdown()
-    holds = show(found, out)
+    holds = show(result, out)
     if args.json:
         rows = [{"schedule": c.schedule, "plan": c.label, "predicted_s": c.predicted_s, "measured_s": c.measured_s,
                  "from_tasks_s": c.from_tasks_s, "slower": c.slower}
-                for c in found]  # fmt: skip
+                for c in result]  # fmt: skip
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0 if holds else 1
 

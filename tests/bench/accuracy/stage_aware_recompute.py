@@ -83,20 +83,20 @@ def main() -> int:
         print(f"even with full recomputation a device needs {max(full.memory) / 2**30:.1f} GiB")
         return 1
     factor = FORWARD_S / max(full.costs.forward)
-    found = [
+    result = [
         Turns(rehearsal(one.schedule, longer(one.costs, factor), Links(), 1), name)
         for name, one in (("full", full), ("stage-aware", aware))
     ]
-    take_turns(found, args.rounds, args.steps)
+    take_turns(result, args.rounds, args.steps)
     rows = [
         (turns.name, " ".join(f"{a:.2f}" for a in alphas(STAGES, one.share)), f"{max(one.memory) / 2**30:.1f}",
          f"{min(one.memory) / 2**30:.1f}", f"{turns.predicted_s:.3f}", f"{turns.step_s:.3f}")
-        for one, turns in zip((full, aware), found, strict=True)
+        for one, turns in zip((full, aware), result, strict=True)
     ]  # fmt: skip
     columns = ("recomputation", "shares kept", "most memory, GiB", "least, GiB", "simulated step, s", "measured, s")
     title = f"GPT-2.5B on 8 stages, {args.cap_gib:g} GiB a device, times x {factor:.3f}"
     table(title, columns, rows, words=2)
-    expected, ratio = lead(found[1], found[0])
+    expected, ratio = lead(result[1], result[0])
     print(f"stage-aware is {ratio:.2f} times as fast as full recomputation ({expected:.2f} simulated; at least "
           f"{TARGET:.2f}; Merak: 1.21)")  # fmt: skip
     return 0 if ratio >= TARGET else 1

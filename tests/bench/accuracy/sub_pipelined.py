@@ -78,14 +78,14 @@ def measure(layers: int, compute_s: float, sums_s: float, halves: bool) -> tuple
         if isinstance(block, RowParallel):
             block.register_forward_pre_hook(lambda _m, args: (_Timed.apply(args[0], compute_s / 2),))
     (program,) = programs(schedule)
-    found: list[tuple[float, float]] = []
+    result: list[tuple[float, float]] = []
     with group_of_thread(Link(sums_s / 2)):
         for step in range(4):
             times = executor.run(program, step, 0.0).times
             spans = {(a.task.stage, a.task.kind): float(end - start)
                      for a, (start, end) in zip(program.actions, times, strict=True)}  # fmt: skip
-            found.append((spans[(1, "F")], spans[(1, "BW")]))
-    return median(f for f, _ in found[1:]), median(b for _, b in found[1:])
+            result.append((spans[(1, "F")], spans[(1, "BW")]))
+    return median(f for f, _ in result[1:]), median(b for _, b in result[1:])
 
 
 def formula(layers: int, compute_s: float, sums_s: float, halves: bool) -> float:

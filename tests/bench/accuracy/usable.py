@@ -69,8 +69,8 @@ def main() -> int:
             continue
         p = plan.parallel
         own = profile if p.tensor == 1 else shared[p.tensor, p.sub_pipelined]
-        found = PlanPredictor(job, own).predict(plan)
-        shares = [one.total / room for one, room in zip(found.memory, found.capacities, strict=True)]
+        result = PlanPredictor(job, own).predict(plan)
+        shares = [one.total / room for one, room in zip(result.memory, result.capacities, strict=True)]
         played, worst = played + 1, max(worst, *shares)
         if max(shares) > 1:
             over += 1

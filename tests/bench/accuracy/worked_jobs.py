@@ -81,7 +81,7 @@ def kinds(devices: int) -> Iterator[tuple[str, list[dict[str, object]]]]:
 def entries(name: str) -> tuple[JobSpec, list[Entry]]:
     """The job and its plans, the chosen one first."""
     job, profile = costed(name)
-    found = [Entry("chosen", choose(job, profile, search_s=0))]
+    result = [Entry("chosen", choose(job, profile, search_s=0))]
     for kind, ways in kinds(profile.devices):
         fits = []
         for keys in ways:
@@ -94,11 +94,11 @@ def entries(name: str) -> tuple[JobSpec, list[Entry]]:
         best = Entry(kind, min(fits, key=lambda decision: decision.best.step_s))
         if job.parallel.given.get("shard", best.decision.best.candidate.shard) != best.decision.best.candidate.shard:
             best.kind, best.excluded = f"{kind}, excluded", True
-        if best.plan == found[0].plan:
-            found[0].kind = f"{kind}, chosen"
+        if best.plan == result[0].plan:
+            result[0].kind = f"{kind}, chosen"
         else:
-            found.append(best)
-    return job, found
+            result.append(best)
+    return job, result
 
 
 def show(name: str, plans: list[Entry]) -> bool:

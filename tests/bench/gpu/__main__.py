@@ -47,8 +47,8 @@ def main() -> int:
     name = torch.cuda.get_device_name(0) if args.device == "cuda" else "cpu"
     report: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": name}
     for title in args.only:
-        report[title] = found = run_apart(title, args.device, args.report, args.limit_s)
-        print(title, json.dumps({k: v for k, v in found.items() if k != "traceback"}), flush=True)
+        report[title] = result = run_apart(title, args.device, args.report, args.limit_s)
+        print(title, json.dumps({k: v for k, v in result.items() if k != "traceback"}), flush=True)
         _write(args.report / "report.json", report)
     failed = sum(report[title]["ok"] is False for title in args.only)
     print(f"{failed} of {len(args.only)} sections failed; the report is {args.report / 'report.json'}")
@@ -61,12 +61,12 @@ def run_here(title: str, device: torch.device) -> dict[str, Any]:
         torch.set_num_threads(1)  # on a busy machine more threads mostly wait for each other
     begin = time.monotonic()
     try:
-        found: dict[str, Any] = {"ok": True, **SECTIONS[title](device)}
+        result: dict[str, Any] = {"ok": True, **SECTIONS[title](device)}
     except SkippedError as why:
-        found = {"ok": None, "skipped": str(why)}
+        result = {"ok": None, "skipped": str(why)}
     except Exception as error:
-        found = {"ok": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-    return {**found, "seconds": round(time.monotonic() - begin, 1)}
+        result = {"ok": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    return {**result, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def run_apart(title: str, device: str, folder: Path, limit_s: float) -> dict[str, Any]:
@@ -88,12 +88,12 @@ def run_apart(title: str, device: str, folder: Path, limit_s: float) -> dict[str
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     if file.is_file():
-        found: dict[str, Any] = json.loads(file.read_text())
-        return found
+        result: dict[str, Any] = json.loads(file.read_text())
+        return result
     tail = log.read_text(errors="replace")[-2000:]
-    found = {"ok": False, "error": how, "traceback": tail, "seconds": round(time.monotonic() - begin, 1)}
-    _write(file, found)
-    return found
+    result = {"ok": False, "error": how, "traceback": tail, "seconds": round(time.monotonic() - begin, 1)}
+    _write(file, result)
+    return result
 
 
 def _write(file: Path, found: dict[str, Any]) -> None:

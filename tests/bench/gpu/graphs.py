@@ -85,10 +85,10 @@ def _of_shape(spec: GptSpec, device: torch.device) -> dict[str, Any]:
             times[way].append(run(way, EACH))
     notes += [*tasks.take_notes(), *ways["eager_step"].executor.notices()]
     worst = max(abs(a - b) for way in WAYS for a, b in zip(losses[way], losses["eager"], strict=True))
-    found = {f"{way}_s": median(times[way]) for way in WAYS}
+    result = {f"{way}_s": median(times[way]) for way in WAYS}
     return {
-        **found, "tasks_over_compiled": found["compiled_tasks_s"] / found["compiled_s"],
-        "step_over_eager": found["eager_step_s"] / found["eager_s"], "largest_loss_difference": worst, "notes": notes,
+        **result, "tasks_over_compiled": result["compiled_tasks_s"] / result["compiled_s"],
+        "step_over_eager": result["eager_step_s"] / result["eager_s"], "largest_loss_difference": worst, "notes": notes,
     }  # fmt: skip
 
 

@@ -150,16 +150,16 @@ def memory(device: torch.device) -> Found:
         runner.run(program, step, 1e-3)
     torch.cuda.reset_peak_memory_stats(device)
     runner.run(program, 2, 1e-3)
-    found = torch.cuda.max_memory_allocated(device) - before
+    result = torch.cuda.max_memory_allocated(device) - before
     model = load_job(QUICKSTART).model
     assert isinstance(model, GptSpec)
     profile = analytic_profile(model, MACHINE, "float32", [MICROBATCH])
     cut = [list(stage.layers) for _, stage in sorted(runner.modules.items())]
     schedule = add_updates(from_text(order(2, train.batch // MICROBATCH, split=False)))
     (predicted,) = device_memory(profile, cut, schedule, MICROBATCH)
-    if abs(predicted.total - found) > 0.1 * found:
-        raise AssertionError(f"predicted {predicted.total / 2**20:.1f} MiB, allocated {found / 2**20:.1f} MiB")
-    return {"predicted_bytes": predicted.total, "allocated_bytes": found}
+    if abs(predicted.total - result) > 0.1 * result:
+        raise AssertionError(f"predicted {predicted.total / 2**20:.1f} MiB, allocated {result / 2**20:.1f} MiB")
+    return {"predicted_bytes": predicted.total, "allocated_bytes": result}
 
 
 def clocks(device: torch.device) -> Found:
@@ -187,13 +187,13 @@ def step_time(device: torch.device) -> Found:
         runner.run(program, step, 1e-3)
     begin = time.monotonic()
     losses_of_steps(runner, program, range(3, 3 + count), 1e-3)
-    found = {"raypipe_s": (time.monotonic() - begin) / count}
+    result = {"raypipe_s": (time.monotonic() - begin) / count}
     for name in ("plain", "compiled"):
         try:
-            found[f"{name}_s"] = _plain_loop(device, train, count, name == "compiled")
+            result[f"{name}_s"] = _plain_loop(device, train, count, name == "compiled")
         except Exception as error:  # a machine without a compiler still shows the rest
-            found[f"{name}_error"] = str(error).strip().splitlines()[0]
-    return found
+            result[f"{name}_error"] = str(error).strip().splitlines()[0]
+    return result
 
 
 def _plain_loop(device: torch.device, train: Any, count: int, compiled: bool) -> float:

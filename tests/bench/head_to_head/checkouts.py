@@ -35,8 +35,8 @@ class Side:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([case, schedule, compiled, steps]), file=self._process.stdin, flush=True)
-        found: dict[str, float] = json.loads(self._process.stdout.readline())
-        return found
+        result: dict[str, float] = json.loads(self._process.stdout.readline())
+        return result
 
     def stop(self) -> None:
         """End the process."""
@@ -67,8 +67,8 @@ def answer() -> None:
                     train = job.train.model_copy(update={"compile": "inductor", "compile_first": True})
                     job = job.model_copy(update={"train": train})
                 block, _ = side.block(job, plan, data, case.warm_up)
-                found = {"ms": 1e3 * block.steady(case.warm_up), "cpu_ms": 1e3 * block.work(case.warm_up)}
-                print(json.dumps({**found, "loss": block.losses[-1]}), file=out, flush=True)
+                result = {"ms": 1e3 * block.steady(case.warm_up), "cpu_ms": 1e3 * block.work(case.warm_up)}
+                print(json.dumps({**result, "loss": block.losses[-1]}), file=out, flush=True)
         finally:
             side.stop()
 
@@ -90,14 +90,14 @@ def main() -> None:
 
     try:
         for schedule in asked.schedules:
-            found: dict[str, list[dict[str, float]]] = {one: [] for one in asked.contenders}
+            result: dict[str, list[dict[str, float]]] = {one: [] for one in asked.contenders}
             for one in asked.contenders:
                 turn(one, schedule, 4)  # it compiles
             for number in range(asked.rounds):
                 for one in asked.contenders[:: -1 if number % 2 else 1]:
-                    found[one].append(turn(one, schedule, asked.steps))
-            first = found[asked.contenders[0]]
-            for one, blocks in found.items():
+                    result[one].append(turn(one, schedule, asked.steps))
+            first = result[asked.contenders[0]]
+            for one, blocks in result.items():
                 ms, cpu = (median(block[key] for block in blocks) for key in ("ms", "cpu_ms"))
                 over = [median(a[key] / b[key] for a, b in zip(blocks, first, strict=True)) for key in ("ms", "cpu_ms")]
                 print(f"{schedule:6} {one:40} {ms:7.2f} ms  {over[0]:.3f}   processor time {cpu:6.2f} ms  "

@@ -47,7 +47,7 @@ def chimera_choices(profile: Profile, nodes: int, batch: int) -> Iterator[Config
         width = nodes // depth
         if width < 1 or depth > len(profile.layers) - 2:
             continue
-        found = None
+        result = None
         for recompute in (False, True):
             for b in (64, 32, 16, 8, 4, 2, 1):
                 count = batch // (width * b)
@@ -57,10 +57,10 @@ def chimera_choices(profile: Profile, nodes: int, batch: int) -> Iterator[Config
                     schedule="chimera", width=width, depth=depth, microbatch=b, count=count, recompute=recompute,
                     sync="eager-opt",
                 )  # fmt: skip
-                if found is None and fits(profile, config):
-                    found = config
-        if found is not None:
-            yield found
+                if result is None and fits(profile, config):
+                    result = config
+        if result is not None:
+            yield result
 
 
 def choice(profile: Profile, nodes: int, batch: int) -> str:
@@ -308,12 +308,12 @@ def tried() -> str:
     bert, gpt = profiles()
     rows = []
     for name, step in VARIANTS.items():
-        found = list(speedups(step))
-        stale = [r.off for r in found if r.other.startswith("PipeDream")]
+        result = list(speedups(step))
+        stale = [r.off for r in result if r.other.startswith("PipeDream")]
         depth = min(chimera_choices(bert, 32, 256), key=lambda c: step(bert, c)).depth
         deep = step(gpt, scaled("chimera", 512, 32, 1, 512, sync="eager-opt"))
         shallow = step(gpt, scaled("chimera", 512, 8, 1, 512, True, sync="eager-opt"))
-        off = [r.off for r in found]
+        off = [r.off for r in result]
         rows.append([name, f"{median(off):.1%}", f"{fmean(off):.1%}", f"{max(off):.0%}", f"{median(stale):.0%}",
                      f"D={depth}; {shallow / deep:.2f}"])  # fmt: skip
     return table(["", "median", "mean", "worst", "median, asynchronous", "choices"], rows)

@@ -79,7 +79,7 @@ def stage_aware(stages: int, microbatch: int) -> tuple[float, float]:
     model = profile(54, 1920, 20)
     room = (model.memory_bytes - model.base_bytes) / MIB
     tried = [speed_and_memory(stages, microbatch, k / STEPS) for k in range(STEPS + 1)]
-    return max(found for found in tried if found[1] <= room)
+    return max(result for result in tried if result[1] <= room)
 
 
 def table_3() -> str:

@@ -77,10 +77,10 @@ def speedups(count: int) -> dict[str, tuple[float, float]]:
 
 def sections() -> Iterator[tuple[str, str]]:
     """Titles and tables."""
-    found = [speedups(count) for count in COUNTS]
+    result = [speedups(count) for count in COUNTS]
     rows = []
-    for what, (_, theirs) in found[0].items():
-        ours = [one[what][0] for one in found]
+    for what, (_, theirs) in result[0].items():
+        ours = [one[what][0] for one in result]
         rows.append([what, *(f"{x:.2f} ({error(x, theirs)})" for x in ours), f"{theirs:.2f}"])
     head = ["", *(f"ours, {count} micro-batches" for count in COUNTS), "paper's"]
     yield "BERT-24 on four V100, 96 samples", table(head, rows)

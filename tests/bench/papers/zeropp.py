@@ -83,7 +83,7 @@ def per_gpu(profile: Profile, model: Model, method: str, count: int) -> float:
     """Samples per GPU and second."""
     plan = config(model, method, count)
     cut = layer_cut(len(model.work), pipeline(plan).stages)
-    found = costs(profile, plan, cut)
+    result = costs(profile, plan, cut)
     seconds: float
     if method.startswith(("ZeroPP", "FS")):
         group = Layout(hosts=2, per_host=WIDTH // 2)  # a pipeline fills half a host
@@ -91,11 +91,11 @@ def per_gpu(profile: Profile, model: Model, method: str, count: int) -> float:
             max(collective_seconds(profile, kind, parameters(profile, part) * 2, group, sharing=DEPTH) for part in cut)
             for kind in ("all_gather", "reduce_scatter")
         )
-        quiet = replace(found, all_reduce=(0.0,) * found.stages, update=tuple(u / WIDTH for u in found.update))
+        quiet = replace(result, all_reduce=(0.0,) * result.stages, update=tuple(u / WIDTH for u in result.update))
         # Gradients are scattered beside compute, so that only the last stage's are waited for.
         seconds = sharded_seconds(pipeline(plan), plan.unit or count, quiet, gather) + scatter
     else:
-        narrow = replace(found, all_reduce=tuple(NARROW * t for t in found.all_reduce))
+        narrow = replace(result, all_reduce=tuple(NARROW * t for t in result.all_reduce))
         seconds = step_seconds(profile, plan, cut, narrow)
     return plan.batch / seconds / (WIDTH * DEPTH)
 
@@ -104,14 +104,14 @@ def gathers(order: Sequence[Task], unit: int) -> list[int]:
     """Places in a device's order where it gathers a stage's weights, 2V - 1 in a unit (section 3.3): before a stage's
     first forward, and before its first backward unless that is its deepest stage, whose weights are still there."""
     deepest = max(task.stage for task in order)
-    seen, found = set[tuple[bool, int, int]](), []
+    seen, result = set[tuple[bool, int, int]](), []
     for place, task in enumerate(order):
         back = task.kind in ("B", "BW")
         need = back, task.stage, task.mbs[0] // unit if task.mbs else -1
         if (task.kind == "F" or (back and task.stage != deepest)) and need not in seen:
             seen.add(need)
-            found.append(place)
-    return found
+            result.append(place)
+    return result
 
 
 def sharded_seconds(schedule: Schedule, unit: int, costs: CostTable, gather: float) -> float:

@@ -103,18 +103,18 @@ def written(case: Case, folder: Path) -> Iterator[Written | str]:
     for trainer in TRAINERS:
         file = folder / f"{CASES.index(case)}.{trainer}"
         try:
-            found = emit(trainer, plan, costs, file)
+            result = emit(trainer, plan, costs, file)
         except RequestError as error:
             print(f"  {trainer}: not expressible: {error.why}")
             continue
-        file.write_text(found.text)
-        missing = [line for line in found.lost if line not in found.text]
+        file.write_text(result.text)
+        missing = [line for line in result.lost if line not in result.text]
         if missing:
             yield f"{trainer}: the file does not say: {missing[0]}"
-        if read(file, costs, case.devices)[1].plan() != found.layout.plan():
+        if read(file, costs, case.devices)[1].plan() != result.layout.plan():
             yield f"{trainer}: read back to another plan"
-        print(f"  {trainer}: {'; '.join(found.lost) or 'nothing is lost'}", flush=True)
-        yield Written(case, trainer, file, found.layout)
+        print(f"  {trainer}: {'; '.join(result.lost) or 'nothing is lost'}", flush=True)
+        yield Written(case, trainer, file, result.layout)
 
 
 def parsed(trainer: str, python: str, files: list[Written]) -> Iterator[str]:
@@ -127,12 +127,12 @@ def parsed(trainer: str, python: str, files: list[Written]) -> Iterator[str]:
         yield f"{trainer}: {python} ended early: {run.stderr[-500:]}"
         return
     for one, line in zip(files, lines, strict=True):
-        found, p = json.loads(line), one.layout.parallel
+        result, p = json.loads(line), one.layout.parallel
         chunks = p.chunks if one.layout.pipelined else 1
         wanted = {"stages": p.stages, "replicas": p.replicas, "tensor": p.tensor, "microbatch": p.microbatch}
         wanted |= {"batch": one.layout.batch, "chunks": chunks}
-        if found != wanted:
-            yield f"{trainer}: {one.case.name}: {found.get('error', f'{found}, not {wanted}')}"
+        if result != wanted:
+            yield f"{trainer}: {one.case.name}: {result.get('error', f'{result}, not {wanted}')}"
 
 
 def main() -> int:

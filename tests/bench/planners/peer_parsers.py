@@ -17,10 +17,10 @@ from typing import Any
 
 def megatron(text: str, file: str) -> dict[str, Any]:
     """``parse_args`` and ``validate_args`` of pretrain_gpt.py, and the configuration that they make."""
-    found = re.search(r"^# WORLD_SIZE=(\d+)$", text, re.MULTILINE)
-    assert found is not None
+    result = re.search(r"^# WORLD_SIZE=(\d+)$", text, re.MULTILINE)
+    assert result is not None
     fsdp = "--use-megatron-fsdp" in text
-    os.environ |= {"WORLD_SIZE": found[1], "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8" if fsdp else "1"}
+    os.environ |= {"WORLD_SIZE": result[1], "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8" if fsdp else "1"}
     from megatron.training import arguments
 
     arguments.get_device_arch_version = lambda: 9  # of an H100: there is no GPU here
@@ -127,10 +127,10 @@ def main() -> None:
     results, sys.stdout = sys.stdout, sys.stderr  # libraries print notices
     for file in files:
         try:
-            found = PARSERS[trainer](Path(file).read_text(), file)
+            result = PARSERS[trainer](Path(file).read_text(), file)
         except (Exception, SystemExit) as error:  # whatever a parser refuses with
-            found = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(found), file=results, flush=True)
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(result), file=results, flush=True)
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ class Row(TypedDict):
 
 def row_of(case: Case) -> Row:
     """All systems on one case."""
-    found = {name: system(case) for name, system in SYSTEMS.items() if name != "raypipe"}
+    result = {name: system(case) for name, system in SYSTEMS.items() if name != "raypipe"}
     began = time.monotonic()
-    found["raypipe"] = SYSTEMS["raypipe"](case)
+    result["raypipe"] = SYSTEMS["raypipe"](case)
     spent = time.monotonic() - began
-    best = min((v.seconds for v in found.values() if v is not None and v.fits), default=float("nan"))
+    best = min((v.seconds for v in result.values() if v is not None and v.fits), default=float("nan"))
     return {
         "case": case.name, "planned_s": spent, "best_s": best,
         "systems": {
@@ -44,7 +44,7 @@ def row_of(case: Case) -> Row:
                 words=v.choice.words, seconds=v.seconds, predicted_s=v.choice.predicted_s, memory_bytes=v.fullest,
                 fits=v.fits, regret=v.seconds / best - 1 if v.fits else None,
             )
-            for name, v in found.items()
+            for name, v in result.items()
         },
     }  # fmt: skip
 

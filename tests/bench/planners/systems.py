@@ -60,7 +60,7 @@ def sailor(case: Case) -> Verdict | None:
 
     Source: Strati et al. 2025 (arXiv 2504.17096) and its public planner.
     """
-    found: tuple[float, Choice] | None = None
+    result: tuple[float, Choice] | None = None
     for tensor, profile in case.profiles.items():
         groups, count = case.cluster.devices // tensor, len(profile.layers)
         per_host = case.cluster.per_host // tensor
@@ -86,10 +86,10 @@ def sailor(case: Case) -> Verdict | None:
                 sums = max(sum(4.0 * x.parameters for x in own) for own in parts) * over.beta_s_per_byte
                 sync = 2 * (copies - 1) / copies * sums
                 step = (number - 1) * slowest + sum(compute) + 2 * sum(sent) + sync
-                if found is None or step < found[0]:
+                if result is None or step < result[0]:
                     words = f"1f1b {stages} x {copies} x T{tensor}, B = {n}"
-                    found = step, Choice(words, _order("1f1b", stages, 1, number), cut, copies, n, tensor)
-    return None if found is None else judge(case, found[1])
+                    result = step, Choice(words, _order("1f1b", stages, 1, number), cut, copies, n, tensor)
+    return None if result is None else judge(case, result[1])
 
 
 def raypipe(case: Case) -> Verdict | None:
@@ -148,11 +148,11 @@ def _best(case: Case, choices: Iterator[Choice]) -> Verdict | None:
     """The fastest that fits; recomputing only where it does not fit without, as then it is never faster."""
     best: Verdict | None = None
     for choice in choices:
-        found = judge(case, choice)
-        if not found.fits and "BW" in choice.text:
-            found = judge(case, choice._replace(text=recomputing(choice.text), words=choice.words + ", recomputed"))
-        if best is None or (not found.fits, found.seconds) < (not best.fits, best.seconds):
-            best = found
+        result = judge(case, choice)
+        if not result.fits and "BW" in choice.text:
+            result = judge(case, choice._replace(text=recomputing(choice.text), words=choice.words + ", recomputed"))
+        if best is None or (not result.fits, result.seconds) < (not best.fits, best.seconds):
+            best = result
     return best
 
 

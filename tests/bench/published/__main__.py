@@ -45,15 +45,15 @@ def compared(asked_rows: Numbered) -> tuple[str, str, bool]:
             )
             continue
         asked = layout(row)
-        found = predict(asked)
-        ours, need = tokens_per_gpu(asked, found), reserved_gib(asked, found)
+        result = predict(asked)
+        ours, need = tokens_per_gpu(asked, result), reserved_gib(asked, result)
         error = ours / row.tokens_per_s_per_gpu - 1
         errors[row.experts].append(abs(error))
         cells = [f"{need:.1f}", "", ""]
         if row.memory_gib is not None:
             memory.append(need / row.memory_gib - 1)
             cells[1:] = f"{row.memory_gib:g}", f"{memory[-1]:+.0%}"
-        busy, idle, beside = (f"{part / found.step_s:.0%}" for part in parts(found))
+        busy, idle, beside = (f"{part / result.step_s:.0%}" for part in parts(result))
         shape += f" (busy {busy}, idle {idle}, beside {beside})"
         lines.append([
             str(number), row.model, str(row.gpus), shape, f"{ours:.0f}", f"{row.tokens_per_s_per_gpu:g}",

@@ -82,11 +82,13 @@ def merits() -> str:
     head = ["", "", "tokens/s/GPU", "ratio", "published", "wins as published", "why the other one is slower"]
     lines = [head, ["---"] * len(head)]
     for question, names, asked, published, winner in questions():
-        found = (predict(asked[0]), predict(asked[1]))
-        ours = [tokens_per_gpu(layout, one) for layout, one in zip(asked, found, strict=True)]
+        result = (predict(asked[0]), predict(asked[1]))
+        ours = [tokens_per_gpu(layout, one) for layout, one in zip(asked, result, strict=True)]
         right = ours[winner] > ours[1 - winner]
         ratio = f"{published[1] / published[0]:.2f}" if published else ""
         both = " / ".join(f"{one:.0f}" for one in ours)
         verdict = "yes" if right else "NO"
-        lines.append([question, " / ".join(names), both, f"{ours[1] / ours[0]:.2f}", ratio, verdict, why(asked, found)])
+        lines.append(
+            [question, " / ".join(names), both, f"{ours[1] / ours[0]:.2f}", ratio, verdict, why(asked, result)]
+        )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

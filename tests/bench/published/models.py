@@ -150,24 +150,24 @@ def added(a: TaskWork, b: TaskWork) -> TaskWork:
 
 def joined(parts: Sequence[LayerWork]) -> LayerWork:
     """Return the work of layers that follow one another as one layer."""
-    found = parts[0]
+    result = parts[0]
     for part in parts[1:]:
         tasks = {
-            name: added(getattr(found, name), getattr(part, name)) for name in ("forward", "input_grad", "weight_grad")
+            name: added(getattr(result, name), getattr(part, name)) for name in ("forward", "input_grad", "weight_grad")
         }
         largest = {
-            f.name: max(getattr(found, f.name) or 0.0, getattr(part, f.name) or 0.0)
+            f.name: max(getattr(result, f.name) or 0.0, getattr(part, f.name) or 0.0)
             for f in fields(LayerWork)
             if "workspace" in f.name
         }
         summed = {
-            name: (getattr(found, name) or 0) + (getattr(part, name) or 0)
+            name: (getattr(result, name) or 0) + (getattr(part, name) or 0)
             for name in (
                 "parameters", "trained_parameters", "kept_bytes", "fused_kept_bytes", "kept_fixed_bytes", "cast_bytes",
                 "waiting_bytes", "key_value_bytes",
             )
         }  # fmt: skip
-        found = replace(
-            found, **tasks, **largest, **summed, output_bytes=part.output_bytes, output_floats=part.output_floats
+        result = replace(
+            result, **tasks, **largest, **summed, output_bytes=part.output_bytes, output_floats=part.output_floats
         )
-    return found
+    return result

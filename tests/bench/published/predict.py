@@ -151,7 +151,7 @@ def layout(row: Row) -> Layout:
     whole = row.pipeline == 1 and row.sharded is not None
     # torchtitan's default: as many micro-batches as pipeline ranks.
     microbatch = row.microbatch or row.batch // (row.replicas * row.pipeline)
-    found = Layout(
+    result = Layout(
         model=row.model,
         sequence=row.sequence,
         batch=row.batch,
@@ -182,19 +182,19 @@ def layout(row: Row) -> Layout:
         torch_pipeline=row.pipeline > 1 and not megatron,
     )
     if not row.experts:
-        return found
+        return result
     # AutoModel's and Megatron Bridge's recipes for mixtures have TransformerEngine's norms, rotary embedding and
     # attention, and copies of a stage are neighbours. AutoModel's for GPT-OSS has no activation_checkpointing
     # (examples/llm_benchmark/gpt_oss/gptoss_20b_te_deepep.yaml).
     return replace(
-        found,
+        result,
         compiled=True,
         te=True,
         experts=row.expert,
         consecutive=not megatron,
         innermost="replicas",
         predicts_more=megatron and row.model == "deepseek-v3",
-        recompute="none" if row.model.startswith("gpt-oss") else found.recompute,
+        recompute="none" if row.model.startswith("gpt-oss") else result.recompute,
     )
 
 
@@ -236,15 +236,15 @@ def checkpointed(work: LayerWork, arriving: float, how: Recompute) -> LayerWork:
 def megatrons(work: LayerWork, head: bool) -> LayerWork:
     """Return a layer as Megatron runs it: gradients are summed in float32 by the products that make them, and its loss
     is a chain of operations in float32 (``_VocabParallelCrossEntropy``: 38 bytes a logit there, 14 back)."""
-    found = replace(
+    result = replace(
         work, weight_grad=replace(work.weight_grad, weights=work.weight_grad.weights + 2.0 * work.parameters)
     )
     if not head:
-        return found
+        return result
     logits = float(work.forward.products[0].rows * work.forward.products[0].columns)
     there = replace(work.forward, traffic=38 * logits, fused_traffic=38 * logits)
     back = replace(work.input_grad, traffic=14 * logits, fused_traffic=14 * logits)
-    return replace(found, forward=there, input_grad=back)
+    return replace(result, forward=there, input_grad=back)
 
 
 def moving(task: TaskWork, size: float) -> TaskWork:
@@ -264,11 +264,11 @@ def gathered(work: LayerWork) -> LayerWork:
 
 def cluster_of(layout: Layout) -> ClusterSpec:
     """Return the cluster that a layout runs on."""
-    found = load_cluster(f"cluster/devices/{layout.cluster}.yaml").resized(layout.devices)
+    result = load_cluster(f"cluster/devices/{layout.cluster}.yaml").resized(layout.devices)
     changes: dict[str, object] = {"software": "megatron" if layout.megatron or layout.te else "raypipe"}
     if layout.between_gb_s is not None:
-        changes["between"] = found.between.model_copy(update={"bandwidth_gb_s": layout.between_gb_s})
-    return found.model_copy(update=changes)
+        changes["between"] = result.between.model_copy(update={"bandwidth_gb_s": layout.between_gb_s})
+    return result.model_copy(update=changes)
 
 
 def divided(work: LayerWork, size: int, copied: bool) -> TensorRankWork:
@@ -356,16 +356,16 @@ def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) 
             ranks, cluster, layout.dtype, layout.tensor, measured, compiled=compiled, overlapped=layout.overlapped
         ).model_copy(update={"experts": max(1, group)})
 
-    found = made(layout.compiled)
+    result = made(layout.compiled)
     if layout.compiled and not layout.compiled_head:
-        found = found.model_copy(update={"layers": (*found.layers[:-1], made(False).layers[-1])})
+        result = result.model_copy(update={"layers": (*result.layers[:-1], made(False).layers[-1])})
     if layout.foreach:
-        found = found.model_copy(
+        result = result.model_copy(
             update={
-                "update_s_per_parameter": found.update_s_per_parameter * FOREACH / update_bytes("adamw", False, "fp8")
+                "update_s_per_parameter": result.update_s_per_parameter * FOREACH / update_bytes("adamw", False, "fp8")
             }
         )
-    return with_reduce_dtype(found, "float32" if layout.float32_sums else None)
+    return with_reduce_dtype(result, "float32" if layout.float32_sums else None)
 
 
 class GivenCut(Predictor):
@@ -406,13 +406,13 @@ def predict(layout: Layout) -> Prediction:
     c = Candidate.on(grid, schedule, chunks=chunks, shard=layout.shard, update="wait", innermost=layout.innermost)
     train = TrainSpec(steps=1, batch=layout.batch // layout.rounds, dtype=layout.dtype, clip=1.0)  # type: ignore[arg-type]
     judge = (Predictor if layout.balanced else GivenCut)(profile, train, len(profile.layers))
-    found = judge.time(judge.predict(c, timed=True), final=True)
-    more = (layout.rounds - 1) * found.compute_s  # sums and updates come once
+    result = judge.time(judge.predict(c, timed=True), final=True)
+    more = (layout.rounds - 1) * result.compute_s  # sums and updates come once
     return replace(
-        found,
-        step_s=found.step_s + more,
-        compute_s=found.compute_s + more,
-        busy_s=found.busy_s * layout.rounds,
+        result,
+        step_s=result.step_s + more,
+        compute_s=result.compute_s + more,
+        busy_s=result.busy_s * layout.rounds,
         batch=layout.batch,
     )
 

@@ -95,11 +95,11 @@ def compare(names: list[str]) -> list[dict[str, Any]]:
         machine = load_cluster(Path(f"cluster/devices/{case.machine}.yaml"))
         costs = scaled(layer_costs(job, model, machine), case.microbatches)
         for how, choose in (("chain", best_chain), ("branches", choose_branches)):
-            found = choose(costs, case.devices, case.microbatches)
-            turns.append(Turns(rehearsal(found.schedule, found.arranged.table, Links(), 1), how))
+            result = choose(costs, case.devices, case.microbatches)
+            turns.append(Turns(rehearsal(result.schedule, result.arranged.table, Links(), 1), how))
             rows.append({
-                "case": name, "cut": how, "pieces": model.count, "stages": len(found.arranged.cut),
-                "sent_mb": found.arranged.sent_bytes / 1e6, "one_device_s": STEP_S,
+                "case": name, "cut": how, "pieces": model.count, "stages": len(result.arranged.cut),
+                "sent_mb": result.arranged.sent_bytes / 1e6, "one_device_s": STEP_S,
             })  # fmt: skip
     take_turns(turns, 1, STEPS)
     for row, one in zip(rows, turns, strict=True):

@@ -138,12 +138,12 @@ def main() -> None:
             f"a step takes {first.step_s:.3f} s; the larger shard has {first.shard_bytes / 1e6:.0f} MB, "
             f"the storage takes {bytes_s / 1e6:.1f} MB/s per worker"
         )
-        found: dict[bool, list[Measured]] = {False: [], True: []}
+        result: dict[bool, list[Measured]] = {False: [], True: []}
         for number in range(asked.rounds):
-            for way in found:
+            for way in result:
                 place = Path(folder) / f"{number}-{way}"
-                found[way].append(run(place, every * asked.saves + 2, every, way, bytes_s))
-    for way, runs in found.items():
+                result[way].append(run(place, every * asked.saves + 2, every, way, bytes_s))
+    for way, runs in result.items():
         step_s = median(one.step_s for one in runs)
         stalls = [s for one in runs for s in one.stalls_s]
         reported = [s for one in runs for s in one.reported_s]
@@ -156,7 +156,7 @@ def main() -> None:
             f"{min(stalls):.4f} to {max(stalls):.4f}; workers report {median(reported):.4f}), "
             f"a step beside a write {beside_s / step_s - 1:+.1%}"
         )
-    curves = {tuple(one.losses) for runs in found.values() for one in runs}
+    curves = {tuple(one.losses) for runs in result.values() for one in runs}
     print("losses: the same in all runs" if len(curves) == 1 else "losses DIFFER")
 
 

@@ -61,19 +61,19 @@ def flops(nodes: Iterable[fx.Node]) -> int:
 
 def outputs_at(piece: GraphPiece, places: Iterable[int | None]) -> list[fx.Node]:
     """Nodes that are outputs of a piece."""
-    found = results(piece.graph.graph)
-    return [node for place in places if place is not None and (node := found[place]) is not None]
+    result = results(piece.graph.graph)
+    return [node for place in places if place is not None and (node := result[place]) is not None]
 
 
 def weight_flops(cut: Cut) -> tuple[int, int]:
     """FLOPs that only weight gradients need: those that B computes, and all of them."""
     b, w = cut.input_grad, cut.weight_grad
     needed = outputs_at(b, [*b.back, *range(b.hands, len(results(b.graph.graph)))])
-    early = ancestors(outputs_at(b, [one.first for one in b.gradients])) - ancestors(needed)
+    early = ancestors(outputs_at(b, [gradient.first for gradient in b.gradients])) - ancestors(needed)
     late = flops(w.graph.graph.nodes)
-    for one in w.gradients:
-        if one.second is not None:
-            left, right = (value(node) for node in outputs_at(w, [one.first, one.second]))
+    for gradient in w.gradients:
+        if gradient.second is not None:
+            left, right = (value(node) for node in outputs_at(w, [gradient.first, gradient.second]))
             late += 2 * left.shape[0] * left.shape[1] * right.shape[1]
     return flops(early), flops(early) + late
 
@@ -100,7 +100,7 @@ def main() -> int:
             compiled = activation_bytes(made)
             _, split, _ = compiled_device(model, cut, rows, torch.float32, MICROBATCH, split=True)
             share = share_in_b(split)
-            reasons = {one.reason for one in reports if one.reason}
+            reasons = {report.reason for report in reports if report.reason}
             wrong += compiled > eager or share > MOST_IN_B or bool(reasons)
             print(f"{family:8} activations: eager {eager / 1024:8.1f} KiB  compiled {compiled / 1024:8.1f} KiB  "
                   f"{compiled / eager:.2f}   weight gradients' FLOPs in B {share:.2%}  {'; '.join(reasons)}",

@@ -252,8 +252,8 @@ def judge(case: Case, workers: WorkerGroup, steps: int = STEPS, rounds: int = 1)
         of = Measured(
             schedule=bad.recorded.schedule, steps=tuple(bad.recorded.steps), norm=case.bad.norm, planned=case.planned
         )
-        found = explain(Replay(of))
-        best = found if best is None or found.step_s < best.step_s else best
+        result = explain(Replay(of))
+        best = result if best is None or result.step_s < best.step_s else best
         mended = min(mended, median(good.measured_s[2:]))
     assert best is not None
     return Judged(case, best, mended)

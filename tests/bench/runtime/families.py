@@ -18,14 +18,14 @@ def arrays(folder: Path) -> dict[str, dict[str, str]]:
     draw = np.random.default_rng(0)
     image = draw.normal(size=(ROWS, 3, 16, 16)).astype(np.float32)
     labels = draw.integers(0, 2, ROWS)
-    found = {
+    result = {
         "vit": {"pixel_values": image, "labels": labels},
         "cnn": {"image": image, "labels": draw.integers(0, 10, ROWS)},
         "mlp": {"input": draw.normal(size=(ROWS, 12)).astype(np.float32), "labels": labels},
     }
-    for name, columns in found.items():
+    for name, columns in result.items():
         np.savez(folder / f"{name}.npz", **columns)  # type: ignore[arg-type]
-    return {name: {"type": "arrays", "path": str(folder / f"{name}.npz")} for name in found}
+    return {name: {"type": "arrays", "path": str(folder / f"{name}.npz")} for name in result}
 
 
 def jobs(folder: Path, steps: int) -> dict[str, dict[str, Any]]:

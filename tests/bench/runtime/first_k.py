@@ -38,15 +38,15 @@ def table_of(forward: Sequence[float], back: Sequence[float], sums: Sequence[flo
 
 def resnet_50() -> list[tuple[float, float]]:
     """(multiplications for an image of 224 x 224, parameters) of each convolution and of the classifier."""
-    found = [(7 * 7 * 3 * 64 * 112.0**2, 7 * 7 * 3 * 64.0)]
+    result = [(7 * 7 * 3 * 64 * 112.0**2, 7 * 7 * 3 * 64.0)]
     before = 64
     for width, blocks, side in ((64, 3, 56), (128, 4, 28), (256, 6, 14), (512, 3, 7)):
         for block in range(blocks):
             inner = [before * width, 9 * width * width, width * 4 * width]
             inner += [before * 4 * width] if block == 0 else []
-            found += [(float(size * side * side), float(size)) for size in inner]
+            result += [(float(size * side * side), float(size)) for size in inner]
             before = 4 * width
-    return [*found, (2048 * 1000.0, 2048 * 1000.0)]
+    return [*result, (2048 * 1000.0, 2048 * 1000.0)]
 
 
 def resnet_case(compute_s: float, gigabits: float) -> Case:
@@ -75,9 +75,9 @@ def simulated(case: Case) -> dict[str, float]:
         return layer_step_time(reverse_first_k(count, k), case.costs, "prioritised")
 
     usual = reverse_first_k(count, 0)
-    found: dict[str, float] = {way: layer_step_time(usual, case.costs, way) for way in USUAL}
+    result: dict[str, float] = {way: layer_step_time(usual, case.costs, way) for way in USUAL}
     best = tune_first_k(step, count)
-    return {**found, f"k = {best.k}": best.seconds}
+    return {**result, f"k = {best.k}": best.seconds}
 
 
 def show(case: str, found: dict[str, float]) -> None:

@@ -33,19 +33,21 @@ def main() -> int:
             print(undisturbed.said, file=sys.stderr)
             return 1
         for trial in range(args.trials):
-            for title, found in seconds.items():
+            for title, result in seconds.items():
                 directory = Path(folder) / f"{title.partition('::')[2]}-{trial}"
                 done = run_killing((title,), job, directory, root=os.getpid())
                 same = done.result.get("losses") == undisturbed.result["losses"]
-                found.append(done.seconds)
+                result.append(done.seconds)
                 print(
                     f"{title} {trial + 1}: status {done.status}, same losses: {same}, {done.seconds:.1f} s", flush=True
                 )
                 if not same:
                     failed += 1
                     print(done.said, file=sys.stderr)
-    for title, found in seconds.items():
-        print(f"{title}: {len(found)} kills, next step after {statistics.median(found):.1f} s, most {max(found):.1f} s")
+    for title, result in seconds.items():
+        print(
+            f"{title}: {len(result)} kills, next step after {statistics.median(result):.1f} s, most {max(result):.1f} s"
+        )
     write_rows(args.json, seconds)
     print(f"{failed} of {sum(map(len, seconds.values()))} runs failed or lost something")
     return 1 if failed else 0

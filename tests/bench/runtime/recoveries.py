@@ -220,7 +220,7 @@ def main() -> int:
                 print(f"{shape}, restarted: status {run.status}, same losses: {run.same_losses}", flush=True)
     bad = sum(not run.sound for run in found)
     for twins, what in ((True, "replaced in place"), (False, "replaced from copies")):
-        seconds = [one for run in found for one in run.seconds if run.twins is twins]
+        seconds = [second for run in found for second in run.seconds if run.twins is twins]
         if seconds:
             print(said_of(what, seconds))
         repeated = [count for run in found for count in run.repeated if run.twins is twins]

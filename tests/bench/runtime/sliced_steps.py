@@ -39,13 +39,13 @@ def turns_of(name: str, slices: int) -> Turns:
 def main() -> int:
     """Run every case; the exit status is the number of those beyond the limit."""
     asked = options(__doc__, steps=4, rounds=2, limit=0.03)
-    found = {case: turns_of(*case) for case in CASES}
-    take_turns(list(found.values()), asked.rounds, asked.steps)
-    for (name, slices), one in found.items():
-        beside = "" if slices == 1 else f"  {found[name, 1].step_s / one.step_s:.3f} times whole micro-batches"
+    result = {case: turns_of(*case) for case in CASES}
+    take_turns(list(result.values()), asked.rounds, asked.steps)
+    for (name, slices), one in result.items():
+        beside = "" if slices == 1 else f"  {result[name, 1].step_s / one.step_s:.3f} times whole micro-batches"
         print(f"{name:17} k = {slices}  predicted {one.predicted_s / MS:7.1f} ms  measured {one.step_s / MS:7.1f} ms "
               f"({one.error:+.1%}){beside}")  # fmt: skip
-    return sum(abs(one.error) > asked.limit for one in found.values())
+    return sum(abs(one.error) > asked.limit for one in result.values())
 
 
 if __name__ == "__main__":

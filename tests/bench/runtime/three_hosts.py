@@ -229,7 +229,7 @@ def main() -> int:
         shown = {name: getattr(one, name) for name in Found.__slots__}
         (args.inside / f"{args.only[0]}.json").write_text(json.dumps(shown))
         return 0
-    found: dict[str, Found] = {}
+    result: dict[str, Found] = {}
     print(
         f"{'plan':9} {'losses differ':>13} {'in order':>8} {'expected':>17} {'predicted':>17} {'measured':9} "
         f"{'host':>8} {'rest':>7}"
@@ -247,10 +247,10 @@ def main() -> int:
             if done.returncode:
                 print(f"{case}: {done.stderr[-4000:]}", file=sys.stderr)
                 return 1
-            found[case] = Found(**json.loads((folder / f"{case}.json").read_text()))
-            show(case, found[case])
-    write_rows(args.json, {name: {key: getattr(one, key) for key in Found.__slots__} for name, one in found.items()})
-    return 0 if all(one.holds for one in found.values()) else 1
+            result[case] = Found(**json.loads((folder / f"{case}.json").read_text()))
+            show(case, result[case])
+    write_rows(args.json, {name: {key: getattr(one, key) for key in Found.__slots__} for name, one in result.items()})
+    return 0 if all(one.holds for one in result.values()) else 1
 
 
 if __name__ == "__main__":

@@ -35,16 +35,16 @@ RANKS, LAYERS = 2, 4
 def tensors_of(rank: int, step: int = STEP) -> dict[str, Tensor]:
     """What a rank of a run after ``step`` steps writes: parameters, Adam's moments, a buffer."""
     random = torch.Generator().manual_seed(1000 * step + rank)
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for layer in range(rank * LAYERS // RANKS, (rank + 1) * LAYERS // RANKS):
         for name, shape in (("norm.weight", (8,)), ("mlp.weight", (8, 8)), ("mlp.bias", (8,))):
-            found[param_key(layer, name)] = torch.randn(shape, generator=random, dtype=torch.float64)
+            result[param_key(layer, name)] = torch.randn(shape, generator=random, dtype=torch.float64)
             for state in ("exp_avg", "exp_avg_sq"):
-                found[optim_key(layer, name, state)] = torch.randn(shape, generator=random, dtype=torch.float64)
-            found[optim_key(layer, name, "step")] = torch.tensor(float(step))
+                result[optim_key(layer, name, state)] = torch.randn(shape, generator=random, dtype=torch.float64)
+            result[optim_key(layer, name, "step")] = torch.tensor(float(step))
     if rank == 0:
-        found[buffer_key("norm.running_mean")] = torch.randn(8, generator=random, dtype=torch.bfloat16)
-    return found
+        result[buffer_key("norm.running_mean")] = torch.randn(8, generator=random, dtype=torch.bfloat16)
+    return result
 
 
 def write(root: Path, step: int = STEP) -> Path:
@@ -91,10 +91,10 @@ def try_manifest(folder: Path, scratch: Path, body: Any) -> None:
             (copy / NAME).write_text(json.dumps(body))
     else:
         (copy / NAME).write_text(json.dumps(body))
-    found = open_checkpoint(copy)
-    expect(type(found.step) is int and found.step == STEP, f"step {found.step} in {copy.name}")
-    for key, file in found.files.items():
+    result = open_checkpoint(copy)
+    expect(type(result.step) is int and result.step == STEP, f"step {result.step} in {copy.name}")
+    for key, file in result.files.items():
         with safe_open(copy / file, framework="pt") as shard:
             known = key in shard.keys()  # noqa: SIM118, no mapping
         expect(known, f"{key} is not in {file}")
-    found.read(found.keys)
+    result.read(result.keys)

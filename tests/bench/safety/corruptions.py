@@ -147,8 +147,8 @@ def corrupted(right: Path, root: Path, seed: int) -> None:
         expect(bool(error.why) and str(newer) in error.where, f"{how}: an error that does not say where: {error}")
     else:
         raise SilentError(f"{how}: it was opened")
-    found, notices = latest(root)
-    expect(found == older and len(notices) == 1, f"{how}: {found} was found")
+    result, notices = latest(root)
+    expect(result == older and len(notices) == 1, f"{how}: {result} was found")
     expect(checkpoints.holds_what_was_written(open_checkpoint(older), OLDER), f"{how}: the older one differs")
 
 

@@ -53,9 +53,9 @@ def main() -> int:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="raypipe-fuzz-") as name:
         os.environ["RAYPIPE_CACHE_DIR"] = name
-        found = targets(Path(name))
-        shares = sum(target.share for target in found.values())
-        for kind, target in found.items():
+        result = targets(Path(name))
+        shares = sum(target.share for target in result.values())
+        for kind, target in result.items():
             if args.only and kind not in args.only:
                 continue
             inputs = -(-args.inputs * target.share // shares)

@@ -28,14 +28,14 @@ WORDS = st.lists(st.lists(st.sampled_from(OWN.split()), max_size=5).map(" ".join
 @cache
 def right_ones() -> tuple[Schedule, ...]:
     """Small schedules of every family."""
-    found = []
+    result = []
     for name in SCHEDULES:
         for devices, microbatches, chunks in ((1, 2, 1), (2, 2, 1), (2, 4, 1), (4, 4, 1), (2, 4, 2)):
             try:
-                found.append(generate(name, Shape(devices=devices, microbatches=microbatches, chunks=chunks)))
+                result.append(generate(name, Shape(devices=devices, microbatches=microbatches, chunks=chunks)))
             except ScheduleError:
                 continue
-    return tuple(found)
+    return tuple(result)
 
 
 @st.composite

@@ -89,50 +89,52 @@ def targets(folder: Path) -> dict[str, Target]:
         check_job(load_job(write("job.yaml", text)), {})
 
     def read_cluster(data: Any) -> None:
-        found = load_cluster(write("cluster.yaml", data))
-        expect(1 <= found.devices <= 100_000, f"{found.devices} devices")
-        made = job_profile(job, found)
+        result = load_cluster(write("cluster.yaml", data))
+        expect(1 <= result.devices <= 100_000, f"{result.devices} devices")
+        made = job_profile(job, result)
         expect(all(map(math.isfinite, numbers(made.model_dump()))), "costs that are not finite")
 
     def read_profile(data: Any) -> None:
-        found: Profile = load_profile(write("profile.json", data))
-        expect(all(map(math.isfinite, numbers(found.model_dump()))), "numbers that are not finite")
-        expect(load_profile(write("profile.json", found.model_dump_json())) == found, "it reads as another one")
+        result: Profile = load_profile(write("profile.json", data))
+        expect(all(map(math.isfinite, numbers(result.model_dump()))), "numbers that are not finite")
+        expect(load_profile(write("profile.json", result.model_dump_json())) == result, "it reads as another one")
 
     def read_plan(data: Any) -> None:
-        found = given_plan(job, write("plan.json", data), {}, lambda _: None)
-        check_job(found.job, {})
-        expect([i for part in found.plan.cut for i in part] == list(range(6)), f"the cut {found.plan.cut} of 6 layers")
-        expect(all(found.plan.cut), "a stage without layers")
-        one = found.schedule
-        expect(one.devices == found.job.parallel.stages * found.job.parallel.replicas, "another number of devices")
-        expect(one.microbatches * found.job.parallel.microbatch * one.size == job.train.batch, "another mini-batch")
+        result = given_plan(job, write("plan.json", data), {}, lambda _: None)
+        check_job(result.job, {})
+        expect(
+            [i for part in result.plan.cut for i in part] == list(range(6)), f"the cut {result.plan.cut} of 6 layers"
+        )
+        expect(all(result.plan.cut), "a stage without layers")
+        one = result.schedule
+        expect(one.devices == result.job.parallel.stages * result.job.parallel.replicas, "another number of devices")
+        expect(one.microbatches * result.job.parallel.microbatch * one.size == job.train.batch, "another mini-batch")
         schedules.check(one)
 
     def read_text(text: str) -> None:
-        found, _ = load_schedule(write("schedule.txt", text))
-        verify(found)
-        schedules.check(found)
-        simulate(found, CostTable.even(found.stages))
-        expect(from_text(to_text(found)) == found, "it reads as another one")
+        result, _ = load_schedule(write("schedule.txt", text))
+        verify(result)
+        schedules.check(result)
+        simulate(result, CostTable.even(result.stages))
+        expect(from_text(to_text(result)) == result, "it reads as another one")
 
     def read_document(text: str) -> None:
-        found, costs = load_schedule(write("schedule.json", text))
-        verify(found)
-        schedules.check(found)
-        made = simulate(found, costs or CostTable.even(found.stages))
+        result, costs = load_schedule(write("schedule.json", text))
+        verify(result)
+        schedules.check(result)
+        made = simulate(result, costs or CostTable.even(result.stages))
         expect(math.isfinite(made.makespan), f"a step of {made.makespan}")
 
     def read_epochs(data: Any) -> None:
         made = compare(load_epochs(write("epochs.yaml", data)))
-        found = [value for row in made.rows for value in (row.dp, *row.hybrid.values(), row.gain) if value is not None]
-        expect(all(map(math.isfinite, found)), "a speed-up that is not finite")
+        result = [value for row in made.rows for value in (row.dp, *row.hybrid.values(), row.gain) if value is not None]
+        expect(all(map(math.isfinite, result)), "a speed-up that is not finite")
 
     def read_problem(pair: tuple[Any, Any]) -> None:
         graph, machine = load_problem(write("graph.json", pair[0]), write("hardware.json", pair[1]))
         expect(set(graph.order) == {op.name for op in graph.operations}, "an order that lacks operations")
-        found = [link.seconds(size) for _, _, link in machine.links for _, _, size in graph.edges]
-        expect(all(0 <= t < math.inf for t in found), "a transfer without an end")
+        result = [link.seconds(size) for _, _, link in machine.links for _, _, size in graph.edges]
+        expect(all(0 <= t < math.inf for t in result), "a transfer without an end")
 
     def read_manifest(body: Any) -> None:
         checkpoints.try_manifest(real, folder / "copy", body)
@@ -150,13 +152,13 @@ def targets(folder: Path) -> dict[str, Target]:
         if status == 2:
             expect("\n  fix: " in err.getvalue() and not out.getvalue(), f"no clear message: {err.getvalue()[:200]}")
             raise RequestError("options", "refused", "")
-        found = json.loads(out.getvalue())
-        expect(status == 0 and math.isfinite(found["makespan"]), f"status {status}")
-        schedule, costs = from_json(found)
+        result = json.loads(out.getvalue())
+        expect(status == 0 and math.isfinite(result["makespan"]), f"status {status}")
+        schedule, costs = from_json(result)
         verify(schedule)
         expect(from_json(to_json(schedule, costs)) == (schedule, costs), "it reads as another one")
         expect(
-            0 <= found["bubble_ratio"] <= 1 and found["lower_bound"] <= found["makespan"] * (1 + 1e-9),
+            0 <= result["bubble_ratio"] <= 1 and result["lower_bound"] <= result["makespan"] * (1 + 1e-9),
             "impossible times",
         )
 
@@ -209,8 +211,8 @@ def check_job(spec: JobSpec, given: Any) -> None:
         SilentError: it cannot run as it says.
     """
     t, p = spec.train, spec.parallel
-    found = numbers(spec.model_dump())
-    expect(all(map(math.isfinite, found)), "a number that is not finite")
+    result = numbers(spec.model_dump())
+    expect(all(map(math.isfinite, result)), "a number that is not finite")
     expect(t.batch % (p.microbatch * p.replicas) == 0, f"{t.batch} sequences in micro-batches of {p.microbatch}")
     expect(p.stages * p.replicas * p.tensor <= 100_000, "more devices than anybody has")
     expect(1.0 <= t.message_timeout_s <= 604_800, f"a timeout of {t.message_timeout_s} s")

@@ -39,19 +39,19 @@ def exact(effort: Effort) -> Iterator[Line]:
     gaps, unsolved, began = [], 0, time.monotonic()
     for seed in range(effort.first, effort.first + effort.count):
         case = random_case(seed)
-        found = case.search(budget=Budget(effort.seconds))
-        if found.gap <= 1e-9:
+        result = case.search(budget=Budget(effort.seconds))
+        if result.gap <= 1e-9:
             gaps.append(0.0)
             continue
         verdict = judge(
             case.placement, case.count, case.forward, case.input_grad, case.weight_grad, case.latency, case.memory,
-            case.split, seconds=20, hint=round(found.value),
+            case.split, seconds=20, hint=round(result.value),
         )  # fmt: skip
         unsolved += verdict.makespan != verdict.bound
-        gaps.append(found.value / max(verdict.bound, found.bound) - 1)
-        if gaps[-1] > 1e-9 or found.bound > verdict.makespan:
-            text = f"{seed} {case} found {found.value:g}, bound {found.bound:g}, judge {verdict.makespan}"
-            yield Line(f"{text} >= {verdict.bound}", found.bound, verdict.makespan)
+        gaps.append(result.value / max(verdict.bound, result.bound) - 1)
+        if gaps[-1] > 1e-9 or result.bound > verdict.makespan:
+            text = f"{seed} {case} found {result.value:g}, bound {result.bound:g}, judge {verdict.makespan}"
+            yield Line(f"{text} >= {verdict.bound}", result.bound, verdict.makespan)
     mean = sum(gaps) / len(gaps)
     yield Line(
         f"{len(gaps)} instances, {unsolved} unsolved: mean gap {mean:.3%}, worst {max(gaps):.2%}, "
@@ -80,17 +80,17 @@ def tight(effort: Effort) -> Iterator[Line]:
         began = time.monotonic()
         verdict = judge(line, COUNT, f, b, w, LATENCY, memory, split, seconds=effort.seconds, freed_by=freed_by)
         spent = time.monotonic() - began
-        found = search(line, COUNT, costs, memory_limit=memory, split=split, freed_by_b=float(freed_by == "B"))
+        result = search(line, COUNT, costs, memory_limit=memory, split=split, freed_by_b=float(freed_by == "B"))
         proven = verdict.makespan == verdict.bound
         status = "optimal" if proven else f"feasible, bound {verdict.bound}"
         text = (
             f"{memory} activations, {'split' if split else 'joint'} backward, alive to the end of "
-            f"{freed_by if split else 'BW'}: {verdict.makespan} {status} ({spent:.0f} s); auto {found.value:g}, bound "
-            f"{found.bound:g}"
+            f"{freed_by if split else 'BW'}: {verdict.makespan} {status} ({spent:.0f} s); auto {result.value:g}, bound "
+            f"{result.bound:g}"
         )
-        yield Line(text, found.value, verdict.makespan * (1 + CLOSE))
-        if found.bound > verdict.makespan or (proven and optimum not in (None, verdict.makespan)):
-            yield Line(f"bound {found.bound:g}, optimum {optimum}, judge {verdict.makespan}: they disagree", 1.0)
+        yield Line(text, result.value, verdict.makespan * (1 + CLOSE))
+        if result.bound > verdict.makespan or (proven and optimum not in (None, verdict.makespan)):
+            yield Line(f"bound {result.bound:g}, optimum {optimum}, judge {verdict.makespan}: they disagree", 1.0)
 
 
 def scarce(effort: Effort) -> Iterator[Line]:
@@ -101,26 +101,26 @@ def scarce(effort: Effort) -> Iterator[Line]:
     for placement, count, times, memory, optimum in SCARCE:
         costs = CostTable.even(len(placement[0]), *times[:3], comm=times[3])
         p = build(placement, count, costs, memory_limit=memory)
-        found = search(placement, count, costs, memory_limit=memory, budget=Budget(effort.seconds)).value
-        before, after = lower_bound(p), one_device_bound(p, found, STATES)
+        result = search(placement, count, costs, memory_limit=memory, budget=Budget(effort.seconds)).value
+        before, after = lower_bound(p), one_device_bound(p, result, STATES)
         yield Line(
             f"{len(p.lanes_of)} devices, {len(placement[0])} stages, N={count}, {times}, {memory} activations: "
-            f"{before:g} -> {max(before, after):g}, optimum {optimum or 'not known'}, found {found:g}",
-            after, optimum or found,
+            f"{before:g} -> {max(before, after):g}, optimum {optimum or 'not known'}, found {result:g}",
+            after, optimum or result,
         )  # fmt: skip
     gaps, spent = [], []
     for seed in range(effort.first, effort.first + effort.count):
         case = random_case(seed)
         if case.memory is None:
             continue
-        found = case.search(budget=Budget(effort.seconds)).value
+        result = case.search(budget=Budget(effort.seconds)).value
         p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
         began = time.process_time()
-        before, after = lower_bound(p), one_device_bound(p, found, STATES)
+        before, after = lower_bound(p), one_device_bound(p, result, STATES)
         spent.append(time.process_time() - began)
-        gaps.append((found / before - 1, found / max(before, after) - 1))
-        if after > found * (1 + 1e-9):
-            yield Line(f"seed {seed}: bound {after:g} above {found:g}", after, found)
+        gaps.append((result / before - 1, result / max(before, after) - 1))
+        if after > result * (1 + 1e-9):
+            yield Line(f"seed {seed}: bound {after:g} above {result:g}", after, result)
     for name, own in zip(("by longest paths", "by one device"), zip(*gaps, strict=True), strict=True):
         solved = sum(gap < 1e-9 for gap in own)
         mean = sum(own) / len(own)

@@ -30,13 +30,13 @@ def peers(effort: Effort) -> Iterator[Line]:
         costs = CostTable.even(depth, f, b, w, comm=c)
         for memory, peer in ((depth, same), (2 * depth, twice)):
             line = (tuple(range(depth)),)
-            found = search(line, count, costs, memory_limit=memory, freed_by_b=0.5, objective="span")
+            result = search(line, count, costs, memory_limit=memory, freed_by_b=0.5, objective="span")
             whole = search(line, count, costs, memory_limit=memory, freed_by_b=0.5)
             text = (
-                f"{depth:>3} x {count:<4} {memory:>6} {peer:>8} {found.value:>6g} {found.bound:>6g} "
-                f"{found.seconds:>7.2f} {whole.value:>10g} (bound {whole.bound:g})"
+                f"{depth:>3} x {count:<4} {memory:>6} {peer:>8} {result.value:>6g} {result.bound:>6g} "
+                f"{result.seconds:>7.2f} {whole.value:>10g} (bound {whole.bound:g})"
             )
-            yield Line(text, found.value, peer)
+            yield Line(text, result.value, peer)
 
 
 def uneven(effort: Effort) -> Iterator[Line]:
@@ -55,14 +55,14 @@ def uneven(effort: Effort) -> Iterator[Line]:
             forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros,
             update=zeros, comm=rng.choice((0, 1, 2)),
         )  # fmt: skip
-        found = search((tuple(range(depth)),), count, costs, memory_limit=memory, budget=Budget(effort.seconds))
+        result = search((tuple(range(depth)),), count, costs, memory_limit=memory, budget=Budget(effort.seconds))
         other = shortest(depth, count, costs, memory)
-        totals.setdefault(share, []).append((found.gap, other / found.value - 1))
+        totals.setdefault(share, []).append((result.gap, other / result.value - 1))
         text = (
-            f"D={depth:<2} N={count:<2} memory {memory:<2} ({share:5}) auto {found.value:8.1f} gap {found.gap:6.2%} "
-            f"heuristic {other / found.value - 1:+7.2%} in {found.seconds:.2f} s"
+            f"D={depth:<2} N={count:<2} memory {memory:<2} ({share:5}) auto {result.value:8.1f} gap {result.gap:6.2%} "
+            f"heuristic {other / result.value - 1:+7.2%} in {result.seconds:.2f} s"
         )
-        yield Line(text, found.value, other)
+        yield Line(text, result.value, other)
     for share, rows in sorted(totals.items()):
         gaps, leads = zip(*rows, strict=True)
         mean_gap, mean_lead = sum(gaps) / len(gaps), sum(leads) / len(leads)

@@ -45,11 +45,11 @@ def model(seed: int, chunks: int) -> CostTable:
 def entries(seed: int) -> list[tuple[float, Turns]]:
     """The schedules of one model, ``auto`` last; with each the activations, of a stage of 1/8 of the model, on the
     device that holds most."""
-    found: list[tuple[float, Turns]] = []
+    result: list[tuple[float, Turns]] = []
 
     def add(name: str, schedule: Schedule, costs: CostTable) -> float:
         held = max(peak_activations(schedule))
-        found.append((held * DEPTH / schedule.stages, Turns(rehearsal(schedule, costs, Links(), 1, "wait"), name)))
+        result.append((held * DEPTH / schedule.stages, Turns(rehearsal(schedule, costs, Links(), 1, "wait"), name)))
         return held
 
     line, ring = model(seed, 1), model(seed, CHUNKS)
@@ -61,20 +61,20 @@ def entries(seed: int) -> list[tuple[float, Turns]]:
     for name, costs, limit in (("auto, line", line, held), ("auto, ring", ring, interleaved)):
         placement = (tuple(s % DEPTH for s in range(costs.stages)),)
         add(name, search(placement, MICROBATCHES, costs, memory_limit=limit).schedule, costs)
-    return found
+    return result
 
 
 def emulated(effort: Effort) -> Iterator[Line]:
     """A line for each schedule of each model, and one for each lead of ``auto`` over another."""
     models = {seed: entries(seed) for seed in range(effort.first, effort.first + effort.count)}
-    take_turns([one for found in models.values() for _, one in found], ROUNDS, STEPS)
-    for seed, found in models.items():
-        for memory, one in found:
+    take_turns([one for result in models.values() for _, one in result], ROUNDS, STEPS)
+    for seed, result in models.items():
+        for memory, one in result:
             times = f"predicted {1e3 * one.predicted_s:6.1f} ms, measured {1e3 * one.step_s:6.1f} ms"
             text = f"model {seed} {one.name:17} {memory:3g} activations, {times}, off {one.error:+.1%}"
             yield Line(text, abs(one.error), STEP)
-        named = [one for _, one in found if not one.name.startswith("auto")]
-        for auto in (one for _, one in found if one not in named):
+        named = [one for _, one in result if not one.name.startswith("auto")]
+        for auto in (one for _, one in result if one not in named):
             for one in named:
                 predicted, measured = lead(auto, one)
                 text = f"model {seed} lead of {auto.name} over {one.name:17} {predicted - 1:+.1%} / {measured - 1:+.1%}"

@@ -31,16 +31,16 @@ OFF = 0.03
 def gathers(effort: Effort) -> Iterator[Line]:
     """A line for shapes and one for plans; ``compare`` raises where a placement is slower than an end that fits."""
     rng = random.Random(21 + effort.first)
-    found = [compare(rng) for _ in range(effort.count)]
-    slow = [one.gain for one in found if one.slow]
+    result = [compare(rng) for _ in range(effort.count)]
+    slow = [one.gain for one in result if one.slow]
     enough = sum(gain >= GAIN for gain in slow)
     yield Line(
-        f"{len(found)} shapes, none slower than either end; {enough} of {len(slow)} with a slow link at least {GAIN} "
-        f"times as fast as torch's lowering, the least of all {min(one.gain for one in found):.2f} times",
+        f"{len(result)} shapes, none slower than either end; {enough} of {len(slow)} with a slow link at least {GAIN} "
+        f"times as fast as torch's lowering, the least of all {min(one.gain for one in result):.2f} times",
         value=len(slow) / 2 - enough,
     )
     if effort.emulate:
-        yield from emulated(random.Random(effort.first).sample(found, min(effort.emulate, len(found))))
+        yield from emulated(random.Random(effort.first).sample(result, min(effort.emulate, len(result))))
         return
     ratios = []
     for _, judge, c in shapes(effort.count, 21 + effort.first):

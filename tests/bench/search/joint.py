@@ -169,8 +169,8 @@ def solve(profile: Profile, devices: int, count: int, seconds: float) -> Found:
         ranked.append(judge.predict_order(replace(p.candidate, update="wait"), p.order))
     today = min([p for p in ranked if p.fits], key=lambda p: p.step_s)
     certifiers = Certifiers(judges)
-    found = better_plan(judge, today, seconds - alone, certifiers.of(today))
-    best = min([p for p in (found, today) if p is not None and p.fits], key=lambda p: p.step_s)
+    result = better_plan(judge, today, seconds - alone, certifiers.of(today))
+    best = min([p for p in (result, today) if p is not None and p.fits], key=lambda p: p.step_s)
     bound, binds = _makespan_bound(certifiers, best, 3.0), certifiers.certificate(best).binds
     order = to_text(judge.schedule_of(best))
     timed = time_of(order, [list(own) for own in best.cut], layers, messages)
@@ -241,10 +241,10 @@ def ceilings(effort: Effort) -> Iterator[Line]:
             f"{name:16} P={devices:<2} N={per * devices:<2} at most {ratio:.3f}x, best named schedule "
             f"{of.base.makespan / of.named[0].step_s:.3f}x"
         )
-    for group, found in sorted(by.items()):
+    for group, result in sorted(by.items()):
         if group:
             yield Line(
-                f"{group}: {len(found)} cases, geometric mean at most {exp(sum(map(log, found)) / len(found)):.3f}x"
+                f"{group}: {len(result)} cases, geometric mean at most {exp(sum(map(log, result)) / len(result)):.3f}x"
             )
 
 

@@ -54,7 +54,7 @@ class Run:
 def emulated(effort: Effort) -> Iterator[Line]:
     """A line for each case, then the mean speed-up."""
     cases = adaptis_cases()[effort.first :][: effort.count or None]
-    found: list[tuple[str, Run, Run]] = []
+    result: list[tuple[str, Run, Run]] = []
     for name, profile, devices, per in cases:
         kept = None if effort.plans is None else effort.plans / f"{plan_name(name, devices, per)}.json"
         of = asked(profile, devices, per * devices)
@@ -67,10 +67,10 @@ def emulated(effort: Effort) -> Iterator[Line]:
             if kept is not None:
                 write_plan(kept, f)
         title = f"{name:16} P={devices:<2} N={per * devices:<2}"
-        found.append((title, _run(of, of.base_order, of.base_cut), _run(of, order, cut)))
-    runs = {id(one.turns): one for _, base, plan in found for one in (base, plan)}
+        result.append((title, _run(of, of.base_order, of.base_cut), _run(of, order, cut)))
+    runs = {id(one.turns): one for _, base, plan in result for one in (base, plan)}
     take_turns([one.turns for one in runs.values()], ROUNDS, STEPS, then=lambda turns: _weigh(runs[id(turns)]))
-    yield from _lines(found)
+    yield from _lines(result)
 
 
 def _run(of: Asked, order: str, cut: list[list[int]]) -> Run:

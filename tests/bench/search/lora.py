@@ -129,16 +129,16 @@ def lora(effort: Effort) -> Iterator[Line]:
     device balance what is frozen whatever the cut.
     """
     for devices in DEVICES[: effort.count]:
-        for one in plans(devices):
-            judge, cut = one.judge, one.aware.cut
-            before = seconds(judge, judge.schedule_of(one.unaware), one.unaware.cut)
-            kept, after = (seconds(judge, s, cut) for s in (one.tasks, judge.schedule_of(one.aware)))
-            gap = Certifier(one.judge).of(one.aware).gap(one.aware.step_s)
-            text = f"{devices} devices, {one.name:30} {1e3 * before:6.1f} ms, aware {1e3 * after:6.1f} ms"
-            text += f" ({1e3 * kept:6.1f} with all tasks; all weight gradients made {1e3 * one.whole:6.1f} ms, "
-            text += f"{one.whole / after:.2f} times)"
-            memory = f"fullest {max(one.aware.memory_bytes) / 2**30:4.1f} GiB, gap {gap:5.1%}"
-            limited = one.aware.form.stages == devices and not one.name.startswith("all")
+        for plan in plans(devices):
+            judge, cut = plan.judge, plan.aware.cut
+            before = seconds(judge, judge.schedule_of(plan.unaware), plan.unaware.cut)
+            kept, after = (seconds(judge, s, cut) for s in (plan.tasks, judge.schedule_of(plan.aware)))
+            gap = Certifier(plan.judge).of(plan.aware).gap(plan.aware.step_s)
+            text = f"{devices} devices, {plan.name:30} {1e3 * before:6.1f} ms, aware {1e3 * after:6.1f} ms"
+            text += f" ({1e3 * kept:6.1f} with all tasks; all weight gradients made {1e3 * plan.whole:6.1f} ms, "
+            text += f"{plan.whole / after:.2f} times)"
+            memory = f"fullest {max(plan.aware.memory_bytes) / 2**30:4.1f} GiB, gap {gap:5.1%}"
+            limited = plan.aware.form.stages == devices and not plan.name.startswith("all")
             value = SPEED_UP * after / before if limited else 0.0
             yield Line(f"{text}, {before / after:.2f} times, {memory}", value, 1.0)
 
@@ -146,13 +146,13 @@ def lora(effort: Effort) -> Iterator[Line]:
 def emulated(effort: Effort) -> Iterator[Line]:
     """The same pairs on stage actors whose kernels are timed waits; wants a quiet machine."""
     pairs = []
-    for one in plans(EMULATED):
+    for plan in plans(EMULATED):
         pair = []
-        for p in (one.unaware, one.aware):
-            schedule = one.judge.schedule_of(p)
+        for p in (plan.unaware, plan.aware):
+            schedule = plan.judge.schedule_of(p)
             split = any(task.kind == "W" for task in schedule.tasks())
-            costs = one.judge.costs_of(p.candidate, p.cut, schedule.placement, split)
-            pair.append(Turns(rehearsal(schedule, costs, Links(), 1, "wait"), one.name))
+            costs = plan.judge.costs_of(p.candidate, p.cut, schedule.placement, split)
+            pair.append(Turns(rehearsal(schedule, costs, Links(), 1, "wait"), plan.name))
         pairs.append(pair)
     take_turns([turns for pair in pairs for turns in pair], 1, STEPS)
     for unaware, aware in pairs:

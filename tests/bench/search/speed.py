@@ -50,8 +50,8 @@ def speed(effort: Effort) -> Iterator[Line]:
         one_move = (time.perf_counter() - at) / moves
         ends = []
         for memory in (depth, depth // 2):
-            found = search(line, count, costs, memory_limit=memory)
-            ends.append(f"{found.gap:6.2%} in {found.seconds:5.2f} s")
+            result = search(line, count, costs, memory_limit=memory)
+            ends.append(f"{result.gap:6.2%} in {result.seconds:5.2f} s")
         n = problem.tasks
         passes.append(1e6 * one_pass / n)
         moves_of.append(1e6 * one_move / n)

@@ -22,14 +22,14 @@ TWO = {"nodes": [{"name": "g0"}, {"name": "g1"}], "links": [["g0", "g1", {"bandw
 
 
 def checked(graph: dict[str, Any], hardware: dict[str, Any]) -> tuple[PlacementGraph, HardwareGraph]:
-    found = (
+    result = (
         PlacementGraph.model_validate_json(json.dumps(graph)),
         HardwareGraph.model_validate_json(json.dumps(hardware)),
     )
-    found[0].check()
-    found[1].check()
-    check_fit(*found)
-    return found
+    result[0].check()
+    result[1].check()
+    check_fit(*result)
+    return result
 
 
 def assert_obeys(graph: PlacementGraph, hardware: HardwareGraph, found: Placement, contention: bool = False) -> None:
@@ -69,10 +69,10 @@ def test_as_short_as_the_best_of_all(base: int) -> None:
             with pytest.raises(SpecError, match=r"memory|bytes"):
                 place(*checked(graph, hardware))
             continue
-        found = place(*checked(graph, hardware))
-        assert_obeys(*checked(graph, hardware), found)
-        assert found.makespan_s == pytest.approx(best, rel=1e-9), seed
-        assert found.optimal
+        result = place(*checked(graph, hardware))
+        assert_obeys(*checked(graph, hardware), result)
+        assert result.makespan_s == pytest.approx(best, rel=1e-9), seed
+        assert result.optimal
 
 
 def blocks(seed: int, count: int, backward: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,10 +114,10 @@ def test_blocks_between_gates_are_solved_one_by_one(seed: int) -> None:
     joined = solve_by_segments(operations, hardware, Routes(hardware), 30.0)
     assert joined is not None
     assert joined.bound_s == pytest.approx(best, rel=1e-6)
-    found = place(operations, hardware)
-    assert_obeys(operations, hardware, found)
-    assert found.makespan_s == pytest.approx(best, rel=1e-9)
-    assert found.optimal
+    result = place(operations, hardware)
+    assert_obeys(operations, hardware, result)
+    assert result.makespan_s == pytest.approx(best, rel=1e-9)
+    assert result.optimal
 
 
 @pytest.mark.slow
@@ -143,9 +143,9 @@ def chain(*seconds: float) -> dict[str, Any]:
 
 
 def test_a_chain_stays_together() -> None:
-    found = place(*checked(chain(1, 2, 3), TWO))
-    assert len(set(found.node.values())) == 1
-    assert (found.makespan_s, found.bound_s, found.optimal) == (6, 6, True)
+    result = place(*checked(chain(1, 2, 3), TWO))
+    assert len(set(result.node.values())) == 1
+    assert (result.makespan_s, result.bound_s, result.optimal) == (6, 6, True)
 
 
 def test_a_route_passes_through_nodes_and_routers() -> None:
@@ -161,10 +161,10 @@ def test_a_route_passes_through_nodes_and_routers() -> None:
     graph["operations"][0]["seconds"] = {"a": 1, "b": 90, "c": 90}
     graph["operations"][1]["seconds"] = {"a": 90, "b": 90, "c": 1}
     operations, machine = checked(graph, hardware)
-    found = place(operations, machine)
-    document = found.document(operations)
+    result = place(operations, machine)
+    document = result.document(operations)
     assert document["routes"] == [{"edge": ["op0", "op1"], "route": ["a", "b", "s", "c"]}]
-    assert found.makespan_s == pytest.approx(1 + 1 + 0.5 + 0.25 + 0.5 + 1)
+    assert result.makespan_s == pytest.approx(1 + 1 + 0.5 + 0.25 + 0.5 + 1)
 
 
 def test_contention_makes_tensors_wait_for_each_other() -> None:
@@ -179,9 +179,9 @@ def test_contention_makes_tensors_wait_for_each_other() -> None:
     }
     operations, machine = checked(graph, TWO)
     assert place(operations, machine).makespan_s == pytest.approx(0.5 + 1 + 0.25)
-    found = place(operations, machine, contention=True)
-    assert found.makespan_s == pytest.approx(0.25 + 2 + 0.25)
-    assert found.optimal
+    result = place(operations, machine, contention=True)
+    assert result.makespan_s == pytest.approx(0.25 + 2 + 0.25)
+    assert result.optimal
 
 
 def test_contention_takes_another_route() -> None:
@@ -197,9 +197,9 @@ def test_contention_takes_another_route() -> None:
         ],
         "edges": [["p0", "c0", 1e9], ["p1", "c1", 1e9]],
     }
-    found = place(*checked(graph, hardware), contention=True)
-    assert found.makespan_s == pytest.approx(0.25 + 1.5 + 0.25)  # the second leaves at 0.5 by the direct link
-    assert sorted(len(route) for route in found.routes.values()) == [1, 2]
+    result = place(*checked(graph, hardware), contention=True)
+    assert result.makespan_s == pytest.approx(0.25 + 1.5 + 0.25)  # the second leaves at 0.5 by the direct link
+    assert sorted(len(route) for route in result.routes.values()) == [1, 2]
 
 
 @pytest.mark.parametrize("seed", [*range(12), *exhaustive(*range(12, 40))])
@@ -209,17 +209,17 @@ def test_contention_only_costs(seed: int) -> None:
         free = place(graph, hardware)
     except SpecError:
         return
-    found = place(graph, hardware, contention=True)
-    assert_obeys(graph, hardware, found)
-    assert found.makespan_s >= free.makespan_s - 1e-9
+    result = place(graph, hardware, contention=True)
+    assert_obeys(graph, hardware, result)
+    assert result.makespan_s >= free.makespan_s - 1e-9
     for link in range(len(hardware.links)):  # no two tensors on one link in one direction: by total occupancy
         for direction in (0, 1):
             place_of = hardware.links[link][direction]
             busy = sum(
                 graph.edges[n][2] / (hardware.links[link][2].bandwidth_gb_s * 1e9)
-                for n, route in found.routes.items() for hop in route if (hop.link, hop.source) == (link, place_of)
+                for n, route in result.routes.items() for hop in route if (hop.link, hop.source) == (link, place_of)
             )  # fmt: skip
-            assert busy <= found.makespan_s + 1e-9
+            assert busy <= result.makespan_s + 1e-9
 
 
 @pytest.mark.parametrize(

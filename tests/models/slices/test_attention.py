@@ -67,8 +67,8 @@ def test_slices_drop_what_the_whole_drops(heads, keys, scale, slices) -> None:
 def test_slices_drop_nothing_in_evaluation() -> None:
     query, key, value, _ = tensors(4, 4)
     with random_keys(1, 2, [4, 7], False), slice_run(SliceRun(0, 1, [])):
-        found = causal_attention(query, key, value, dropped=Dropped(0.3, Site(3, 0, None, (1, 4, 24, 24))))
-    assert torch.allclose(found, F.scaled_dot_product_attention(query, key, value, is_causal=True), atol=1e-13)
+        result = causal_attention(query, key, value, dropped=Dropped(0.3, Site(3, 0, None, (1, 4, 24, 24))))
+    assert torch.allclose(result, F.scaled_dot_product_attention(query, key, value, is_causal=True), atol=1e-13)
 
 
 def test_whole_sequences_run_in_torchs_kernel() -> None:

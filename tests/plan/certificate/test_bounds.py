@@ -160,8 +160,8 @@ def test_without_a_barrier_no_period_is_shorter(seed) -> None:
         limit = max(
             float(room or 1e9), max(sum(z for (z, _), d in zip(sizes, row, strict=True) if d == e) for e in row)
         )
-        found = search((row,), count, costs, budget_s=0.02, objective="period", sizes=sizes, memory_limit=limit)
-        step = period(found.schedule, costs)
+        result = search((row,), count, costs, budget_s=0.02, objective="period", sizes=sizes, memory_limit=limit)
+        step = period(result.schedule, costs)
         one = replace(i, room=(limit,) * devices)
         assert max(both(one, 2 * step)) <= step * (1 + 1e-9)
 

@@ -23,7 +23,7 @@ def every_cut(pieces, stages):
 
 def best(costs, placement, memory=None):
     """(slowest device, slowest stage) of the best cut, by trying all."""
-    found = []
+    result = []
     for starts in every_cut(len(costs), len(placement[0])):
         parts = [range(a, b) for a, b in pairwise([*starts, len(costs)])]
         stage = [sum(costs[i] for i in part) for part in parts]
@@ -37,8 +37,8 @@ def best(costs, placement, memory=None):
                     kept = memory.live[s] * sum(memory.kept_bytes[i] for i in parts[s])
                     need[device] = need.get(device, 0) + sum(held.values()) + kept
         if all(v <= memory.limit_bytes for v in need.values()) if memory is not None else True:
-            found.append((max(devices.values()), max(stage)))
-    return min(found, default=None)
+            result.append((max(devices.values()), max(stage)))
+    return min(result, default=None)
 
 
 PLACEMENTS = {
@@ -53,12 +53,12 @@ ALL = [placement for kind in PLACEMENTS.values() for placement in kind]
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=6, max_size=11), st.sampled_from(ALL))
 def test_no_cut_is_better(costs, placement):
-    found = cut_layers(costs, placement)
+    result = cut_layers(costs, placement)
     wanted = best(costs, placement)
-    assert (max(found.device_cost), max(found.stage_cost)) == pytest.approx(wanted, abs=1e-9)
-    assert found.proven
-    assert [i for part in found.stages for i in part] == list(range(len(costs)))
-    assert all(len(part) for part in found.stages)
+    assert (max(result.device_cost), max(result.stage_cost)) == pytest.approx(wanted, abs=1e-9)
+    assert result.proven
+    assert [i for part in result.stages for i in part] == list(range(len(costs)))
+    assert all(len(part) for part in result.stages)
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,9 +78,9 @@ def test_no_cut_that_fits_is_better(seed, placement):
         with pytest.raises(SpecError, match="no cut into"):
             cut_layers(costs, placement, memory)
         return
-    found = cut_layers(costs, placement, memory)
-    assert (max(found.device_cost), max(found.stage_cost)) == pytest.approx(wanted, abs=1e-9)
-    assert max(found.device_bytes) <= memory.limit_bytes
+    result = cut_layers(costs, placement, memory)
+    assert (max(result.device_cost), max(result.stage_cost)) == pytest.approx(wanted, abs=1e-9)
+    assert max(result.device_bytes) <= memory.limit_bytes
 
 
 @pytest.mark.parametrize("kind", ["ring", "v"])
@@ -90,27 +90,27 @@ def test_three_chunks_come_close(kind):
     placement = placed(kind, Shape(devices=4, microbatches=4, chunks=3))
     for _ in range(5):
         costs = [draw.uniform(1, 3) for _ in range(60)]
-        found = cut_layers(costs, placement)
-        assert sum(costs) / 4 <= found.bound * (1 + 1e-12)
-        assert found.bound <= max(found.device_cost) <= found.bound * 1.03
+        result = cut_layers(costs, placement)
+        assert sum(costs) / 4 <= result.bound * (1 + 1e-12)
+        assert result.bound <= max(result.device_cost) <= result.bound * 1.03
 
 
 def test_uneven_stages_where_the_head_is_heavy():
     """Merak cuts GPT-2's 98 sub-graphs 27/26/24/21 into four stages: the last holds the vocabulary."""
     attention, mlp, head = 1.0, 2.0, 13.0
     costs = [0.1, *[attention, mlp] * 48, head]
-    found = cut_layers(costs, line_of(4))
-    sizes = [len(part) for part in found.stages]
+    result = cut_layers(costs, line_of(4))
+    sizes = [len(part) for part in result.stages]
     assert sum(sizes) == 98
     assert sizes[-1] < min(sizes[:-1])
-    assert max(found.stage_cost) == pytest.approx(bottlenecks(costs, 4)[-1], rel=1e-12)
+    assert max(result.stage_cost) == pytest.approx(bottlenecks(costs, 4)[-1], rel=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "v"])
 def test_many_pieces_are_cut_in_no_time(kind):
-    found = cut_layers([1.0] * 199 + [20.0], placed(kind, Shape(devices=8, microbatches=8, chunks=2)))
-    assert max(found.device_cost) == 28  # 219 over 8 devices is 27.4, and all pieces but one are of size 1
+    result = cut_layers([1.0] * 199 + [20.0], placed(kind, Shape(devices=8, microbatches=8, chunks=2)))
+    assert max(result.device_cost) == 28  # 219 over 8 devices is 27.4, and all pieces but one are of size 1
 
 
 def test_the_error_says_what_would_do():

@@ -57,19 +57,19 @@ def plan_of(name: str) -> Plan:
 @pytest.mark.parametrize("name", PLANS)
 def test_what_a_trainer_can_express_is_read_back_to_the_same_plan(name: str, trainer: str, tmp_path: Path) -> None:
     file, plan = tmp_path / "layout", plan_of(name)
-    found = emit(trainer, plan, COSTS, file)
-    file.write_text(found.text)
+    result = emit(trainer, plan, COSTS, file)
+    file.write_text(result.text)
     title, back = read(file, COSTS, 4)
     assert title == TRAINERS[trainer].able.title
-    assert back.plan() == found.layout.plan()
+    assert back.plan() == result.layout.plan()
     p = back.parallel
     assert (p.stages, p.replicas, p.tensor) == (plan.parallel.stages, plan.parallel.replicas, plan.parallel.tensor)
-    assert all(line in found.text for line in found.lost)
+    assert all(line in result.text for line in result.lost)
     changed = {
         key for key in ("shard", "recompute", "microbatch", "keep") if getattr(p, key) != getattr(plan.parallel, key)
     }
-    assert changed <= {line.split(":")[0] for line in found.lost}
-    assert bool(found.lost) == (len(found.lost) > 1), "the cost and each loss"
+    assert changed <= {line.split(":")[0] for line in result.lost}
+    assert bool(result.lost) == (len(result.lost) > 1), "the cost and each loss"
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,12 @@ def test_what_a_trainer_can_express_is_read_back_to_the_same_plan(name: str, tra
     ],
 )
 def test_the_file_says_what_is_lost_and_what_it_costs(name: str, trainer: str, lost: set[str], tmp_path: Path) -> None:
-    found = emit(trainer, plan_of(name), COSTS, tmp_path / "layout")
-    assert {line.split(":")[0] for line in found.lost[1:]} == lost
+    result = emit(trainer, plan_of(name), COSTS, tmp_path / "layout")
+    assert {line.split(":")[0] for line in result.lost[1:]} == lost
     if lost:
-        own, planned = (COSTS.predict(p).time.step for p in (found.layout.plan(), plan_of(name)))
+        own, planned = (COSTS.predict(p).time.step for p in (result.layout.plan(), plan_of(name)))
         more = max(0.0, own / planned - 1)
-        assert f"predicted to take {own:.4g} s a step, {more:.1%} more than the plan" in found.lost[0]
+        assert f"predicted to take {own:.4g} s a step, {more:.1%} more than the plan" in result.lost[0]
 
 
 @pytest.mark.parametrize("name", ["uneven pipeline", "zero1", "interleaved", "zb-h1", "zero3 in a pipeline"])
@@ -106,9 +106,9 @@ def test_a_plan_is_predicted_as_the_planner_predicts_its_candidate(name: str) ->
     c = Candidate.on(grid, p.schedule, **same)
     judge = replace(judge, syncs=(p.sync,))
     made = Plan.of(p, judge.cut(c), JOB.train.batch)
-    wanted, found = judge.predict(c, timed=True), COSTS.predict(made)
-    assert found.time.step == pytest.approx(judge.time(wanted, final=True).step_s, rel=1e-9)
-    assert [device.total for device in found.memory] == pytest.approx(list(wanted.memory_bytes), rel=1e-9)
+    wanted, result = judge.predict(c, timed=True), COSTS.predict(made)
+    assert result.time.step == pytest.approx(judge.time(wanted, final=True).step_s, rel=1e-9)
+    assert [device.total for device in result.memory] == pytest.approx(list(wanted.memory_bytes), rel=1e-9)
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
@@ -163,10 +163,10 @@ MEGATRON = "--micro-batch-size 2 --global-batch-size 16 "
 def test_layouts_that_people_wrote(text: str, cut: Cut, keys: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "theirs"
     file.write_text(text)
-    _, found = read(file, COSTS, 4)
-    assert found.cut == cut
-    assert {key: getattr(found.parallel, key) for key in keys} == keys
-    found.plan()
+    _, result = read(file, COSTS, 4)
+    assert result.cut == cut
+    assert {key: getattr(result.parallel, key) for key in keys} == keys
+    result.plan()
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,13 @@ def test_stages_that_end_inside_blocks_move_between_them(tmp_path: Path) -> None
     plan = Plan.of(ParallelSpec(stages=2, replicas=2, recompute=(1, 2, 5)), EVEN, 16)
     halves = Costs(make_job(layers=3, batch=16, clip=1.0), PROFILE, {})
     assert halves.per_block == 2
-    found = emit("megatron", plan, halves, tmp_path / "layout")
-    assert {line.split(":")[0] for line in found.lost[1:]} == {"cut", "recompute"}
-    assert found.layout.aligned
-    (tmp_path / "layout").write_text(found.text)
+    result = emit("megatron", plan, halves, tmp_path / "layout")
+    assert {line.split(":")[0] for line in result.lost[1:]} == {"cut", "recompute"}
+    assert result.layout.aligned
+    (tmp_path / "layout").write_text(result.text)
     _, back = read(tmp_path / "layout", halves, 4)
-    assert back.plan() == found.layout.plan()
-    assert back.parallel.recompute == found.layout.parallel.recompute
+    assert back.plan() == result.layout.plan()
+    assert back.parallel.recompute == result.layout.parallel.recompute
     with pytest.raises(SpecError, match="not as an embedding, 4 blocks and a head"):
         Costs(make_job(layers=4), PROFILE, {})
 
@@ -223,14 +223,14 @@ def test_what_is_slow_about_a_layout_adds_up_and_the_plan_mends_it() -> None:
     poor = TrainerLayout(
         parallel=best.parallel.model_copy(update={"recompute": "full"}), cut=(range(2), range(2, 8)), batch=16
     )
-    found = slow(poor, best, COSTS)
-    assert found.step_s > found.planned_s
-    for at, step_s in enumerate((found.step_s, found.planned_s)):
-        assert sum(pair[at] for pair in found.parts.values()) == pytest.approx(step_s, rel=1e-9)
-    assert set(found.saved) == {"cut", "recomputation"}
+    result = slow(poor, best, COSTS)
+    assert result.step_s > result.planned_s
+    for at, step_s in enumerate((result.step_s, result.planned_s)):
+        assert sum(pair[at] for pair in result.parts.values()) == pytest.approx(step_s, rel=1e-9)
+    assert set(result.saved) == {"cut", "recomputation"}
     alone = replace(poor, cut=EVEN)
-    assert found.saved["cut"] == pytest.approx(found.step_s - COSTS.predict(alone.plan()).time.step, rel=1e-9)
-    lines = list(found.lines("theirs"))
+    assert result.saved["cut"] == pytest.approx(result.step_s - COSTS.predict(alone.plan()).time.step, rel=1e-9)
+    lines = list(result.lines("theirs"))
     assert lines[0].startswith("theirs: predicted")
     assert any("with the plan's cut alone" in line for line in lines)
     assert slow(layout_of(best, COSTS), best, COSTS).saved == {}
@@ -241,6 +241,6 @@ def test_a_searched_order_goes_into_a_csv(tmp_path: Path) -> None:
     plan = Plan.of(named.parallel.model_copy(update={"schedule": "auto"}), UNEVEN, 16, named.order())
     drafts = nearest(layout_of(plan, COSTS), TRAINERS["torchtitan"].able, COSTS.choices(layout_of(plan, COSTS)))
     assert [draft.layout.parallel.schedule for draft in drafts] == ["auto"]
-    found = emit("torchtitan", plan, COSTS, tmp_path / "layout.txt")
+    result = emit("torchtitan", plan, COSTS, tmp_path / "layout.txt")
     assert (tmp_path / "layout.csv").is_file()
-    assert f"--parallelism.pipeline_parallel_schedule_csv {tmp_path / 'layout.csv'}" in found.text
+    assert f"--parallelism.pipeline_parallel_schedule_csv {tmp_path / 'layout.csv'}" in result.text

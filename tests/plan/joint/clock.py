@@ -57,15 +57,15 @@ UNKNOWN = r"^(edges|size|versions|zero)\b"
 
 def orders_of(text: str) -> list[list[Task]]:
     """Per device, its tasks."""
-    found = []
+    result = []
     for line in text.splitlines():
         if line.startswith("device "):
             words = line.split(":", 1)[1].split()
             read = [re.fullmatch(r"(\d+)(F|R|B|W|BW)(\d+)(?:@(\d+))?", word) for word in words]
-            found.append([(m[2], int(m[1]), int(m[3]), int(m[4] or 0)) for m in read if m])
+            result.append([(m[2], int(m[1]), int(m[3]), int(m[4] or 0)) for m in read if m])
             assert all(read), "a task that this clock does not know"
     assert not re.search(UNKNOWN, text, re.MULTILINE), "a rule that this clock does not know"
-    return found
+    return result
 
 
 def time_of(
@@ -191,12 +191,12 @@ def summed(timed: Timed, seconds: Mapping[int, float], lanes: dict[int, float]) 
     for s, d in timed.graded:
         holders.setdefault(s, []).append(d)
     ready = {s: max(timed.graded[s, d] for d in own) for s, own in holders.items()}
-    found = {}
+    result = {}
     for s in sorted(ready, key=lambda s: (ready[s], s)):
         end = max(ready[s], *(lanes.get(d, 0.0) for d in holders[s])) + seconds[s]
         lanes.update(dict.fromkeys(holders[s], end))
-        found.update({(s, d): end for d in holders[s]})
-    return found
+        result.update({(s, d): end for d in holders[s]})
+    return result
 
 
 def period(step: Callable[[Before | None], Timed], seconds: Mapping[int, float], steps: int = 4) -> tuple[float, Timed]:

@@ -82,10 +82,10 @@ class InPython:
             """Seconds of a stage's tasks that may have run in the time since the first of them could begin."""
             return min(n * task, task * (1 + t / longest)) if longest else n * task
 
-        found = []
+        result = []
         for d, held in enumerate(own):
             if not held:
-                found.append(0.0)
+                result.append(0.0)
                 continue
             room = i.room[d] - state[d]
             if self.limited and room < sum(kept[s] for s in held):
@@ -117,5 +117,5 @@ class InPython:
             if self.limited and room > 0:
                 area = sum(kept[s] * (returns[s] + back[s] - start[s] + weight[s]) for s in held)
                 least = max(least, n * area / room)
-            found.append(least)
-        return found
+            result.append(least)
+        return result

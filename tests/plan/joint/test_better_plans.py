@@ -39,10 +39,10 @@ def with_head(profile, times: float):
 
 
 def plain_layers(profile, microbatch: int) -> tuple[list[Layer], list[float]]:
-    found = []
+    result = []
     for x in profile.layers:
         t = x.times[microbatch]
-        found.append(
+        result.append(
             Layer(
                 t.forward,
                 t.input_grad,
@@ -53,17 +53,17 @@ def plain_layers(profile, microbatch: int) -> tuple[list[Layer], list[float]]:
                 16.0 * x.parameters,
             )
         )
-    return found, [profile.inside.seconds(x.output_bytes * microbatch) for x in profile.layers]
+    return result, [profile.inside.seconds(x.output_bytes * microbatch) for x in profile.layers]
 
 
 def test_first_arrangements_are_balanced_lines_rings_and_vs() -> None:
     work = [1.0] * 11 + [4.0]
     before = [*map(float, range(12)), 15.0]
-    found = list(first_arrangements(work, 3, 12))
-    assert found[0].row == (0, 1, 2)
-    assert max(found[0].loads(before, 3)) == 5.0
-    assert {a.row for a in found} >= {(0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0, 0, 1, 2)}
-    assert all(max(a.loads(before, 3)) <= 6.0 for a in found if len(a.row) <= 6)
+    result = list(first_arrangements(work, 3, 12))
+    assert result[0].row == (0, 1, 2)
+    assert max(result[0].loads(before, 3)) == 5.0
+    assert {a.row for a in result} >= {(0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0, 0, 1, 2)}
+    assert all(max(a.loads(before, 3)) <= 6.0 for a in result if len(a.row) <= 6)
     thin = balanced([1.0] * 20, (0, 1, 1, 0), (0.4, 0.4, 1.0, 1.0), 2)
     assert [len(own) for own in thin.cut] == [3, 3, 7, 7]
     assert max(thin.loads([float(i) for i in range(21)], 2)) == 10.0
@@ -128,15 +128,15 @@ def test_the_planner_is_never_worse_for_it(seed) -> None:
     profile = with_head(make_profile(layers=6, devices=4, seed=seed, source="analytic"), 5.0)
     job = make_job(layers=6, batch=8, clip=1.0)
     without = choose(job, profile, search_s=0)
-    found = choose(job, profile, search_s=0.6)
+    result = choose(job, profile, search_s=0.6)
     fastest = min(row.prediction.step_s for row in without.rows if row.group == "ranked")
-    assert found.best.step_s <= fastest * (1 + NEAR)
-    assert min(row.prediction.step_s for row in found.rows if row.group == "ranked") <= fastest * (1 + 1e-9)
-    rows = as_json(found)["candidates"]
+    assert result.best.step_s <= fastest * (1 + NEAR)
+    assert min(row.prediction.step_s for row in result.rows if row.group == "ranked") <= fastest * (1 + 1e-9)
+    rows = as_json(result)["candidates"]
     assert all(row["bound_s"] <= row["predicted_step_s"] and row["gap"] >= 0 for row in rows if row["fits"])
     assert {row["binds"] for row in rows if row["fits"]} <= {"compute", "link", "memory", "barrier"}
-    assert found.plan.bound_s == rows[0]["bound_s"]
-    assert any(note.startswith("Certificate") for note in found.notes)
+    assert result.plan.bound_s == rows[0]["bound_s"]
+    assert any(note.startswith("Certificate") for note in result.notes)
 
 
 @pytest.mark.slow
@@ -147,12 +147,12 @@ def test_a_free_plan_is_found_said_written_and_read_back() -> None:
     judge = Predictor(profile, job.train, deepest(job, profile))
     judges = Judges({ALONE: judge})
     ranked = [judge.predict(Candidate.on(Grid(4, 1, 1, 8), "1f1b", update="wait"))]
-    found = better_plans(judges, ranked, 1.0, Certifiers(judges))
-    assert [p.candidate.placement for p in found] == ["free"]
-    assert "cut, placement and order found together" in why_won(found[0], found[0])
-    plan = Plan.model_validate_json(plan_of(found[0], job).text())
+    result = better_plans(judges, ranked, 1.0, Certifiers(judges))
+    assert [p.candidate.placement for p in result] == ["free"]
+    assert "cut, placement and order found together" in why_won(result[0], result[0])
+    plan = Plan.model_validate_json(plan_of(result[0], job).text())
     schedule = build_schedule(plan, job.train.batch)
-    assert schedule.placement == found[0].form.placement
+    assert schedule.placement == result[0].form.placement
     assert (plan.parallel.placement, plan.parallel.stages) == ("free", 4)
     assert plan.parallel.replans  # other orders of the same stages, while it runs
     assert with_plan(job, plan).parallel == plan.parallel
@@ -192,8 +192,8 @@ def test_an_order_that_takes_a_little_too_much_is_made_again_with_an_activation_
 def test_keys_that_a_job_gives_are_kept() -> None:
     profile = with_head(make_profile(layers=8, devices=4, seed=1, devices_per_host=4), 6.0)
     for wishes in ({"schedule": "1f1b"}, {"chunks": 2}, {"shard": "zero1"}):
-        found = choose(make_job(layers=8, batch=8, parallel={"auto": True, **wishes}), profile, search_s=0.3)
-        assert all(row.prediction.candidate.placement != "free" for row in found.rows)
+        result = choose(make_job(layers=8, batch=8, parallel={"auto": True, **wishes}), profile, search_s=0.3)
+        assert all(row.prediction.candidate.placement != "free" for row in result.rows)
 
 
 def test_a_plan_that_is_proven_best_is_left_alone() -> None:

@@ -76,10 +76,10 @@ def test_a_walk_by_least_steps_finds_a_better_arrangement() -> None:
     times = [rng.uniform(1, 2) for _ in range(16)]
     least = LeastStep(alike(times, times, times, 4, 8))
     a = Arrangement((0, 2, 4, 6), (0, 1, 2, 3), 16)
-    found = annealed(least, a, 16, 3000, rng, 0.4)
-    assert set(found.row) == {0, 1, 2, 3}
-    assert least.of(found) < 0.9 * least.of(a)
-    assert least.of(found) >= 8 * 3 * sum(times) / 4
+    result = annealed(least, a, 16, 3000, rng, 0.4)
+    assert set(result.row) == {0, 1, 2, 3}
+    assert least.of(result) < 0.9 * least.of(a)
+    assert least.of(result) >= 8 * 3 * sum(times) / 4
 
 
 @pytest.mark.parametrize("seed", range(3))

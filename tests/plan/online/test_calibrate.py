@@ -53,15 +53,15 @@ def test_costs_come_back(name, devices, copies, options, comm) -> None:
     schedule = step(name, devices, copies, **options)
     shared = schedule.replicas > 1
     costs = uneven(schedule.stages, comm, all_reduce=0.4 if shared else 0.0)
-    found = fit_costs([simulate(schedule, costs)])
+    result = fit_costs([simulate(schedule, costs)])
     for kind in ("F", "U", *(("AR",) if shared else ())):
-        assert found.by_kind(kind) == pytest.approx(costs.by_kind(kind), rel=1e-9), kind
+        assert result.by_kind(kind) == pytest.approx(costs.by_kind(kind), rel=1e-9), kind
     backwards = [task for task in schedule.tasks() if task.kind == "BW"]
-    assert found.durations(schedule, backwards) == pytest.approx(costs.durations(schedule, backwards), rel=1e-9)
+    assert result.durations(schedule, backwards) == pytest.approx(costs.durations(schedule, backwards), rel=1e-9)
     if any(task.kind == "W" for task in schedule.tasks()):
-        assert found.input_grad == pytest.approx(costs.input_grad, rel=1e-9)
-        assert found.weight_grad == pytest.approx(costs.weight_grad, rel=1e-9)
-    assert found.links[:-1] == pytest.approx(costs.links[:-1], abs=1e-9)
+        assert result.input_grad == pytest.approx(costs.input_grad, rel=1e-9)
+        assert result.weight_grad == pytest.approx(costs.weight_grad, rel=1e-9)
+    assert result.links[:-1] == pytest.approx(costs.links[:-1], abs=1e-9)
 
 
 @pytest.mark.parametrize(("name", "devices", "copies", "options", "comm"), CASES)
@@ -99,18 +99,18 @@ def test_sums_issued_together_do_not_count_twice(name, copies, options) -> None:
             free = free if task.kind == "AR" else end
         noted.append(tuple(row))
     assert any(a != b for a, b in zip(noted, simulated.spans, strict=True))
-    found = fit_costs([Timeline(schedule, tuple(noted))])
-    assert found.all_reduce == pytest.approx(costs.all_reduce, rel=1e-9)
+    result = fit_costs([Timeline(schedule, tuple(noted))])
+    assert result.all_reduce == pytest.approx(costs.all_reduce, rel=1e-9)
 
 
 def test_recomputation_has_a_time_of_its_own() -> None:
     schedule = add_updates(generate("early-recompute", Shape(devices=3, microbatches=4)))
     costs = uneven(3, 0.0, recompute=0.8)
-    found = fit_costs([simulate(schedule, costs)])
+    result = fit_costs([simulate(schedule, costs)])
     used = {task.stage for task in schedule.tasks() if task.kind == "R"}
     assert used
     for stage in used:
-        assert found.recompute[stage] == pytest.approx(costs.recompute[stage])
+        assert result.recompute[stage] == pytest.approx(costs.recompute[stage])
 
 
 def test_a_paired_forward_counts_as_two() -> None:
@@ -131,19 +131,19 @@ def test_a_few_slow_steps_move_no_cost() -> None:
             schedule,
             tuple(tuple(Span(t, 3 * a, 3 * b + chance.random()) for t, a, b in spans) for spans in steps[i].spans),
         )
-    found = fit_costs(steps)
+    result = fit_costs(steps)
     for kind in ("F", "BW", "U"):
-        assert found.by_kind(kind) == pytest.approx(costs.by_kind(kind), rel=1e-9)
-    assert found.links == pytest.approx((0.1, 0.1), rel=1e-9)
+        assert result.by_kind(kind) == pytest.approx(costs.by_kind(kind), rel=1e-9)
+    assert result.links == pytest.approx((0.1, 0.1), rel=1e-9)
 
 
 def test_only_messages_that_were_waited_for_count() -> None:
     schedule = step("1f1b", 2)
-    found = message_delays(simulate(schedule, CostTable.even(2, comm=0.25)))
-    assert {delay.stages for delay in found} == {(0, 1)}
-    assert len(found) == 2 * schedule.microbatches
-    delays = [delay.seconds for delay in found if delay.waited]
-    assert min(delay.seconds for delay in found) == 0.25
+    result = message_delays(simulate(schedule, CostTable.even(2, comm=0.25)))
+    assert {delay.stages for delay in result} == {(0, 1)}
+    assert len(result) == 2 * schedule.microbatches
+    delays = [delay.seconds for delay in result if delay.waited]
+    assert min(delay.seconds for delay in result) == 0.25
     assert delays
     assert delays == pytest.approx([0.25] * len(delays))
     # One device sends itself nothing.

@@ -35,12 +35,12 @@ def raiser(cap_mb: float) -> Raiser:
 def devices(search: Raiser, level: int, more: float = 1.0) -> list[StepMemory]:
     """100 MiB, the layers of the micro-batch that goes back, and those that the others in flight keep."""
     recomputed = recomputed_after(CUT, alphas(8, search.levels[level]))
-    found = []
+    result = []
     for s, layers in enumerate(CUT):
         remade = sum(i in recomputed for i in layers)
         kept = (search.flight[s, s] - 1) * (len(layers) - remade) * LAYER * more
-        found.append(StepMemory(round(100 * MB + 6 * LAYER + kept), {s: remade * LAYER} if remade else {}))
-    return found
+        result.append(StepMemory(round(100 * MB + 6 * LAYER + kept), {s: remade * LAYER} if remade else {}))
+    return result
 
 
 def costs(search: Raiser) -> CostTable:

@@ -265,12 +265,12 @@ def test_orders_of_a_step_that_recomputes_keep_no_more_micro_batches_in_flight(t
 def test_a_resumed_run_begins_with_the_plan_that_was_found(text_folder: Path, tmp_path: Path, parallel) -> None:
     job = make_job(text_folder, parallel)
     present = running(make_plan(job), job.train.batch)
-    found = better_plan(present, job.train.batch, True, uneven(4)).target.plan
-    assert found.program != present.plan.program
-    found.save(tmp_path / "plan.json")
+    result = better_plan(present, job.train.batch, True, uneven(4)).target.plan
+    assert result.program != present.plan.program
+    result.save(tmp_path / "plan.json")
     kept = kept_plan(job, tmp_path)
     assert kept is not None
-    assert kept.plan == found
+    assert kept.plan == result
     assert kept_plan(make_job(text_folder, {"schedule": "zb-h2", **NAMED}), tmp_path) is None
     assert kept_plan(make_job(text_folder, {"schedule": "zb-h1", "stages": 4, "microbatch": 1}), tmp_path) is None
 

@@ -45,9 +45,9 @@ def test_a_step_above_the_limit_is_never_measured() -> None:
         seen.append(count)
         return np.array([100.0 + sum(4.0 + (k * k) % 7 for k in range(count // 3))])
 
-    found = at_scale(uneven, 3 * 70_000 + 1, 3, most=600)
+    result = at_scale(uneven, 3 * 70_000 + 1, 3, most=600)
     assert max(seen) <= 600
-    assert found == pytest.approx(uneven(3 * 70_000 + 1), rel=2e-2)
+    assert result == pytest.approx(uneven(3 * 70_000 + 1), rel=2e-2)
     assert at_scale(uneven, 599, 3, most=600) == uneven(599)
 
 

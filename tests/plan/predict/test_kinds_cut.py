@@ -116,16 +116,16 @@ def test_small_devices_get_what_they_hold():
     assert not p.fits
     assert p.fullest == 1
     ((_, within),) = predictor.oom_fallback(p)
-    found = predictor.predict(within)
-    assert found.fits
-    assert len(found.cut[1]) < len(p.cut[1])
+    result = predictor.predict(within)
+    assert result.fits
+    assert len(result.cut[1]) < len(p.cut[1])
     fitting = []
     for starts in every_cut(8, 2):
         cut = ranges(starts, 8)
         memory = predictor.memory_with(plain, cut)
         if memory[0].total <= 8 * GIB and memory[1].total <= 0.45 * GIB:
             fitting.append(step_by_hand(profile, cut, plain.grid, [0, 1]))
-    assert found.compute_s == pytest.approx(min(fitting), rel=1e-9)
+    assert result.compute_s == pytest.approx(min(fitting), rel=1e-9)
     decision = choose(job, profile, search_s=0)
     assert decision.best.fits
 

@@ -35,14 +35,14 @@ def test_it_is_never_above_the_memory_of_the_divided_plan() -> None:
             for c in judge.shard_ways(plain) if plain.shard == "none" else ():
                 for way in (c, replace(c, recompute="full")):
                     try:
-                        found, whole = judge.predict(way), judge.undivided(way)
+                        result, whole = judge.predict(way), judge.undivided(way)
                     except ScheduleError:
                         continue
                     assert whole is not None
                     terms = judge.stage_bytes(way, way.form, way.level, way.shard_group)
                     least = least_divided(whole, way.form.placement, way.level, terms)
-                    assert all(a.total <= b.total * (1 + 1e-9) for a, b in zip(least, found.memory, strict=True)), way
-                    assert not (found.fits and judge.is_too_large(way)), way
+                    assert all(a.total <= b.total * (1 + 1e-9) for a, b in zip(least, result.memory, strict=True)), way
+                    assert not (result.fits and judge.is_too_large(way)), way
                     tried += 1
     assert tried > 200
 
@@ -52,8 +52,8 @@ def test_it_is_never_above_the_memory_of_the_divided_plan() -> None:
 def test_the_same_plans_are_found_without_it(case, monkeypatch: pytest.MonkeyPatch) -> None:
     def search() -> tuple[list[object], int]:
         every = grids(case["devices"], 2 * case["devices"], case["layers"], 1, 4)
-        found = best_first(predictor(**case), list(every), 10, near=5e-3)
-        return [(p.candidate, p.step_s, p.memory) for p in found.best + found.near], len(found.unmade)
+        result = best_first(predictor(**case), list(every), 10, near=5e-3)
+        return [(p.candidate, p.step_s, p.memory) for p in result.best + result.near], len(result.unmade)
 
     with_it, ruled_out = search()
     monkeypatch.setattr(OOMFallback, "_divided_outright", lambda *args: None)

@@ -26,14 +26,14 @@ def test_ways_of_recomputing_that_keep_nothing_share_their_memory(monkeypatch: p
     monkeypatch.setattr(memories, "device_memory", counted)
     judge = Predictor(profile, job.train, deepest(job, profile))
     plain = Candidate.on(Grid(4, 1, 1, 8), "1f1b")
-    found = [judge.predict(replace(plain, recompute=way)) for way in ("full", "microbatches", "layers")]
+    result = [judge.predict(replace(plain, recompute=way)) for way in ("full", "microbatches", "layers")]
     assert len(played) == 1
-    assert not found[0].fits
-    assert found[0].memory == found[1].memory == found[2].memory
+    assert not result[0].fits
+    assert result[0].memory == result[1].memory == result[2].memory
     none = judge.predict(plain)
     assert len(played) == 2
-    assert none.memory != found[0].memory
-    for p in (*found, none):
+    assert none.memory != result[0].memory
+    for p in (*result, none):
         alone = Predictor(profile, job.train, deepest(job, profile)).predict(p.candidate)
         assert (alone.memory, alone.step_s) == (p.memory, p.step_s)
     judge.predict(replace(plain, update="wait"))

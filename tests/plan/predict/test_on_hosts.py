@@ -22,8 +22,8 @@ GRID = Grid(stages=4, replicas=1, microbatch=2, microbatches=4)
 def plan_with(profile: Profile, job: JobSpec) -> Plan:
     """1F1B on four devices as the planner predicts it with this profile."""
     predictor = Predictor(without_noise(profile), job.train, deepest(job, profile))
-    found = predictor.time(predictor.predict(Candidate.on(GRID, "1f1b")), final=True)
-    return plan_of(found, job).planned_for(job, profile.device, profile.placed.of_first(4))
+    result = predictor.time(predictor.predict(Candidate.on(GRID, "1f1b")), final=True)
+    return plan_of(result, job).planned_for(job, profile.device, profile.placed.of_first(4))
 
 
 def slow_between(**changes):
@@ -48,13 +48,13 @@ def test_on_others_it_is_what_the_planner_says_of_them(came, clip):
     there = plan_with(profile.on_hosts(came), job)
     assert there.cut == plan.cut
     assert there.made_for.hosts == came
-    found = on_hosts(plan, job, came, profile)
-    assert found.plan.predicted_step_s == pytest.approx(there.predicted_step_s, rel=1e-9)
-    assert found.plan.made_for.hosts == came
-    assert found.plan.differences(job) == []  # still the planner's own decision
-    assert found.message.startswith("planned for 2 + 2 devices on 2 hosts, runs on ")
-    assert f"{plan.predicted_step_s:.4g} s there, {found.plan.predicted_step_s:.4g} s here" in found.message
-    assert on_hosts(found.plan, job, came, profile) is None
+    result = on_hosts(plan, job, came, profile)
+    assert result.plan.predicted_step_s == pytest.approx(there.predicted_step_s, rel=1e-9)
+    assert result.plan.made_for.hosts == came
+    assert result.plan.differences(job) == []  # still the planner's own decision
+    assert result.message.startswith("planned for 2 + 2 devices on 2 hosts, runs on ")
+    assert f"{plan.predicted_step_s:.4g} s there, {result.plan.predicted_step_s:.4g} s here" in result.message
+    assert on_hosts(result.plan, job, came, profile) is None
     if came == (1, 1, 1, 1):
         assert there.predicted_step_s > 1.5 * plan.predicted_step_s
 
@@ -64,10 +64,10 @@ def test_without_its_profile_the_prediction_goes():
     plan = plan_with(profile, job)
     other = slow_between(layers=5)
     for known in (None, other):
-        found = on_hosts(plan, job, (3, 1), known)
-        assert found.plan.predicted_step_s is None
-        assert found.plan.made_for is None
-        assert "does not apply" in found.message
+        result = on_hosts(plan, job, (3, 1), known)
+        assert result.plan.predicted_step_s is None
+        assert result.plan.made_for is None
+        assert "does not apply" in result.message
 
 
 @pytest.mark.slow

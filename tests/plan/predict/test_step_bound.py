@@ -39,7 +39,7 @@ def lives_in(schedule: Schedule, frozen: tuple[int, ...], rng: random.Random) ->
     """Random sizes of activations, and the most bytes of them that each device of an order holds at once."""
     whole = np.array([0.0 if s in frozen else rng.uniform(0.5, 2) for s in range(schedule.stages)])
     again = whole * rng.uniform(0.0, 1.0)
-    remade, last = recomputed_pairs(schedule), [one.last for one in schedule.backwards]
+    remade, last = recomputed_pairs(schedule), [backward.last for backward in schedule.backwards]
     room = []
     for tasks in schedule.orders:
         alive: dict[tuple[int, int], float] = {}

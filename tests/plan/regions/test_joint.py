@@ -13,13 +13,13 @@ from tests.plan.regions.profiles import every_assignment, made, random_profile
 
 
 def best_of_all(profile) -> float:
-    found = []
+    result = []
     for assigned in every_assignment(profile):
         try:
-            found.append(on_two_streams(profile, assigned).step_s)
+            result.append(on_two_streams(profile, assigned).step_s)
         except ScheduleError:
             continue
-    return min(found)
+    return min(result)
 
 
 def test_the_pair_that_gains_most_is_placed_first_and_so_on() -> None:
@@ -62,9 +62,9 @@ def test_against_brute_force() -> None:
     for seed in range(24):
         rng = random.Random(seed)
         profile = random_profile(rng, 3 + seed % 2)
-        found, best = joint_schedule(profile, 1e6).found.step_s, best_of_all(profile)
-        assert found >= best - 1e-9
-        over.append(found / best - 1)
+        result, best = joint_schedule(profile, 1e6).found.step_s, best_of_all(profile)
+        assert result >= best - 1e-9
+        over.append(result / best - 1)
     assert fmean(over) < 0.02
     assert max(over) < 0.10
 

@@ -20,9 +20,9 @@ def test_one_stream_takes_the_sum_of_all_tasks() -> None:
 def test_streams_that_do_not_slow_each_other_down() -> None:
     """B3 B2 B1 B0 W0 F0 F1 F2 F3, and W3 W2 W1 beside them from the end of B3 on."""
     profile = made(UNITS, [0], [0], 2.0)
-    found = on_two_streams(profile, ((3, 2, 1), ()))
-    assert found.step_s == pytest.approx(9)
-    assert found.ran == {3: (1, 2), 2: (2, 3), 1: (3, 4)}
+    result = on_two_streams(profile, ((3, 2, 1), ()))
+    assert result.step_s == pytest.approx(9)
+    assert result.ran == {3: (1, 2), 2: (2, 3), 1: (3, 4)}
 
 
 def test_streams_that_only_take_turns_gain_nothing() -> None:
@@ -62,11 +62,11 @@ def test_pairs_are_played_out_as_they_were_measured() -> None:
         costs = [(rng.uniform(0.5, 2), rng.uniform(0.5, 2), rng.uniform(0.5, 2)) for _ in range(2)]
         profile = made(costs, [0], [0, 1], rng.uniform(1, 2))
         pair = profile.pairs()[1, 1]  # F0 beside W1, which F1 waits for
-        found = on_two_streams(profile, ((), (1,), ()))
+        result = on_two_streams(profile, ((), (1,), ()))
         begin = costs[0][1] + costs[1][1] + costs[0][2]
-        assert found.begin[1] == pytest.approx(begin)
-        assert found.ran[1][1] == pytest.approx(begin + pair.sub_s)
-        assert found.step_s == pytest.approx(begin + max(pair.main_s, pair.sub_s) + costs[1][0])
+        assert result.begin[1] == pytest.approx(begin)
+        assert result.ran[1][1] == pytest.approx(begin + pair.sub_s)
+        assert result.step_s == pytest.approx(begin + max(pair.main_s, pair.sub_s) + costs[1][0])
 
 
 @pytest.mark.parametrize("seed", range(6))

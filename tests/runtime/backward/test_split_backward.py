@@ -271,17 +271,17 @@ def test_any_product_waits_and_so_does_what_weights_are_made_of() -> None:
     split.load_state_dict(plain.state_dict())
     module = torch.export.export(split, (torch.randn(2, 3, 6, dtype=torch.float64),)).module(check_guards=False)
     assert defer_weight_gradients(module, queue) == []
-    found = dict(module.named_parameters())
+    result = dict(module.named_parameters())
     for _ in range(2):
         x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
         x2 = x.detach().clone().requires_grad_()
         grad = torch.randn(2, 3, 4, dtype=torch.float64)
         plain(x).backward(grad)
-        before = {n: None if p.grad is None else p.grad.clone() for n, p in found.items()}
+        before = {n: None if p.grad is None else p.grad.clone() for n, p in result.items()}
         closures = backward(module(x2), grad, queue)
-        for name, p in found.items():
+        for name, p in result.items():
             assert (p.grad is None) if before[name] is None else torch.equal(p.grad, before[name]), name
         weight_step(closures)
         torch.testing.assert_close(x2.grad, x.grad, rtol=0, atol=1e-12)
     for name, p in plain.named_parameters():
-        torch.testing.assert_close(found[name].grad, p.grad, rtol=0, atol=1e-12, msg=name)
+        torch.testing.assert_close(result[name].grad, p.grad, rtol=0, atol=1e-12, msg=name)

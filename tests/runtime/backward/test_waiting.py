@@ -41,10 +41,10 @@ def gated(x: Tensor, weights: Weights, queue: WeightQueue) -> Tensor:
 
 
 def weights_of() -> list[list[nn.Parameter]]:
-    found = [[nn.Parameter(torch.full((WIDTH, WIDTH), 0.01)) for _ in range(2)] for _ in range(LAYERS)]
-    for weight in chain(*found):
+    result = [[nn.Parameter(torch.full((WIDTH, WIDTH), 0.01)) for _ in range(2)] for _ in range(LAYERS)]
+    for weight in chain(*result):
         weight.grad = torch.zeros_like(weight)
-    return found
+    return result
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def test_predicted_peaks_are_measured(model: Model, waits: int) -> None:
     loss = model(x, weights, queue)
     with LayerPeaks(torch.device("cpu"), queue.waiting, weights) as meter:
         loss.backward()
-    found = meter.found()
-    assert found.waiting == [waits * UNIT] * LAYERS
-    for k, peak in enumerate(postponed_peaks(found)):
+    result = meter.found()
+    assert result.waiting == [waits * UNIT] * LAYERS
+    for k, peak in enumerate(postponed_peaks(result)):
         assert peak - before == pytest.approx(measured(model, k), rel=0.02), f"k = {k}"

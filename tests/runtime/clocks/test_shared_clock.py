@@ -53,10 +53,10 @@ def test_an_exchange_is_off_by_half_a_round_trip_at_most(there_s, back_s) -> Non
         now[0] += back_s
         return theirs
 
-    found = exchange(lambda: now[0], ask)
-    assert found.at == 50.0 + there_s + back_s
-    assert found.error_s == pytest.approx((there_s + back_s) / 2)
-    assert abs(found.offset_s - 700.0) <= found.error_s + 1e-9
+    result = exchange(lambda: now[0], ask)
+    assert result.at == 50.0 + there_s + back_s
+    assert result.error_s == pytest.approx((there_s + back_s) / 2)
+    assert abs(result.offset_s - 700.0) <= result.error_s + 1e-9
 
 
 def test_an_old_exchange_gives_way_to_a_slower_one_once_clocks_may_have_drifted_further() -> None:

@@ -18,14 +18,14 @@ Captured = pytest.CaptureFixture[str]
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Addresses that Ray is asked for, on a machine of its own; nothing is started."""
-    found: list[str] = []
+    result: list[str] = []
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda address, **_options: found.append(address))
-    monkeypatch.setattr(ray, "shutdown", lambda: found.append("shutdown"))  # it would be that of all tests' own Ray
+    monkeypatch.setattr(ray, "init", lambda address, **_options: result.append(address))
+    monkeypatch.setattr(ray, "shutdown", lambda: result.append("shutdown"))  # it would be that of all tests' own Ray
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
-    return found
+    return result
 
 
 @pytest.fixture

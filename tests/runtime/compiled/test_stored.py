@@ -55,10 +55,10 @@ def test_what_is_read_computes_what_was_written(split: bool, tmp_path: Path, mon
         parts = compile_parts(traced, source_of)
         assert all("assert_size_stride(" in part.pieces["forward"][1] for part in parts)
         write_stage(path, (parts, traced.kept))
-        found = read_stage(path)
-        assert found is not None
-        assert found[1] == traced.kept
-        ready[key] = CompiledStage.of(module, found[0], function_of)
+        result = read_stage(path)
+        assert result is not None
+        assert result[1] == traced.kept
+        ready[key] = CompiledStage.of(module, result[0], function_of)
     swap_in(made.executor, ready)
     for step in (5, 6):
         assert_same(step_of(made, step), step_of(plain, step))
@@ -139,7 +139,11 @@ def test_another_length_has_another_key() -> None:
     needs = Needs(made.executor, [made.program]).of((0, 0))
     keys = {
         stage_key(SETUP, 0, made.executor.modules[0, 0], replace(needs, examples=examples))
-        for examples in (needs.examples, tuple(replace(one, samples=3) for one in needs.examples), needs.examples * 2)
+        for examples in (
+            needs.examples,
+            tuple(replace(example, samples=3) for example in needs.examples),
+            needs.examples * 2,
+        )
     }
     assert len(keys) == 3
 

@@ -65,7 +65,7 @@ def test_losses_and_predictions_without_dropout(case: str, monkeypatch: pytest.M
     rows = model.task.complete(CASES[case][1])
     cut = even_cut(model, 2)
     made, _, reports = compiled_device(model, cut, rows, torch.float64, 2, validates=True)
-    assert [(one.reason, one.eager_validation) for one in reports] == [(None, None)] * 2
+    assert [(report.reason, report.eager_validation) for report in reports] == [(None, None)] * 2
     ran = count_programs(made, monkeypatch)
     assert_validates_alike(made, one_device(model, cut, rows, torch.float64, 2))
     assert sorted(ran) == [0, 0, 0, 1, 1, 1]
@@ -158,7 +158,9 @@ def test_where_it_cannot_be_traced_validation_alone_stays_eager(monkeypatch: pyt
     model, rows = gpt()
     cut = even_cut(model, 2)
     made, _, reports = compiled_device(model, cut, rows, torch.float64, 2, validates=True)
-    assert [(one.reason, one.eager_validation) for one in reports] == [(None, "RuntimeError: no such operation")] * 2
+    assert [(report.reason, report.eager_validation) for report in reports] == [
+        (None, "RuntimeError: no such operation")
+    ] * 2
     ran = count_programs(made, monkeypatch)
     assert_validates_alike(made, one_device(model, cut, rows, torch.float64, 2))
     assert ran == []

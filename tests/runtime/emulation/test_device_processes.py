@@ -53,13 +53,13 @@ def processes():
 
 @pytest.mark.slow
 def test_each_device_is_a_process_of_its_own(processes) -> None:
-    found = [called(processes, device, "locate") for device in (1, 0)]
-    assert all(isinstance(one, Location) for one in found)
-    assert [(one.peer.rank, one.peer.name, one.peer.node, one.address) for one in found] == [
+    result = [called(processes, device, "locate") for device in (1, 0)]
+    assert all(isinstance(one, Location) for one in result)
+    assert [(one.peer.rank, one.peer.name, one.peer.node, one.address) for one in result] == [
         (1, "stage 1", "node a", "127.0.0.1"), (0, "stage 0", "node a", "127.0.0.1")
     ]  # fmt: skip
-    assert len({one.pid for one in found} | {os.getpid(), processes._forking.pid}) == 4
-    assert len({one.port for one in found}) == 2
+    assert len({one.pid for one in result} | {os.getpid(), processes._forking.pid}) == 4
+    assert len({one.port for one in result}) == 2
 
 
 @pytest.mark.slow

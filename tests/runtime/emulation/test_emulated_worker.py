@@ -56,10 +56,10 @@ def test_stages_that_make_no_chain_are_emulated(local_ray) -> None:
         "microbatches 2\nplacement 0 1 2\nedges 0>2 1>2\n"
         "device 0: 0F0 0F1 0BW0 0BW1\ndevice 1: 1F0 1F1 1BW0 1BW1\ndevice 2: 2F0 2BW0 2F1 2BW1\n"
     )
-    found = emulate(joined, CostTable.even(3, 2 * MS, 2 * MS, 2 * MS), Links(), 2, 1)
-    assert found.predicted_steps_s[0] == pytest.approx(18 * MS)  # F, two turns of device 2, BW
+    result = emulate(joined, CostTable.even(3, 2 * MS, 2 * MS, 2 * MS), Links(), 2, 1)
+    assert result.predicted_steps_s[0] == pytest.approx(18 * MS)  # F, two turns of device 2, BW
     for k in (1, 2):
-        assert sum(found.measured_s[:k]) >= sum(found.predicted_steps_s[:k]) * EXACT
+        assert sum(result.measured_s[:k]) >= sum(result.predicted_steps_s[:k]) * EXACT
 
 
 @pytest.mark.runs
@@ -79,16 +79,16 @@ def test_stages_that_make_no_chain_are_emulated(local_ray) -> None:
 def test_no_step_is_faster_than_predicted(local_ray, name, shape, links, steps, replicas, period_ms) -> None:
     base = generate(name, Shape(**shape))
     costs = CostTable.even(base.stages, 2 * MS, 2 * MS, 2 * MS)
-    found = emulate(base, costs, links, steps, replicas)
-    assert len(found.measured_s) == len(found.predicted_steps_s) == steps
+    result = emulate(base, costs, links, steps, replicas)
+    assert len(result.measured_s) == len(result.predicted_steps_s) == steps
     for k in range(1, steps + 1):
-        assert sum(found.measured_s[:k]) >= sum(found.predicted_steps_s[:k]) * EXACT
-    for spans in found.timeline.spans:
+        assert sum(result.measured_s[:k]) >= sum(result.predicted_steps_s[:k]) * EXACT
+    for spans in result.timeline.spans:
         for task, start, end in spans:
             if task.kind in ("F", "B", "W"):
                 assert end - start >= 2 * MS * EXACT
     if period_ms is not None:
-        assert found.predicted_s == pytest.approx(period_ms * MS)
+        assert result.predicted_s == pytest.approx(period_ms * MS)
 
 
 @pytest.mark.runs
@@ -96,11 +96,11 @@ def test_slices_take_longer_along_the_sequence(local_ray) -> None:
     """Of k slices, slice i has (2i + 1) / k^2 of a micro-batch's attention and 1 / k of everything else."""
     k, attends = 2, 4 * MS
     costs = replace(CostTable.even(2, 6 * MS, 6 * MS, 2 * MS), attention=(attends,) * 2, attention_grad=(attends,) * 2)
-    found = emulate(generate("1f1b", Shape(devices=2, microbatches=2, slices=k)), costs, Links(), 2, 1)
-    assert sum(found.measured_s) >= sum(found.predicted_steps_s) * EXACT
+    result = emulate(generate("1f1b", Shape(devices=2, microbatches=2, slices=k)), costs, Links(), 2, 1)
+    assert sum(result.measured_s) >= sum(result.predicted_steps_s) * EXACT
     whole = {"F": 6 * MS, "BW": 8 * MS}
     seen = set()
-    for spans in found.timeline.spans:
+    for spans in result.timeline.spans:
         for task, start, end in spans:
             if task.kind not in whole:
                 continue
@@ -111,7 +111,7 @@ def test_slices_take_longer_along_the_sequence(local_ray) -> None:
     assert seen == {(kind, i) for kind in whole for i in range(k)}
     # F of 2 and 4 ms, BW of 3 and 5: to the last device and back 15, its next two and the device's own F 24, there and
     # back again 38, and the BW of the first slice last.
-    assert found.predicted_s == pytest.approx(41 * MS)
+    assert result.predicted_s == pytest.approx(41 * MS)
 
 
 def test_every_collective_of_a_sharded_schedule_has_its_group() -> None:
@@ -119,8 +119,8 @@ def test_every_collective_of_a_sharded_schedule_has_its_group() -> None:
     order = shard(generate("1f1b", Shape(devices=2, microbatches=2)), 3, gather="microbatch", group=2)
     schedule = rehearsal(order, CostTable.even(2, MS, MS, MS), SUMS, 4).schedule
     groups = shared_groups(schedule.placement, ()) | shard_groups(schedule.sharding, schedule.placement)
-    found = collective_groups(schedule, groups)
-    for device, (order, names) in enumerate(zip(schedule.orders, found, strict=True)):
+    result = collective_groups(schedule, groups)
+    for device, (order, names) in enumerate(zip(schedule.orders, result, strict=True)):
         for task, name in zip(order, names, strict=True):
             if task.kind not in NETWORK:
                 assert name == ""
@@ -134,10 +134,10 @@ def test_every_collective_of_a_sharded_schedule_has_its_group() -> None:
 @pytest.mark.runs
 def test_no_sharded_step_is_faster_than_predicted(local_ray) -> None:
     order = shard(generate("1f1b", Shape(devices=2, microbatches=2)), 3, gather="microbatch")
-    found = emulate(order, CostTable.even(2, 2 * MS, 2 * MS, 2 * MS), SUMS, 3, 2)
+    result = emulate(order, CostTable.even(2, 2 * MS, 2 * MS, 2 * MS), SUMS, 3, 2)
     for k in (1, 2, 3):
-        assert sum(found.measured_s[:k]) >= sum(found.predicted_steps_s[:k]) * EXACT
-    for spans in found.timeline.spans:
+        assert sum(result.measured_s[:k]) >= sum(result.predicted_steps_s[:k]) * EXACT
+    for spans in result.timeline.spans:
         for task, start, end in spans:
             if task.kind in ("AG", "RS"):
                 assert end - start >= 1 * MS * EXACT  # half an all-reduce
@@ -149,9 +149,9 @@ def test_no_step_that_clips_is_faster_than_predicted(local_ray, norm, clip_every
     """Two devices, three tasks of four micro-batches: 12 units busy, one more and the norm's latency if it waits."""
     base = generate("zb-h2", Shape(devices=2, microbatches=4))
     costs = CostTable.even(2, 1 * MS, 1 * MS, 1 * MS)
-    found = emulate(base, costs, Links(latency_s=0.5 * MS), 5, 1, norm, clip_every)
-    assert found.predicted_s == pytest.approx((period_ms + (norm == "optimistic")) * MS)
-    assert sum(found.measured_s) >= 4 * found.predicted_s * EXACT
+    result = emulate(base, costs, Links(latency_s=0.5 * MS), 5, 1, norm, clip_every)
+    assert result.predicted_s == pytest.approx((period_ms + (norm == "optimistic")) * MS)
+    assert sum(result.measured_s) >= 4 * result.predicted_s * EXACT
 
 
 def test_updates_that_know_no_norm_cannot_wait_for_it() -> None:
@@ -178,14 +178,14 @@ def test_every_link_has_its_own_latency(local_ray) -> None:
     """
     links = (3 * MS, 9 * MS)
     costs = CostTable.even(3, 2 * MS, 2 * MS, 2 * MS, comm=links)
-    found = emulate(generate("1f1b", Shape(devices=3, microbatches=2)), costs, Links(latency_s=1 * MS), 2, 1)
-    delays = message_delays(found.timeline)
+    result = emulate(generate("1f1b", Shape(devices=3, microbatches=2)), costs, Links(latency_s=1 * MS), 2, 1)
+    delays = message_delays(result.timeline)
     for s, latency in enumerate(links):
         seen = [d.seconds for d in delays if d.stages == (s, s + 1)]
         assert len(seen) == 4
         assert min(seen) >= latency
-    assert found.predicted_steps_s[0] == pytest.approx((2 + 2) * 6 * MS + 2 * (sum(links) + 2 * MS))
-    assert found.measured_s[0] >= found.predicted_steps_s[0] * EXACT
+    assert result.predicted_steps_s[0] == pytest.approx((2 + 2) * 6 * MS + 2 * (sum(links) + 2 * MS))
+    assert result.measured_s[0] >= result.predicted_steps_s[0] * EXACT
 
 
 @pytest.mark.runs
@@ -194,10 +194,10 @@ def test_the_command_prints_one_object(local_ray, capsys) -> None:
 
     words = ["emulate", "1f1b", "--devices", "2", "--microbatches", "2", "--forward", "2", "--input-grad", "2"]
     assert run([*words, "--weight-grad", "2", "--steps", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["predicted_s"] == pytest.approx(18 * MS)
-    assert len(found["measured_s"]) == 2
-    assert {"bubble_ratio", "dispatch_overhead_s"} <= set(found)
+    result = json.loads(capsys.readouterr().out)
+    assert result["predicted_s"] == pytest.approx(18 * MS)
+    assert len(result["measured_s"]) == 2
+    assert {"bubble_ratio", "dispatch_overhead_s"} <= set(result)
 
 
 def lone_runner(sender: object, receiver: object, offset_s: float = 0.0) -> EmulatedRunner:

@@ -40,15 +40,15 @@ def test_shard_groups_have_the_links_of_their_own_devices() -> None:
     whole = shard(PIPELINE, 3, group=2)
     for way in get_args(Innermost):
         links = Links(bytes_per_s=10.0, gradient_bytes=4.0, per_host=4, inside_bytes_per_s=100.0, innermost=way)
-        found = rehearsal(whole, CostTable.even(2), links, 4).costs
-        assert found.gather == found.reduce_scatter == pytest.approx((2 / 100,) * 2)
-    assert found.all_reduce == pytest.approx((2 / 100,) * 2)  # the copies of a stage are all on one host
+        result = rehearsal(whole, CostTable.even(2), links, 4).costs
+        assert result.gather == result.reduce_scatter == pytest.approx((2 / 100,) * 2)
+    assert result.all_reduce == pytest.approx((2 / 100,) * 2)  # the copies of a stage are all on one host
 
 
 def test_links_that_are_alike_stay_as_they_were() -> None:
-    found = rehearsal(PIPELINE, CostTable.even(2), ALIKE, 2)
-    assert (found.costs.links[0], found.seconds_per_message) == (0.5, 0.1)
-    assert found.costs.all_reduce == pytest.approx((2 * 0.5 + 4 / 10,) * 2)
+    result = rehearsal(PIPELINE, CostTable.even(2), ALIKE, 2)
+    assert (result.costs.links[0], result.seconds_per_message) == (0.5, 0.1)
+    assert result.costs.all_reduce == pytest.approx((2 * 0.5 + 4 / 10,) * 2)
 
 
 def test_a_graph_of_stages_is_refused() -> None:

@@ -90,12 +90,12 @@ def test_gradients_are_those_of_a_block_a_forward(case, how, a_block_a_forward) 
     def run():
         return run_step(model, cut, rows, torch.float32, MICROBATCH, autocast=torch.bfloat16, **how)
 
-    found = run()
+    result = run()
     a_block_a_forward()
     plain = run()
-    assert found.loss == plain.loss
+    assert result.loss == plain.loss
     for name, gradient in plain.gradients.items():
-        assert torch.equal(found.gradients[name], gradient), name
+        assert torch.equal(result.gradients[name], gradient), name
     assert any(bool(gradient.any()) for gradient in plain.gradients.values())
 
 
@@ -120,10 +120,10 @@ def test_copies_never_outlive_the_weights(name, recompute, a_block_a_forward) ->
         runner = executor(spec, schedule, cut, 2, "bfloat16")
         return [runner.run(program, step, 0.05).loss_sum for step in range(3)]
 
-    found = losses()
+    result = losses()
     a_block_a_forward()
-    assert found == losses()
-    assert len(set(found)) == 3
+    assert result == losses()
+    assert len(set(result)) == 3
 
 
 def copies(split: bool, recompute: bool = False) -> int:

@@ -195,13 +195,13 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    result: list[Tensor] = []
     for n, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = kwargs.get(argument.name, args[n] if n < len(args) else None)
-        found += [x for x in (given if isinstance(given, (list, tuple)) else (given,)) if isinstance(x, Tensor)]
-    return found
+        result += [x for x in (given if isinstance(given, (list, tuple)) else (given,)) if isinstance(x, Tensor)]
+    return result
 
 
 class LateStream:

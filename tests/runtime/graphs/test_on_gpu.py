@@ -58,7 +58,7 @@ def test_a_failed_capture_leaves_the_gpu_as_it_was() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_tasks(split: bool) -> None:
-    found = []
+    result = []
     for captures in (False, True):
         model = GptLayers(SPEC, torch.float64)
         made, _, reports = compiled_device(
@@ -70,9 +70,9 @@ def test_tasks(split: bool) -> None:
         if captures:
             ready: Any = made.executor.computation.compiled
             made.executor.computation.compiled = dict(tasks.captured(made.executor, ready))
-        found.append(trained(made))
+        result.append(trained(made))
         assert tasks.take_notes() == ()
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*result, strict=True):
         assert one == pytest.approx(other, abs=1e-9, rel=1e-9)
 
 
@@ -82,14 +82,14 @@ def test_whole_steps(side: bool) -> None:
     how: dict[str, Any] = {}
     if side:
         how = {"text": side_order(4, train.batch // 2, {}), "side_stream": {}}
-    found = []
+    result = []
     for make in (Executor, partial(StepExecutor, CudaGraphs(gpu()))):
         model = GptLayers(SPEC, torch.float64)
         made = one_device(
             model, even_cut(model, 4 if side else 2), rows(), torch.float64, 2, split=side, device=gpu(), make=make,
             data=Noise(SPEC), train=train, **how,
         )  # fmt: skip
-        found.append(trained(made, train))
+        result.append(trained(made, train))
         assert made.executor.notices() == ()
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*result, strict=True):
         assert one == pytest.approx(other, abs=LOOSE_NORM, rel=LOOSE_NORM)

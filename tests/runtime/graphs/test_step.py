@@ -64,20 +64,20 @@ def device(name: str, graphs: RecordedGraphs | None) -> tuple[OneDevice, TrainSp
 
 def trained(made: OneDevice, train: TrainSpec, before: Callable[[int], None] = lambda step: None) -> Any:
     """Losses, norms and samples, asked for as the driver does of a GPU, a step later; parameters at the end."""
-    found, last = [], None
+    result, last = [], None
     for step in range(STEPS):
         before(step)
         started = made.executor.start(made.program, step, learning_rate(train, step))
         if last is not None:
-            found.append(last.result())
+            result.append(last.result())
         last = started
     assert last is not None
-    found.append(last.result())
+    result.append(last.result())
     made.executor.updates.commit()
     values = {f"{s} {n}": p.detach().clone() for s, stage in enumerate(made.stages) for n, p in stage.named.items()}
-    assert all((one.times[:, 1] >= one.times[:, 0]).all() for one in found)
+    assert all((one.times[:, 1] >= one.times[:, 0]).all() for one in result)
     made.executor.close()
-    return [(r.loss_sum, r.norm_squared, r.samples) for r in found], values
+    return [(r.loss_sum, r.norm_squared, r.samples) for r in result], values
 
 
 @cache
@@ -101,10 +101,10 @@ def test_the_numbers_of_steps_without_a_graph(name: str) -> None:
     """The uncaptured second stream is a thread, which adds up the norm in any order."""
     graphs = RecordedGraphs()
     made, train = device(name, graphs)
-    found = trained(made, train)
+    result = trained(made, train)
     assert (graphs.captures, graphs.replays) == (1, STEPS - UNCAPTURED)
     assert made.executor.notices() == ()
-    assert_same(found, plain(name), norms=1e-12 if name == "side stream" else 0.0)
+    assert_same(result, plain(name), norms=1e-12 if name == "side stream" else 0.0)
 
 
 def test_what_comes_between_two_steps() -> None:
@@ -141,15 +141,15 @@ def test_a_step_that_cannot_be_captured_runs_without_a_graph(name: str, monkeypa
     wrapped = GradientSync.norm_squared
 
     def reads(self: GradientSync, of: Any = None) -> torch.Tensor:
-        found = wrapped(self, of)
-        assert found.item() >= 0
-        return found
+        result = wrapped(self, of)
+        assert result.item() >= 0
+        return result
 
     monkeypatch.setattr(GradientSync, "norm_squared", reads)
-    found = trained(made, train)
+    result = trained(made, train)
     (note,) = made.executor.notices()
     assert note.startswith("steps do not run as a CUDA graph: operation not permitted when stream is capturing")
-    assert_same(found, plain(name), norms=1e-12 if name == "side stream" else 0.0)
+    assert_same(result, plain(name), norms=1e-12 if name == "side stream" else 0.0)
 
 
 def test_samples_of_several_lengths_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,10 +41,10 @@ def test_nodes_that_agree_may_train() -> None:
 def test_a_node_apart_is_said_and_served(change, says) -> None:
     report = replace(GOOD, **change)
     judge([report], OWN)
-    found = apart(report, RUN)
-    assert found.startswith(says)
-    assert (says == "") == (found == "")
-    assert not found or found.endswith("its data and checkpoints go through Ray")
+    result = apart(report, RUN)
+    assert result.startswith(says)
+    assert (says == "") == (result == "")
+    assert not result or result.endswith("its data and checkpoints go through Ray")
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_a_report_says_what_is_there(tmp_path, monkeypatch) -> None:
     (tmp_path / ".shared-1").write_text("of another run")
     assert not report_host(ask, "10.0.0.2").shared
     (tmp_path / ".shared-1").write_text(".shared-1")
-    found = report_host(ask, "10.0.0.2")
-    assert (found.shared, found.has_data, found.refusal) == (True, False, "")
-    assert found.versions == versions()
+    result = report_host(ask, "10.0.0.2")
+    assert (result.shared, result.has_data, result.refusal) == (True, False, "")
+    assert result.versions == versions()
     assert [p.name for p in tmp_path.iterdir()] == [".shared-1"]
 
 
@@ -93,5 +93,5 @@ def test_a_folder_that_cannot_be_written_into(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(host_check, "use_interface", lambda *_: None)
     (tmp_path / ".shared-1").write_text(".shared-1")
     monkeypatch.setattr(Path, "touch", refuse)
-    found = report_host(HostQuestion(tmp_path, ".shared-1", "10.0.0.1", one_host=False), "10.0.0.2")
-    assert (found.shared, found.refusal) == (True, "Permission denied")
+    result = report_host(HostQuestion(tmp_path, ".shared-1", "10.0.0.1", one_host=False), "10.0.0.2")
+    assert (result.shared, result.refusal) == (True, "Permission denied")

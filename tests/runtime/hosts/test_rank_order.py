@@ -166,30 +166,30 @@ cluster.shutdown()
 def test_ranks_of_five_nodes_lie_host_by_host() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=without_ray())
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     for name, counts in (("all", (5, 4, 3, 2, 2)), ("gpus", (4, 2)), ("gpu pairs", (4, 2))):
-        assert devices_on_hosts([at[2] for at in found[name]]) == counts
+        assert devices_on_hosts([at[2] for at in result[name]]) == counts
     # Three stages of two copies, two ranks each: the copies of a stage follow one another host by host.
-    inside = [at[2] for at in found["copies inside"]]
+    inside = [at[2] for at in result["copies inside"]]
     counts = devices_on_hosts(by_number(inside, Numbering(3, 2, "replicas"), 2))
     assert counts == tuple(sorted(counts, reverse=True))
     assert len(counts) == len(set(inside)) < len(devices_on_hosts(inside))
     for name, devices in (("all", 16), ("pairs", 12), ("gpus", 6), ("gpu pairs", 6)):
-        assert [at[:2] for at in found[name]] == [[rank, f"device {rank}"] for rank in range(devices)]
-        nodes = [at[2] for at in found[name]]
+        assert [at[:2] for at in result[name]] == [[rank, f"device {rank}"] for rank in range(devices)]
+        nodes = [at[2] for at in result[name]]
         assert len(devices_on_hosts(nodes)) == len(set(nodes))  # each host's ranks follow one another
-    pairs = [at[2] for at in found["pairs"]]
+    pairs = [at[2] for at in result["pairs"]]
     assert pairs[::2] == pairs[1::2]
-    assert found["kinds"] == ["new", "old", "new", "old"]  # two copies, each with one of both kinds
-    assert found["pairs, old first"] == ["old", "old", "new", "new"]
+    assert result["kinds"] == ["new", "old", "new", "old"]  # two copies, each with one of both kinds
+    assert result["pairs, old first"] == ["old", "old", "new", "new"]
     # The largest node and one of the smallest; what is given back is a whole node's.
-    assert found["by node"] == [[6, [5, 1], [5, 1], 2], [1, [1], [1], 1], [4, [1, 3], [1, 3], 2], [1, [1], [1], 1]]
-    assert "is for 3 devices of accelerator type old" in found["too few"]
-    assert "2 old" in found["too few"]
-    for _, own in groupby(found["gpus"], lambda at: at[2]):
+    assert result["by node"] == [[6, [5, 1], [5, 1], 2], [1, [1], [1], 1], [4, [1, 3], [1, 3], 2], [1, [1], [1], 1]]
+    assert "is for 3 devices of accelerator type old" in result["too few"]
+    assert "2 old" in result["too few"]
+    for _, own in groupby(result["gpus"], lambda at: at[2]):
         gpus = [at[3] for at in own]
         assert gpus == sorted(gpus)
-    both = [sorted(int(g) for at in found["gpu pairs"][d : d + 2] for g in at[3]) for d in (0, 2, 4)]
+    both = [sorted(int(g) for at in result["gpu pairs"][d : d + 2] for g in at[3]) for d in (0, 2, 4)]
     assert both == [[0, 1], [2, 3], [0, 1]]
-    assert "needs 2 groups of 3 GPUs, each on one node, and the nodes have room for 1" in found["refused"]
-    assert "they have 4, 2, 0, 0, 0 GPUs" in found["refused"]
+    assert "needs 2 groups of 3 GPUs, each on one node, and the nodes have room for 1" in result["refused"]
+    assert "they have 4, 2, 0, 0, 0 GPUs" in result["refused"]

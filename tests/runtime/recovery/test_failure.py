@@ -320,9 +320,9 @@ def test_the_cause_wins_over_what_it_does_to_the_others(local_ray) -> None:
             ray.get(refs[0])
         return root_cause(met.value, refs)
 
-    found = cause((GONE, 0.0), (None, 0.0), (IndexError("mine"), 0.3))
-    assert isinstance(found, DeviceError)
-    assert found.why.startswith("IndexError: mine")
+    result = cause((GONE, 0.0), (None, 0.0), (IndexError("mine"), 0.3))
+    assert isinstance(result, DeviceError)
+    assert result.why.startswith("IndexError: mine")
     assert cause((GONE, 0.0), (None, 0.0), (None, 0.0)).args == GONE.args
     begun = time.monotonic()
     assert isinstance(cause((ValueError("at once"), 0.0), (None, 2.0), (None, 2.0)), DeviceError)

@@ -28,17 +28,17 @@ def test_every_stage_of_the_dead_comes_from_a_living_holder(name: str, stages: i
             for stage, device in enumerate(row)
             if device == rank // tensor
         }
-        found = transfers(placement, dead, tensor)
+        result = transfers(placement, dead, tensor)
         lost = any(all(row[stage] * tensor + rank % tensor in dead for row in placement) for rank, (stage, _) in wanted)
-        assert (found is None) == lost
-        for move in found or ():
+        assert (result is None) == lost
+        for move in result or ():
             assert move.sender not in dead
             assert move.sender % tensor == move.receiver % tensor
             (stage, replica), (same, target) = move.source, move.target
             assert stage == same
             assert placement[replica][stage] == move.sender // tensor
             assert placement[target][stage] == move.receiver // tensor
-        assert found is None or {(move.receiver, move.target) for move in found} == wanted
+        assert result is None or {(move.receiver, move.target) for move in result} == wanted
 
 
 def test_experts_come_from_a_copy_with_the_same_share() -> None:

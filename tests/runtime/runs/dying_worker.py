@@ -38,9 +38,9 @@ class DyingExecutor(Executor):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _now(self, moment: str) -> bool:
-        if not (found := orders(self.file)):
+        if not (result := orders(self.file)):
             return False
-        rank, step, wanted, _ = found
+        rank, step, wanted, _ = result
         return (self.rank, self.training and self.step, moment) == (int(rank), int(step), wanted)
 
     def __init__(self, *given: Any) -> None:
@@ -96,8 +96,8 @@ def dying(file: Path) -> type[StageWorker]:
 
         @staticmethod
         def write_shard(folder: Path, name: str, snapshot: Snapshot) -> ShardInfo:
-            if found := orders(file):
-                rank, step, moment, _ = found
+            if result := orders(file):
+                rank, step, moment, _ = result
                 if (name, moment) == (f"rank-{int(rank):05d}", "write"):
                     (folder / f"{name}.safetensors.partial").write_bytes(b"the first bytes")
                     while DyingExecutor.newest < int(step) + 2:  # all have begun the save, and two steps after it

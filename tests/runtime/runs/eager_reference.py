@@ -119,9 +119,9 @@ def assert_step_of(
     for name, p in module.named_parameters(remove_duplicate=False):
         names.setdefault(p, []).append(name)
     for p, own in names.items():
-        found = [outcome.gradients[name] for name in own if name in outcome.gradients]
-        assert found or p.grad is None, f"{own} has no gradient here"
-        for gradient in found:
+        result = [outcome.gradients[name] for name in own if name in outcome.gradients]
+        assert result or p.grad is None, f"{own} has no gradient here"
+        for gradient in result:
             torch.testing.assert_close(gradient, torch.zeros_like(p) if p.grad is None else p.grad, rtol=0, atol=1e-9,
                                        msg=lambda m, n=own: f"{n}: {m}")  # fmt: skip
     assert outcome.gradients.keys() <= {name for own in names.values() for name in own}

@@ -162,12 +162,12 @@ def summed_in(job: JobSpec, data: Path, dtype: torch.dtype | None) -> list[float
     losses = []
     half = job.train.batch // 2
     for step in range(STEPS):
-        total, found = 0.0, []
+        total, result = 0.0, []
         for rows in (range(half), range(half, 2 * half)):
             loss = mean_loss(job, model, corpus, step, rows) / 2
-            found.append(torch.autograd.grad(loss, list(model.parameters())))
+            result.append(torch.autograd.grad(loss, list(model.parameters())))
             total += loss.item()
-        for p, one, two in zip(model.parameters(), *found, strict=True):
+        for p, one, two in zip(model.parameters(), *result, strict=True):
             p.grad = one + two if dtype is None else (one.to(dtype) + two.to(dtype)).to(p.dtype)
         optimizer.step()
         losses.append(total)
@@ -214,6 +214,6 @@ def test_wider_sums_of_narrow_gradients(stage_pool, text_folder, tmp_path) -> No
 
 def test_it_stays_when_a_plan_changes(text_folder) -> None:
     job = two_copies(text_folder, {"reduce_dtype": "bfloat16"})
-    found = less_memory(job, make_plan(job))
-    assert found is not None
-    assert found[0].parallel.reduce_dtype == "bfloat16"
+    result = less_memory(job, make_plan(job))
+    assert result is not None
+    assert result[0].parallel.reduce_dtype == "bfloat16"

@@ -142,8 +142,8 @@ def test_a_free_placement_trains(replicas, reference, stage_pool, text_folder, t
         "schedule": "auto", "placement": "free", "stages": 2, "replicas": replicas, "microbatch": 4 // replicas,
     }  # fmt: skip
     job = make_job(text_folder, parallel)
-    found = search(((0, 1, 0, 1, 0),), 4, CostTable.even(5), budget_s=0.1)
-    plan = Plan.of(job.parallel, ((0,), (1, 2), (3,), (4,), (5,)), job.train.batch, found.schedule)
+    result = search(((0, 1, 0, 1, 0),), 4, CostTable.even(5), budget_s=0.1)
+    plan = Plan.of(job.parallel, ((0,), (1, 2), (3,), (4,), (5,)), job.train.batch, result.schedule)
     losses = pipeline_losses(job, stage_pool, tmp_path, plan)
     assert losses == pytest.approx(reference, abs=1e-9, rel=0)
 

@@ -96,8 +96,8 @@ def test_pieces_are_updated_as_their_parameters() -> None:
         [ParameterPiece(parts[0], "b", 2), ParameterPiece(parts[1], "a", 2), ParameterPiece(parts[2], "", 1)],
     )
     set_rate(made, 0.5)
-    found = {id(p): (group["lr"], group["weight_decay"]) for group in made.param_groups for p in group["params"]}
-    assert [found[id(p)] for p in (whole, *parts)] == [(1.0, 0.5), (1.0, 0.5), (0.5, 0.25), (0.5, 0.0)]
+    result = {id(p): (group["lr"], group["weight_decay"]) for group in made.param_groups for p in group["params"]}
+    assert [result[id(p)] for p in (whole, *parts)] == [(1.0, 0.5), (1.0, 0.5), (0.5, 0.25), (0.5, 0.0)]
     assert {group[SCALE] for group in made.param_groups} == {1.0, 2.0}
 
 

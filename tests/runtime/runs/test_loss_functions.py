@@ -93,16 +93,16 @@ def detector() -> nn.Module:
 
 def boxes(model: Any, batch: Batch) -> Tensor:
     """Slot i is to find box i; there is no matching."""
-    found = model(pixel_values=batch["pixel_values"])
-    kinds = F.cross_entropy(found.logits.transpose(1, 2), batch["kinds"], reduction="none").mean(-1)
-    return kinds + 5 * (found.pred_boxes - batch["boxes"]).abs().sum(-1).mean(-1)
+    result = model(pixel_values=batch["pixel_values"])
+    kinds = F.cross_entropy(result.logits.transpose(1, 2), batch["kinds"], reduction="none").mean(-1)
+    return kinds + 5 * (result.pred_boxes - batch["boxes"]).abs().sum(-1).mean(-1)
 
 
 def weighted(model: Any, batch: Batch, power: float = 1.0) -> Tensor:
     """One loss a sample, with a weight from the data and a term of the hidden values."""
-    found = model(batch["features"])
-    each = F.cross_entropy(found["logits"], batch["labels"], reduction="none")
-    return batch["weight"] ** power * each + 0.1 * found["hidden"].square().mean(-1)
+    result = model(batch["features"])
+    each = F.cross_entropy(result["logits"], batch["labels"], reduction="none")
+    return batch["weight"] ** power * each + 0.1 * result["hidden"].square().mean(-1)
 
 
 def focal(model: Any, batch: Batch) -> Tensor:
@@ -124,8 +124,8 @@ def by_hand(model: Any, batch: Batch, temperature: float = 3.0) -> Tensor:
     """Distillation as people write it, under no_grad."""
     with torch.no_grad():
         taught = model.teacher(batch["features"])["logits"]
-    found = model(batch["features"])["logits"]
-    return -((taught / temperature).softmax(-1) * (found / temperature).log_softmax(-1)).sum(-1)
+    result = model(batch["features"])["logits"]
+    return -((taught / temperature).softmax(-1) * (result / temperature).log_softmax(-1)).sum(-1)
 
 
 def _draw() -> torch.Generator:
@@ -196,10 +196,10 @@ def plain_focal(model: nn.Module, rows: Batch) -> Tensor:
 
 
 def plain_distillation(model: Any, rows: Batch) -> Tensor:
-    found, taught = model(rows["features"])["logits"], model.teacher(rows["features"])["logits"].detach()
+    result, taught = model(rows["features"])["logits"], model.teacher(rows["features"])["logits"].detach()
     p = (taught / 4).softmax(-1)
-    soft = (p * (p.log() - (found / 4).softmax(-1).log())).sum(-1).mean()
-    return 0.7 * 16 * soft + 0.3 * F.cross_entropy(found, rows["labels"])
+    soft = (p * (p.log() - (result / 4).softmax(-1).log())).sum(-1).mean()
+    return 0.7 * 16 * soft + 0.3 * F.cross_entropy(result, rows["labels"])
 
 
 def pictures() -> dict[str, Tensor]:

@@ -68,20 +68,20 @@ def pictures() -> dict[str, Tensor]:
 
 def matched(model: Any, batch: Batch, weight: float = 5.0) -> Tensor:
     """DETR's loss: each box goes to the slot that finds it best, the cheapest assignment of all; one loss a sample."""
-    found = model(pixel_values=batch["pixel_values"])
+    result = model(pixel_values=batch["pixel_values"])
     losses = []
-    for row in range(len(found.logits)):
+    for row in range(len(result.logits)):
         wanted = batch["labels"][row][batch["labels"][row, :, 0] >= 0]
-        cost = -found.logits[row].softmax(-1)[:, wanted[:, 0].long()]
-        cost = (cost + weight * torch.cdist(found.pred_boxes[row], wanted[:, 1:].to(cost.dtype), p=1)).detach().numpy()
+        cost = -result.logits[row].softmax(-1)[:, wanted[:, 0].long()]
+        cost = (cost + weight * torch.cdist(result.pred_boxes[row], wanted[:, 1:].to(cost.dtype), p=1)).detach().numpy()
         slots = min(
             permutations(range(len(cost)), len(wanted)),
             key=lambda chosen: sum(cost[s, b] for b, s in enumerate(chosen)),
         )
         kinds = torch.full((len(cost),), KINDS)
         kinds[list(slots)] = wanted[:, 0].long()
-        each = F.cross_entropy(found.logits[row], kinds)
-        losses.append(each + weight * (found.pred_boxes[row, list(slots)] - wanted[:, 1:]).abs().mean())
+        each = F.cross_entropy(result.logits[row], kinds)
+        losses.append(each + weight * (result.pred_boxes[row, list(slots)] - wanted[:, 1:]).abs().mean())
     return torch.stack(losses)
 
 
@@ -96,8 +96,8 @@ def twice(model: Any, batch: Batch) -> Tensor:
 
 
 def by_weight(model: Any, batch: Batch) -> Tensor:
-    found = model(batch["pixel_values"])
-    return found.logits.mean((1, 2)) * float(model.slots.detach().mean())
+    result = model(batch["pixel_values"])
+    return result.logits.mean((1, 2)) * float(model.slots.detach().mean())
 
 
 def detr() -> nn.Module:
@@ -229,9 +229,9 @@ def test_loss_and_gradients_are_those_of_gradient_accumulation(case: str) -> Non
         if case == "mixtral":  # the library's plain loop over experts, which nothing can capture
             module.set_experts_implementation("eager")
         firsts = range(0, BATCH, MICROBATCH)
-        found = [module(**{name: t[first : first + MICROBATCH] for name, t in rows.items()}) for first in firsts]
-        assert case != "mixtral" or all(one.aux_loss > 0.1 for one in found)
-        return torch.stack([one["loss"].double() for one in found]).mean()  # the library's own is of float32
+        result = [module(**{name: t[first : first + MICROBATCH] for name, t in rows.items()}) for first in firsts]
+        assert case != "mixtral" or all(one.aux_loss > 0.1 for one in result)
+        return torch.stack([one["loss"].double() for one in result]).mean()  # the library's own is of float32
 
     for stages, split in ((2, False), (3, True)):
         outcome = run_step(model, even_cut(model, stages), rows, torch.float64, MICROBATCH, split=split)

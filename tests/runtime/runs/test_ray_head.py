@@ -52,8 +52,8 @@ def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp
     scrapes = []
     while process.poll() is None:
         with suppress(TimeoutError):  # Ray's agent may be slow to answer while processes start; it is asked again
-            found = {name: rows for name, rows in head.exported().items() if name.startswith("ray_raypipe")}
-            scrapes += [found] if found else []
+            result = {name: rows for name, rows in head.exported().items() if name.startswith("ray_raypipe")}
+            scrapes += [result] if result else []
         time.sleep(0.3)
     assert process.stdout is not None
     output = process.stdout.read()
@@ -62,7 +62,7 @@ def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp
     assert "training loss" in output, "the job's summary is passed on"
 
     ends = ("", "_bucket", "_sum", "_count")
-    names = {name for found in scrapes for name in found}
+    names = {name for result in scrapes for name in result}
     missing = {m.name for m in METRICS if not any(f"{m.exported}{end}" in names for end in ends)}
     unasked = {
         MEMORY_PLANNED.name,
@@ -72,7 +72,7 @@ def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp
     assert missing == unasked
 
     steps = {row["step"]: row for row in read_rows(run / ROWS) if "val_loss" not in row}
-    last = next(found for found in reversed(scrapes) if "ray_raypipe_step" in found)  # gauges end with their process
+    last = next(result for result in reversed(scrapes) if "ray_raypipe_step" in result)  # gauges end with their process
     values = {name: rows[0][1] for name, rows in last.items() if len(rows) == 1}
     labels = last["ray_raypipe_loss"][0][0]
     assert labels["run_name"] == labels["ray_train_run_name"] == "run"

@@ -51,10 +51,10 @@ class Mortals:
 
 @pytest.fixture(scope="module")
 def mortals(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortals]:
-    found = Mortals(reserve(4, CPU, 60.0), tmp_path_factory.mktemp("mortals") / "dies")
-    yield found
-    found.survivors.end()
-    found.held.give_back()
+    result = Mortals(reserve(4, CPU, 60.0), tmp_path_factory.mktemp("mortals") / "dies")
+    yield result
+    result.survivors.end()
+    result.held.give_back()
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +122,8 @@ def test_a_worker_is_replaced(
     assert newest is not None
     assert (newest.name, skipped) == ("step-00000005", [])
     for path in (directory / "checkpoints").glob("step-*"):  # whatever was being written when the worker died
-        found = open_checkpoint(path)
-        assert {file.name for file in path.iterdir()} == {"manifest.json", *found.files.values()}
+        result = open_checkpoint(path)
+        assert {file.name for file in path.iterdir()} == {"manifest.json", *result.files.values()}
     given_up = [e for e in read_rows(directory / EVENTS) if "step 3 is given up" in e.get("message", "")]
     assert len(given_up) == (moment == "write 0")
     after = [at.pid for at in workers.locations]
@@ -136,7 +136,7 @@ def test_a_worker_is_replaced_in_the_middle_of_a_call(
 ) -> None:
     """Of the steps of that call that count, all are logged although no device has returned them."""
     job = small_job(text_folder, TWO_COPIES, steps=15, clip=0.5)
-    found = []
+    result = []
     for call_s in (0.0, 1e9):
         monkeypatch.setattr(calls, "CALL_S", call_s)
         if call_s:
@@ -148,9 +148,9 @@ def test_a_worker_is_replaced_in_the_middle_of_a_call(
         finally:
             mortals.leave(workers)
             driver.log.close()
-        found.append([row for row in read_rows(tmp_path / str(call_s) / METRICS) if "loss" in row])
+        result.append([row for row in read_rows(tmp_path / str(call_s) / METRICS) if "loss" in row])
     assert not mortals.file.exists()  # it has died
-    undisturbed, disturbed = ([{key: row[key] for key in ("step", "loss", "grad_norm")} for row in of] for of in found)
+    undisturbed, disturbed = ([{key: row[key] for key in ("step", "loss", "grad_norm")} for row in of] for of in result)
     assert disturbed == undisturbed
     (event,) = [e for e in read_rows(tmp_path / "1000000000.0" / EVENTS) if e["event"] == "recovered"]
     assert event["step"] in (9, 10)

@@ -48,13 +48,13 @@ def test_results_are_the_same(
 ) -> None:
     train = TRAIN if parallel["schedule"] != "pipedream-2bw" else {**TRAIN, "clip": None}
     job = small_job(text_folder, parallel, **train)
-    found: list[tuple[Done, list[int]]] = []
+    result: list[tuple[Done, list[int]]] = []
     for call_s in (0.0, 1e9):
         monkeypatch.setattr(driver_calls, "CALL_S", call_s)
         calls: list[int] = []
         with monkeypatch.context() as patch:
-            found.append((drive(job, counted(stage_pool, calls, patch), tmp_path / str(call_s)), calls))
-    (one, ones), (many, calls) = found
+            result.append((drive(job, counted(stage_pool, calls, patch), tmp_path / str(call_s)), calls))
+    (one, ones), (many, calls) = result
     assert ones == [1] * 19
     # Five before three steps have been measured; then up to what is due after 7, 9, 14, 18 and 19.
     assert list(accumulate(calls)) == [1, 2, 3, 4, 5, 7, 9, 14, 18, 19]
@@ -118,9 +118,9 @@ def test_the_step_that_goes_on_changes_no_checkpoint(
     assert runs[True].losses == runs[False].losses
     assert list(runs[True].checkpoints) == list(runs[False].checkpoints) == [1, 2, 3, 4]
     for step, path in runs[True].checkpoints.items():
-        found, expected = tensors(path), tensors(runs[False].checkpoints[step])
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in found), step
+        result, expected = tensors(path), tensors(runs[False].checkpoints[step])
+        assert result.keys() == expected.keys()
+        assert all(torch.equal(result[key], expected[key]) for key in result), step
     events = read_rows(tmp_path / "True" / EVENTS)
     kinds = [(e["event"], e["step"]) for e in events if e["event"].startswith("checkpoint")]
     assert [k for k in kinds if k[0] == "checkpoint_begun"] == [("checkpoint_begun", n) for n in (1, 2, 3, 4)]

@@ -71,14 +71,14 @@ def test_searched_gathers_change_no_loss(parallel, plain, stage_pool, text_folde
     named = job(text_folder, zeropp)
     plan = make_plan(named)
     group = plan.parallel.shard_replicas
-    found = search_gathers(
+    result = search_gathers(
         [plan.order()], [[4.0]], replace(CostTable.even(3), gather=(2.0,) * 3, reduce_scatter=(1.0,) * 3),
         [1.0] * 3, sharding=Sharding(levels=(3,) * 3, group=group),
     ).schedule  # fmt: skip
-    gathers = [t.stage for t in found.orders[0] if t.kind == "AG"]
-    assert 3 < len(gathers) < 2 * 3 * found.microbatches
+    gathers = [t.stage for t in result.orders[0] if t.kind == "AG"]
+    assert 3 < len(gathers) < 2 * 3 * result.microbatches
     own = job(text_folder, {**zeropp, "gather": "order"})
-    done = drive(own, stage_pool, tmp_path, plan=plan.remade(8, found, gather="order"))
+    done = drive(own, stage_pool, tmp_path, plan=plan.remade(8, result, gather="order"))
     assert done.losses == pytest.approx(plain, abs=1e-9, rel=0)
     shards = named.parallel.replicas // (group or named.parallel.replicas)
     assert done.driver.counts["all_gather"] == shards * len(gathers)

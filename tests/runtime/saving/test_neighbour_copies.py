@@ -83,11 +83,11 @@ def test_the_newest_complete_copies_become_a_checkpoint(run: Run) -> None:
     done, path = run.checkpoints.newest
     assert (done, run.told) == (4, [4])
     assert path is not None
-    found = open_checkpoint(path)
-    assert found.meta["left_out"] == 1
+    result = open_checkpoint(path)
+    assert result.meta["left_out"] == 1
     for rank in range(2):
         saved = state(rank, 4)
-        held = found.read(saved)
+        held = result.read(saved)
         assert all(torch.equal(held[key], value) for key, value in saved.items())
     assert not run.copies.restore(run.checkpoints, newest=4), "it is no newer"
 
@@ -155,8 +155,8 @@ def test_the_next_driver_finds_the_copies_of_one_that_died(run: Run) -> None:
     assert run.calls[0][0] < last, "numbers are those of one copy each"
     run.copies = NeighbourCopies(2, run.log, index)
     assert run.copies.restore(run.checkpoints, newest=4)
-    state_then, found = state(1, 6), open_checkpoint(run.checkpoints.newest[1])
-    assert all(torch.equal(found.read([key])[key], value) for key, value in state_then.items())
+    state_then, result = state(1, 6), open_checkpoint(run.checkpoints.newest[1])
+    assert all(torch.equal(result.read([key])[key], value) for key, value in state_then.items())
     run.copies.forget()
     assert not NeighbourCopies(2, run.log, index).restore(run.checkpoints, newest=4)
     ray.kill(index)

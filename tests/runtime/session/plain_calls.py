@@ -47,15 +47,15 @@ class PlainCalls:
     def forward_backward(
         self, data: Sequence[Datum], loss: str, low: float = 0.8, high: float = 1.2
     ) -> tuple[float, list[Tensor]]:
-        total, found = 0.0, []
+        total, result = 0.0, []
         for one in data:
             logprobs = target_logprobs(self.model, one)
             given = {name: torch.tensor(values) for name, values in one.inputs.items()}
             own = documented_loss(loss, logprobs, given, low, high)
             own.backward()
             total += own.item()
-            found.append(logprobs.detach())
-        return total, found
+            result.append(logprobs.detach())
+        return total, result
 
     def optim_step(self, adam: AdamW) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), adam.clip or float("inf"))

@@ -67,8 +67,8 @@ def killed_while_called(session: Session, kills: int, tmp_path: Path) -> None:
             if step == 1:
                 pid = session.workers.locations[rng.randrange(2)].pid
                 threading.Timer(rng.uniform(0.0, 0.02), os.kill, (pid, signal.SIGKILL)).start()
-        for slot, calls, found, adam, updated in queued:
-            for data, call in zip(calls, found, strict=True):
+        for slot, calls, result, adam, updated in queued:
+            for data, call in zip(calls, result, strict=True):
                 total, _ = plain[slot].forward_backward(data, "ppo")
                 assert call.result().loss_sum == pytest.approx(total, abs=1e-9), kill
             assert updated.result().grad_norm == pytest.approx(plain[slot].optim_step(adam), abs=1e-9), kill
@@ -87,11 +87,11 @@ def test_a_killed_worker_costs_no_update(session: Session, tmp_path: Path) -> No
 def test_one_thread_waits_for_results_while_another_queues_calls(session: Session) -> None:
     """As the server has it: neither waits for the other where workers are started anew."""
     rng, plain, queued = random.Random(6), PlainCalls(whole_gpt(session.job)), SimpleQueue[Any]()
-    found: list[float] = []
+    result: list[float] = []
 
     def collect() -> None:
         while (call := queued.get()) is not None:
-            found.append(call.result().loss_sum)
+            result.append(call.result().loss_sum)
 
     thread = threading.Thread(target=collect, daemon=True)
     thread.start()
@@ -105,7 +105,7 @@ def test_one_thread_waits_for_results_while_another_queues_calls(session: Sessio
     queued.put(None)
     thread.join(60)
     assert not thread.is_alive()
-    assert found == pytest.approx(expected, abs=1e-9)
+    assert result == pytest.approx(expected, abs=1e-9)
     assert session.lives == 1
 
 

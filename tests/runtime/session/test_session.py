@@ -50,7 +50,7 @@ def job_of(parallel: dict[str, Any], model: dict[str, Any] = GPT, **train: Any) 
 
 def sampled(rng: random.Random, loss: str, count: int) -> list[Datum]:
     """Sequences of unequal lengths with all that a loss needs."""
-    found = []
+    result = []
     for _ in range(count):
         length = rng.randint(2, 24)
         kinds = {
@@ -63,8 +63,8 @@ def sampled(rng: random.Random, loss: str, count: int) -> list[Datum]:
         if "sequence_ratio_mask" in inputs:
             inputs["sequence_ratio_mask"][0] = 1.0
         tokens = [rng.randrange(256) for _ in range(length + 1)]
-        found.append(arrays(tokens[:-1], target_tokens=tokens[1:], **inputs))
-    return found
+        result.append(arrays(tokens[:-1], target_tokens=tokens[1:], **inputs))
+    return result
 
 
 def assert_equal_steps(session: Any, plain: PlainCalls, losses: list[str], steps: int) -> None:
@@ -134,12 +134,12 @@ def test_a_loss_of_the_clients_own_goes_as_weights_of_a_cross_entropy(session_of
 
         own = squares([target_logprobs(plain.model, one) for one in data])
         own.backward()
-        found = [torch.tensor(x, requires_grad=True) for x in session.forward(data).result().logprobs]
-        theirs = squares(found)
+        result = [torch.tensor(x, requires_grad=True) for x in session.forward(data).result().logprobs]
+        theirs = squares(result)
         theirs.backward()
         assert theirs.item() == pytest.approx(own.item(), abs=1e-9)
         weighted = [
-            one._replace(inputs={**one.inputs, "weights": -x.grad.numpy()}) for one, x in zip(data, found, strict=True)
+            one._replace(inputs={**one.inputs, "weights": -x.grad.numpy()}) for one, x in zip(data, result, strict=True)
         ]
         session.forward_backward(weighted)
         adam = AdamW(lr=0.01)
@@ -239,8 +239,8 @@ def test_models_whose_calls_take_turns_equal_each_alone(
         if slot in waiting and rng.random() < 0.5:
             waiting.discard(slot)
             adam = AdamW(lr=0.01 * (slot + 1), eps=1e-8, weight_decay=0.1, clip=rng.choice([None, 1.0]))
-            found = session.optim_step(adam, slot).result()
-            assert found.grad_norm == pytest.approx(plain[slot].optim_step(adam), abs=1e-9), turn
+            result = session.optim_step(adam, slot).result()
+            assert result.grad_norm == pytest.approx(plain[slot].optim_step(adam), abs=1e-9), turn
         else:
             waiting.add(slot)
             data = sampled(rng, "ppo", rng.randint(1, 5))
@@ -254,8 +254,8 @@ def test_models_whose_calls_take_turns_equal_each_alone(
     session.forward_backward(data, slot=0)
     plain[1].forward_backward(data, "cross_entropy")
     adam = AdamW(lr=0.01, eps=1e-8)
-    found = session.optim_step(adam, 0).result()
-    assert found == Updated(1, pytest.approx(plain[1].optim_step(adam), abs=1e-9))
+    result = session.optim_step(adam, 0).result()
+    assert result == Updated(1, pytest.approx(plain[1].optim_step(adam), abs=1e-9))
     expected, _ = plain[1].forward_backward(data, "cross_entropy")  # with the weights that the optimizer's state led to
     assert session.forward(data, slot=0).result().loss_sum == pytest.approx(expected, abs=1e-9)
 

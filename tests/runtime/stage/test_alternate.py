@@ -135,8 +135,8 @@ def test_each_sees_its_own_keys_and_the_callers_modes() -> None:
         return run
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = Alternation().run(forward(4), forward(5))
-    for (y, gradients, cast), sample in zip(found, [4, 5], strict=True):
+        result = Alternation().run(forward(4), forward(5))
+    for (y, gradients, cast), sample in zip(result, [4, 5], strict=True):
         with random_keys(1, 2, [sample], training=True):
             assert torch.equal(y, dropout(torch.ones(1, 64)))
         assert (gradients, cast) == (False, True)

@@ -81,4 +81,4 @@ def test_a_users_own_setting_wins(monkeypatch) -> None:
 
 def test_this_host_has_loopback(monkeypatch) -> None:
     monkeypatch.undo()
-    assert "127.0.0.1" in [one.address for one in host_addresses()]
+    assert "127.0.0.1" in [host_address.address for host_address in host_addresses()]

@@ -71,13 +71,13 @@ class QueueReceiver:
 
     def recv(self, label: Label, timeout_s: float) -> list[Tensor]:
         deadline = time.monotonic() + timeout_s
-        while (found := self._inbox.take(label)) is None:
+        while (result := self._inbox.take(label)) is None:
             try:
                 head, tensors = self._source.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise self._inbox.late(label, timeout_s) from None
             self._inbox.keep(self._inbox.accept(head).label, tensors)
-        return found
+        return result
 
     def close(self) -> None:
         pass

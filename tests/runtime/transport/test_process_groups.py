@@ -61,15 +61,15 @@ def test_connected_is_what_a_walk_finds() -> None:
         for a, b in joins:
             near.setdefault(a, set()).add(b)
             near.setdefault(b, set()).add(a)
-        found, left = [], set(near)
+        result, left = [], set(near)
         while left:
             reached, front = set(), {min(left)}
             while front:
                 reached |= front
                 front = {b for a in front for b in near[a]} - reached
-            found.append(tuple(sorted(reached)))
+            result.append(tuple(sorted(reached)))
             left -= reached
-        assert connected(joins) == sorted(found)
+        assert connected(joins) == sorted(result)
 
 
 @pytest.mark.parametrize(

@@ -247,8 +247,8 @@ def test_every_family_gives_the_same_bits_in_every_interleaving(name: str, monke
     expected = step(schedule, 0, (), monkeypatch)
     assert all(value.isfinite().all() for value in expected)
     for seed in range(1, INTERLEAVINGS + 1):
-        found = step(schedule, seed, (), monkeypatch)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), f"interleaving {seed}"
+        result = step(schedule, seed, (), monkeypatch)
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), f"interleaving {seed}"
 
 
 FAULTS = ("no wait before a send", "no wait after a receive", "memory used again too early")
@@ -259,4 +259,4 @@ def test_a_planted_fault_gives_other_numbers(fault: str, monkeypatch: pytest.Mon
     schedule = generate("1f1b", SHAPES["1f1b"])
     expected = step(schedule, 0, (), monkeypatch)
     runs = [step(schedule, seed, (fault,), monkeypatch) for seed in range(1, 11)]
-    assert any(not torch.equal(a, b) for found in runs for a, b in zip(found, expected, strict=True))
+    assert any(not torch.equal(a, b) for result in runs for a, b in zip(result, expected, strict=True))

@@ -110,10 +110,10 @@ def test_all_reduces_start_before_the_last_backward_ends(split, monkeypatch) -> 
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 8 << 10)
     issued, ends = Issued(), []
     sums: list[Any] = []
-    found = buckets.BucketedAllReduce.__init__
+    result = buckets.BucketedAllReduce.__init__
 
     def make(self: Any, *args: Any, **kwargs: Any) -> None:
-        found(self, *args, **kwargs)
+        result(self, *args, **kwargs)
         sums.append(self)
 
     def all_reduce(flat: torch.Tensor, group: Any, async_op: bool) -> Done:

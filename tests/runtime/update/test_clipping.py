@@ -81,9 +81,9 @@ def same_as_plain(found: Run, data: Path, plain: dict[float, list[float]]) -> bo
 def test_undone_updates_change_nothing(parallel, clip, plain, stage_pool, own_text, tmp_path) -> None:
     """Every update is made before its norm is known; wrong ones would show in the next loss."""
     limit, clipped = CLIPS[clip]
-    found = run(own_text, stage_pool, tmp_path, parallel | {"update": "optimistic"}, clip=limit)
-    assert found.undone == clipped
-    assert same_as_plain(found, tmp_path / "plain", plain)
+    result = run(own_text, stage_pool, tmp_path, parallel | {"update": "optimistic"}, clip=limit)
+    assert result.undone == clipped
+    assert same_as_plain(result, tmp_path / "plain", plain)
 
 
 @pytest.mark.runs
@@ -110,26 +110,26 @@ def test_to_the_last_bit_as_if_waited_for(parallel, train, stage_pool, own_text,
 
 @pytest.mark.runs
 def test_updates_that_stand(plain, stage_pool, own_text, tmp_path) -> None:
-    found = run(own_text, stage_pool, tmp_path, PLANS[1] | {"update": "optimistic"}, clip=CLIPS["never"][0])
-    assert not found.undone
-    assert same_as_plain(found, tmp_path / "plain", plain)
+    result = run(own_text, stage_pool, tmp_path, PLANS[1] | {"update": "optimistic"}, clip=CLIPS["never"][0])
+    assert not result.undone
+    assert same_as_plain(result, tmp_path / "plain", plain)
 
 
 @pytest.mark.runs
 def test_a_schedule_that_gains_nothing_by_it_can_be_made_to(plain, stage_pool, own_text, tmp_path) -> None:
     parallel = {"schedule": "chimera", "stages": 4, "update": "optimistic"}
-    found = run(own_text, stage_pool, tmp_path, parallel, clip=CLIPS["sometimes"][0])
-    assert found.undone == CLIPS["sometimes"][1]
-    assert same_as_plain(found, tmp_path / "plain", plain)
+    result = run(own_text, stage_pool, tmp_path, parallel, clip=CLIPS["sometimes"][0])
+    assert result.undone == CLIPS["sometimes"][1]
+    assert same_as_plain(result, tmp_path / "plain", plain)
 
 
 @pytest.mark.runs
 @pytest.mark.parametrize("parallel", [{"stages": 1, "replicas": 2}, {"schedule": "chimera", "stages": 2}], ids=str)
 def test_devices_that_hold_every_stage_clip_alike(parallel, plain, stage_pool, own_text, tmp_path) -> None:
     """Nobody tells anybody its norm there: each clips by what it sees, and their weights stay the same."""
-    found = run(own_text, stage_pool, tmp_path, parallel, clip=CLIPS["sometimes"][0])
-    assert same_as_plain(found, tmp_path / "plain", plain)
-    norms = [norm for _, norm, _ in found.rows if norm is not None]
+    result = run(own_text, stage_pool, tmp_path, parallel, clip=CLIPS["sometimes"][0])
+    assert same_as_plain(result, tmp_path / "plain", plain)
+    norms = [norm for _, norm, _ in result.rows if norm is not None]
     assert [step for step, norm in enumerate(norms, 1) if norm > CLIPS["sometimes"][0]] == CLIPS["sometimes"][1]
 
 

@@ -166,7 +166,7 @@ def test_what_a_postponed_gradient_waits_for_is_what_the_memory_model_counts(mon
     (stage,) = two_steps(Log(), monkeypatch, first_k=2).stages
     waiting = stage.queue.waiting
     assert waiting is not None
-    found = [waiting.nbytes(layer) for layer in stage.trained_by_block]
+    result = [waiting.nbytes(layer) for layer in stage.trained_by_block]
     counted = [work.waiting_bytes for work in gpt_work(SPEC, "float64")]
     positions = 8 * SPEC.sequence * (1 + SPEC.hidden)  # one sequence of them for all samples, which is not counted
-    assert found == [2 * (each or 0.0) + (positions if n == 0 else 0) for n, each in enumerate(counted)]
+    assert result == [2 * (each or 0.0) + (positions if n == 0 else 0) for n, each in enumerate(counted)]

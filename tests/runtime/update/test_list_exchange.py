@@ -27,9 +27,9 @@ def test_all_ranks_have_all_numbers(ranks: int) -> None:
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        ended = [one.communicate(timeout=120) for one in processes]
+        ended = [process.communicate(timeout=120) for process in processes]
     finally:
-        for one in processes:
-            one.kill()
-    assert [one.returncode for one in processes] == [0] * ranks, [err for _, err in ended]
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks, [err for _, err in ended]
     assert [out.strip() for out, _ in ended] == ["told"] * (ranks - 1) + [""]

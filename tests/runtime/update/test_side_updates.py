@@ -178,11 +178,11 @@ def test_a_gpu_s_second_stream_gives_the_numbers_of_its_first() -> None:
     from raypipe.runtime.update.optimizer import learning_rate
     from tests.runtime.host_waits import executor
 
-    found = []
+    result = []
     for how in ({"side": {1: 0, 2: 1}}, {"split": True}):
         runner, program, train = executor(torch.device("cuda", 0), {"clip": None, **how})
         results = [runner.run(program, step, learning_rate(train, step)) for step in range(5)]
-        found.append([(r.loss_sum, r.norm_squared) for r in results])
+        result.append([(r.loss_sum, r.norm_squared) for r in results])
         runner.close()
-    for one, two in zip(*found, strict=True):
+    for one, two in zip(*result, strict=True):
         assert one == pytest.approx(two, abs=1e-9, rel=1e-9)

@@ -163,12 +163,12 @@ def test_a_run_with_dpo_logs_its_rewards(stage_pool, tmp_path) -> None:
     }  # fmt: skip
     job = job.model_copy(update={"train": job.train.model_copy(update=asked)})
     drive(job, stage_pool, tmp_path / "run")
-    found = [row for row in read_rows(tmp_path / "run" / METRICS) if "val_loss" in row]
-    assert len(found) == 3
+    result = [row for row in read_rows(tmp_path / "run" / METRICS) if "val_loss" in row]
+    assert len(result) == 3
     (tmp_path / "run" / RECORD).write_text(job.model_dump_json())
     kept = best(tmp_path / "run" / "checkpoints")
     assert kept is not None
-    top = max(found, key=lambda row: row["val_rewards/margins"])
+    top = max(result, key=lambda row: row["val_rewards/margins"])
     assert kept.step == top["step"]
     module = Writer().double()
     fill(module, tmp_path / "run", job)  # the best checkpoint's

@@ -65,13 +65,13 @@ def test_predictions_are_those_of_one_process(parallel, stage_pool, text_folder,
     task = NextToken()
     data = open_data(tmp_path / "data", task)
     batches = [data.batch("val", 0, k, job.train.batch) for k in range(2)]
-    inputs = {name: torch.cat([one[name] for one in batches]) for name in batches[0]}
+    inputs = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     with torch.no_grad(), random_keys(0, 0, [], training=False):
         (logits,) = body((), inputs)
-    found = seen[rows.index(top)]
-    assert found.predictions.dtype == np.float64
-    assert found.predictions == pytest.approx(logits.numpy(), abs=1e-9, rel=0)
-    assert (found.label_ids == inputs["shift_labels"].numpy()).all()
+    result = seen[rows.index(top)]
+    assert result.predictions.dtype == np.float64
+    assert result.predictions == pytest.approx(logits.numpy(), abs=1e-9, rel=0)
+    assert (result.label_ids == inputs["shift_labels"].numpy()).all()
     guessed = logits.argmax(-1)
     assert top["val_accuracy"] == pytest.approx(float((guessed == inputs["shift_labels"]).double().mean()))
     assert top["val_mean"] == pytest.approx(float(guessed.double().mean()))
@@ -92,17 +92,17 @@ def test_samples_come_in_the_order_of_their_rows() -> None:
     places = [2, 0, 1, 1, 0, 2, 2, 1]
     first = [kept([2, 3], [[1.0], [1.5]], [1, 1]), kept([0, 1], [[2.0], [0.0]], [2, 0])]
     second = [kept([0, 1, 2, 3], [[9.0]] * 4, [9] * 4)]
-    found = together([first, second], 4, places)
-    assert found.predictions.tolist() == [[0.0], [1.0], [2.0]]
-    assert found.label_ids.tolist() == [0, 1, 2]
+    result = together([first, second], 4, places)
+    assert result.predictions.tolist() == [[0.0], [1.0], [2.0]]
+    assert result.label_ids.tolist() == [0, 1, 2]
     assert together([first], 4, None).label_ids.tolist() == [2, 0, 1, 1]
 
 
 def test_rows_of_two_lengths_are_padded_with_ignored_labels() -> None:
     parts = [kept([0], [[[0.5, 0.5]]], [[4]]), kept([1], [[[1.0, 2.0], [3.0, 4.0]]], [[5, 6]])]
-    found = together([parts], 2, None)
-    assert found.label_ids.tolist() == [[4, -100], [5, 6]]
-    assert found.predictions[0].tolist() == [[0.5, 0.5], [-100, -100]]
+    result = together([parts], 2, None)
+    assert result.label_ids.tolist() == [[4, -100], [5, 6]]
+    assert result.predictions[0].tolist() == [[0.5, 0.5], [-100, -100]]
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,15 @@ def test_a_second_compilation_finds_every_graph(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model = model_of("mlp")
     rows = model.task.complete(CASES["mlp"][1])
-    found = []
+    result = []
     for _ in range(2):
         counters["inductor"].clear()
         _, _, reports = compiled_device(model, even_cut(model, 1), rows, torch.float64, 2, build=compile_graph)
         assert [report.reason for report in reports] == [None]
-        found.append({what: counters["inductor"][f"fxgraph_cache_{what}"] for what in ("miss", "hit", "bypass")})
-    graphs = found[0]["miss"]
+        result.append({what: counters["inductor"][f"fxgraph_cache_{what}"] for what in ("miss", "hit", "bypass")})
+    graphs = result[0]["miss"]
     assert graphs
-    assert found == [{"miss": graphs, "hit": 0, "bypass": 0}, {"miss": 0, "hit": graphs, "bypass": 0}]
+    assert result == [{"miss": graphs, "hit": 0, "bypass": 0}, {"miss": 0, "hit": graphs, "bypass": 0}]
 
 
 class Begun:

@@ -36,13 +36,13 @@ def test_every_option_of_a_shape_is_tried() -> None:
 @st.composite
 def shapes(draw: st.DrawFn, name: str) -> dict[str, object]:
     """Devices, micro-batches, about half of the family's own options, and seldom one that it has no use for."""
-    found: dict[str, object] = {"devices": draw(st.integers(1, 6)), "microbatches": draw(st.integers(1, 14))}
+    result: dict[str, object] = {"devices": draw(st.integers(1, 6)), "microbatches": draw(st.integers(1, 14))}
     for key, values in VALUES.items():
         if key in SCHEDULES[name].options and draw(st.booleans()):
-            found[key] = draw(values)
+            result[key] = draw(values)
         elif draw(st.integers(0, 9)) == 0:
-            found[key] = draw(WRONG[key])
-    return found
+            result[key] = draw(WRONG[key])
+    return result
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

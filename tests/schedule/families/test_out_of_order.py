@@ -13,9 +13,9 @@ def spent(name: str, devices: int, chunks: int, count: int, comm: float = 0) -> 
     costs = CostTable.even(devices * chunks, comm=comm)
     schedule = generate(name, Shape(devices=devices, microbatches=count, chunks=chunks), costs)
     verify(schedule)
-    found = simulate(schedule, costs).makespan
-    assert lower_bound(schedule, costs) <= found
-    return found
+    result = simulate(schedule, costs).makespan
+    assert lower_bound(schedule, costs) <= result
+    return result
 
 
 def test_eight_layers_on_two_devices() -> None:

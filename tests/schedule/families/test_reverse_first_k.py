@@ -66,10 +66,10 @@ def test_memory_caps_k():
         cap = rng.choice([*peaks, 0.5 + rng.choice(peaks)])
         apart = [all_ - own for all_, own in zip(usual, waiting, strict=True)]
         memory = HeldMemory(0.0, usual, apart, waiting)
-        found = most_postponed(memory, cap)
-        assert max(peaks[: found + 1]) <= cap or found == 0
+        result = most_postponed(memory, cap)
+        assert max(peaks[: result + 1]) <= cap or result == 0
         # With k layers postponed, their own moments come after the backward, when less is left.
-        first_above = [usual[i] + sum(waiting[i + 1 : found + 1]) for i in range(min(found + 1, n))]
-        assert found == n or max(usual) > cap or max(first_above) > cap
+        first_above = [usual[i] + sum(waiting[i + 1 : result + 1]) for i in range(min(result + 1, n))]
+        assert result == n or max(usual) > cap or max(first_above) > cap
         assert most_postponed(memory, 0.0) == 0
         assert most_postponed(memory, sum(kept) + sum(gradients)) == n

@@ -124,8 +124,8 @@ def test_searched_orders_cannot_deadlock(part: int) -> None:
             all_reduce=(0.0,) * stages, update=(0.0,) * stages, comm=rng.choice([0.0, 0.3]),
         )  # fmt: skip
         count = rng.randint(len(placement), 8)
-        found = search(placement, count, costs, split=rng.random() < 0.5, budget_s=0.002, seed=number)
-        schedule = whole(found.schedule, rng.choice(SYNCS), rng.choice([1, 2]))
+        result = search(placement, count, costs, split=rng.random() < 0.5, budget_s=0.002, seed=number)
+        schedule = whole(result.schedule, rng.choice(SYNCS), rng.choice([1, 2]))
         check(schedule, ahead=rng.random() < 0.5)
 
 

@@ -32,10 +32,10 @@ def sharded(
     schedule: Schedule, level: int, gather: Gather, copies: int = 2, group: int | None = None, sync: Sync = "lazy",
     ahead: int = 1,
 ) -> Schedule:  # fmt: skip
-    found = replicate(shard(schedule, level, gather=gather, unit=2, group=group, ahead=ahead), copies)
-    found = add_updates(place_gradient_sync(found, sync))
-    verify(found)
-    return found
+    result = replicate(shard(schedule, level, gather=gather, unit=2, group=group, ahead=ahead), copies)
+    result = add_updates(place_gradient_sync(result, sync))
+    verify(result)
+    return result
 
 
 def forwards(schedule: Schedule) -> list[Program]:

@@ -88,5 +88,5 @@ def _address(name: str) -> str:
 
 
 def _same_user(connection: socket.socket) -> bool:
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(found)[1] == os.geteuid())
+    result = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(result)[1] == os.geteuid())
