@@ -167,6 +167,16 @@ def all_to_all_seconds(profile: Profile, size_bytes: float, layout: Layout, shar
     return max(inside, between.seconds((group - k) * each))
 
 
+def least_exchange_seconds(profile: Profile, size_bytes: float) -> float:
+    """Return the least seconds of an all-to-all between the copies that divide experts, wherever they are.
+
+    A host has 1 to all of them, if each has as many.
+    """
+    group, most = profile.experts, max(profile.placed.of_first(profile.devices), default=1)
+    layouts = [Layout(group // k, k) for k in range(1, min(group, most) + 1) if group % k == 0]
+    return min(all_to_all_seconds(profile, size_bytes, layout) for layout in layouts)
+
+
 def with_exchange(costs: CostTable, seconds: Sequence[float], overlap: float = 0.0) -> CostTable:
     """Return a table whose F, B and R also wait for tokens, as runs have it: all-to-all inside the tasks.
 

@@ -11,9 +11,11 @@ import pytest
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.plan.candidate import grids
 from raypipe.plan.choose import choose
 from raypipe.plan.decision_json import as_json
-from raypipe.plan.tensor_groups import ALONE, Sharing
+from raypipe.plan.predict.predictor import Predictor
+from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
 from tests.plan.conftest import make_job, make_profile
 
 NUMBERS = (2, 4)
@@ -84,3 +86,22 @@ def test_imbalance_is_no_key_of_a_whole_plan() -> None:
     with pytest.raises(SpecError, match=r"parallel\.imbalance: is read by the planner alone"):
         make_job(parallel={"stages": 2, "schedule": "1f1b", "microbatch": 1, "imbalance": 1.5})
     assert make_job(parallel={"auto": True, "imbalance": 1.5}).parallel.imbalance == 1.5
+
+
+@pytest.mark.parametrize("sent_bytes", [1e6, 1e8])
+def test_bounds_count_the_way_of_tokens(sent_bytes: float) -> None:
+    """No plan is faster than its bounds, and those of divided experts grow with what is sent."""
+    train = make_job(layers=4).train
+    least: dict[float, list[float]] = {}
+    for sent in (0.0, sent_bytes):
+        profiles = mixtures(8, sent)
+        judge = Judges({key: Predictor(own, train, 4) for key, own in profiles.items()})
+        every = [g for sharing in profiles for g in grids(4, train.batch, 4, 1, 16, *sharing)]
+        for grid in every:
+            for c in (c for c in judge.on(grid) if c.form.versions == "flush"):
+                p = judge.predict(c)
+                least.setdefault(sent, []).append(judge.least_on(grid))
+                assert max(judge.least_on(grid), judge.least_of_all(c), judge.least(c)) <= p.step_s, c
+    more = [b / a for a, b in zip(*least.values(), strict=True)]
+    assert min(more) >= 1
+    assert max(more) > 1.01

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from raypipe.cost.experts import least_exchange_seconds
 from raypipe.cost.memory import kept_bytes, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import FIELDS, times_at, times_of_stages
@@ -68,13 +69,22 @@ class StageArrays:
     _sizes: dict[str, Array] = field(default_factory=dict)
 
     def times(self, microbatch: int) -> dict[str, Array]:
-        """Per field of ``TaskTimes``, the seconds of each layer; layers that are alike are looked up once."""
+        """Per field of ``TaskTimes``, the seconds of each layer; layers that are alike are looked up once.
+
+        F, B and R of experts that copies divide also wait for tokens, at least as long as the fastest layout takes.
+        """
         if microbatch not in self._times:
             layers, kinds = self.profile.layers, times_of_stages(self.profile.layers).kinds
             known = {kind: times_at(layers[kind], microbatch) for kind in set(kinds)}
             self._times[microbatch] = {
                 name: np.array([getattr(known[kind], name) for kind in kinds]) for name in FIELDS
             }
+            if self.profile.experts > 1:
+                sizes = {layer.exchanged_bytes for layer in layers}
+                least = {size: least_exchange_seconds(self.profile, size * microbatch) for size in sizes}
+                waits = np.array([least[layer.exchanged_bytes] for layer in layers])
+                for name in ("forward", "input_grad", "joint", "recompute"):
+                    self._times[microbatch][name] += 2 * waits
         return self._times[microbatch]
 
     def seconds(self, cut: Cut, microbatch: int, split: bool, share: float, frozen: Sequence[int]) -> StageSeconds:
