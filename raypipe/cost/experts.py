@@ -93,24 +93,6 @@ def divided_experts(work: LayerWork, group: int, imbalance: float = 1.0, copies:
             products=tuple(p.of_experts(group, imbalance) for p in one.products),
         )
 
-    # Divided experts run as they are, so their weight gradients are made in B.
-    late = work.weight_grad
-    theirs = tuple(p for p in late.products if p.groups)
-    flops = sum(p.flops for p in theirs)
-    share = own.parameters / work.parameters if theirs else 0.0
-    soon = replace(
-        work.input_grad,
-        flops=work.input_grad.flops + flops,
-        weights=work.input_grad.weights + share * late.weights,
-        products=work.input_grad.products + theirs,
-    )
-    late = replace(
-        late,
-        flops=late.flops - flops,
-        operands=late.operands * (1 - flops / late.flops) if late.flops else 0.0,
-        weights=(1 - share) * late.weights,
-        products=tuple(p for p in late.products if not p.groups),
-    )
     rows = 1 + (imbalance - 1) * own.kept
     more = 2 * imbalance * sent  # what arrives, and what is made of it
     fixed = max(own.fixed_beside, work.workspace_fixed_bytes / group)
@@ -121,11 +103,11 @@ def divided_experts(work: LayerWork, group: int, imbalance: float = 1.0, copies:
         if work.trained_parameters is None
         else work.trained_parameters - (gone if own.trained else 0),
         forward=task(work.forward, own.traffic, moved),
-        input_grad=task(soon, own.back_traffic, moved),
-        weight_grad=late,
+        input_grad=task(work.input_grad, own.back_traffic, moved),
+        weight_grad=task(work.weight_grad, own.back_traffic, 0.0),
         kept_bytes=work.kept_bytes * rows,
         fused_kept_bytes=None if work.fused_kept_bytes is None else work.fused_kept_bytes * rows,
-        waiting_bytes=None if work.waiting_bytes is None else work.waiting_bytes * (1 - own.kept),
+        waiting_bytes=None if work.waiting_bytes is None else work.waiting_bytes * rows,
         cast_bytes=work.cast_bytes * weights,
         workspace_bytes=work.workspace_bytes * imbalance + more,
         fused_workspace_bytes=None
