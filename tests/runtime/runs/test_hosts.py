@@ -59,6 +59,11 @@ def job_file(folder: Path, data: Path, parallel: dict[str, Any], **more: Any) ->
     return write_job(folder / "job.yaml", data, parallel, hidden=16, **{**float64, **more})
 
 
+def copied_files() -> set[Path]:
+    """Folders of nodes to which files are copied, which end with their run."""
+    return set(Path(tempfile.gettempdir()).glob("raypipe-files-*"))
+
+
 def check_clocks(run: Path, result: dict[str, Any], most_s: float = 1.0) -> None:
     """In none of a run's times do the hosts' clocks show: no step of these jobs takes as long."""
     (predicted,) = (row for row in read_rows(run / EVENTS) if row["event"] == "predicted")
@@ -69,6 +74,7 @@ def check_clocks(run: Path, result: dict[str, Any], most_s: float = 1.0) -> None
 @pytest.mark.runs
 def test_a_host_that_shares_neither_the_run_directory_nor_the_documents_trains_and_resumes(cluster, tmp_path) -> None:
     """It is said; the losses are those of one process, also after a resume, and the checkpoint holds all stages."""
+    before = copied_files()
     with tempfile.TemporaryDirectory() as name:
         cluster.hosts[1].hide(Path(name))
         run = Path(name) / "run"
@@ -92,7 +98,7 @@ def test_a_host_that_shares_neither_the_run_directory_nor_the_documents_trains_a
     said = [row["message"] for row in events if row["event"] == "notice"]
     assert said[0].startswith(f"node {cluster.hosts[1].address} does not share {name}/run with the driver")
     assert not [row for row in events if row["event"] in ("restarted", "failed", "error")]
-    assert not list(Path(tempfile.gettempdir()).glob("raypipe-files-*"))
+    assert copied_files() == before
 
 
 @pytest.fixture(scope="module")
