@@ -1,4 +1,4 @@
-"""Two stage actors of sessions for all tests of this folder: one that imports torch takes seconds."""
+"""Two stage actors of sessions for all tests of a file: one that imports torch takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Opened = Callable[["JobSpec"], "Session"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def session_of(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """``session_of(job)`` is a new session on the same actors; an earlier one cannot be used any more."""
     import ray
