@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from raypipe.plan.choose import Decision
     from raypipe.plan.emit.trainers import Costs, Slow
     from raypipe.plan.tensor_groups import Sharing
+    from raypipe.plan.watch import Watch
 
 ALLOWED = ("asynchronous",)
 
@@ -144,9 +146,12 @@ def autoconfigure(
             _check(own, taken[budget])
         return taken[budget]
 
+    watches: list[Watch] = []
+
     def plan(one: JobSpec, costs: Profile) -> Decision:
         seconds = Budget(share * BUDGET_S) if budget is None else Budget(share * budget, wall=True)
         with watched(seconds, stderr_console()) as watch:
+            watches.append(watch)
             return choose(
                 one,
                 costs,
@@ -181,7 +186,8 @@ def autoconfigure(
         print(f"wrote {out}", file=sys.stderr)
     slow = None if layout is None else _slow(layout, decision, costs, devices)
     if json:
-        document = as_json(decision) | ({} if batches is None else {"time_to_target": batches_document(batches)})
+        document = as_json(decision, spec.model.sequence) | {"first_plan_s": _age_at(watches[0].first_plan)}
+        document |= {} if batches is None else {"time_to_target": batches_document(batches)}
         print(strict_json(document | ({} if slow is None else {"from": asdict(slow[1])})))
         return
     if emit is not None and out is None:
@@ -202,6 +208,15 @@ def autoconfigure(
         keys = f"train.batch: {first.batch}" + ("" if first.lr is None else f" and train.lr: {first.lr:.3g}")
         console.print(f"\nset {keys}; the plans of that batch:\n", markup=False)
     show_decision(decision, console)
+
+
+def _age_at(moment: float | None) -> float | None:
+    """Return this process's age in seconds at a moment of its monotonic clock."""
+    import psutil
+
+    if moment is None:
+        return None
+    return time.time() - psutil.Process().create_time() - (time.monotonic() - moment)
 
 
 def _emitted(trainer: str, decision: Decision, costs: Costs, file: Path | None) -> str:

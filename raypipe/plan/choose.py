@@ -280,6 +280,7 @@ def choose(
     result = searched(CONSIDERED)
     if not result.best:
         raise nothing_fits(choice, result)
+    watch.found_plan()
     ranked = sorted((judge.time(p, final=True) for p in result.best + result.near), key=rank_key)
     ranked = [*(judge.with_shards(p) for p in ranked[:DIVIDED]), *ranked]
     if not greedy:

@@ -18,16 +18,39 @@ MOST_TASKS = 60_000
 """Steps with more tasks are not compared with Eq. 1, because that simulates them task by task."""
 
 
-def as_json(decision: Decision) -> dict[str, Any]:
-    """Return the object that ``raypipe autoconfigure --json`` prints; CONTRACT.md defines it."""
+def as_json(decision: Decision, tokens: int | None = None) -> dict[str, Any]:
+    """Return the object that ``raypipe autoconfigure --json`` prints; CONTRACT.md defines it.
+
+    Args:
+        decision: what was chosen.
+        tokens: of a sample; None where samples have none.
+    """
+    devices = decision.plan.parallel.devices
     return {
         "best": decision.plan.model_dump(mode="json"),
         "candidates": [_candidate(row) for row in decision.rows],
         "searched": decision.searched,
         "timed": decision.timed,
         "seconds": decision.seconds,
+        "search_s": decision.seconds,
+        "tokens_per_s_per_device": None if tokens is None else decision.best.throughput * tokens / devices,
+        "memory": _memory(decision.best),
         "notes": list(decision.notes),
     }
+
+
+def _memory(p: Prediction) -> list[dict[str, float]]:
+    """Return what the plan puts on each device, what is kept from tensors there, and the rest of its memory."""
+    own = [
+        {
+            "planned_bytes": memory.planned,
+            "reserved_bytes": memory.reserved,
+            "usable_bytes": capacity - memory.reserved,
+        }
+        for memory, capacity in zip(p.memory, p.capacities, strict=True)
+        for _ in range(p.candidate.tensor)
+    ]
+    return [{"device": device, **row} for device, row in enumerate(own * p.candidate.replicas)]
 
 
 def _candidate(row: Row) -> dict[str, Any]:

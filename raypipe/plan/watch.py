@@ -39,6 +39,8 @@ class Watch:
     budget: Budget
     show_progress: Show = lambda progress: None
     stop: Callable[[], bool] = lambda: False
+    first_plan: float | None = field(default=None, init=False)
+    """When the first plan was found, on this host's monotonic clock; None before."""
     _shown: float = field(default=0.0, init=False)
     _best_s: float = field(default=float("inf"), init=False)
 
@@ -56,9 +58,16 @@ class Watch:
         left = self.budget.left
         return self if left == float("inf") else Watch(self.budget.part(share), self.show_progress, self.stop)
 
+    def found_plan(self) -> None:
+        """Note that there is a plan."""
+        if self.first_plan is None:
+            self.first_plan = time.monotonic()
+
     def show(self, best_s: float, progress: Callable[[], SearchProgress]) -> None:
         """Show how far the choice is: a better plan at once, all else from time to time."""
         now = time.monotonic()
+        if best_s < float("inf"):
+            self.found_plan()
         if best_s < self._best_s or now - self._shown >= EVERY_S:
             self._shown, self._best_s = now, best_s
             self.show_progress(progress())

@@ -63,6 +63,16 @@ def test_json_and_plan_file(files, tmp_path, capsys) -> None:
     assert steps[0] <= steps[1] * (1 + NEAR)  # the simplest of those about as fast is the first
     plan = load_plan(out)
     assert plan.model_dump(mode="json") == told["best"]
+    assert told["first_plan_s"] > 0
+    assert told["search_s"] == told["seconds"]
+    devices = plan.parallel.devices
+    assert told["tokens_per_s_per_device"] == pytest.approx(
+        told["candidates"][0]["throughput"] * 128 / devices
+    )  # the job's sequence
+    assert [row["device"] for row in told["memory"]] == list(range(devices))
+    totals = [row["planned_bytes"] + row["reserved_bytes"] for row in told["memory"]]
+    assert totals == pytest.approx(told["candidates"][0]["memory_bytes"])
+    assert all(0 < row["planned_bytes"] <= row["usable_bytes"] for row in told["memory"])
     first = told["candidates"][0]
     assert (plan.parallel.schedule, plan.parallel.stages) == (first["schedule"], first["stages"])
     assert build_schedule(plan, 16).devices == first["stages"] * first["replicas"] <= 4
