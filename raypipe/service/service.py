@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from raypipe.atomic_write import write_whole
 from raypipe.errors import CheckpointError, RaypipeError, RunError, SpecError
 from raypipe.runtime.recovery.failure import describe, own_error
 from raypipe.runtime.session.call_data import check
@@ -302,7 +303,7 @@ class Service:
 
         def finish(saved: Path) -> Result:
             about = {"base_model": self.base, "model_id": model.id, "steps": model.steps}
-            (saved / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+            write_whole(saved / ABOUT, json.dumps(about).encode())
             if sampler is None:
                 return Result({"type": asked.type, "path": path})
             made = self._sampler_of(model.session, sampler, saved, None)

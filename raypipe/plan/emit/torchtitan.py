@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from raypipe.atomic_write import write_whole
 from raypipe.errors import RequestError
 from raypipe.files import expanded
 from raypipe.job.parallel_spec import ParallelSpec, Shard
@@ -79,7 +80,7 @@ def written(layout: TrainerLayout, file: Path | None) -> dict[str, str]:
     if file is None:
         raise RequestError("--emit", "the plan's order goes into a file beside the trainer's", "give -o FILE")
     beside = file.with_suffix(".csv")
-    beside.write_text(to_torch_csv(layout.order))
+    write_whole(beside, to_torch_csv(layout.order).encode())
     return {"schedule": V if layout.parallel.placement == "v" else LOOPS, "csv": str(beside)}
 
 
