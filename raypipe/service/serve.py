@@ -24,6 +24,8 @@ TOKEN = "RAYPIPE_SERVE_TOKEN"
 """Environment variable with the secret that clients send as their API key; a command line can be read by others."""
 ADAPTERS = 16
 """Models at once where each has only adapters of its own; all weights take as much memory for each as for the first."""
+SERVED = {"tensor": 1, "experts": 1, "slices": 1, "shard": "none"}
+"""Of a plan's keys, those that sessions have no other values of (``check_job``)."""
 Say = Callable[[str], None]
 
 
@@ -87,8 +89,16 @@ def serve(job: JobSpec, directory: Path | None, host: str, port: int, models: in
 
 
 def of_calls(job: JobSpec) -> JobSpec:
-    """Return the job with text as its data: the model is then built for tokens alone, whatever arrays it names."""
-    return job.model_copy(update={"data": DataSpec(type="bytes", path="stdlib")})
+    """Return the job as it is planned: for what sessions have, where the planner chooses, and with text as its data.
+
+    The model is then built for tokens alone, whatever arrays the job names. Keys that the job gives stay, and are
+    refused by name where sessions do not have them.
+    """
+    parallel = job.parallel
+    if parallel.auto:
+        rest = {key: value for key, value in SERVED.items() if key not in parallel.given}
+        parallel = parallel.model_copy(update=rest)
+    return job.model_copy(update={"data": DataSpec(type="bytes", path="stdlib"), "parallel": parallel})
 
 
 def started(prepared: Prepared, workers: WorkerGroup, models: int | None) -> Service:

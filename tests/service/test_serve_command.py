@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from raypipe.job import load_job
 from tests.job_files import write_job
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
@@ -64,3 +65,15 @@ def test_the_command_serves_until_it_is_ended(tmp_path: Path, text_folder: Path)
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 143, log.read_text()
     assert (tmp_path / "run" / "plan.json").is_file()
+
+
+def test_the_planner_chooses_what_sessions_have() -> None:
+    """Keys that the job gives stay, and are refused by name later."""
+    pytest.importorskip("fastapi")
+    from raypipe.service.serve import SERVED, of_calls
+
+    quickstart = Path(__file__).parents[2] / "jobs" / "quickstart.yaml"
+    asked = of_calls(load_job(quickstart)).parallel
+    assert asked.auto
+    assert {key: asked.given[key] for key in SERVED} == SERVED
+    assert of_calls(load_job(quickstart, ["parallel.tensor=2"])).parallel.tensor == 2
