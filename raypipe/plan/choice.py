@@ -24,7 +24,7 @@ from raypipe.schedule.shape import GRID, OPTIONS, Grid
 
 
 @dataclass(slots=True)
-class Choice:
+class PlanChoice:
     """What a plan is chosen from."""
 
     job: JobSpec
@@ -45,11 +45,11 @@ class Choice:
         """Keys of ``parallel`` that a plan must have."""
         return _given(self.job)
 
-    def on(self, count: int) -> Choice:
+    def on(self, count: int) -> PlanChoice:
         """Return the same choice on another number of devices."""
         return replace(self, count=count, grids=_grids(self.job, self.profiles, count))
 
-    def of(self, job: JobSpec, profiles: Mapping[Sharing, Profile]) -> Choice:
+    def of(self, job: JobSpec, profiles: Mapping[Sharing, Profile]) -> PlanChoice:
         """Return the same choice for another job, with its costs."""
         shared = {sharing: own for sharing, own in profiles.items() if sharing != ALONE}
         return choice_of(
@@ -97,7 +97,7 @@ def choice_of(
     shared: Mapping[Sharing, Profile] = MappingProxyType({}),
     asynchronous: bool = False,
     greedy: bool = False,
-) -> Choice:
+) -> PlanChoice:
     """Return what a job's plan is chosen from on so many devices; arguments as those of ``choose``.
 
     Raises:
@@ -148,7 +148,7 @@ def choice_of(
             fix += "--cluster, with a tensor that divides model and host"
         words = ", ".join(f"{key}: {value}" for key, value in given.items()) or "any shape"
         raise SpecError("parallel", f"no plan on {count} devices has {words} at train.batch = {train.batch}", fix)
-    return Choice(job, {Sharing(*key): own for key, own in known.items()}, judge, every, count, asynchronous, greedy)
+    return PlanChoice(job, {Sharing(*key): own for key, own in known.items()}, judge, every, count, asynchronous, greedy)
 
 
 def deepest(job: JobSpec, profile: Profile) -> int:

@@ -17,7 +17,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.best_first import NEAR, Ranking, best_first, effort_s, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import Candidate, slices_refused
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
-from raypipe.plan.choice import Choice, choice_of
+from raypipe.plan.choice import PlanChoice, choice_of
 from raypipe.plan.joint.better_plans import better_plans
 from raypipe.plan.plan import Plan
 from raypipe.plan.policy import largest_microbatch
@@ -93,7 +93,7 @@ class Decision:
 class _Chooser:
     """One choice under way."""
 
-    choice: Choice
+    choice: PlanChoice
     watch: Watch
 
     @property

@@ -21,7 +21,7 @@ from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.model_spec import GptSpec, HfSpec
 from raypipe.plan.best_first import Ranking, effort_s
 from raypipe.plan.candidate import Candidate, chunk_counts, divisors
-from raypipe.plan.choice import Choice
+from raypipe.plan.choice import PlanChoice
 from raypipe.plan.predict.form import form_of
 from raypipe.plan.predict.oom_fallback import by_device
 from raypipe.plan.predict.prediction import Prediction
@@ -60,7 +60,7 @@ OF_A_SAMPLE = (
 """Fields of a layer that shrink with a sample's sequence, at least in proportion."""
 
 
-def nothing_fits(choice: Choice, found: Ranking) -> SpecError:
+def nothing_fits(choice: PlanChoice, found: Ranking) -> SpecError:
     """Return the error of a job for which no plan fits.
 
     Args:
@@ -103,7 +103,7 @@ def _place(p: Prediction, device: int) -> str:
 
 
 def _smallest(
-    choice: Choice, known: Sequence[Candidate] = (), most_s: float = MOST_S
+    choice: PlanChoice, known: Sequence[Candidate] = (), most_s: float = MOST_S
 ) -> Iterator[tuple[float, Prediction]]:
     """Yield the plans that may need least memory, each after the least bytes that it and all later ones lack.
 
@@ -131,7 +131,7 @@ def _smallest(
             return
 
 
-def _in_turn(choice: Choice, grid: Grid, every: bool) -> list[Candidate]:
+def _in_turn(choice: PlanChoice, grid: Grid, every: bool) -> list[Candidate]:
     """Return the candidates on a grid that begin a micro-batch when the one before has ended; ``every`` one, if so
     asked or if the job wants other schedules."""
     made = []
@@ -169,7 +169,7 @@ def _ends(grids: Sequence[Grid]) -> list[Grid]:
     return [g for g in grids if g.stages in (1, deepest[g.replicas, g.tensor, g.sub_pipelined])]
 
 
-def _least_ways(choice: Choice, c: Candidate) -> list[Candidate]:
+def _least_ways(choice: PlanChoice, c: Candidate) -> list[Candidate]:
     """Return a candidate as it takes most memory, and least."""
     judge = choice.judge
     ways = [c, *(judge.shard_ways(c) if c.shard == "none" else ())]
@@ -177,7 +177,7 @@ def _least_ways(choice: Choice, c: Candidate) -> list[Candidate]:
     return [c, *(replace(way, recompute="full") if judge.of(c).recompute else way for way in less)]
 
 
-def _ways_out(choice: Choice, least: Prediction) -> Iterator[str]:
+def _ways_out(choice: PlanChoice, least: Prediction) -> Iterator[str]:
     """Yield the changes with which a plan fits, the cheapest first.
 
     Keys of ``parallel`` cost time alone; shorter sequences and another optimizer change what is trained; devices cost
@@ -199,7 +199,7 @@ def _ways_out(choice: Choice, least: Prediction) -> Iterator[str]:
     yield f"use devices of {device_gib(profile, max(least.memory_bytes)):.1f} GiB"
 
 
-def _fitting(choice: Choice) -> Prediction | None:
+def _fitting(choice: PlanChoice) -> Prediction | None:
     """Return a plan that fits, if one of those that need least memory does."""
     for lacks, p in _smallest(choice):
         if p.fits or lacks > 0:
@@ -207,7 +207,7 @@ def _fitting(choice: Choice) -> Prediction | None:
     return None
 
 
-def _other_wishes(choice: Choice) -> Iterator[str]:
+def _other_wishes(choice: PlanChoice) -> Iterator[str]:
     """Yield values of the ``parallel`` keys that the job fixes, with each of which alone a plan fits."""
     for key in (key for key in WISHES if key in choice.given):
         fitting = _fitting_with(choice, key, None)
@@ -224,7 +224,7 @@ def _other_wishes(choice: Choice) -> Iterator[str]:
         yield f"parallel.{key}: {next(values, getattr(fitting.candidate, key))}"
 
 
-def _fitting_with(choice: Choice, key: str, value: object) -> Prediction | None:
+def _fitting_with(choice: PlanChoice, key: str, value: object) -> Prediction | None:
     """Return a plan that fits with another value of a key that the job fixes; None: with any."""
     job = choice.job
     keys = {**job.parallel.model_dump(include=set(choice.given)), "auto": True}
@@ -237,7 +237,7 @@ def _fitting_with(choice: Choice, key: str, value: object) -> Prediction | None:
         return None
 
 
-def _shorter(choice: Choice) -> int | None:
+def _shorter(choice: PlanChoice) -> int | None:
     """Return the longest sequence, of the job's halved again and again, with which a plan fits; None if none does."""
     job = choice.job
     if not isinstance(job.model, GptSpec | HfSpec) or job.data.type != "bytes" or not job.model.sequence:
@@ -269,7 +269,7 @@ def _of_shorter(profile: Profile, share: int) -> Profile:
     )
 
 
-def _more_devices(choice: Choice) -> int | None:
+def _more_devices(choice: PlanChoice) -> int | None:
     """Return the smallest number of devices on which a plan fits; None if there is none, or none is known."""
     if choice.profiles[ALONE].other_kinds or {"stages", "replicas"} <= set(choice.given):
         return None

@@ -41,7 +41,7 @@ class Queued(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Answer:
     """What a request returns: JSON, or protobuf."""
 
     json: dict[str, Any] | None = None
@@ -57,9 +57,9 @@ class Accepted:
     digest: str
     start: Callable[[], Queued]
     """Queues it with the workers."""
-    finish: Callable[[Any], Result]
+    finish: Callable[[Any], Answer]
     bytes: int
-    future: Future[Result] = field(default_factory=Future)
+    future: Future[Answer] = field(default_factory=Future)
     fetched_at: float | None = None
 
 
@@ -158,7 +158,7 @@ class Requests:
             self._to_start.put((line, one))
             return one.id
 
-    def accept_aside(self, one: Accepted, work: Callable[[], Result], pool: ThreadPoolExecutor) -> str:
+    def accept_aside(self, one: Accepted, work: Callable[[], Answer], pool: ThreadPoolExecutor) -> str:
         """Accept a request that needs no worker, and run it in a pool of threads; return its id.
 
         Raises:
@@ -189,7 +189,7 @@ class Requests:
 
     def then(self, start: Callable[[], Queued]) -> None:
         """Queue what no client has asked for, after all that was accepted."""
-        one = Accepted("", "", "", start, lambda _: Result(), 0)
+        one = Accepted("", "", "", start, lambda _: Answer(), 0)
         self._to_start.put((Line(running=1), one))
 
     def find(self, request_id: str) -> Accepted:
@@ -249,7 +249,7 @@ class Requests:
                 continue
             self._end(line, one, result)
 
-    def _end(self, line: Line, one: Accepted, result: Result | None = None, error: Exception | None = None) -> None:
+    def _end(self, line: Line, one: Accepted, result: Answer | None = None, error: Exception | None = None) -> None:
         with self._lock:
             line.running -= 1
             held = one.bytes

@@ -29,7 +29,7 @@ MOST_SAMPLES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SampleRequest:
     """A request for continuations of a prompt."""
 
     prompt: Sequence[int]
@@ -73,7 +73,7 @@ class Sampler:
         self._loaded: Path | None = None
         self._lock = threading.Lock()
 
-    def check(self, asked: Asked) -> None:
+    def check(self, asked: SampleRequest) -> None:
         """Refuse a request that cannot be met.
 
         Raises:
@@ -98,7 +98,7 @@ class Sampler:
                 raise SpecError(name, f"is {value}", f"use {least:g} to {most:g}")
 
     @torch.no_grad()
-    def sample(self, folder: Path, asked: Asked) -> tuple[list[Continuation], NDArray[np.float32] | None]:
+    def sample(self, folder: Path, asked: SampleRequest) -> tuple[list[Continuation], NDArray[np.float32] | None]:
         """Return continuations by the weights in a folder, and the prompt's log-probabilities where they are asked for.
 
         The first token of a prompt has none: not a number.

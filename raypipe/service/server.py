@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from raypipe.errors import CheckpointError, RaypipeError, SpecError
 from raypipe.service.futures import BusyError, GoneError
-from raypipe.service.sampling import Asked
+from raypipe.service.sampling import SampleRequest
 from raypipe.service.service import Service
 from raypipe.service.wire import PROTOBUF
 
@@ -363,7 +363,7 @@ def _add_sampling_routes(app: FastAPI, service: Service) -> None:
     def sample(asked: Sample, body: Raw) -> dict[str, Any]:
         given = asked.sampling_params
         prompt = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
-        wanted = Asked(
+        wanted = SampleRequest(
             prompt, asked.num_samples, given.max_tokens, given.temperature, given.top_k, given.top_p, given.seed,
             given.stop, asked.prompt_logprobs,
         )  # fmt: skip

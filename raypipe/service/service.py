@@ -21,8 +21,8 @@ from raypipe.runtime.recovery.failure import describe, own_error
 from raypipe.runtime.session.call_data import check
 from raypipe.runtime.session.session import Outputs, Session, Updated, check_adam
 from raypipe.runtime.session.session_worker import AdamW
-from raypipe.service.futures import Accepted, GoneError, Requests, Result, digest_of
-from raypipe.service.sampling import Asked, Sampler
+from raypipe.service.futures import Accepted, GoneError, Requests, Answer, digest_of
+from raypipe.service.sampling import SampleRequest, Sampler
 from raypipe.service.wire import data_of, options_of, output_bytes, read_request, samples_bytes
 
 SESSION_S = 60.0
@@ -37,7 +37,7 @@ ABOUT = "about.json"
 
 
 @dataclass(slots=True)
-class Model:
+class TrainedModel:
     """A model that a client trains."""
 
     id: str
@@ -92,7 +92,7 @@ class Service:
         self.sampler = sampler
         self._sampling = ThreadPoolExecutor(1, "raypipe-sample")
         self._clients: dict[str, Client] = {}
-        self._models: dict[str, Model] = {}
+        self._models: dict[str, TrainedModel] = {}
         self._lock = threading.Lock()
         self._start = directory / "start"
         """Weights and no optimizer state: what a new model begins with."""
@@ -192,7 +192,7 @@ class Service:
                 if len(taken) >= self.most:
                     why = f"this server has {self.most} models at once, and others have them until their sessions end"
                     raise SpecError("create_model", why, "end a session, or serve with more --models")
-                model = Model(name, asked.session_id, min(set(range(self.most)) - taken))
+                model = TrainedModel(name, asked.session_id, min(set(range(self.most)) - taken))
                 client.models.append(model.id)
                 self._models[model.id] = model
             slot = model.slot
@@ -201,12 +201,12 @@ class Service:
                 asked.session_id,
                 digest_of(body),
                 lambda: self.session.load(folder, with_optimizer, slot, lasting=folder == self._start),
-                lambda _: Result({"type": kind, "model_id": name, "path": None}),
+                lambda _: Answer({"type": kind, "model_id": name, "path": None}),
                 len(body),
             )
             return self.requests.accept_first(model.id, one), model.id
 
-    def model(self, name: str) -> Model:
+    def model(self, name: str) -> TrainedModel:
         """Return a model.
 
         Raises:
@@ -242,8 +242,8 @@ class Service:
             raise
         queue = self.session.forward if request.forward_only else self.session.forward_backward
 
-        def finish(outputs: Outputs) -> Result:
-            return Result(protobuf=output_bytes(outputs.logprobs, {"loss:sum": outputs.loss_sum}))
+        def finish(outputs: Outputs) -> Answer:
+            return Answer(protobuf=output_bytes(outputs.logprobs, {"loss:sum": outputs.loss_sum}))
 
         one = self._accepted(model, number, body, lambda: queue(data, loss, options, model.slot), finish)
         return self.requests.accept(model.id, number, one), model.id
@@ -264,14 +264,14 @@ class Service:
             self.requests.refuse(model.id, number)
             raise
 
-        def finish(updated: Updated) -> Result:
+        def finish(updated: Updated) -> Answer:
             model.steps += 1
-            return Result({"type": "optim_step", "metrics": {"grad_norm": updated.grad_norm, "step": model.steps}})
+            return Answer({"type": "optim_step", "metrics": {"grad_norm": updated.grad_norm, "step": model.steps}})
 
         one = self._accepted(model, number, body, lambda: self.session.optim_step(adam, model.slot), finish)
         return self.requests.accept(model.id, number, one), model.id
 
-    def _accepted(self, model: Model, number: int, body: bytes, start: Any, finish: Any) -> Accepted:
+    def _accepted(self, model: TrainedModel, number: int, body: bytes, start: Any, finish: Any) -> Accepted:
         return Accepted(f"{model.id}:{number}", model.session, digest_of(body), start, finish, len(body))
 
     # Checkpoints.
@@ -301,13 +301,13 @@ class Service:
             raise
         path = f"{SCHEME}{model.id}/{kind}/{name}"
 
-        def finish(saved: Path) -> Result:
+        def finish(saved: Path) -> Answer:
             about = {"base_model": self.base, "model_id": model.id, "steps": model.steps}
             write_whole(saved / ABOUT, json.dumps(about).encode())
             if sampler is None:
-                return Result({"type": asked.type, "path": path})
+                return Answer({"type": asked.type, "path": path})
             made = self._sampler_of(model.session, sampler, saved, None)
-            return Result({"type": asked.type, "sampling_session_id": made.id})
+            return Answer({"type": asked.type, "sampling_session_id": made.id})
 
         one = self._accepted(model, number, body, lambda: self.session.save(folder, model.slot), finish)
         return self.requests.accept(model.id, number, one), model.id
@@ -333,7 +333,7 @@ class Service:
             number,
             body,
             lambda: self.session.load(folder, with_optimizer, model.slot),
-            lambda _: Result({"type": "load_weights", "path": path, "model_id": model.id}),
+            lambda _: Answer({"type": "load_weights", "path": path, "model_id": model.id}),
         )
         return self.requests.accept(model.id, number, one), model.id
 
@@ -375,7 +375,7 @@ class Service:
             raise GoneError("sampling_session_id", "there is no such sampling session", "create one")
         return result
 
-    def sample(self, sampler: str, number: int | None, asked: Asked, body: bytes) -> str:
+    def sample(self, sampler: str, number: int | None, asked: SampleRequest, body: bytes) -> str:
         """Accept a request for continuations of a prompt; return the request's id.
 
         Raises:
@@ -385,8 +385,8 @@ class Service:
         assert engine is not None
         engine.check(asked)
 
-        def work() -> Result:
-            return Result(protobuf=samples_bytes(*engine.sample(result.folder, asked)))
+        def work() -> Answer:
+            return Answer(protobuf=samples_bytes(*engine.sample(result.folder, asked)))
 
         session = sampler.partition(":")[0]
         one = Accepted(f"{sampler}:{number}", session, digest_of(body), _unused, _unused, len(body))

@@ -30,7 +30,7 @@ class Restores(Protocol):
         done about it."""
 
 
-class Pending(Generic[T]):
+class PendingCall(Generic[T]):
     """A call that has been queued.
 
     Args:
@@ -99,9 +99,9 @@ class Log:
     """The calls of one slot that new workers have to do again."""
 
     def __init__(self) -> None:
-        self.calls: list[Pending[Any]] = []
+        self.calls: list[PendingCall[Any]] = []
 
-    def add(self, call: Pending[Any]) -> None:
+    def add(self, call: PendingCall[Any]) -> None:
         """Add the newest call, and drop what its state no longer depends on."""
         self.calls.append(call)
         base = 0

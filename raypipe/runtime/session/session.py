@@ -33,7 +33,7 @@ from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.recovery.failure import own_error
 from raypipe.runtime.session.call_data import CallData, Datum, Limits, check, pack
 from raypipe.runtime.session.call_programs import KEPT, CallPrograms, Key, Kind
-from raypipe.runtime.session.pending import Log, Pending, Refs
+from raypipe.runtime.session.pending import Log, PendingCall, Refs
 from raypipe.runtime.session.session_worker import AdamW, CallPart
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.runtime.set_up_workers import setups_of
@@ -100,7 +100,7 @@ class Session:
         self._directory = directory
         self._programs = CallPrograms(plan, job.train.batch, not workers.on_cpus())
         self._known: OrderedDict[Key, None] = OrderedDict()
-        self._queued: deque[Pending[Any]] = deque()
+        self._queued: deque[PendingCall[Any]] = deque()
         self._lock = threading.RLock()
         self._calls = self._snapshots = self.lives = 0
         self._logs: defaultdict[int, Log] = defaultdict(Log)
@@ -128,7 +128,7 @@ class Session:
 
     def forward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
-    ) -> Pending[Outputs]:
+    ) -> PendingCall[Outputs]:
         """Queue a forward; dropout draws nothing in it.
 
         Raises:
@@ -138,7 +138,7 @@ class Session:
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
-    ) -> Pending[Outputs]:
+    ) -> PendingCall[Outputs]:
         """Queue a forward and backward, whose gradients are added to those since the last update.
 
         Raises:
@@ -146,7 +146,7 @@ class Session:
         """
         return self._call("backward", data, loss, options, slot)
 
-    def optim_step(self, adam: AdamW, slot: int = 0) -> Pending[Updated]:
+    def optim_step(self, adam: AdamW, slot: int = 0) -> PendingCall[Updated]:
         """Queue an update with the gradients of all calls since the last one.
 
         Raises:
@@ -169,7 +169,7 @@ class Session:
                 self._snapshot(slot)
             return made
 
-    def save(self, folder: Path, slot: int = 0) -> Pending[Path]:
+    def save(self, folder: Path, slot: int = 0) -> PendingCall[Path]:
         """Queue writing the weights and the optimizer's state into a folder, which is there when all is written; what
         was there before is replaced then."""
         self._wait_for_room()
@@ -206,7 +206,7 @@ class Session:
 
         self._queue(slot, read, issue, base=True, again=lambda: self.workers.call("read_weights", slot, folder, True))
 
-    def load(self, folder: Path, with_optimizer: bool, slot: int = 0, lasting: bool = False) -> Pending[None]:
+    def load(self, folder: Path, with_optimizer: bool, slot: int = 0, lasting: bool = False) -> PendingCall[None]:
         """Queue reading weights that ``save`` wrote; gradients since the last update are dropped.
 
         ``lasting``: nobody changes the folder while the session lasts.
@@ -224,7 +224,7 @@ class Session:
                 self._snapshot(slot)
             return made
 
-    def free(self, slot: int) -> Pending[None]:
+    def free(self, slot: int) -> PendingCall[None]:
         """Queue giving up all that a slot has."""
         self._wait_for_room()
         with self._lock:
@@ -233,7 +233,7 @@ class Session:
             self._updates.pop(slot, None)
             return self._queue(slot, _nothing, lambda: self.workers.call("free", slot), base=True)
 
-    def _call(self, kind: Kind, data: Sequence[Datum], loss: str, options: Options, slot: int) -> Pending[Outputs]:
+    def _call(self, kind: Kind, data: Sequence[Datum], loss: str, options: Options, slot: int) -> PendingCall[Outputs]:
         check(data, loss, options, self.limits)
         self._wait_for_room()
         with self._lock:
@@ -261,9 +261,9 @@ class Session:
         changes: bool = True,
         base: bool = False,
         again: Callable[[], Refs] | None = None,
-    ) -> Pending[T]:
-        """Queue a call; see ``Pending``."""
-        made = Pending(self, issue, read, changes, base, again)
+    ) -> PendingCall[T]:
+        """Queue a call; see ``PendingCall``."""
+        made = PendingCall(self, issue, read, changes, base, again)
         self._queued.append(made)
         self._logs[slot].add(made)
         return made
