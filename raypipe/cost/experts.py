@@ -165,7 +165,7 @@ def with_exchange(costs: CostTable, seconds: Sequence[float], overlap: float = 0
     Args:
         costs: times without all-to-all.
         seconds: of each stage's dispatches of a micro-batch; its combines take as long.
-        overlap: share of it that pairs hide; 0 for runs of this version, which run a pair's halves one after another.
+        overlap: share of it that pairs hide; 0 where their halves run one after another, as on GPUs.
     """
     if not any(seconds):
         return costs

@@ -1,4 +1,4 @@
-"""What a plan may be chosen from: the job's wishes as candidates, the divisions of the devices, the judge of each."""
+"""The plans that may be chosen: the job's wishes as candidates, the divisions of the devices, the judge of each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from raypipe.schedule.shape import GRID, OPTIONS, Grid
 
 @dataclass(slots=True)
 class PlanChoice:
-    """What a plan is chosen from."""
+    """All that a plan is chosen from."""
 
     job: JobSpec
     profiles: Mapping[Sharing, Profile]
@@ -148,7 +148,9 @@ def choice_of(
             fix += "--cluster, with a tensor that divides model and host"
         words = ", ".join(f"{key}: {value}" for key, value in given.items()) or "any shape"
         raise SpecError("parallel", f"no plan on {count} devices has {words} at train.batch = {train.batch}", fix)
-    return PlanChoice(job, {Sharing(*key): own for key, own in known.items()}, judge, every, count, asynchronous, greedy)
+    return PlanChoice(
+        job, {Sharing(*key): own for key, own in known.items()}, judge, every, count, asynchronous, greedy
+    )
 
 
 def deepest(job: JobSpec, profile: Profile) -> int:

@@ -1,4 +1,4 @@
-"""What is said where no plan fits: the least memory that any plan needs, on which device, and the cheapest ways out.
+"""The error where no plan fits: the least memory that any plan needs, on which device, and the cheapest ways out.
 
 Every way out is a changed job, or other devices, for which a plan was found that fits.
 """

@@ -19,7 +19,7 @@ from raypipe.schedule.shape import Grid
 
 
 class Sharing(NamedTuple):
-    """What devices share."""
+    """How devices share layers and experts."""
 
     tensor: int = 1
     """Devices of a group that shares each layer."""

@@ -34,7 +34,7 @@ class GoneError(RaypipeError):
 
 
 class Queued(Protocol):
-    """What has been queued with the workers."""
+    """A call that has been queued with the workers."""
 
     def result(self) -> Any:
         """Wait for it."""
@@ -42,7 +42,7 @@ class Queued(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request returns: JSON, or protobuf."""
+    """The answer to a request: JSON, or protobuf."""
 
     json: dict[str, Any] | None = None
     protobuf: bytes = b""
@@ -99,11 +99,6 @@ class Requests:
         """End the threads when what is queued has ended."""
         self._to_start.put(None)
 
-    def open_line(self, model: str) -> None:
-        """Begin with a model."""
-        with self._lock:
-            self._lines[model] = Line()
-
     def close_lines(self, session: str, models: list[str]) -> None:
         """Forget a session's models and results; what it has queued runs to its end."""
         with self._lock:
@@ -130,10 +125,7 @@ class Requests:
                 raise BusyError(one.id, f"{AHEAD} requests of the model are waiting", "send it again later")
             self._keep(one)
             line.waiting[number] = one
-            while (ready := line.waiting.pop(line.next, None)) is not None:
-                line.next += 1
-                line.running += 1
-                self._to_start.put((line, ready))
+            self._start_ready(line)
             return one.id
 
     def refuse(self, model: str, number: int) -> None:
@@ -143,10 +135,14 @@ class Requests:
             if line is None or number != line.next:
                 return
             line.next += 1
-            while (ready := line.waiting.pop(line.next, None)) is not None:
-                line.next += 1
-                line.running += 1
-                self._to_start.put((line, ready))
+            self._start_ready(line)
+
+    def _start_ready(self, line: Line) -> None:
+        """Start the requests whose turn it is."""
+        while (ready := line.waiting.pop(line.next, None)) is not None:
+            line.next += 1
+            line.running += 1
+            self._to_start.put((line, ready))
 
     def accept_first(self, model: str, one: Accepted) -> str:
         """Accept the request that makes a model; its line opens with it."""

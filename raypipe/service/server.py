@@ -364,9 +364,16 @@ def _add_sampling_routes(app: FastAPI, service: Service) -> None:
         given = asked.sampling_params
         prompt = [token for chunk in asked.prompt.chunks for token in chunk.tokens]
         wanted = SampleRequest(
-            prompt, asked.num_samples, given.max_tokens, given.temperature, given.top_k, given.top_p, given.seed,
-            given.stop, asked.prompt_logprobs,
-        )  # fmt: skip
+            prompt,
+            asked.num_samples,
+            given.max_tokens,
+            given.temperature,
+            given.top_k,
+            given.top_p,
+            given.seed,
+            given.stop,
+            asked.prompt_logprobs,
+        )
         request = service.sample(asked.sampling_session_id, asked.seq_id, wanted, body)
         return {"request_id": request, "sample_sequence_ids": [f"{request}:{i}" for i in range(asked.num_samples)]}
 

@@ -21,8 +21,8 @@ from raypipe.runtime.recovery.failure import describe, own_error
 from raypipe.runtime.session.call_data import check
 from raypipe.runtime.session.session import Outputs, Session, Updated, check_adam
 from raypipe.runtime.session.session_worker import AdamW
-from raypipe.service.futures import Accepted, GoneError, Requests, Answer, digest_of
-from raypipe.service.sampling import SampleRequest, Sampler
+from raypipe.service.futures import Accepted, Answer, GoneError, Requests, digest_of
+from raypipe.service.sampling import Sampler, SampleRequest
 from raypipe.service.wire import data_of, options_of, output_bytes, read_request, samples_bytes
 
 SESSION_S = 60.0
@@ -48,7 +48,7 @@ class TrainedModel:
 
 
 class Sampled(NamedTuple):
-    """What a client samples from."""
+    """Weights that a client samples from."""
 
     id: str
     folder: Path

@@ -24,12 +24,23 @@ FLOAT32, INT64, INT32 = 1, 2, 3
 DTYPES: Final[Mapping[int, Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8"), INT32: np.dtype("<i4")}
 
 _F = descriptor_pb2.FieldDescriptorProto
-_KINDS = {"str": _F.TYPE_STRING, "bytes": _F.TYPE_BYTES, "bool": _F.TYPE_BOOL, "i32": _F.TYPE_INT32,
-          "i64": _F.TYPE_INT64, "double": _F.TYPE_DOUBLE}  # fmt: skip
+_KINDS = {
+    "str": _F.TYPE_STRING,
+    "bytes": _F.TYPE_BYTES,
+    "bool": _F.TYPE_BOOL,
+    "i32": _F.TYPE_INT32,
+    "i64": _F.TYPE_INT64,
+    "double": _F.TYPE_DOUBLE,
+}
 _MESSAGES: Final[Mapping[str, Sequence[tuple[int, str, str]]]] = {
     "ForwardBackwardRequest": [
-        (1, "model_id", "str"), (2, "seq_id", "i32"), (3, "data", "*Datum"), (4, "loss_fn", "str"),
-        (5, "loss_fn_config", "{double"), (6, "forward_only", "bool"), (7, "loss_fn_config_v2", "{LossConfigValue"),
+        (1, "model_id", "str"),
+        (2, "seq_id", "i32"),
+        (3, "data", "*Datum"),
+        (4, "loss_fn", "str"),
+        (5, "loss_fn_config", "{double"),
+        (6, "forward_only", "bool"),
+        (7, "loss_fn_config_v2", "{LossConfigValue"),
     ],
     "LossConfigValue": [(1, "number", "?double"), (2, "text", "?str")],
     "Datum": [(1, "model_input", "*Chunk"), (2, "loss_fn_inputs", "{Tensor")],
@@ -38,15 +49,20 @@ _MESSAGES: Final[Mapping[str, Sequence[tuple[int, str, str]]]] = {
     "Opaque": [],
     "Tensor": [(1, "dense", "?bytes"), (2, "sparse_csr", "Opaque"), (3, "dtype", "i32"), (4, "shape", "*i64")],
     "ForwardBackwardOutput": [
-        (1, "loss_fn_output_type", "str"), (2, "loss_fn_outputs", "*ArrayRecord"), (3, "metrics", "{double"),
+        (1, "loss_fn_output_type", "str"),
+        (2, "loss_fn_outputs", "*ArrayRecord"),
+        (3, "metrics", "{double"),
     ],
     "ArrayRecord": [(1, "type_tag", "str"), (2, "fields", "{BatchedTensor"), (3, "num_datums", "i64")],
     "BatchedTensor": [
-        (1, "data", "bytes"), (2, "offsets", "bytes"), (3, "dtype", "i32"), (4, "trailing_shape", "*i64"),
+        (1, "data", "bytes"),
+        (2, "offsets", "bytes"),
+        (3, "dtype", "i32"),
+        (4, "trailing_shape", "*i64"),
     ],
     "SampleResponse": [(1, "sequences", "*SampledSequence"), (2, "prompt_logprobs", "?bytes")],
     "SampledSequence": [(1, "stop_reason", "i32"), (2, "tokens", "bytes"), (3, "logprobs", "?bytes")],
-}  # fmt: skip
+}
 """Per message, (number, name, type) of its fields: ``*`` many, ``{`` a map from strings, ``?`` one that may be absent.
 """
 

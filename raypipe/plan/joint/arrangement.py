@@ -60,11 +60,6 @@ class Arrangement:
         """Devices up to the last that holds a stage."""
         return 1 + max(self.row)
 
-    @property
-    def per_layer(self) -> list[int]:
-        """The device of each layer."""
-        return [device for own, device in zip(self.cut, self.row, strict=True) for _ in own]
-
     def loads(self, before: Sequence[float], devices: int) -> list[float]:
         """Per device, the work of its layers; ``before[i]`` is that of all layers before layer i, L + 1 values."""
         result = [0.0] * devices

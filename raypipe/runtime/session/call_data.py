@@ -44,7 +44,7 @@ class CallData(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a model takes."""
+    """The sequences and tokens that a model takes."""
 
     vocabulary: int
     longest: int

@@ -30,7 +30,7 @@ Kind = Literal["forward", "backward", "update"]
 
 
 class Key(NamedTuple):
-    """What a program is for."""
+    """The use of a program."""
 
     kind: Kind
     microbatches: int

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What a call on data returns."""
+    """The outputs of a call on data."""
 
     loss_sum: float
     """The loss, summed over all positions of all sequences."""
@@ -66,7 +66,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What an update returns."""
+    """The outcome of an update."""
 
     step: int
     """Number of updates of its slot so far."""

@@ -32,7 +32,7 @@ MOST_MICROBATCHES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AdamW:
-    """What one update uses; the defaults are those of Tinker's ``AdamParams``."""
+    """The numbers of one update; the defaults are those of Tinker's ``AdamParams``."""
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.95)
@@ -43,7 +43,7 @@ class AdamW:
 
 
 class CallPart(NamedTuple):
-    """What one device reports of a call."""
+    """One device's report of a call."""
 
     loss_sum: float
     samples: int

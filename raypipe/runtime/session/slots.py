@@ -25,7 +25,7 @@ from raypipe.runtime.update.optimizer import load_master, updated_tensor
 
 
 class _Held(NamedTuple):
-    """What a slot has of one parameter."""
+    """One parameter of a slot."""
 
     values: Tensor
     master: Tensor
