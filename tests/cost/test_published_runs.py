@@ -43,3 +43,11 @@ def test_torch_holds_buffers_for_all_microbatches():
     asked = layout(next(row for row in rows() if row.model == "gpt3-175b"))
     result = predict(asked)
     assert reserved_gib(replace(asked, torch_pipeline=True), result) > reserved_gib(asked, result) + 1
+
+
+def test_how_many_copies_divide_experts_is_chosen_too():
+    asked = layout(next(row for row in rows() if row.model == "gpt-oss-20b"))
+    best = chosen(asked, seconds=1).best
+    assert best.fits
+    assert best.candidate.replicas % best.candidate.experts == 0
+    assert best.candidate.experts > 1

@@ -90,6 +90,7 @@ def instead(asked_rows: Numbered, seconds: float) -> str:
             continue
         c = best.candidate
         options = [c.schedule, f"B {c.microbatch}"]
+        options += [f"experts over {c.experts}"] if c.experts > 1 else []
         options += [c.shard] if c.shard != "none" else []
         options += [f"recompute {c.recompute}"] if c.recompute != "none" else []
         layers = f"T{c.tensor} P{c.stages}x{c.form.stages // c.stages} D{c.replicas}"

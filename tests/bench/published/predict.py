@@ -29,6 +29,7 @@ from raypipe.plan.choose import Decision, choose
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.prediction import Cut, Prediction
 from raypipe.plan.predict.predictor import Predictor
+from raypipe.plan.tensor_groups import Sharing
 from raypipe.plan.watch import Watch
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
@@ -420,18 +421,24 @@ def predict(layout: Layout) -> Prediction:
 def chosen(asked: Layout, seconds: float) -> Decision:
     """Return what raypipe chooses for a layout's model, batch and devices, with its trainer's kernels, in so long."""
     cluster = cluster_of(asked)
-    plain = replace(asked, recompute="none", shard="none", foreach=False)
-    profile, *shared = (
-        profile_of(replace(plain, tensor=size), cluster, (1, 2, 4, 8)) for size in (1, 2, 4, 8) if size <= asked.devices
-    )
+    plain = replace(asked, recompute="none", shard="none", foreach=False, tensor=1, experts=1)
+    sharing = [Sharing(tensor=n) for n in (2, 4, 8)]
+    if any(work.experts for work in works(asked.model, asked.sequence)):
+        sharing += [Sharing(experts=n) for n in (2, 4, 8, 16, 32, 64)]
+    sizes = (1, 2, 4, 8)
+    profile = profile_of(plain, cluster, sizes)
+    shared = {
+        way: profile_of(replace(plain, tensor=way.tensor, experts=way.experts), cluster, sizes)
+        for way in sharing
+        if max(way.tensor, way.experts) <= asked.devices
+    }
     job = job_from({
         "name": asked.model, "data": {"type": "bytes", "path": "stdlib"}, "parallel": "auto",
         # Of the model, a choice reads no more than the number of layers.
         "model": {"layers": len(profile.layers) - 2, "hidden": 64, "heads": 8, "sequence": asked.sequence},
         "train": {"steps": 1, "batch": asked.batch, "dtype": asked.dtype, "clip": 1.0},
     })  # fmt: skip
-    groups = {(2 << i, False): one for i, one in enumerate(shared)}
-    return choose(job, profile, top=1, search_s=0, shared=groups, watch=Watch(Budget(seconds)))
+    return choose(job, profile, top=1, search_s=0, shared=shared, watch=Watch(Budget(seconds)))
 
 
 def tokens_per_gpu(layout: Layout, found: Prediction) -> float:
