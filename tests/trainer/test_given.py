@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import raypipe
 from raypipe.errors import SpecError
+from raypipe.models.given.check import check_state
 from raypipe.models.keyed_operations import keyed_uniform
 from raypipe.models.keyed_random import RandomKeys, with_keys
 from raypipe.trainer.given_model import model_section
@@ -307,6 +309,12 @@ def mixed(model: Any) -> Any:
     return model
 
 
+def drawing(model: Any) -> Any:
+    before = model.classifier.forward
+    model.classifier.forward = lambda x: before(x) * random.random()
+    return model
+
+
 class Remembers(Own):
     calls = 0
 
@@ -344,6 +352,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a closure over a list": (counting, {}, r"model\.classifier\.forward: reads calls, a list of the script"),
     "a branch on values": (branching, {}, r"depends on the values of a tensor"),
     "a tensor that is no parameter": (of_another_tensor, {}, "reads weight, a tensor that trains and is no parameter"),
+    "numbers of Python's generator": (drawing, {}, "draws numbers from Python's or numpy's generator"),
     "two dtypes": (mixed, {}, "of several dtypes: .* is float64, classifier.weight is bfloat16"),
     "state of a module": (lambda _: Remembers().double(), {}, r"model\.calls: changes in every forward"),
     "a variable of the script": (lambda _: Notes().double(), {}, r"Notes.forward, which reads CALLS: changes"),
@@ -361,6 +370,22 @@ def test_what_cannot_be_carried_is_refused_by_name(name: str, tmp_path: Path) ->
     with pytest.raises(SpecError, match=words) as caught:
         pipelined(change(bert()), ROWS, tmp_path / "run", 8, **more)
     assert caught.value.fix
+
+
+def test_numbers_that_another_thread_draws_are_not_the_forwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = [random.random]
+
+    def beside(*given: Any) -> None:  # what Ray's threads may do while a model is traced
+        check_state(*given)
+        if draws:
+            draws.pop()()
+
+    monkeypatch.setattr("raypipe.models.given.write.check_state", beside)
+    mine = pipelined(head(), ROWS, tmp_path / "run", 8)
+    assert not draws
+    assert_alike(mine, plain(head(), by_loss), 1e-9)
 
 
 class Tied(nn.Module):

@@ -100,7 +100,11 @@ def write_given(
     check_instance(model)
     folder = Path(spec.given)
     packed = is_packed(fields) and any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
-    captured, about = _captured(model, spec, apart(fields) if packed else fields, dtype, script, notify)
+    seen = apart(fields) if packed else fields
+    try:
+        captured, about = _captured(model, spec, seen, dtype, script, notify)
+    except DrawnError:  # another thread, one of Ray's, may have drawn meanwhile; a forward that draws does it again
+        captured, about = _captured(model, spec, seen, dtype, script, notify)
     if packed:
         check_apart(captured)
     if resume and (folder / ABOUT).exists():
@@ -239,6 +243,10 @@ class Root(nn.Module):
         self.forward = forward
 
 
+class DrawnError(SpecError):
+    """The generators of Python or of numpy went on while a forward ran."""
+
+
 @contextmanager
 def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False) -> Iterator[None]:
     """Put a model into the state in which it trains, with parameters on the meta device, inside the block.
@@ -252,7 +260,8 @@ def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False)
         frozen_norms: put batch norms in evaluation mode.
 
     Raises:
-        SpecError: the forward changes an attribute, or draws from Python's or numpy's generators.
+        DrawnError: the forward, or another thread beside it, draws from Python's or numpy's generators.
+        SpecError: the forward changes an attribute.
     """
     modes = [(part, part.training) for part in model.modules()]
     with ExitStack() as stack:
@@ -283,7 +292,7 @@ def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False)
         check_state(state, model)
         if random.getstate() != numbers or repr(np.random.get_state()) != arrays:
             why = "draws numbers from Python's or numpy's generator in its forward, which would always be the same ones"
-            raise SpecError("model", why, "draw them with torch")
+            raise DrawnError("model", why, "draw them with torch")
 
 
 def _caching(model: nn.Module) -> list[Any]:
