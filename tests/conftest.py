@@ -28,6 +28,8 @@ settings.register_profile("here", **CALM)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 os.environ |= LEAN
+# Tensors of tests are tiny: a second thread of torch's would only wait for the first, and take a processor for that.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 DEVICES = 8
 """Most that any test takes of the pool, and that any fleet has of its own beside it."""
@@ -112,18 +114,7 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def one_thread() -> Iterator[None]:
-    """These tensors are tiny: threads would only wait for one another."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def captured(one_thread: None) -> Callable[[str], Captured]:
+def captured() -> Callable[[str], Captured]:
     """``captured("gpt2")``; each model is captured once a session."""
 
     @cache
