@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.forked_workers.start import worker_program
 from tests.job_files import write_text
 from tests.ray_environment import LEAN, start_ray
 
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} takes local_ray: mark it with @pytest.mark.runs")
         if starts and not shares:
             item.add_marker(pytest.mark.own_ray)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have one fork server for all that the tests start; it imports nothing before it is asked."""
+    if any(item.get_closest_marker("runs") for item in session.items) and not session.config.option.collectonly:
+        worker_program()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
