@@ -37,7 +37,7 @@ def test_the_command_serves_until_it_is_ended(tmp_path: Path, text_folder: Path)
     command = [
         sys.executable,
         "-m",
-        "raypipe",
+        "tests.forked_workers.command",
         "serve",
         str(job),
         "--port",
