@@ -107,19 +107,24 @@ def works(name: str, sequence: int) -> tuple[LayerWork, ...]:
         **dict(model.mixture),
     }  # fmt: skip
     family = config.pop("hf", "llama")
-    if model.dense:
-        config["first_k_dense_replace"] = 1
     named = "all-linear" if model.lora == ("all-linear",) else list(model.lora)
     lora = {"r": 32, "lora_alpha": 32.0, "target_modules": named} if model.lora else None
-    job = job_from({
-        "name": name, "model": {"hf": family, "config": config, "sequence": sequence, "lora": lora},
-        "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 1, "dtype": "bfloat16-true"},
-    })  # fmt: skip
-    pieces = [rank.work for rank in job_pieces(job).tensor_ranks]
-    embedding, *inner, head = pieces
-    first, block = joined(inner[: len(inner) // 2]), joined(inner[len(inner) // 2 :])
+
+    def pieces(**more: int) -> Sequence[LayerWork]:
+        job = job_from({
+            "name": name, "model": {"hf": family, "config": {**config, **more}, "sequence": sequence, "lora": lora},
+            "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 1, "dtype": "bfloat16-true"},
+        })  # fmt: skip
+        return [rank.work for rank in job_pieces(job).tensor_ranks]
+
+    # Of two equal layers each is half of all that lies between embedding and head; of unequal ones it would not be.
+    embedding, *inner, head = pieces(**({"first_k_dense_replace": 0} if model.dense else {}))
+    block = joined(inner[len(inner) // 2 :])
+    dense = block
+    if model.dense:
+        dense = joined((both := pieces(first_k_dense_replace=2)[1:-1])[len(both) // 2 :])
     near = windowed(block, model.window / sequence)
-    kinds = [first if i < model.dense else near if model.window and i % 2 == 0 else block for i in range(model.layers)]
+    kinds = [dense if i < model.dense else near if model.window and i % 2 == 0 else block for i in range(model.layers)]
     return (embedding, *(replace(one, name=f"block.{i}") for i, one in enumerate(kinds)), head)
 
 
