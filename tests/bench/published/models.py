@@ -149,6 +149,7 @@ def added(a: TaskWork, b: TaskWork) -> TaskWork:
         **{name: getattr(a, name) + getattr(b, name) for name in summed},
         **fused,
         positions=max(a.positions, b.positions),
+        head=max(a.head, b.head),
         products=a.products + b.products,
     )
 
