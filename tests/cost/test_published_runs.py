@@ -6,10 +6,10 @@ import pytest
 
 from raypipe.cost.gpt_work import RAYPIPE
 from raypipe.cost.kernels import WITHOUT_MASK, Kernels
-from raypipe.cost.layer_work import LayerWork, TaskWork
+from raypipe.cost.layer_work import ExpertsWork, LayerWork, TaskWork
 from raypipe.job import load_cluster
 from tests.bench.published.predict import chosen, layout, predict, reserved_gib, rows, tokens_per_gpu
-from tests.bench.published.trainers import EAGER, attending, divided
+from tests.bench.published.trainers import BIASES, EAGER, ROTATED, attending, biased, divided, rotated
 
 
 @pytest.mark.parametrize(("model", "limit"), [("gpt3-175b", 0.06), ("gpt3-5b", 0.22)])
@@ -85,3 +85,22 @@ def test_what_lies_between_products_is_on_each_tensor_rank_without_sequence_para
     for name, moved in zip(("forward", "input_grad"), EAGER, strict=True):
         more = getattr(whole.work, name).traffic - getattr(shared.work, name).traffic
         assert more == pytest.approx(moved * 2e6 * 3 / 4)
+
+
+def test_eager_kernels_of_trainers_move_bytes_for_each_value():
+    """Queries and keys of 4,096 positions, 100 wide; biases of 20 rows of 30 values, and of 60 in between."""
+    experts = ExpertsWork(experts=4, per_token=2, rows=20, row_bytes=60, parameters=0)
+    turned, summed = rotated(BLOCK, 100), biased(replace(BLOCK, experts=experts), megatron=False)
+    for i, name in enumerate(("forward", "input_grad")):
+        more = [getattr(work, name).traffic - getattr(BLOCK, name).traffic for work in (turned, summed)]
+        assert more == [ROTATED[i] * 4096 * 100, 20 * (60 * BIASES[False][0][i] + 30 * BIASES[False][1][i])]
+    assert biased(BLOCK, megatron=True) == BLOCK
+
+
+def test_rows_of_mixtures_have_their_recipes():
+    """AutoModel's GPT-OSS has eight ranks that divide experts, FlexAttention, and computes activations again."""
+    asked = {(row.model, row.gpus): layout(row) for row in rows() if row.experts}
+    own, bridge = asked["gpt-oss-20b", 8], asked["gpt-oss-120b", 64]
+    assert (own.experts, own.recompute, own.te, own.by_nccl) == (8, "full", False, False)
+    assert (bridge.experts, bridge.recompute, bridge.te, bridge.by_nccl) == (8, "none", True, True)
+    assert [one.eager_rotary for one in asked.values()] == [not one.megatron for one in asked.values()]

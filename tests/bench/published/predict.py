@@ -34,7 +34,18 @@ from raypipe.plan.watch import Watch
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
 from tests.bench.published.models import MODELS, joined, works
-from tests.bench.published.trainers import MASKED, Recompute, attending, checkpointed, divided, gathered, megatrons
+from tests.bench.published.trainers import (
+    FLEX,
+    MASKED,
+    Recompute,
+    attending,
+    biased,
+    checkpointed,
+    divided,
+    gathered,
+    megatrons,
+    rotated,
+)
 
 MIXTURES = ("gpt-oss", "mixtral", "deepseek", "qwen3-30b", "qwen3-235b", "kimi", "glm-4.5")
 """How names of models with experts begin."""
@@ -138,6 +149,10 @@ class Layout:
     innermost: Innermost = "stages"
     experts: int = 1
     """Ranks that divide experts; with tensor parallelism, each of a group counts, as no expert is shared."""
+    eager_rotary: bool = False
+    """Queries and keys are rotated by eager kernels, whatever else is fused."""
+    by_nccl: bool = False
+    """Tokens go to experts by NCCL's all-to-all, a copy for each expert, and are sorted by expert at both ends."""
     consecutive: bool = False
     """AutoModel's ``FakeBalancedGate``: each token takes the k experts after those of the token before."""
     predicts_more: bool = False
@@ -196,18 +211,23 @@ def layout(row: Row) -> Layout:
         result = replace(result, scattered=False, masked=pipeline, attention=MASKED if pipeline else (1.0, 1.0))
     if not row.experts:
         return result
-    # AutoModel's and Megatron Bridge's recipes for mixtures have TransformerEngine's norms, rotary embedding and
-    # attention, and copies of a stage are neighbours. AutoModel's for GPT-OSS has no activation_checkpointing
-    # (examples/llm_benchmark/gpt_oss/gptoss_20b_te_deepep.yaml).
+    # AutoModel's and Megatron Bridge's recipes for mixtures have TransformerEngine's norms and attention, and copies of
+    # a stage are neighbours. AutoModel's as of 89e3a9fdd (examples/benchmark/configs), which brought its performance
+    # summary: all recompute, rotary embeddings are eager, and GPT-OSS has FlexAttention and eight ranks that divide
+    # experts; its row says DeepEP, which has nothing to send without them, but gives no number. Megatron Bridge's for
+    # GPT-OSS is the only one here that sends tokens by NCCL (moe_token_dispatcher_type of its provider).
+    flexible = row.model.startswith("gpt-oss") and not megatron
     return replace(
         result,
         compiled=True,
-        te=True,
-        experts=row.expert,
+        te=not flexible,
+        experts=row.expert if megatron or row.expert > 1 else min(8, row.gpus),
+        attention=FLEX if flexible else (1.0, 1.0),
+        by_nccl=row.model.startswith("gpt-oss") and megatron,
         consecutive=not megatron,
         innermost="replicas",
         predicts_more=megatron and row.model == "deepseek-v3",
-        recompute="none" if row.model.startswith("gpt-oss") else result.recompute,
+        eager_rotary=not megatron,
     )
 
 
@@ -226,6 +246,8 @@ def sent(layout: Layout, work: LayerWork) -> float | None:
     own = work.experts
     if own is None or layout.experts == 1:
         return None
+    if layout.by_nccl:
+        return float(own.per_token)
     hosts = layout.experts // 8
     parts = hosts if hosts > 1 else layout.experts
     if layout.consecutive:
@@ -241,6 +263,11 @@ def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) 
     if layout.predicts_more:
         layers = [*layers[:-1], replace(layers[-2], name="block.more"), joined([layers[-1], layers[-1]])]
     layers = [attending(work, layout.attention, layout.masked) for work in layers]
+    if layout.eager_rotary:
+        width = MODELS[layout.model].rotated
+        layers = [rotated(work, width) if 0 < i < len(layers) - 1 else work for i, work in enumerate(layers)]
+    if layout.model.startswith("gpt-oss"):
+        layers = [biased(work, layout.megatron) for work in layers]
     layers = [
         checkpointed(
             work, layers[i - 1].output_bytes if i else 0.0, layout.recompute if 0 < i < len(layers) - 1 else "none"

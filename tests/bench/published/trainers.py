@@ -17,6 +17,16 @@ That one reaches 30 to 50 and 25 to 35 % of an A100's peak, FlashAttention-2 up 
 FLEX = (0.9, 0.85)
 """The same of FlexAttention (PyTorch's blog, August 2024, "FlexAttention: The Flexibility of PyTorch with the
 Performance of FlashAttention")."""
+BIASES = {False: ((8, 6), (28, 40)), True: ((0, 2), (28, 40))}
+"""Bytes, forward and backward, for each value of what experts' first and second products write, to add biases; True: in
+Megatron, where the product adds the first ones and its backward sums them. ``_apply_bias`` of AutoModel and Megatron,
+expert by expert: the bias times a float32 weight of the router (4), the sum (10), all joined (8) and cast (6); backward
+a cast and one for the product (12), the parts joined (4), and two products that are summed (24). Without a weight, in
+bfloat16: the sum and the join 8, and back the join and a sum 6."""
+ROTATED = (14, 16)
+"""Bytes that AutoModel's rotary embedding moves beyond a fused one's 4 for each value, forward and backward: four
+products of halves 8, two sums 6, the join 4; backward the products 8, a sign 2, sums 6, the join 4
+(``_apply_rotary_emb`` in models/gpt_oss/layers.py as of 89e3a9fdd, which brought its performance summary)."""
 EAGER = (84, 152)
 """Bytes that transformers' two RMSNorms and residual sums of a block move for each value of the stream, forward and
 backward: 36 a norm (to float32 6, square 8, mean 4, product 8, back 6, weight 4) and 6 a sum; backward 70 and 6."""
@@ -81,6 +91,22 @@ def attending(work: LayerWork, rates: tuple[float, float], masked: bool) -> Laye
         return replace(one, flops=one.flops + more, attention=causal, full_attention=one.full_attention + full)
 
     return replace(work, forward=task(work.forward, rates[0]), input_grad=task(work.input_grad, rates[1]))
+
+
+def rotated(work: LayerWork, width: int) -> LayerWork:
+    """Return a block that rotates queries and keys, together so wide, by eager kernels."""
+    values = float(width * work.forward.positions)
+    there, back = (moved * values for moved in ROTATED)
+    return replace(work, forward=moving(work.forward, there), input_grad=moving(work.input_grad, back))
+
+
+def biased(work: LayerWork, megatron: bool) -> LayerWork:
+    """Return a layer whose experts, gated and as wide as the stream, have biases."""
+    if work.experts is None:
+        return work
+    values = work.experts.rows * work.experts.row_bytes / 2
+    there, back = (2 * values * first + values * second for first, second in zip(*BIASES[megatron], strict=True))
+    return replace(work, forward=moving(work.forward, there), input_grad=moving(work.input_grad, back))
 
 
 def moving(task: TaskWork, size: float) -> TaskWork:
