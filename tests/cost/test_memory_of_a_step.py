@@ -30,16 +30,6 @@ from raypipe.schedule.verify import verify
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.one_device import executor_of
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Two would wait for each other on a busy machine; the bytes are the same."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 LINK = {"latency_us": 1, "bandwidth_gb_s": 1}
 MACHINE = cluster_from(
     {
