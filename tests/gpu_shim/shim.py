@@ -7,6 +7,7 @@ needs a C compiler and binutils. Everything else is taken from the environment t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -61,12 +62,15 @@ def _said(*words: str) -> str:
 
 
 def libraries() -> Path:
-    """Build the shim's libraries, unless they are newer than their sources; return their folder."""
-    folder = VENV / "shim"
-    newest = max(source.stat().st_mtime for source in Path(__file__).parent.iterdir() if source.is_file())
-    if not (folder / "built").exists() or (folder / "built").stat().st_mtime < newest:
-        subprocess.run([str(PYTHON), str(Path(__file__).with_name("build.py")), str(folder)], check=True)
-        (folder / "built").touch()
+    """Return the folder of the shim's libraries, which are built unless those of the same sources are there."""
+    sources = [*sorted(Path(__file__).parent.glob("*.[ch]")), Path(__file__).with_name("build.py")]
+    folder = VENV / f"shim-{hashlib.sha256(b''.join(source.read_bytes() for source in sources)).hexdigest()[:12]}"
+    if not folder.exists():
+        partial = folder.with_suffix(f".{os.getpid()}")  # others may use an older one, or be building this one
+        subprocess.run([str(PYTHON), str(Path(__file__).with_name("build.py")), str(partial)], check=True)
+        with contextlib.suppress(OSError):
+            partial.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
