@@ -40,7 +40,7 @@ typedef struct stream {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static stream *streams, *default_stream[MOST_GPUS];
-static int broken;
+static int broken, stalled;
 static _Thread_local int current, last_error;
 static atomic_long waits, streams_made, launched;
 static uint64_t captures;
@@ -158,6 +158,7 @@ static void *work(void *given) {
         op *o = s->first;
         if (o->kind == WAIT) while (o->event->passed < o->until && !broken) pthread_cond_wait(&changed, &lock);
         if (o->kind == RECORD && o->event->passed < o->until) { o->event->passed = o->until; o->event->at_s = now(); }
+        while (o->kind == DELAY && stalled && !broken) pthread_cond_wait(&changed, &lock);
         if ((o->kind == DELAY || o->kind == CALL) && !broken) {
             long most = setting("GPU_SHIM_KERNEL_US", 0);
             pthread_mutex_unlock(&lock);
@@ -213,6 +214,7 @@ EXPORT long gpu_shim_streams(void) { return streams_made; }
 EXPORT long gpu_shim_launches(void) { return launched; }
 EXPORT long gpu_shim_taken(int gpu) { begin(); return taken[gpu]; }
 EXPORT int gpu_shim_is_broken(void) { return broken; }
+EXPORT void gpu_shim_stall(void) { pthread_mutex_lock(&lock); stalled = 1; pthread_mutex_unlock(&lock); } /* no kernel ends any more */
 EXPORT void gpu_shim_break(void) { pthread_mutex_lock(&lock); broken = 1; pthread_cond_broadcast(&changed); pthread_mutex_unlock(&lock); }
 
 /* --- devices --- */

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
-from tests.gpu_shim.shim import PYTHON, ROOT, libraries
+from tests.gpu_shim.shim import PYTHON, environment
 from tests.job_files import write_job
 from tests.processes import session_of
 from tests.ray_environment import without_ray
@@ -96,15 +96,13 @@ def train(
     meeting, directory = folder / "shim", folder / "run"
     meeting.mkdir()
     job = write_job(folder / "job.yaml", text, parallel, layers=layers, hidden=64, **{"eval_every": 1000, **keys})
-    shim = {"devices": devices, "kernel_us": 200, "dir": meeting, **(settings or {})}
-    environment = without_ray(
-        RAY_ADDRESS="local", RAYPIPE_CACHE_DIR=str(folder / "cache"), LD_LIBRARY_PATH=str(libraries()),
-        PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1",
-        **{f"GPU_SHIM_{key.upper()}": str(value) for key, value in shim.items()},
-    )  # fmt: skip
+    shim = {"devices": devices, "kernel_us": 200, **(settings or {})}
+    variables = without_ray(
+        RAY_ADDRESS="local", RAYPIPE_CACHE_DIR=str(folder / "cache"), **environment(str(meeting), **shim)
+    )
     words = [str(PYTHON), "-m", "raypipe", "train", str(job), "--run-dir", str(directory), *extra]
     with (folder / "said").open("w") as said:
-        process = subprocess.Popen(words, cwd=folder, stdout=said, stderr=said, env=environment, start_new_session=True)
+        process = subprocess.Popen(words, cwd=folder, stdout=said, stderr=said, env=variables, start_new_session=True)
     family = {process.pid}
     deadline = time.monotonic() + limit_s
     try:
