@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -50,6 +51,7 @@ def device(
     from raypipe.schedule.lowering.programs import edges, programs
     from tests.gpu_shim.cases import HERE, meet, topology
 
+    faulthandler.dump_traceback_later(START_S)  # where it hangs, if it does
     here = torch.device("cuda", 0)
     locations = meet(rank, here, ends, heard)
     schedule = generate("1f1b", Shape(devices=DEVICES, microbatches=MICROBATCHES))
@@ -89,6 +91,7 @@ def device(
             assert work is not None
             work.wait()
     except TransportError as error:
+        faulthandler.dump_traceback_later(LATE_S)
         result |= {"said": str(error), "at": time.time()}
     if not (fault == "stalled" and rank == victim):  # a GPU that ends no kernel any more cannot be left
         began = time.monotonic()
