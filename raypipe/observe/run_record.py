@@ -156,19 +156,18 @@ class MemoryRow(NamedTuple):
 def memory_rows(run: RunRecord) -> list[MemoryRow]:
     """Return a row per rank; empty if memory was neither planned nor measured.
 
-    The planner predicts one data-parallel copy of D devices; device ``w * D + d`` of copy ``w`` has device ``d``'s
-    prediction.
+    The planner predicts every rank; those of a run whose devices came or went are taken round and round.
     """
     decision, finished = run.last("planned") or {}, run.last("finished") or {}
     chosen: dict[str, Any] = next(iter(decision.get("candidates") or []), {})
     planned, measured = chosen.get("memory_bytes") or [], finished.get("memory_bytes") or []
     tensor = run.parallel.get("tensor") or 1
-    count = len(measured) or len(planned) * (run.parallel.get("replicas") or 1) * tensor
+    count = len(measured) or len(planned)
     rows = []
     for rank in range(count):
         device = rank // tensor
         name = f"device {device}" + (f", tensor rank {rank % tensor}" if tensor > 1 else "")
-        expected = planned[device % len(planned)] if planned else None
+        expected = planned[rank % len(planned)] if planned else None
         rows.append(MemoryRow(name, expected, measured[rank] if measured else None, chosen.get("capacity_bytes")))
     return rows
 

@@ -111,6 +111,8 @@ EXPORT int ncclCommInitRank(comm **to, int ranks, unique_id id, int rank) { retu
 static void close_it(comm *c) { if (c->bytes) { shim_give(c->bytes); c->bytes = 0; open_ones--; } }
 EXPORT int ncclCommFinalize(comm *c) { while (c->running && !c->aborted) usleep(200); return OK; }
 EXPORT int ncclCommDestroy(comm *c) { destroys++; ncclCommFinalize(c); close_it(c); return OK; }
+/* Aborting frees what kernels still use, so it waits for what is on the streams, and that may wait for another one that
+ * has to be aborted meanwhile (pytorch/pytorch issue 119797). */
 EXPORT int ncclCommAbort(comm *c) { aborts++; c->aborted = 1; while (c->running && !gpu_shim_is_broken()) usleep(200); close_it(c); return OK; }
 EXPORT int ncclCommGetAsyncError(comm *c, int *e) { (void)c; *e = OK; return OK; }
 EXPORT int ncclCommCount(comm *c, int *n) { *n = c->ranks; return OK; }

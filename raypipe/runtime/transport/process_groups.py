@@ -12,6 +12,7 @@ process already has, so members that are in different numbers of groups wait for
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -68,9 +69,18 @@ def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = No
 
 
 def abort_groups() -> None:
-    """End what this process's NCCL groups have under way, and the groups; to destroy them would wait for lost peers."""
-    while _nccl_groups:
-        _nccl_groups.pop().abort()
+    """End what this process's NCCL groups have under way, and the groups; to destroy them would wait for lost peers.
+
+    All at the same time: aborting one waits for what is before its work on the GPU's streams, and that may wait for a
+    lost peer in another (pytorch/pytorch issue 119797). NCCL's groups of calls would not do: torch aborts in threads of
+    its own.
+    """
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in _nccl_groups]
+    _nccl_groups.clear()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def forget_groups() -> None:

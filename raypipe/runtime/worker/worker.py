@@ -25,7 +25,7 @@ from raypipe.runtime.executor.step import MOST_STEPS, StartedStep, StepResult, W
 from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
-from raypipe.runtime.process.memory import MemoryReports, resident_bytes
+from raypipe.runtime.process.memory import MemoryReports, peak_bytes, resident_bytes
 from raypipe.runtime.process.set_up import (
     choose_precision,
     compute_deterministically,
@@ -515,8 +515,8 @@ class StageWorker:
         return time.monotonic()
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of this process in bytes."""
-        return resident_bytes()
+        """Return the most memory that was taken of this process's GPU; on a CPU its resident memory, in bytes."""
+        return peak_bytes(self.device) if self.device.type == "cuda" else resident_bytes()
 
     def heap_bytes(self) -> int:
         """Return the bytes that this process has allocated and not freed."""
