@@ -245,7 +245,7 @@ class StageWorker:
 
     def _feed(self, setup: Setup, model: LayeredModel) -> Feed:
         """Make what reads the raw inputs of the stages."""
-        return device_feed(setup, model.task, self.modules, self.device, self.reads_whole)
+        return device_feed(setup, model, self.modules, self.device, self.reads_whole)
 
     def _build(self, setup: Setup) -> None:
         """Build the stages and their optimizers."""
