@@ -445,6 +445,7 @@ SENTENCES = {
     "interrupted": "{at}ended by {message}",
     "devices_lost": "devices are lost: {message}",
     "undone": "{at}update undone and repeated with clipped gradients: their norm was {grad_norm:.4g}",
+    "stuck": "{message}",
     "failed": "failed: {message}",
     "error": "failed: {message}",
     "out_of_memory": "out of memory, so it goes on with {change}",

@@ -285,6 +285,7 @@ class Driver:
             "steps_repeated": recovered.repeated,
             "seconds": recovered.seconds,
             "message": recovered.cause,
+            "stuck": recovered.stuck,
         }
         self.log.event("recovered", step=done, **fields)
         self.metrics.event("recovered", fields)

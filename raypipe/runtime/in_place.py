@@ -22,6 +22,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.online.better_order import Running
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
+from raypipe.runtime.recovery.flight_recorder import places_of, told
 from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.setup.tensor_ranks import expert_ranks
@@ -48,6 +49,8 @@ class Recovered:
     repeated: int
     """Steps that had begun and are run again."""
     cause: str
+    stuck: str
+    """Where the devices were (``flight_recorder``)."""
     seconds: float
     """From when the death was noticed to when all devices are ready for the next step."""
 
@@ -105,6 +108,7 @@ class InPlace:
         if is_final(own_error(error)):
             raise error
         standings, dead = self._part(workers)
+        stuck = told(places_of(self._directory, workers.locations, workers.apart))
         if not dead:
             raise error
         cause = root_cause(dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
@@ -124,7 +128,14 @@ class InPlace:
         ray.get(workers.call_each("rejoin", [(one, moved, facts.get(done - 1)) for one in setups]))
         repeated = max(one.begun for one in standings.values()) - done
         return Recovered(
-            done, facts, tuple(sorted(dead)), from_pool, max(0, repeated), describe(cause), time.monotonic() - began
+            done,
+            facts,
+            tuple(sorted(dead)),
+            from_pool,
+            max(0, repeated),
+            describe(cause),
+            stuck,
+            time.monotonic() - began,
         )
 
     def _part(self, workers: WorkerGroup) -> tuple[dict[int, Standing], dict[int, RayActorError]]:
