@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -29,9 +28,10 @@ from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.node_files import SentShard, received
-from raypipe.runtime.recovery.nonfinite import NonFiniteError
+from raypipe.runtime.recovery.nonfinite import LEFT_OUT, NonFiniteError
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.state.shard_writer import Keeper, SaveBegun, writes_of
+from raypipe.runtime.state.keeper import Keeper, KeptCopy, KeptShard
+from raypipe.runtime.state.shard_writer import SaveBegun, shard_name, writes_of
 
 NUMBERS = 1 << 32
 """Copies that each driver may number."""
@@ -136,6 +136,8 @@ def _name(run_id: str) -> str:
 
 ANSWER_S = 5.0
 """Time that a keeper has to answer."""
+LOOK_S = 0.02
+"""Interval at which it looks for copies that are arriving."""
 START_S = 60.0
 """Time that an index has to answer, which may have to start on busy cores."""
 
@@ -179,6 +181,11 @@ class NeighbourCopies:
         self._start_index()
         self._keepers.clear()
         self.forget()
+
+    @property
+    def made(self) -> bool:
+        """Return whether the run makes any."""
+        return bool(self._every)
 
     def due(self, done: int) -> bool:
         """Return whether to copy the state after ``done`` steps."""
@@ -273,7 +280,7 @@ class NeighbourCopies:
         checkpoints.left_out = held.left_out
         folder = checkpoints.folder(held.step)
         try:
-            shards = [self._fetched(held, rank, info, folder) for rank, info in held.shards.items() if info is not None]
+            shards = [received(folder, SentShard(one.info, one.blocks())) for one in self._kept(held)]
             checkpoints.commit(held.step, shards, None, is_best=False)
         except (RayError, CheckpointError) as error:
             self._held = None
@@ -284,15 +291,55 @@ class NeighbourCopies:
         checkpoints.committed(held.step, {}, False, 0.0, time.monotonic() - began)
         return True
 
-    def _fetched(self, held: Copy, rank: int, info: ShardInfo, folder: Path) -> ShardInfo:
-        failed: Exception = CheckpointError(info.file, "is kept by nobody any more", "save more often")
-        for keeper in (self._keepers[node] for node in held.nodes[rank] if node in self._keepers):
+    def _kept(self, copy: Copy) -> list[KeptShard]:
+        """Return a complete copy's shards, with those of its keepers that there still are."""
+        result = []
+        for rank, info in sorted(copy.shards.items()):
+            if info is not None:
+                keepers = tuple(self._keepers[node] for node in copy.nodes[rank] if node in self._keepers)
+                result.append(KeptShard(copy.number, info, keepers))
+        return result
+
+    def newest(self, most: int, dead: Collection[int]) -> KeptCopy | None:
+        """Return the newest complete copy of at most ``most`` steps, for devices to go on with; None if there is none.
+
+        Keepers say what has arrived, so that the shard of a worker counts that died before it could report it; what
+        those that live are sending is waited for, where the ``dead`` ranks have sent theirs.
+        """
+        deadline = time.monotonic() + ANSWER_S
+        while self._arriving(most, dead) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        self._under_way.clear()
+        if self._held is None or self._held.step > most:
+            return None
+        assert self._index is not None
+        self._index.hold.remote(self._held)
+        meta = {LEFT_OUT: self._held.left_out} if self._held.left_out else {}
+        return KeptCopy.of(self._held.step, meta, self._kept(self._held))
+
+    def _arriving(self, most: int, dead: Collection[int]) -> bool:
+        """Hold the newest copy that is complete; return whether a newer one may become so."""
+        arrived: dict[int, dict[str, ShardInfo]] = {}
+        for asked in [keeper.whole.remote() for keeper in self._keepers.values()]:
             try:
-                blocks = ray.get(keeper.give.remote(held.number, Path(info.file).stem))
-                return received(folder, SentShard(info, blocks))
-            except (RayError, CheckpointError) as error:
-                failed = error
-        raise failed
+                for number, shards in ray.get(asked, timeout=ANSWER_S).items():
+                    arrived.setdefault(number, {}).update(shards)
+            except RayError:
+                continue  # its node may be gone
+        nothing = () if self._held is None else (rank for rank, one in self._held.shards.items() if one is None)
+        empty: dict[int, ShardInfo | None] = dict.fromkeys(nothing)
+        later = False
+        for copy in sorted(self._under_way.values(), key=lambda one: one.step):
+            if copy.step > most:
+                break
+            there = arrived.get(copy.number, {})
+            named = {rank: there.get(shard_name(rank)) for rank in range(len(copy.nodes))}
+            copy.shards = {**empty, **{rank: one for rank, one in named.items() if one is not None}, **copy.shards}
+            if len(copy.shards) == len(copy.nodes):
+                self._held, later = copy, False
+            else:
+                later = later or copy.shards.keys() >= set(dead)
+        return later
 
     def __enter__(self) -> NeighbourCopies:
         return self

@@ -142,9 +142,10 @@ class StageWorker:
         self._leave()
         self._begin(setup)
         self._build(setup)
-        checkpoint = None
-        if setup.checkpoint is not None:
-            checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
+        checkpoint = setup.checkpoint
+        if isinstance(checkpoint, Path):
+            checkpoint = open_checkpoint(checkpoint, verify=False)  # the driver has verified it
+        if checkpoint is not None:
             for key, module in self.modules.items():
                 optimizer, divided = self.optimizers[key], self.shards.divided(key)
                 read_state(checkpoint, module, optimizer, setup.tied, setup.ranks, divided)
