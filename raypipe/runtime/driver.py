@@ -487,6 +487,7 @@ class Driver:
         step_s = self.results.step(step, done.part, ticket.clock, results, tensor, timed)
         if step_s is not None and timed and ticket.clock is self.clock:  # not if it was queued before the plan changed
             self._per_call.took(step_s)
+            self.copies.took(step_s)
             memory = [r.memory for r in results[::tensor]]
             self.controller.observe(MeasuredStep(step_s, memory, self.clock))
             self._log_events(step)

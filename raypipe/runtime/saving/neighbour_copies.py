@@ -12,11 +12,14 @@ Source: Wang et al. 2023, GEMINI (SOSP), section 4, with two copies, and with no
 from __future__ import annotations
 
 import itertools
+import math
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
@@ -110,7 +113,7 @@ def start_index(**options: Any) -> Any:
 
 
 @contextmanager
-def copies_kept(run_id: str, every: int) -> Iterator[None]:
+def copies_kept(run_id: str, every: int | Literal["auto"]) -> Iterator[None]:
     """Keep the copies of a run that makes some while the block lasts, whatever becomes of its drivers."""
     if not every:
         yield
@@ -142,17 +145,46 @@ START_S = 60.0
 """Time that an index has to answer, which may have to start on busy cores."""
 
 
+FIRST = 8
+"""Steps between copies with ``auto``, until one has been measured: as many as one call of the workers may have."""
+SHARE = 0.02
+"""Largest share of the time that copies may take from training."""
+MEASURED = 5
+"""Newest steps and copies of which the median counts."""
+
+
+def interval(stall_s: float, seconds: float, step_s: float) -> int:
+    """Return the steps between copies: the fewest with which they cost at most ``SHARE`` of the time, and arrive.
+
+    Args:
+        stall_s: seconds for which a copy keeps a worker from training.
+        seconds: from its beginning to when all of it has arrived.
+        step_s: seconds of a step.
+
+    >>> interval(stall_s=0.002, seconds=0.03, step_s=0.05)
+    2
+    >>> interval(stall_s=0.0001, seconds=0.16, step_s=0.05)
+    4
+    """
+    return max(1, math.ceil(stall_s / (SHARE * step_s)), math.ceil(seconds / step_s))
+
+
 class NeighbourCopies:
     """The copies of a run, as one driver makes them in all of its attempts.
 
     Args:
-        every: steps between copies; 0 for none.
+        every: steps between copies; 0 for none, ``auto``: as measured (``interval``).
         log: of the run.
         index: the run's index, with what drivers before this one have left; None for one of this driver's own.
     """
 
-    def __init__(self, every: int, log: RunLog, index: Any | None = None) -> None:
-        self._every, self._log = every, log
+    def __init__(self, every: int | Literal["auto"], log: RunLog, index: Any | None = None) -> None:
+        self._measures = every == "auto"
+        self._every, self._log = FIRST if every == "auto" else every, log
+        self._step_s: deque[float] = deque(maxlen=MEASURED)
+        """Of the newest steps."""
+        self._stall_s: deque[float] = deque(maxlen=MEASURED)
+        """Seconds in which the slowest worker could not train, for the newest copies."""
         self._index, self._own = index, index is None
         self._keepers: dict[str, Any] = {}
         """By Ray's id of the node."""
@@ -181,6 +213,10 @@ class NeighbourCopies:
         self._start_index()
         self._keepers.clear()
         self.forget()
+
+    def took(self, step_s: float) -> None:
+        """Note how long a step took, in seconds."""
+        self._step_s.append(step_s)
 
     @property
     def made(self) -> bool:
@@ -220,6 +256,7 @@ class NeighbourCopies:
             NonFiniteError: a parameter or an optimizer state is not finite.
         """
         results = list(results)
+        self._stall_s.append(max((one.stall_s - one.waited_s for one in results), default=0.0))
         self.heard(results)
         broken = next((r.broken for r in results if r.broken is not None), None)
         if broken is not None:
@@ -244,7 +281,13 @@ class NeighbourCopies:
             self._held = copy
             assert self._index is not None
             self._index.hold.remote(copy)
-            self._log.event("copied", step=copy.step, seconds=time.monotonic() - self._began[copy.number])
+            seconds = time.monotonic() - self._began[copy.number]
+            stall_s = median(self._stall_s) if self._stall_s else 0.0
+            if self._measures and self._step_s:
+                self._every = interval(stall_s, seconds, median(self._step_s))
+            size = sum(shard.bytes for shard in copy.shards.values() if shard is not None)
+            fields = {"seconds": seconds, "stall_s": stall_s, "bytes": size, "every": self._every}
+            self._log.event("copied", step=copy.step, **fields)
             self._under_way = {number: one for number, one in self._under_way.items() if one.step > copy.step}
             self._began = {number: self._began[number] for number in self._under_way}
 
