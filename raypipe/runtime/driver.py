@@ -13,9 +13,9 @@ from typing import Any
 
 import ray
 
-from raypipe.checkpoint import Checkpoint
+from raypipe.checkpoint import Checkpoint, open_checkpoint
 from raypipe.data import tokens_per_sample
-from raypipe.errors import SampleCountError
+from raypipe.errors import CheckpointError, SampleCountError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import Stop, asked_to_stop
 from raypipe.observe.run_log import RunLog, rewind
@@ -290,7 +290,7 @@ class Driver:
         self.metrics.event("recovered", fields)
 
     def _go_back(self, workers: WorkerGroup, in_place: InPlace, lost: Lost, error: Exception, known: int) -> int:
-        """Go on from the newest copies in the nodes' memory, after the workers that died have been replaced.
+        """Go on from the newest copies in the nodes' memory, or a newer checkpoint, with others in place of the dead.
 
         Args:
             workers: the worker group, in which the replacements take the places of the dead.
@@ -302,7 +302,7 @@ class Driver:
         Returns the number of steps done.
 
         Raises:
-            Exception: ``error``, where there is no copy that is newer than the last checkpoint.
+            Exception: ``error``, where there is no copy.
         """
         while self._pending and None not in outcomes(self._pending[0].refs):
             self._collect_oldest()
@@ -311,10 +311,18 @@ class Driver:
             self.saves.heard(reports)
             self.copies.heard(reports)
         running = any(ticket.kind == "step" for ticket in self._pending)
-        copy = self.copies.newest(max(known, self.results.steps), lost.dead)
-        newest, _ = self.checkpoints.newest
-        if copy is None or copy.step <= newest or self.saves.lost(range(len(workers.actors))):
+        copy: Checkpoint | None = self.copies.newest(max(known, self.results.steps), lost.dead)
+        if copy is None or self.saves.lost(range(len(workers.actors))):
             raise error
+        self.saves.poll()
+        newest, folder = self.checkpoints.newest
+        saved = folder is not None and newest > copy.step
+        if saved:
+            assert folder is not None
+            try:
+                copy = open_checkpoint(folder)
+            except CheckpointError:  # a restart finds an earlier one
+                raise error from None
         done = copy.step
         from_pool = in_place.replace(workers, lost, done, error)
         self._pending.clear()
@@ -325,10 +333,11 @@ class Driver:
         if self.job.train.early_stop is not None:
             self.results.patience = patience_of(self.directory, self.job.train, done)
         self.checkpoints.left_out = left_out_of(copy)
-        self._setup(workers, copy, done, in_place.twins)
+        self._setup(workers, folder if saved else copy, done, in_place.twins)
         self._pause()
         self.results.pause()
-        self._tell_recovered(done, lost.event(workers, from_pool, repeated + running, "neighbour"))
+        source = "checkpoint" if saved else "neighbour"
+        self._tell_recovered(done, lost.event(workers, from_pool, repeated + running, source))
         return done
 
     def _collect_known(

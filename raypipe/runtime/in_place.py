@@ -70,7 +70,7 @@ class Lost:
             workers: the group with the replacements.
             replaced: how many of them were waiting already.
             repeated: steps that had begun and are run again.
-            source: ``replica`` or ``neighbour``.
+            source: ``replica``, ``neighbour`` or ``checkpoint``.
         """
         return {
             "ranks": list(self.dead),
@@ -177,11 +177,12 @@ class InPlace:
         """Put new workers in the places of the dead, to go on after ``done`` steps; return how many waited already.
 
         Raises:
-            BaseException: ``error``, where too many have died after the same step.
+            BaseException: ``error``, where too many have died after the same step, or a node of theirs is gone.
             TransportError: a replacement does not start.
         """
         self._at = (done, self._at[1] + 1 if self._at[0] == done else 1)
-        if self._at[1] > AT_ONE_STEP:
+        assert workers.places is not None
+        if self._at[1] > AT_ONE_STEP or workers.places.place.is_broken():
             raise error
         result = self._replace(workers, lost.dead)
         workers.calls.clear()  # they failed because of what is mended now

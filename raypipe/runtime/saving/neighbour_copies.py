@@ -26,7 +26,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.checkpoint import ShardInfo
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, TransportError
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
 from raypipe.runtime.group.worker_group import WorkerGroup
@@ -325,7 +325,7 @@ class NeighbourCopies:
         try:
             shards = [received(folder, SentShard(one.info, one.blocks())) for one in self._kept(held)]
             checkpoints.commit(held.step, shards, None, is_best=False)
-        except (RayError, CheckpointError) as error:
+        except (RayError, CheckpointError, TransportError) as error:
             self._held = None
             checkpoints.delete(folder)
             why = str(error).partition("\n")[0]

@@ -17,7 +17,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from raypipe.checkpoint import Checkpoint, ShardInfo
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, TransportError
 
 
 class Keeper:
@@ -65,7 +65,7 @@ class KeptShard:
         """Return references of its blocks, in order.
 
         Raises:
-            CheckpointError: nobody holds it any more.
+            TransportError: nobody holds it any more.
         """
         for keeper in self.keepers:
             try:
@@ -73,7 +73,7 @@ class KeptShard:
             except RayError:
                 continue
             return blocks
-        raise CheckpointError(self.info.file, "is kept by nobody any more", "save more often")
+        raise TransportError(self.info.file, "is kept by nobody any more", "restart from the last checkpoint")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class KeptCopy(Checkpoint):
         """See Checkpoint.read; shards come from whoever holds them.
 
         Raises:
-            CheckpointError: the copy does not hold a key, or nobody holds one of its shards as it was sent.
+            CheckpointError: the copy does not hold a key.
+            TransportError: nobody holds one of its shards as it was sent.
         """
         wanted = list(keys)
         missing = [key for key in wanted if key not in self.files]
@@ -108,6 +109,6 @@ def _tensors(shard: KeptShard) -> dict[str, Tensor]:
     content = b"".join(bytes(block) for block in ray.get(list(shard.blocks())))
     if hashlib.sha256(content).hexdigest() != shard.info.sha256:
         why = "is not what its worker sent"
-        raise CheckpointError(shard.info.file, why, "restart from the last checkpoint; memory is at fault")
+        raise TransportError(shard.info.file, why, "restart from the last checkpoint; memory is at fault")
     result: dict[str, Tensor] = load(content)
     return result

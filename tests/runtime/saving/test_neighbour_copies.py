@@ -12,7 +12,7 @@ import ray
 import torch
 
 from raypipe.checkpoint import Snapshot, open_checkpoint
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, TransportError
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.executor.step import Written
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
@@ -94,7 +94,7 @@ def test_devices_read_the_newest_copy_that_keepers_have_whole(run: Run) -> None:
     with pytest.raises(CheckpointError, match="holds no param/9"):
         copy.read(["param/9.w"])
     run.kill_keepers()
-    with pytest.raises(CheckpointError, match="is kept by nobody any more"):
+    with pytest.raises(TransportError, match="is kept by nobody any more"):
         copy.read(wanted)
 
 
