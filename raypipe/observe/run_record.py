@@ -306,7 +306,7 @@ def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kind = e["event"]
         if kind == "recovered":
             own = {key: e[key] for key in ("seconds", "steps_repeated")}
-            found.append({"step": e["step"], "kind": "replica", **own, "replaced": e["ranks"]})
+            found.append({"step": e["step"], "kind": e.get("source", "replica"), **own, "replaced": e["ranks"]})
             for rank, pid in zip(e["ranks"], e.get("pids", ()), strict=False):
                 processes[rank] = processes[rank][0], pid
         elif kind == "failed":
@@ -444,6 +444,7 @@ SENTENCES = {
     "interrupted": "{at}ended by {message}",
     "devices_lost": "devices are lost: {message}",
     "undone": "{at}update undone and repeated with clipped gradients: their norm was {grad_norm:.4g}",
+    "stuck": "{message}",
     "failed": "failed: {message}",
     "error": "failed: {message}",
     "out_of_memory": "out of memory, so it goes on with {change}",
@@ -490,7 +491,8 @@ def _sentences(row: dict[str, Any]) -> list[str]:
             return [f"going on from copies of step {row['step']} in the nodes' memory"]
         return [f"restarting from {row['checkpoint'] or 'the start'}"]
     if kind == "recovered":
-        repeated = "one step repeated" if row["steps_repeated"] else "no step repeated"
+        count = row["steps_repeated"]
+        repeated = f"{count} steps repeated" if count > 1 else "one step repeated" if count else "no step repeated"
         return [f"{at}replaced {', '.join(row['devices'])} in {row['seconds']:.1f} s, {repeated}: {row['message']}"]
     if kind == "compiling":
         return ["compiling stages beside the first steps" if row["beside"] else "compiling stages"]
