@@ -134,3 +134,16 @@ def captured() -> Callable[[str], Captured]:
         return capture(build_without_memory(case.build), case.data(2, 16))
 
     return one
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``command("schedule", "1f1b")``: the status and both outputs of ``raypipe`` in this process."""
+    from raypipe.cli import run
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        status = run([str(word) for word in argv])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
