@@ -36,7 +36,7 @@ def taken_bytes() -> int:
 def nccl_counts() -> dict[str, int]:
     """What became of this process's communicators."""
     library = ctypes.CDLL("libnccl.so.2")
-    return {name: getattr(library, f"gpu_shim_nccl_{name}")() for name in ("aborts", "destroys", "open")}
+    return {name: getattr(library, f"gpu_shim_nccl_{name}")() for name in ("aborts", "destroys", "open", "most_ctas")}
 
 
 def topology(locations: list[Location], edges: Any, groups: Any = None, timeout_s: float = TIMEOUT_S) -> Topology:

@@ -27,13 +27,14 @@ typedef struct { char internal[128]; } unique_id;
 typedef struct { comm *comm; int what, peer; long number; void *stream; } one; /* what: 0 collective, 1 send, 2 receive */
 typedef struct { int count; one of[256]; } batch;
 
-static atomic_long aborts, destroys, open_ones;
+static atomic_long aborts, destroys, open_ones, most_ctas;
 static _Thread_local int depth;
 static _Thread_local batch grouped;
 
 EXPORT long gpu_shim_nccl_aborts(void) { return aborts; }
 EXPORT long gpu_shim_nccl_destroys(void) { return destroys; }
 EXPORT long gpu_shim_nccl_open(void) { return open_ones; }
+EXPORT long gpu_shim_nccl_most_ctas(void) { return most_ctas; } /* that any communicator may have, where none is left to NCCL */
 
 static int is_done(const one *o) {
     comm *c = o->comm;
@@ -89,7 +90,9 @@ EXPORT int ncclGetUniqueId(unique_id *id) {
     return OK;
 }
 EXPORT int ncclCommInitRankConfig(comm **to, int ranks, unique_id id, int rank, void *config) {
-    (void)config;
+    int ctas = config ? ((int *)config)[7] : 0; /* ncclConfig_t.maxCTAs; INT_MIN where it is not set */
+    if (ctas <= 0) ctas = 32;
+    if (ctas > most_ctas) most_ctas = ctas;
     if (ranks > MOST) return INVALID;
     char path[4096];
     snprintf(path, sizeof path, "%s/nccl-%.100s", getenv("GPU_SHIM_DIR") ? getenv("GPU_SHIM_DIR") : "/tmp", id.internal);
