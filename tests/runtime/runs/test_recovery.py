@@ -138,19 +138,18 @@ def test_a_worker_is_replaced(
         *exhaustive(
             ({"schedule": "1f1b", "stages": 4}, 3, "ended 0"),
             ({"schedule": "zb-v", "stages": 4, "microbatch": 1}, 0, "U 0"),
-            ({"schedule": "1f1b", "stages": 2, "tensor": 2}, 3, "F 0"),
         ),
     ],
-    ids=["one-copy", "its-share-of-all-state", "result-not-delivered", "between-its-updates", "shares-its-layers"],
+    ids=["one-copy", "its-share-of-all-state", "result-not-delivered", "between-its-updates"],
 )
 def test_a_worker_without_a_twin_is_replaced_from_copies(
     parallel: dict[str, Any], rank: int, moment: str, text_folder: Path, stage_pool, mortals: Mortals, tmp_path: Path
 ) -> None:
     """All go on from the newest copy, with at most one step that had ended run again."""
-    train = {"steps": 6, "eval_every": 2, "clip": 0.5}
-    undisturbed = drive(small_job(text_folder, parallel, **train), stage_pool, tmp_path / "undisturbed")
+    train, deep = {"steps": 6, "eval_every": 2, "clip": 0.5}, {"layers": 8}
+    undisturbed = drive(small_job(text_folder, parallel, deep, **train), stage_pool, tmp_path / "undisturbed")
     mortals.file.write_text(f"{rank} 3 {moment}")
-    driver = new_driver(small_job(text_folder, parallel, **train, copy_every=1), tmp_path / "disturbed")
+    driver = new_driver(small_job(text_folder, parallel, deep, **train, copy_every=1), tmp_path / "disturbed")
     with driver.copies:
         workers = mortals.take(driver.schedule, driver.job.parallel.replicas)
         before = [at.pid for at in workers.locations]
