@@ -14,7 +14,7 @@ from raypipe.explain.replay import MEANING
 from raypipe.observe.explained_run import Explained, cause_cells, explain_run, most_lost, sentence
 from raypipe.observe.pages import Points, chart, drawn_steps, page
 from raypipe.observe.plan_table import seconds
-from raypipe.observe.run_record import RunRecord, event_sentences, memory_rows
+from raypipe.observe.run_record import RunRecord, by_model, event_sentences, memory_rows
 from raypipe.observe.timelines import lanes_of
 from raypipe.plan.reasons import gib
 
@@ -108,8 +108,12 @@ def _charts(run: RunRecord) -> list[dict[str, Any]]:
         return [(row["step"], value) for row in ends]
 
     validation = [(row["step"], row["val_loss"]) for row in run.validations]
+    losses: list[tuple[str, str, Points]] = [
+        (name or "training", "second" if n % 2 else "first", [(row["step"], row["loss"]) for row in rows])
+        for n, (name, rows) in enumerate(by_model(run.steps).items())
+    ]
     return [
-        chart("loss", "", ("training", "first", of("loss")), ("validation", "second", validation)),
+        chart("loss", "", *losses, ("validation", "second", validation)),
         chart("step time", " s", ("measured", "first", of("step_s")), ("predicted", "level", level("step_s"))),
         chart(
             "bubble ratio",
