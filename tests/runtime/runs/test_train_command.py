@@ -70,9 +70,11 @@ def test_a_local_run_listens_on_loopback_only(undisturbed) -> None:
 
 
 @pytest.mark.runs
-def test_sigterm_ends_a_run_that_goes_on_to_the_same_losses(undisturbed, job, tmp_path, capsys) -> None:
+def test_sigterm_ends_a_run_that_goes_on_to_the_same_losses(
+    undisturbed, driver_here, job, tmp_path, capsys
+) -> None:  # fmt: skip
     directory = tmp_path / "run"
-    words = [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory)]
+    words = [sys.executable, "-m", "tests.forked_workers.command", "train", str(job), "--run-dir", str(directory)]
     slow = ["--set", "train.eval_every=1", "--set", "train.checkpoint_every=4"]
     with subprocess.Popen(
         [*words, *slow], stderr=subprocess.PIPE, text=True, env=without_ray(RAY_ADDRESS="local"), start_new_session=True
