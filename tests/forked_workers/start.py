@@ -31,6 +31,7 @@ def fork_workers(parameters: Any, _head: bool) -> None:
     """Change parameters of a node that ``ray start`` starts, where RAY_START_HOOK names this function."""
     parameters.worker_path = parameters.setup_worker_path = worker_program()
     parameters.include_log_monitor = False
+    parameters.include_dashboard = parameters.include_dashboard or False  # None: wherever it is installed
 
 
 def _start_server() -> None:
