@@ -109,8 +109,13 @@ def trial(number: int, draw: random.Random) -> str:
     Raises:
         AssertionError: something was not as it has to be.
     """
-    fault, victim = FAULTS[number % len(FAULTS)], draw.randrange(DEVICES)
-    after = draw.randrange(1, STEPS * MICROBATCHES)
+    fault, victim, after = (
+        FAULTS[number % len(FAULTS)],
+        draw.randrange(DEVICES),
+        draw.randrange(1, STEPS * MICROBATCHES),
+    )
+    if number < len(FAULTS):  # the one in the middle, in the first task of all
+        victim, after = 1, 1
     context = multiprocessing.get_context("forkserver")
     table = [[context.Pipe() for _ in range(DEVICES)] for _ in range(DEVICES)]
     processes = []
