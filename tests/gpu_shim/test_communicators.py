@@ -53,5 +53,5 @@ def test_segments_of_the_allocator_grow_and_give_memory_back() -> None:
 
 
 def test_devices_whose_peer_is_lost_say_so_in_time_and_end() -> None:
-    """Six of the trials of ``tests.bench.safety.lost_gpus``: killed, stopped and stalled, in the first task and later."""
+    """Six of the trials of ``tests.bench.safety.lost_gpus``: killed, stopped and stalled, at once and later."""
     assert run_module("tests.bench.safety.lost_gpus", "--here", "--trials", "6", kernel_us=200, devices=3) == 0
