@@ -161,16 +161,7 @@ class RunMetrics:
                 self._held[metric, tags.get("device", "")] = reading
 
     def _begin(self, run_id: str, places: Sequence[Location]) -> None:
-        name = self.directory.name.encode("ascii", "backslashreplace").decode()  # Ray's tags are ASCII
-        tags = dict(zip(RUN_TAGS, (name, run_id, name), strict=True))
-        for metric in METRICS:
-            keys = (*RUN_TAGS, *metric.tags)
-            one = (
-                ray_metrics.Gauge(metric.name, metric.help, keys)
-                if metric.kind == "gauge"
-                else ray_metrics.Histogram(metric.name, metric.help, list(DURATION_BUCKETS), keys)
-            )
-            self._exported[metric.name] = one.set_default_tags(tags)
+        self._exported = exported(self.directory, run_id)
         self._sharers = sharers(places)
         peaks = [peak_flops_s(place.model, self.job.train.dtype) for place in places]
         known = [peak for peak in peaks if peak is not None]
@@ -266,6 +257,21 @@ class RunMetrics:
                 readings += device_readings(timeline, row["step_s"], self.copies)
         for metric, value, tags in readings:
             self._exported[metric.name].set(value, tags)
+
+
+def exported(directory: Path, run_id: str) -> dict[str, Any]:
+    """Return Ray's gauge or histogram of every metric, by name, with a run's tags."""
+    name = directory.name.encode("ascii", "backslashreplace").decode()  # Ray's tags are ASCII
+    tags, result = dict(zip(RUN_TAGS, (name, run_id, name), strict=True)), {}
+    for metric in METRICS:
+        keys = (*RUN_TAGS, *metric.tags)
+        one = (
+            ray_metrics.Gauge(metric.name, metric.help, keys)
+            if metric.kind == "gauge"
+            else ray_metrics.Histogram(metric.name, metric.help, list(DURATION_BUCKETS), keys)
+        )
+        result[metric.name] = one.set_default_tags(tags)
+    return result
 
 
 def export_interval_s() -> float:
