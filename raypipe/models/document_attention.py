@@ -48,7 +48,7 @@ def document_attention(
     for row in range(query.shape[0]):
         begins = documents[row if len(documents) > 1 else 0]
         sizes = [b - a for a, b in pairwise(begins)]
-        parts = zip(*(t[row : row + 1].split(sizes, -2) for t in (query, key, value)), strict=True)
+        parts = zip(*(t[row : row + 1].split_with_sizes(sizes, -2) for t in (query, key, value)), strict=True)
         made = [
             F.scaled_dot_product_attention(q, k, v, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa)
             for q, k, v in parts
