@@ -21,7 +21,7 @@ from raypipe.atomic_write import write_whole
 from raypipe.errors import RunError, SpecError
 from raypipe.job.rules.no_effect import OUT, UNMASKED
 from raypipe.job.spec import JobSpec
-from raypipe.launch.elastic import DrainedNodes, Elastic
+from raypipe.launch.elastic import DrainedNodes, Elastic, NamedNodes
 from raypipe.launch.followers import Reports, check_loggers
 from raypipe.launch.plans import given_plan, kept_plan, make_plan, planned_as_asked, planned_by_measuring, with_plan
 from raypipe.launch.prepared import (
@@ -306,15 +306,16 @@ def _on_devices(
         prepared.validation,
         {} if idle is None else idle.actors,
     )
+    named = NamedNodes(prepared.directory)
     with copies_kept(reservation.run_id, prepared.job.train.copy_every):
         if prepared.job.train.elastic is None:
             drained = DrainedNodes(prepared.directory, reservation)
             try:
-                return prepared, _ended(request, [drained.look, watch], callbacks)
+                return prepared, _ended(request, [named.look, drained.look, watch], callbacks)
             finally:
                 reservation.give_back()
         with Elastic(prepared, reservation, hold_for) as elastic:
-            ended = _ended(request, [elastic.look, watch], callbacks)
+            ended = _ended(request, [named.look, elastic.look, watch], callbacks)
             return elastic.prepared, ended
 
 
