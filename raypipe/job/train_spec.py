@@ -117,7 +117,16 @@ class TrainSpec(Spec):
     steps: Positive
     """Optimizer steps of the run."""
     batch: Annotated[int, Field(ge=1, le=10_000_000)]
-    """Mini-batch size: sequences per step, over all replicas."""
+    """Mini-batch size: sequences per step, over all replicas. With ``tokens_per_step``: rows of packed documents, and
+    may be left out."""
+    tokens_per_step: Positive | None = None
+    """Most tokens of a step. A step takes whole documents (rows of ``data.type: arrays``), in shuffled order, as many
+    as fit; they are packed into ``batch`` rows that take equally long, and none sees another. Which documents a step
+    takes depends on nothing but this, the seed and the step. null: a step takes ``batch`` samples."""
+    microbatch_tokens: Positive | Literal["auto"] = "auto"
+    """With ``tokens_per_step``: most tokens of a row, of which a micro-batch has ``parallel.microbatch`` (1). Rows that
+    take equally long differ in tokens, so there are about twice as many as would be full. ``auto``: as ``batch`` says,
+    or else four rows for each stage of a copy (where the planner chooses the stages, 32 in all)."""
     optimizer: OptimizerName = "adamw"
     """Optimizer, as PyTorch's; ``adafactor`` as transformers' with the rates that are given; ``muon`` PyTorch's for
     matrices, and AdamW for all else, embeddings and heads. ``adamw``, ``adafactor`` and ``muon`` decouple weight decay

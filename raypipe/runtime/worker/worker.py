@@ -26,7 +26,7 @@ from raypipe.runtime.executor.step import MOST_STEPS, StartedStep, StepResult, W
 from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
-from raypipe.runtime.process.memory import MemoryReports, resident_bytes
+from raypipe.runtime.process.memory import MemoryReports, peak_bytes, resident_bytes
 from raypipe.runtime.process.set_up import (
     choose_precision,
     compute_deterministically,
@@ -249,7 +249,7 @@ class StageWorker:
 
     def _feed(self, setup: Setup, model: LayeredModel) -> Feed:
         """Make what reads the raw inputs of the stages."""
-        return device_feed(setup, model.task, self.modules, self.device, self.reads_whole)
+        return device_feed(setup, model, self.modules, self.device, self.reads_whole)
 
     def _build(self, setup: Setup) -> None:
         """Build the stages and their optimizers."""
@@ -522,8 +522,8 @@ class StageWorker:
         return time.monotonic()
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of this process in bytes."""
-        return resident_bytes()
+        """Return the most memory that was taken of this process's GPU; on a CPU its resident memory, in bytes."""
+        return peak_bytes(self.device) if self.device.type == "cuda" else resident_bytes()
 
     def heap_bytes(self) -> int:
         """Return the bytes that this process has allocated and not freed."""
