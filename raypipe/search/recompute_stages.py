@@ -14,6 +14,7 @@ from dataclasses import replace
 from raypipe.errors import ScheduleError
 from raypipe.schedule.costs import CostTable
 from raypipe.search.budget import Budget
+from raypipe.search.list_scheduling import LaneArrays
 from raypipe.search.objective import Measure, Objective
 from raypipe.search.problem import build
 from raypipe.search.search import Found, default_budget, load_machine_code, search
@@ -64,7 +65,7 @@ def search_recompute(
             p = build(placement, microbatches, costs, memory_limit=limit, split=split, recompute=chosen)
         except ScheduleError:
             return float("inf")
-        return Measure(p, costs, objective).bound()
+        return Measure(LaneArrays.of(p), costs, objective).bound()
 
     best: Found | None = None
     chosen = everything
