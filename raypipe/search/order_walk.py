@@ -109,6 +109,7 @@ class _KernelOrder(NamedTuple):
 
 
 def kernel_order(layout: LaneArrays, orders: DeviceOrders, frame: Frame | None) -> _KernelOrder:
+    """Return an order as the kernels take it, measured in a frame."""
     p = layout.problem
     release, due = frame or ((0.0,) * p.devices,) * 2
     tail = [due[d] for d in p.device]
