@@ -22,7 +22,8 @@ from raypipe.explain.replay import MEANING
 from raypipe.observe.explained_run import Explained, cause_cells, explain_run, most_lost, sentence
 from raypipe.observe.palette import fill, ink
 from raypipe.observe.plan_table import seconds
-from raypipe.observe.run_record import RunRecord, event_sentences, memory_rows
+from raypipe.observe.run_log import event_sentences
+from raypipe.observe.run_record import RunRecord, memory_rows
 from raypipe.observe.timelines import Lanes, lanes_of
 from raypipe.plan.reasons import gib
 from raypipe.schedule.kinds import NETWORK, TRAITS
