@@ -38,6 +38,12 @@ head dimension 128: 298, 319, 333, 335 TFLOP/s of FlashAttention-2 and 484, 518,
 thousand positions."""
 WITHOUT_MASK = 1.1
 """Rate of attention without a mask over that of causal attention: 370 to 335, and 595 to 539, in the same figure."""
+HEAD = 128
+"""Width of a head for which a device's rates of attention hold."""
+NARROW = {"flash": (0.89, 0.90), "cudnn": (0.72, 0.84)}
+"""Rates of attention's forward and backward with heads 64 wide, over those with heads 128 wide: 299 / 335 and 388 / 539
+TFLOP/s (FlashAttention-3, figure 5, causal, 16 thousand positions), 291 / 322 and 433 / 516 (figure 6). Scores take a
+softmax each, however wide the heads are."""
 BLOCK = 12
 """Kernels of a transformer block's forward, the unit of ``TaskWork.overhead``."""
 
@@ -62,6 +68,8 @@ class Kernels:
     """``peak_s`` of linear layers, if another."""
     attention_s: tuple[float, float] = (0.0, 0.0)
     """Rates of causal attention over long sequences, forward and backward; 0: that of products."""
+    narrow: tuple[float, float] = (1.0, 1.0)
+    """Shares of these rates where heads are half as wide, forward and backward."""
     launch_s: float = 0.0
     """Time in which the host starts one kernel: a task is no shorter than all of its launches."""
     width: int = 2
@@ -102,6 +110,7 @@ class Kernels:
             overhead_s=device.layer_overhead_us * 1e-6,
             multiprocessors=device.multiprocessors or 0,
             attention_s=(0.0, 0.0) if kernel is None else (kernel.forward * peaks[own], kernel.backward * peaks[own]),
+            narrow=NARROW.get(software.attention, (1.0, 1.0)),
             launch_s=(device.compiled_launch_us if compiled else device.launch_us) * 1e-6,
             width=WIDTH[dtype],
             cast_bytes=software.cast_bytes,
@@ -130,7 +139,8 @@ class Kernels:
 
     def attention(self, task: TaskWork, samples: int, backward: bool = False, causal: bool = False) -> float:
         """Return the seconds of fused attention; ``causal``: without that which has no mask."""
-        rate = self.attention_s[backward] * task.positions / (task.positions + HALF_SPEED) or self.flops_s
+        rate = self.attention_s[backward] * task.positions / (task.positions + HALF_SPEED)
+        rate = rate * by_head(task.head, self.narrow[backward]) or self.flops_s
         full = 0.0 if causal else task.full_attention / WITHOUT_MASK
         return (task.attention + full) * samples / rate
 
@@ -152,6 +162,18 @@ class Kernels:
         filled = k + PIPELINE / read
         operations = groups * 2.0 * m * n * filled
         return max(operations / rate, tiled_operations(m, n, filled, self.multiprocessors, groups) / peak, moved)
+
+
+def by_head(width: int, narrow: float) -> float:
+    """Return the share of attention's rate at heads of this width, linear between what is known; ``narrow``: of half.
+
+    >>> [by_head(width, 0.72) for width in (0, 32, 64, 96, 128, 256)]
+    [1.0, 0.36, 0.72, 0.86, 1.0, 1.0]
+    """
+    half = HEAD // 2
+    if width >= HEAD or not width:
+        return 1.0
+    return narrow + (1 - narrow) * (width - half) / half if width > half else narrow * width / half
 
 
 @lru_cache(maxsize=65536)

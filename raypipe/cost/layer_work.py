@@ -82,6 +82,8 @@ class TaskWork:
     """The part of ``flops`` that is fused attention without a causal mask."""
     positions: int = 0
     """Keys of each sequence that attention reads."""
+    head: int = 0
+    """Width of a head of attention; 0: not known."""
     overhead: float = 1.0
     """Time of launches and half-filled kernels, relative to the overhead of a transformer block's forward."""
     fused_overhead: float | None = None

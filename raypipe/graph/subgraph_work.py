@@ -74,7 +74,8 @@ class _Sums:
     full_attention: float = 0.0
     """The part of ``forward_flops`` that is fused attention without a causal mask."""
     positions: int = 0
-    """Keys that attention reads."""
+    head: int = 0
+    """Keys that attention reads, and the width of its heads."""
     products: tuple[list[Product], list[Product], list[Product]] = field(default_factory=lambda: ([], [], []))
     """Of linear layers, in the forward, the input gradient and the weight gradient."""
     read: dict[int | str, int] = field(default_factory=dict)
@@ -121,7 +122,7 @@ class _Sums:
         self.forward_flops += other.forward_flops
         self.attention += other.attention
         self.full_attention += other.full_attention
-        self.positions = max(self.positions, other.positions)
+        self.positions, self.head = max(self.positions, other.positions), max(self.head, other.head)
         self.products[0].extend(other.products[0])
         self.read |= other.read
         self.operands += other.operands
@@ -138,12 +139,8 @@ def _tensor_rank(counted: Counted, sharding: Subgraphs, number: int, unread: flo
     for i in span:
         _count(counted, i, sums)
     fused = fused_work(_fusion(counted), span)
-    fused_traffic, fused_back, fused_kept, last = (
-        fused.forward,
-        fused.backward,
-        fused.kept,
-        number == sharding.count - 1,
-    )
+    fused_traffic, fused_back, fused_kept = fused.forward, fused.backward, fused.kept
+    last = number == sharding.count - 1
     aside, largest = sums.aside, max(sums.largest, sums.scores)
     if last:
         logits = _loss(counted, sums)
@@ -181,6 +178,7 @@ def _tensor_rank(counted: Counted, sharding: Subgraphs, number: int, unread: flo
             attention=sums.attention,
             full_attention=sums.full_attention,
             positions=sums.positions,
+            head=sums.head,
             products=ahead,
             quantized=0.0 if last else sum(sums.read.values()),
         ),
@@ -194,6 +192,7 @@ def _tensor_rank(counted: Counted, sharding: Subgraphs, number: int, unread: flo
             attention=sums.input_attention,
             full_attention=FUSED_BACKWARD * sums.full_attention if backward else 0.0,
             positions=sums.positions,
+            head=sums.head,
             products=inputs,
             quantized=0.0 if last else float(sums.written),
         ),
@@ -374,7 +373,7 @@ def _attention(c: Counted, i: int, flops: float, sums: _Sums) -> None:
     shapes = [evaluate_all(t.shape, c.one) for t in operand_types(graph, operation)[:3] if t is not None]
     *batch, queries, _ = shapes[0]
     width = c.widths[i]
-    sums.positions = max(sums.positions, shapes[1][-2])
+    sums.positions, sums.head = max(sums.positions, shapes[1][-2]), max(sums.head, shapes[0][-1])
     if operation.random:
         scores = prod(batch) * queries * shapes[1][-2]
         mask_moved, mask_kept = mask_bytes(width, RAYPIPE)

@@ -46,6 +46,10 @@ class Share(NamedTuple):
     """Graph of the undivided model; None if all that is random has the same shapes in both."""
 
 
+NEVER = 1 << 40
+"""Length at which the attention of a model without any takes as long as all else."""
+
+
 class CapturedModel(LayeredModel):
     """A model whose layers are the sub-graphs of a captured module.
 
@@ -120,6 +124,17 @@ class CapturedModel(LayeredModel):
             shape = (lengths[data_name], *field.shape[1:]) if data_name in lengths else field.shape
             shapes[name] = (samples, *shape)
         return (graph or self.graph).sizes(shapes)
+
+    def even_length(self) -> int:
+        """See ``LayeredModel.even_length``: of ``a n + b n^2`` operations for n tokens, ``a / b``."""
+        n = self.positions
+        once, twice = (self._flops_of(tokens) for tokens in (n, 2 * n))
+        square = (twice - 2 * once) / (2 * n * n)
+        return max(1, round(once / n / square - n)) if square > 0 else NEVER
+
+    def _flops_of(self, tokens: int) -> float:
+        sizes = self.sizes(1, lengths={name: tokens for name, field in self.fields.values() if field.shape})
+        return sum(forward_flops(self.graph, i, sizes) for i in range(len(self.graph.operations)))
 
     def parameters(self, i: int) -> int:
         """Count the elements of sub-graph ``i``'s parameters; tied ones count in each holder."""

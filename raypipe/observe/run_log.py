@@ -178,6 +178,7 @@ def shape_words(plan: dict[str, Any]) -> str:
 
 
 SENTENCES = {
+    "serving": "serving {base} at {url}",
     "predicted": "predicted step {step_s:.4f} s, {bubble_ratio:.1%} idle",
     "replanned": "{at}replanned: {change}; predicted gain {gain:.1%} per step",
     "restored": "{at}change restored: steps without it are now {gain:.1%} slower",
@@ -188,6 +189,7 @@ SENTENCES = {
     "interrupted": "{at}ended by {message}",
     "devices_lost": "devices are lost: {message}",
     "undone": "{at}update undone and repeated with clipped gradients: their norm was {grad_norm:.4g}",
+    "stuck": "{message}",
     "failed": "failed: {message}",
     "error": "failed: {message}",
     "out_of_memory": "out of memory, so it goes on with {change}",
@@ -232,7 +234,8 @@ def _sentences(row: dict[str, Any]) -> list[str]:
             return [f"going on from copies of step {row['step']} in the nodes' memory"]
         return [f"restarting from {row['checkpoint'] or 'the start'}"]
     if kind == "recovered":
-        repeated = "one step repeated" if row["steps_repeated"] else "no step repeated"
+        count = row["steps_repeated"]
+        repeated = f"{count} steps repeated" if count > 1 else "one step repeated" if count else "no step repeated"
         return [f"{at}replaced {', '.join(row['devices'])} in {row['seconds']:.1f} s, {repeated}: {row['message']}"]
     if kind == "compiling":
         return ["compiling stages beside the first steps" if row["beside"] else "compiling stages"]

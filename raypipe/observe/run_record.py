@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,9 @@ class RunRecord:
 
     @property
     def planned_steps(self) -> int | None:
-        """``train.steps`` of the job."""
+        """``train.steps`` of the job; None where its model is served, and clients say when it ends."""
+        if self.last("serving") is not None:
+            return None
         steps = _section(self.job, "train").get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -142,6 +144,26 @@ def _section(of: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def model_name(row: dict[str, Any]) -> str:
+    """Return a short name of the model that a row of a served run is of: some of its client's session, and its number.
+
+    >>> model_name({"model": "5d2c9f0e:train:1"})
+    '5d2c9f:1'
+    """
+    session, _, number = row["model"].split(":")
+    return f"{session[:6]}:{number}"
+
+
+def by_model(steps: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each model of a served run, the one that was updated last at the end; those of a training
+    run under no name."""
+    result: dict[str, list[dict[str, Any]]] = {}
+    for row in steps:
+        name = model_name(row) if "model" in row else ""
+        result[name] = [*result.pop(name, ()), row]
+    return result
+
+
 class MemoryRow(NamedTuple):
     """One device, or with tensor parallelism one rank of it."""
 
@@ -156,19 +178,18 @@ class MemoryRow(NamedTuple):
 def memory_rows(run: RunRecord) -> list[MemoryRow]:
     """Return a row per rank; empty if memory was neither planned nor measured.
 
-    The planner predicts one data-parallel copy of D devices; device ``w * D + d`` of copy ``w`` has device ``d``'s
-    prediction.
+    The planner predicts every rank; those of a run whose devices came or went are taken round and round.
     """
     decision, finished = run.last("planned") or {}, run.last("finished") or {}
     chosen: dict[str, Any] = next(iter(decision.get("candidates") or []), {})
     planned, measured = chosen.get("memory_bytes") or [], finished.get("memory_bytes") or []
     tensor = run.parallel.get("tensor") or 1
-    count = len(measured) or len(planned) * (run.parallel.get("replicas") or 1) * tensor
+    count = len(measured) or len(planned)
     rows = []
     for rank in range(count):
         device = rank // tensor
         name = f"device {device}" + (f", tensor rank {rank % tensor}" if tensor > 1 else "")
-        expected = planned[device % len(planned)] if planned else None
+        expected = planned[rank % len(planned)] if planned else None
         rows.append(MemoryRow(name, expected, measured[rank] if measured else None, chosen.get("capacity_bytes")))
     return rows
 
@@ -313,7 +334,7 @@ def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kind = e["event"]
         if kind == "recovered":
             own = {key: e[key] for key in ("seconds", "steps_repeated")}
-            found.append({"step": e["step"], "kind": "replica", **own, "replaced": e["ranks"]})
+            found.append({"step": e["step"], "kind": e.get("source", "replica"), **own, "replaced": e["ranks"]})
             for rank, pid in zip(e["ranks"], e.get("pids", ()), strict=False):
                 processes[rank] = processes[rank][0], pid
         elif kind == "failed":

@@ -125,7 +125,7 @@ def _of_alike(job: JobSpec) -> JobPieces | None:
 #
 # Only for models whose code and configuration can be told without running any of it: the built-in GPT needs no keeping,
 # and what a function builds is known only once it has run.
-KEPT_AS = 5
+KEPT_AS = 6
 """Version of what is kept; increased when it changes, so that older pieces are no longer found."""
 
 

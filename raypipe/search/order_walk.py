@@ -109,7 +109,7 @@ class _KernelOrder(NamedTuple):
 
 
 def kernel_order(layout: LaneArrays, orders: DeviceOrders, frame: Frame | None) -> _KernelOrder:
-    """Return an order as the kernels take it, measured in a frame."""
+    """Return an order of tasks as the arrays of the kernel."""
     p = layout.problem
     release, due = frame or ((0.0,) * p.devices,) * 2
     tail = [due[d] for d in p.device]

@@ -86,6 +86,17 @@ def test_each_kind_of_work_has_its_own_rate():
     assert kernels.seconds(TaskWork(overhead=2.0), 1) == pytest.approx(24e-3)  # the host launches 24 kernels
 
 
+def test_attention_with_narrow_heads_takes_longer():
+    """As in FlashAttention-3's figures 5 and 6: cuDNN's 388 and 433 TFLOP/s beside 539 and 516."""
+    kernels = Kernels.of(h100().device, "bfloat16-true", MEGATRON)
+    for backward, published in ((False, 388 / 539), (True, 433 / 516)):
+        wide, narrow = (
+            kernels.attention(TaskWork(flops=1e12, attention=1e12, positions=4096, head=head), 1, backward)
+            for head in (128, 64)
+        )
+        assert wide / narrow == pytest.approx(published, abs=5e-3)
+
+
 def test_compiled_layers_move_and_keep_less():
     cluster = h100()
     eager, compiled = (

@@ -4,7 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from raypipe.cost.gpt_work import RAYPIPE
+from raypipe.cost.kernels import WITHOUT_MASK, Kernels
+from raypipe.cost.layer_work import ExpertsWork, LayerWork, TaskWork
+from raypipe.job import load_cluster
 from tests.bench.published.predict import chosen, layout, predict, reserved_gib, rows, tokens_per_gpu
+from tests.bench.published.trainers import BIASES, EAGER, ROTATED, attending, biased, divided, rotated
 
 
 @pytest.mark.parametrize(("model", "limit"), [("gpt3-175b", 0.06), ("gpt3-5b", 0.22)])
@@ -51,3 +56,51 @@ def test_how_many_copies_divide_experts_is_chosen_too():
     assert best.fits
     assert best.candidate.replicas % best.candidate.experts == 0
     assert best.candidate.experts > 1
+
+
+BLOCK = LayerWork(
+    name="block",
+    parameters=0,
+    forward=TaskWork(flops=5e9, attention=4e9, positions=4096, head=128, traffic=1e6),
+    input_grad=TaskWork(flops=11e9, attention=10e9, positions=4096, head=128, traffic=1e6),
+    weight_grad=TaskWork(),
+    kept_bytes=9e6,
+    output_bytes=4e6,
+)
+
+
+def test_a_mask_that_is_read_doubles_attention_at_the_rate_of_its_kernel():
+    device = Kernels.of(load_cluster("cluster/devices/h100.yaml").device, "bfloat16-true", RAYPIPE)
+    plain, masked = BLOCK, attending(BLOCK, (0.5, 0.25), masked=True)
+    for name, rate in (("forward", 0.5), ("input_grad", 0.25)):
+        before, after = (device.attention(getattr(work, name), 1, name != "forward") for work in (plain, masked))
+        assert after == pytest.approx(before * 2 / rate / WITHOUT_MASK)
+    assert attending(BLOCK, (1.0, 1.0), masked=False) == BLOCK
+
+
+def test_what_lies_between_products_is_on_each_tensor_rank_without_sequence_parallelism():
+    """Two million values of the stream, of which one of four ranks would have a quarter."""
+    shared, whole = (divided(BLOCK, 4, copied=False, scattered=scattered) for scattered in (True, False))
+    assert whole[1:] == shared[1:]  # as many sums
+    for name, moved in zip(("forward", "input_grad"), EAGER, strict=True):
+        more = getattr(whole.work, name).traffic - getattr(shared.work, name).traffic
+        assert more == pytest.approx(moved * 2e6 * 3 / 4)
+
+
+def test_eager_kernels_of_trainers_move_bytes_for_each_value():
+    """Queries and keys of 4,096 positions, 100 wide; biases of 20 rows of 30 values, and of 60 in between."""
+    experts = ExpertsWork(experts=4, per_token=2, rows=20, row_bytes=60, parameters=0)
+    turned, summed = rotated(BLOCK, 100), biased(replace(BLOCK, experts=experts), megatron=False)
+    for i, name in enumerate(("forward", "input_grad")):
+        more = [getattr(work, name).traffic - getattr(BLOCK, name).traffic for work in (turned, summed)]
+        assert more == [ROTATED[i] * 4096 * 100, 20 * (60 * BIASES[False][0][i] + 30 * BIASES[False][1][i])]
+    assert biased(BLOCK, megatron=True) == BLOCK
+
+
+def test_rows_of_mixtures_have_their_recipes():
+    """AutoModel's GPT-OSS has eight ranks that divide experts, FlexAttention, and computes activations again."""
+    asked = {(row.model, row.gpus): layout(row) for row in rows() if row.experts}
+    own, bridge = asked["gpt-oss-20b", 8], asked["gpt-oss-120b", 64]
+    assert (own.experts, own.recompute, own.te, own.by_nccl) == (8, "full", False, False)
+    assert (bridge.experts, bridge.recompute, bridge.te, bridge.by_nccl) == (8, "none", True, True)
+    assert [one.eager_rotary for one in asked.values()] == [not one.megatron for one in asked.values()]

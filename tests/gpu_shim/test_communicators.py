@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from raypipe.runtime.transport.gpu.nccl import EDGE_CTAS
 from tests.gpu_shim.shim import lacking, run_case
 
 pytestmark = [
@@ -18,6 +19,7 @@ def test_messages_pass_each_way_and_communicators_are_destroyed_in_order() -> No
     assert ends == {"exits": {"0": 0, "1": 0}}
     assert all((rank["aborts"], rank["destroys"], rank["open"]) == (0, 2, 0) for rank in ranks)
     assert len(ranks) == 2
+    assert {rank["most_ctas"] for rank in ranks} == {EDGE_CTAS}
 
 
 def test_a_device_whose_peer_was_killed_in_a_sum_leaves_at_once_and_its_process_lives() -> None:

@@ -36,6 +36,14 @@ class Model:
     window: int = 0
     """Positions that attention of every other block reaches; 0: all."""
 
+    @property
+    def rotated(self) -> int:
+        """Width of queries and keys that have positions: of DeepSeek's heads, and of their common key, a part."""
+        config = dict(self.mixture)
+        if "kv_lora_rank" in config:
+            return (self.heads + 1) * int(config.get("qk_rope_head_dim", 64))
+        return (self.heads + self.key_values) * int(config.get("head_dim", self.hidden // self.heads))
+
 
 MODELS = {
     "llama3.1-8b": Model(
@@ -77,7 +85,7 @@ MODELS["deepseek-v3"] = Model(
     ),
 )  # fmt: skip
 # Attention of GPT-OSS as trainers run it, fused: in transformers it is a chain of operations. So it stands here as a
-# Mixtral of its shapes; its experts' clamps and biases are left out.
+# Mixtral of its shapes; its experts' clamps are left out.
 MODELS["gpt-oss-20b"] = Model(
     layers=24, hidden=2880, heads=64, key_values=8, inner=2880, window=128,
     vocabulary=(("vocab_size", 201088), ("max_position_embeddings", 131072)),
@@ -87,6 +95,8 @@ MODELS["gpt-oss-120b"] = replace(
     MODELS["gpt-oss-20b"], layers=36,
     mixture=(("hf", "mixtral"), ("num_local_experts", 128), ("num_experts_per_tok", 4), ("head_dim", 64)),
 )  # fmt: skip
+TILE = 128
+"""Queries whose scores a kernel computes together, so all keys that any of them reaches: FlexAttention's block."""
 GPT_VOCABULARY = 51200
 """Of 50257 tokens, padded so that tensor parallelism divides them."""
 
@@ -107,28 +117,33 @@ def works(name: str, sequence: int) -> tuple[LayerWork, ...]:
         **dict(model.mixture),
     }  # fmt: skip
     family = config.pop("hf", "llama")
-    if model.dense:
-        config["first_k_dense_replace"] = 1
     named = "all-linear" if model.lora == ("all-linear",) else list(model.lora)
     lora = {"r": 32, "lora_alpha": 32.0, "target_modules": named} if model.lora else None
-    job = job_from({
-        "name": name, "model": {"hf": family, "config": config, "sequence": sequence, "lora": lora},
-        "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 1, "dtype": "bfloat16-true"},
-    })  # fmt: skip
-    pieces = [rank.work for rank in job_pieces(job).tensor_ranks]
-    embedding, *inner, head = pieces
-    first, block = joined(inner[: len(inner) // 2]), joined(inner[len(inner) // 2 :])
-    near = windowed(block, model.window / sequence)
-    kinds = [first if i < model.dense else near if model.window and i % 2 == 0 else block for i in range(model.layers)]
+
+    def pieces(**more: int) -> Sequence[LayerWork]:
+        job = job_from({
+            "name": name, "model": {"hf": family, "config": {**config, **more}, "sequence": sequence, "lora": lora},
+            "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 1, "dtype": "bfloat16-true"},
+        })  # fmt: skip
+        return [rank.work for rank in job_pieces(job).tensor_ranks]
+
+    # Of two equal layers each is half of all that lies between embedding and head; of unequal ones it would not be.
+    embedding, *inner, head = pieces(**({"first_k_dense_replace": 0} if model.dense else {}))
+    block = joined(inner[len(inner) // 2 :])
+    dense = block
+    if model.dense:
+        dense = joined((both := pieces(first_k_dense_replace=2)[1:-1])[len(both) // 2 :])
+    near = windowed(block, min(sequence // 2, model.window + TILE))
+    kinds = [dense if i < model.dense else near if model.window and i % 2 == 0 else block for i in range(model.layers)]
     return (embedding, *(replace(one, name=f"block.{i}") for i, one in enumerate(kinds)), head)
 
 
-def windowed(work: LayerWork, share: float) -> LayerWork:
-    """Return a block whose queries reach so small a share of all keys; causal ones reach half on average."""
+def windowed(work: LayerWork, keys: int) -> LayerWork:
+    """Return a block whose queries reach so few keys; causal ones reach half of the positions on average."""
 
     def task(one: TaskWork) -> TaskWork:
-        left = one.attention * (1 - 2 * share)
-        return replace(one, flops=one.flops - left, attention=one.attention - left)
+        left = one.attention * (1 - 2 * keys / max(one.positions, 2 * keys))
+        return replace(one, flops=one.flops - left, attention=one.attention - left, positions=min(one.positions, keys))
 
     return replace(work, forward=task(work.forward), input_grad=task(work.input_grad))
 
@@ -144,6 +159,7 @@ def added(a: TaskWork, b: TaskWork) -> TaskWork:
         **{name: getattr(a, name) + getattr(b, name) for name in summed},
         **fused,
         positions=max(a.positions, b.positions),
+        head=max(a.head, b.head),
         products=a.products + b.products,
     )
 

@@ -16,10 +16,10 @@ from typing import Literal
 
 from raypipe.cost.analytic import analytic_profile, update_bytes
 from raypipe.cost.experts import divided_experts, reached
-from raypipe.cost.layer_work import LayerWork, TaskWork
+from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.profile import Profile
 from raypipe.cost.stages import with_reduce_dtype
-from raypipe.cost.tensor import TensorRankWork, share, tensor_profile
+from raypipe.cost.tensor import tensor_profile
 from raypipe.job import job_from, load_cluster
 from raypipe.job.cluster import ClusterSpec
 from raypipe.job.parallel_spec import Innermost
@@ -33,13 +33,24 @@ from raypipe.plan.tensor_groups import Sharing
 from raypipe.plan.watch import Watch
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
-from tests.bench.published.models import MODELS, added, joined, works
+from tests.bench.published.models import MODELS, joined, works
+from tests.bench.published.trainers import (
+    FLEX,
+    MASKED,
+    Recompute,
+    attending,
+    biased,
+    checkpointed,
+    divided,
+    gathered,
+    megatrons,
+    rotated,
+)
 
 MIXTURES = ("gpt-oss", "mixtral", "deepseek", "qwen3-30b", "qwen3-235b", "kimi", "glm-4.5")
 """How names of models with experts begin."""
 ROWS = Path(__file__).parent / "rows.json"
 GIB = 2**30
-Recompute = Literal["none", "selective", "full"]
 TITAN = "torchtitan"
 FOREACH = 92
 """Bytes a parameter of AdamW by PyTorch's ``foreach`` kernels, torchtitan's default in 2024: decay 8, first moment 12,
@@ -116,6 +127,12 @@ class Layout:
     """TransformerEngine's kernels in another trainer: attention by cuDNN."""
     megatron: bool = False
     """Megatron's kernels: attention by cuDNN."""
+    attention: tuple[float, float] = (1.0, 1.0)
+    """Rates of the trainer's attention over those of the software's kernel, forward and backward."""
+    masked: bool = False
+    """Attention reads an explicit mask, and computes what it hides."""
+    scattered: bool = True
+    """With tensor parallelism, what lies between blocks' products is divided along sequences."""
     overlapped: bool = False
     """Collectives of tensor parallelism run beside its products."""
     float32_sums: bool = False
@@ -132,6 +149,10 @@ class Layout:
     innermost: Innermost = "stages"
     experts: int = 1
     """Ranks that divide experts; with tensor parallelism, each of a group counts, as no expert is shared."""
+    eager_rotary: bool = False
+    """Queries and keys are rotated by eager kernels, whatever else is fused."""
+    by_nccl: bool = False
+    """Tokens go to experts by NCCL's all-to-all, a copy for each expert, and are sorted by expert at both ends."""
     consecutive: bool = False
     """AutoModel's ``FakeBalancedGate``: each token takes the k experts after those of the token before."""
     predicts_more: bool = False
@@ -182,85 +203,32 @@ def layout(row: Row) -> Layout:
         rounds=row.batch // (row.replicas * row.local_batch) if row.local_batch else 1,
         torch_pipeline=row.pipeline > 1 and not megatron,
     )
+    if not row.experts and not (titan or megatron):
+        # AutoModel runs transformers' model, whose norms each tensor rank computes (``sequence_parallel: false`` in
+        # examples/llm_benchmark/llama3_3). In pipelines it makes masks beforehand (``create_causal_mask_mapping``),
+        # which transformers 4.57 does not leave out where positions are given, as its mock data gives them.
+        pipeline = row.pipeline > 1
+        result = replace(result, scattered=False, masked=pipeline, attention=MASKED if pipeline else (1.0, 1.0))
     if not row.experts:
         return result
-    # AutoModel's and Megatron Bridge's recipes for mixtures have TransformerEngine's norms, rotary embedding and
-    # attention, and copies of a stage are neighbours. AutoModel's for GPT-OSS has no activation_checkpointing
-    # (examples/llm_benchmark/gpt_oss/gptoss_20b_te_deepep.yaml).
+    # AutoModel's and Megatron Bridge's recipes for mixtures have TransformerEngine's norms and attention, and copies of
+    # a stage are neighbours. AutoModel's as of 89e3a9fdd (examples/benchmark/configs), which brought its performance
+    # summary: all recompute, rotary embeddings are eager, and GPT-OSS has FlexAttention and eight ranks that divide
+    # experts; its row says DeepEP, which has nothing to send without them, but gives no number. Megatron Bridge's for
+    # GPT-OSS is the only one here that sends tokens by NCCL (moe_token_dispatcher_type of its provider).
+    flexible = row.model.startswith("gpt-oss") and not megatron
     return replace(
         result,
         compiled=True,
-        te=True,
-        experts=row.expert,
+        te=not flexible,
+        experts=row.expert if megatron or row.expert > 1 else min(8, row.gpus),
+        attention=FLEX if flexible else (1.0, 1.0),
+        by_nccl=row.model.startswith("gpt-oss") and megatron,
         consecutive=not megatron,
         innermost="replicas",
         predicts_more=megatron and row.model == "deepseek-v3",
-        recompute="none" if row.model.startswith("gpt-oss") else result.recompute,
+        eager_rotary=not megatron,
     )
-
-
-def checkpointed(work: LayerWork, arriving: float, how: Recompute) -> LayerWork:
-    """Return a block whose activations are computed again in its own backward.
-
-    ``full``: all but its input. ``selective``: torchtitan's selection by operation: attention's result, and that of
-    every second product, are kept as well.
-    """
-    if how == "none" or not work.forward.products:
-        return work
-    forward, kept = work.forward, arriving
-    if how == "selective":
-        # Values of attention's result and its statistics are those of the block's stream and heads.
-        saved = sum(2.0 * p.rows * p.columns for p in forward.products[::2])
-        again = forward.products[1::2]
-        kept += saved + arriving
-        attention = forward.attention + forward.full_attention
-        flops = sum(p.flops for p in again)
-        forward = replace(
-            forward,
-            flops=flops,
-            attention=0.0,
-            full_attention=0.0,
-            products=again,
-            operands=forward.operands * flops / max(1.0, forward.flops - attention),
-        )
-    live = work.kept_bytes if work.fused_kept_bytes is None else work.fused_kept_bytes
-    return replace(
-        work,
-        input_grad=added(forward, work.input_grad),
-        kept_bytes=kept,
-        fused_kept_bytes=kept,
-        workspace_bytes=work.workspace_bytes + max(0.0, work.kept_bytes - kept),
-        fused_workspace_bytes=(work.fused_workspace_bytes or work.workspace_bytes) + max(0.0, live - kept),
-    )
-
-
-def megatrons(work: LayerWork, head: bool) -> LayerWork:
-    """Return a layer as Megatron runs it: gradients are summed in float32 by the products that make them, and its loss
-    is a chain of operations in float32 (``_VocabParallelCrossEntropy``: 38 bytes a logit there, 14 back)."""
-    result = replace(
-        work, weight_grad=replace(work.weight_grad, weights=work.weight_grad.weights + 2.0 * work.parameters)
-    )
-    if not head:
-        return result
-    logits = float(work.forward.products[0].rows * work.forward.products[0].columns)
-    there = replace(work.forward, traffic=38 * logits, fused_traffic=38 * logits)
-    back = replace(work.input_grad, traffic=14 * logits, fused_traffic=14 * logits)
-    return replace(result, forward=there, input_grad=back)
-
-
-def moving(task: TaskWork, size: float) -> TaskWork:
-    """Return a task that moves so many bytes more."""
-    fused = None if task.fused_traffic is None else task.fused_traffic + size
-    return replace(task, traffic=task.traffic + size, fused_traffic=fused)
-
-
-def gathered(work: LayerWork) -> LayerWork:
-    """Return a layer whose weights FSDP2 gathers: it copies them out of what was gathered, twice, and gradients into
-    what is reduced, in float32."""
-    values = float(work.parameters)
-    there = replace(work.forward, weights=work.forward.weights + 2 * 2 * values)
-    back = replace(work.input_grad, weights=work.input_grad.weights + (2 * 2 + 2 + 4) * values)
-    return replace(work, forward=there, input_grad=back)
 
 
 def cluster_of(layout: Layout) -> ClusterSpec:
@@ -272,49 +240,14 @@ def cluster_of(layout: Layout) -> ClusterSpec:
     return result.model_copy(update=changes)
 
 
-def divided(work: LayerWork, size: int, copied: bool) -> TensorRankWork:
-    """Return a rank's share where sequences are divided between a block's products (Korthikanti et al. 2022).
-
-    Of each pair of products the second is divided along its inputs, and what lies between blocks along the sequence; so
-    all of a block's work divides, and each all-reduce is a reduce-scatter and a gather, in the same time. Beside its
-    share a rank has what was gathered for a product, and the gradient of it before it is scattered. ``copied``:
-    sequences are the second dimension, and PyTorch's functional collectives copy what they gather or scatter along it.
-    """
-    none = TaskWork(overhead=0.0)
-    nothing = LayerWork(
-        name="", parameters=0, forward=none, input_grad=none, weight_grad=none, kept_bytes=0.0, output_bytes=0.0
-    )
-    stream = work.output_bytes
-    if work.experts is not None:  # a rank sends its own tokens to experts, which it shares with nobody
-        tasks = {
-            name: replace(task, products=tuple(p._replace(divided=p.grows) if p.groups else p for p in task.products))
-            for name in ("forward", "input_grad", "weight_grad")
-            for task in [getattr(work, name)]
-        }
-        own = work.experts
-        own = own._replace(rows=own.rows // size, parameters=own.parameters // size)
-        work = replace(work, **tasks, experts=own)
-    shared = share(work, nothing, size)
-    whole = 2 * stream * (1 - 1 / size) if work.forward.attention else 0.0
-    shared = replace(
-        shared,
-        workspace_bytes=shared.workspace_bytes + whole,
-        fused_workspace_bytes=(shared.fused_workspace_bytes or shared.workspace_bytes) + whole,
-    )
-    sums = (stream, stream) if work.forward.attention else (stream,) * bool(stream)
-    if copied and work.forward.attention:  # two of each, read and written
-        shared = replace(
-            shared, forward=moving(shared.forward, 8 * stream), input_grad=moving(shared.input_grad, 8 * stream)
-        )
-    return TensorRankWork(shared, sums, sums if work.forward.attention else ())
-
-
 def sent(layout: Layout, work: LayerWork) -> float | None:
     """Return how often a token is sent by DeepEP: once to each host with experts of it, from where NVLink takes it on
     (deepseek-ai/DeepEP, README.md); inside one host, once to each rank."""
     own = work.experts
     if own is None or layout.experts == 1:
         return None
+    if layout.by_nccl:
+        return float(own.per_token)
     hosts = layout.experts // 8
     parts = hosts if hosts > 1 else layout.experts
     if layout.consecutive:
@@ -329,6 +262,12 @@ def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) 
     layers = list(works(layout.model, layout.sequence))
     if layout.predicts_more:
         layers = [*layers[:-1], replace(layers[-2], name="block.more"), joined([layers[-1], layers[-1]])]
+    layers = [attending(work, layout.attention, layout.masked) for work in layers]
+    if layout.eager_rotary:
+        width = MODELS[layout.model].rotated
+        layers = [rotated(work, width) if 0 < i < len(layers) - 1 else work for i, work in enumerate(layers)]
+    if layout.model.startswith("gpt-oss"):
+        layers = [biased(work, layout.megatron) for work in layers]
     layers = [
         checkpointed(
             work, layers[i - 1].output_bytes if i else 0.0, layout.recompute if 0 < i < len(layers) - 1 else "none"
@@ -348,7 +287,7 @@ def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) 
             return analytic_profile(own, cluster, layout.dtype, measured, compiled=compiled).model_copy(
                 update={"experts": group}
             )
-        ranks = [divided(work, layout.tensor, not layout.megatron) for work in layers]
+        ranks = [divided(work, layout.tensor, not layout.megatron, layout.scattered) for work in layers]
         if layout.experts > 1:
             ranks = [
                 rank._replace(work=divided_experts(rank.work, group, copies=sent(layout, rank.work))) for rank in ranks

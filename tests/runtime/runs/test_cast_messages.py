@@ -20,8 +20,6 @@ from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import adamw_update, mean_loss, microbatch_losses, whole_gpt
 from tests.runtime.runs.small_runs import drive, small_job
 
-torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
-
 
 class Rounded(torch.autograd.Function):
     """The identity, rounded both ways; the gradient multiplied by ``scale`` while it is narrow."""
