@@ -63,7 +63,7 @@ class CapturedModel(LayeredModel):
         fields: per raw input of the model, its name and its field in the data.
         build: constructs the module, for submodules that run opaquely.
         share: this process's share under tensor parallelism; None for the whole model.
-        branches: keep parallel branches apart, each piece between two joins a layer (``graph.pieces``).
+        branches: keep parallel branches apart, each piece between two joins a layer (``graph.subgraphs.branch_order``).
         packed: rows hold several documents, none of which sees another.
 
     Raises:
@@ -86,7 +86,7 @@ class CapturedModel(LayeredModel):
         self.fields = {name: fields[name] for name in captured.graph.inputs}
         written = captured.graph  # in the order of the model's code, which numbers random operations
         if branches:
-            from raypipe.graph.pieces import branch_order, piece_sharding  # networkx
+            from raypipe.graph.subgraphs import branch_order, piece_sharding  # networkx
 
             pieces = branch_order(written, self.sizes(1, written))
             captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))
