@@ -21,7 +21,7 @@ from raypipe.atomic_write import write_whole
 from raypipe.errors import RunError, SpecError
 from raypipe.job.rules.no_effect import OUT, UNMASKED
 from raypipe.job.spec import JobSpec
-from raypipe.launch.elastic import DrainedNodes, Elastic
+from raypipe.launch.elastic import DrainedNodes, Elastic, NamedNodes
 from raypipe.launch.followers import Reports, check_loggers
 from raypipe.launch.plans import given_plan, kept_plan, make_plan, planned_as_asked, planned_by_measuring, with_plan
 from raypipe.launch.prepared import (
@@ -168,13 +168,27 @@ def _planned_at_once(
 
 def _prepare_data(model: JobModel, data: Path, resume: bool) -> None:
     """Prepare the job's data; a resumed run keeps the data that it started with."""
-    from raypipe.data import check_placeholders, extend_order, has_short_steps, is_prepared, prepare_data
+    from raypipe.data import (
+        check_placeholders,
+        extend_order,
+        has_short_steps,
+        is_prepared,
+        open_data,
+        prepare_data,
+        token_budget,
+    )
 
     if resume and is_prepared(data):
         extend_order(model.job, model.declared.task, data)
     else:
         prepare_data(model.job, model.declared.task, data)
         check_placeholders(data, model.declared.placeholders)
+    budget = token_budget(model.job, 1, model.declared)
+    if budget is not None and model.declared.batch_statistics:
+        why = "the loss of a document depends on the others of its micro-batch (batch norm, or the model's own loss)"
+        raise SpecError("train.tokens_per_step", why, "leave it out, or train with model.loss: task")
+    if budget is not None:
+        open_data(data, model.declared.task, budget=budget)  # a resumed run's documents may not fit its rows
     if model.declared.batch_statistics and has_short_steps(data):
         why = "a mini-batch is short, and what this model computes of a row depends on the others of its micro-batch"
         fix = "use mini-batches that divide the rows, or dataloader_drop_last (an order without short ones)"
@@ -292,15 +306,16 @@ def _on_devices(
         prepared.validation,
         {} if idle is None else idle.actors,
     )
+    named = NamedNodes(prepared.directory)
     with copies_kept(reservation.run_id, prepared.job.train.copy_every):
         if prepared.job.train.elastic is None:
             drained = DrainedNodes(prepared.directory, reservation)
             try:
-                return prepared, _ended(request, [drained.look, watch], callbacks)
+                return prepared, _ended(request, [named.look, drained.look, watch], callbacks)
             finally:
                 reservation.give_back()
         with Elastic(prepared, reservation, hold_for) as elastic:
-            ended = _ended(request, [elastic.look, watch], callbacks)
+            ended = _ended(request, [named.look, elastic.look, watch], callbacks)
             return elastic.prepared, ended
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.forked_workers.start import worker_program
 from tests.job_files import write_text
 from tests.ray_environment import LEAN, start_ray
 
@@ -28,6 +29,8 @@ settings.register_profile("here", **CALM)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 os.environ |= LEAN
+# Tensors of tests are tiny: a second thread of torch's would only wait for the first, and take a processor for that.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 DEVICES = 8
 """Most that any test takes of the pool, and that any fleet has of its own beside it."""
@@ -47,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid} takes local_ray: mark it with @pytest.mark.runs")
         if starts and not shares:
             item.add_marker(pytest.mark.own_ray)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Have one fork server for all that the tests start; it imports nothing before it is asked."""
+    if any(item.get_closest_marker("runs") for item in session.items) and not session.config.option.collectonly:
+        worker_program()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -112,18 +121,7 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def one_thread() -> Iterator[None]:
-    """These tensors are tiny: threads would only wait for one another."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session")
-def captured(one_thread: None) -> Callable[[str], Captured]:
+def captured() -> Callable[[str], Captured]:
     """``captured("gpt2")``; each model is captured once a session."""
 
     @cache
@@ -136,3 +134,16 @@ def captured(one_thread: None) -> Callable[[str], Captured]:
         return capture(build_without_memory(case.build), case.data(2, 16))
 
     return one
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``command("schedule", "1f1b")``: the status and both outputs of ``raypipe`` in this process."""
+    from raypipe.cli import run
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        status = run([str(word) for word in argv])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray_environment import without_ray
+from tests.ray_environment import forking, without_ray
 
 ISOLATED = ("--mount", "--uts", "--ipc", "--net", "--pid", "--time")
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
@@ -163,9 +163,9 @@ def ray_cluster(members: Sequence[Host], cpus: int = 1) -> Iterator[dict[str, st
     head = members[0].address
     at = f"[{head}]:{GCS_PORT}" if ":" in head else f"{head}:{GCS_PORT}"
     own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
-    members[0].must(
-        ray, "start", "--head", "--port", str(GCS_PORT), "--node-ip-address", head, "--include-dashboard=false", *own
-    )
+    forks = forking()
+    of_head = ["--head", "--port", str(GCS_PORT), "--node-ip-address", head, "--include-dashboard=false"]
+    members[0].must(ray, "start", *of_head, *own, **forks)
     for host in members[1:]:
-        host.must(ray, "start", "--address", at, "--node-ip-address", host.address, *own)
+        host.must(ray, "start", "--address", at, "--node-ip-address", host.address, *own, **forks)
     yield {"RAY_ADDRESS": at}

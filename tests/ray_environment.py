@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.forked_workers.setup_worker import SERVER
 from tests.forked_workers.start import worker_program
 
 LEAN = {
@@ -32,17 +36,32 @@ def node_settings(forks: bool = True) -> dict[str, Any]:
     return {**workers, "include_dashboard": False, "include_log_monitor": False}
 
 
+def forking() -> dict[str, str]:
+    """Return variables for a ``ray start`` whose node forks its workers, also on a host of ``tests.hosts``."""
+    worker_program()  # before the command: it would end with that
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    return {SERVER: os.environ[SERVER], "RAY_START_HOOK": "tests.forked_workers.start.fork_workers", "PYTHONPATH": path}
+
+
+@contextmanager
+def small_rays(forks: bool = True) -> Iterator[None]:
+    """Have ``ray.init`` start nodes of ``node_settings`` for the block."""
+    from ray._private.parameter import RayParams
+
+    settings = node_settings(forks)
+    del settings["include_dashboard"]  # ``ray.init`` names that one itself
+    with mock.patch("ray._private.parameter.RayParams", partial(RayParams, **settings)):
+        yield
+
+
 def start_ray(cpus: int, forks: bool = True) -> str:
     """Start a Ray on loopback that ends with this process; return the address at which others join it.
 
     ``forks``: its workers are forked from one that has imported what they need. Not where their start is measured.
     """
     import ray
-    from ray._private.parameter import RayParams
 
-    settings = node_settings(forks)
-    del settings["include_dashboard"]  # ``ray.init`` names that one itself
-    with mock.patch("ray._private.parameter.RayParams", partial(RayParams, **settings)):
+    with small_rays(forks):
         ray.init(
             address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
             configure_logging=False, _node_ip_address="127.0.0.1",

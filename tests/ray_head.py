@@ -88,7 +88,7 @@ def ray_head(cpus: int = 2, options: Sequence[str] = (), port: int | None = None
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
     words = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={gcs}",
-        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
+        "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
         f"--dashboard-agent-listen-port={agent}", f"--metrics-export-port={metrics}",
         f"--ray-client-server-port={client}", f"--num-cpus={cpus}",
         f"--temp-dir={folder}", "--object-store-memory=100000000", *options,

@@ -70,6 +70,10 @@ def autoconfigure(
             "--from", metavar="FILE", help="Read a layout from such a trainer's file, and say what is slow about it."
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(parser=output("--html"), metavar="FILE", help="Write the plans, compared, as one HTML page."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the ranking as one JSON object.")] = False,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the job file: key.path=value; repeatable.")
@@ -127,8 +131,9 @@ def autoconfigure(
             raise RequestError("--emit", f'"{emit}" is unknown', nearest(emit, TRAINERS))
         if json and out is None:
             raise RequestError("--emit", "its file and --json both go to standard output", "give -o FILE")
-    if out is not None:
-        check_writable(out)
+    for file in (out, html):
+        if file is not None:
+            check_writable(file)
     spec = load_job(job, override or ())
     table = None if epochs is None else load_epochs(epochs)
     share = 1.0 if table is None else 1 / len(table.epochs)
@@ -184,6 +189,11 @@ def autoconfigure(
     if out is not None:
         write(out, text)
         print(f"wrote {out}", file=sys.stderr)
+    if html is not None:
+        from raypipe.observe.plans_page import plans_page
+
+        write(html, plans_page(decision, job.stem))
+        print(f"wrote {html}", file=sys.stderr)
     slow = None if layout is None else _slow(layout, decision, costs, devices)
     if json:
         document = as_json(decision, spec.model.sequence) | {"first_plan_s": _age_at(watches[0].first_plan)}

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ CHECKED = "2.60"
 
 _STATE = "ray._private.state"
 _CONSTANTS = "ray._private.ray_constants"
+_REASONS = "ray.core.generated.autoscaler_pb2"
 NAMES = (
     PrivateName(
         _STATE,
@@ -34,6 +36,13 @@ NAMES = (
         "nodes that will go soon: the run saves, or leaves them, before they do",
         "their loss is noticed when they are gone",
     ),
+    PrivateName(
+        "ray._raylet",
+        "GcsClient",
+        "nodes that the file `leaving` of a run names are drained: the run saves, or leaves them, before they go",
+        "such a file is refused with a notice",
+    ),
+    PrivateName(_REASONS, "DrainNodeReason", "the reason that is given for it", "the same"),
     PrivateName(
         "ray.experimental.internal_kv",
         "_internal_kv_get",
@@ -106,6 +115,26 @@ def draining_nodes() -> set[str]:
     """Return the ids of nodes that will go soon: a cloud takes them back, or somebody called ``ray drain-node``."""
     ask = find(_STATE, "state.get_draining_nodes")
     return set() if ask is None else set(ask())
+
+
+def drain_node(gcs_address: str, node: str, why: str, seconds: float) -> str | None:
+    """Tell Ray that a node will go, as ``ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION`` does.
+
+    Args:
+        gcs_address: of the cluster.
+        node: Ray's id of it.
+        why: shown by Ray.
+        seconds: until it goes.
+
+    Returns why Ray does not accept that; None if it does.
+    """
+    client, reasons = find("ray._raylet", "GcsClient"), find(_REASONS, "DrainNodeReason")
+    drain = getattr(client(address=gcs_address), "drain_node", None) if client is not None else None
+    if drain is None or reasons is None:
+        return "this version of Ray has no call for it"
+    reason, at = reasons.Value("DRAIN_NODE_REASON_PREEMPTION"), int((time.time() + seconds) * 1000)
+    accepted, refusal = drain(node, reason, why, at)
+    return None if accepted else str(refusal)
 
 
 def autoscaler_report() -> Mapping[str, Any] | None:

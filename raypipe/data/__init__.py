@@ -18,6 +18,7 @@ from torch import Tensor
 from raypipe.data.arrays import META as ARRAYS
 from raypipe.data.arrays import Arrays, declared_fields, known_fields, mask_of, mean_tokens, prepare_arrays
 from raypipe.data.documents import META as DOCUMENTS
+from raypipe.data.packed import Packed, mean_tokens_of_step
 from raypipe.data.ragged import Column, Ragged, columns_of, fill_of, flat
 from raypipe.data.sample_order import SPLITS, Split, read_order, sample_keys, write_order
 from raypipe.data.text import END, LINE, Corpus, prepare, prepare_lines
@@ -26,6 +27,8 @@ from raypipe.data.text import META as CORPUS
 from raypipe.errors import SpecError
 from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec
+from raypipe.job.token_budget import TokenBudget
+from raypipe.models.layered import LayeredModel
 from raypipe.models.task import MASK, Task
 
 __all__ = [
@@ -47,11 +50,15 @@ __all__ = [
     "prepare_arrays",
     "prepare_data",
     "reads_bytes",
+    "token_budget",
     "tokens_per_sample",
     "validation_places",
     "validation_weights",
     "write_order",
 ]
+
+SOME_STEPS = 32
+"""Steps of packed documents whose tokens are counted to know the mean."""
 
 
 class Dataset(Protocol):
@@ -155,8 +162,22 @@ def _once(made: dict[str, Tensor], task: Task, repeated: Tensor | None) -> dict[
     return made
 
 
+def token_budget(job: JobSpec, copies: int, model: LayeredModel) -> TokenBudget | None:
+    """Return how the documents of a job are taken and packed on so many copies; None where its samples are rows."""
+    train = job.train
+    if train.tokens_per_step is None:
+        return None
+    assert train.microbatch_tokens != "auto", "a number is filled in with the job"
+    return TokenBudget(train.tokens_per_step, train.microbatch_tokens, train.batch, copies, model.even_length())
+
+
 def open_data(
-    directory: Path, task: Task, multiple: int = 1, fields: Collection[str] | None = None, whole: bool = True
+    directory: Path,
+    task: Task,
+    multiple: int = 1,
+    fields: Collection[str] | None = None,
+    whole: bool = True,
+    budget: TokenBudget | None = None,
 ) -> Dataset:
     """Open the data that was prepared in a directory.
 
@@ -166,10 +187,13 @@ def open_data(
         multiple: ``data.pad_to_multiple_of``.
         fields: the raw inputs that are needed; others may be returned too. None for all.
         whole: whether all of it may be read; else some samples do, where reading all would take long.
+        budget: how rows are packed (``train.tokens_per_step``); None where the data's rows are samples.
 
     Raises:
-        SpecError: there is no prepared data.
+        SpecError: there is no prepared data, or its rows cannot be packed.
     """
+    if budget is not None:
+        return Packed(Arrays.open(directory), task, multiple, budget)
     if (directory / ARRAYS).exists():
         return Table(Arrays.open(directory), task, multiple, fields)
     if (directory / LINES).exists():
@@ -188,7 +212,9 @@ def prepare_data(job: JobSpec, task: Task, directory: Path) -> None:
         SpecError: there is no data, or too little, or it cannot be used.
     """
     if job.data.type == "arrays":
-        made = prepare_arrays(job.data, directory, task.per_token)
+        longest = job.train.microbatch_tokens if job.train.tokens_per_step is not None else None
+        assert longest != "auto", "a number is filled in with the job"
+        made = prepare_arrays(job.data, directory, task.per_token, longest)
         _check_order(job, task, made)
         _check_numbers(task, made)
         return
@@ -252,6 +278,10 @@ def extend_order(job: JobSpec, task: Task, directory: Path) -> None:
 
 def tokens_per_sample(job: JobSpec, directory: Path) -> float:
     """Return the tokens per sample of prepared data, without padding, by which throughput is counted."""
+    if job.train.tokens_per_step is not None:
+        steps = min(job.train.steps, SOME_STEPS)
+        tokens = mean_tokens_of_step(Arrays.open(directory), job.train.seed, job.train.tokens_per_step, steps)
+        return tokens / job.train.batch
     result = mean_tokens(directory, LINE, LINES) if job.data.type == "lines" else mean_tokens(directory)
     return job.tokens_per_sample if result is None else result
 
@@ -266,7 +296,7 @@ def validation_places(job: JobSpec, directory: Path, samples: int) -> list[int] 
 def validation_weights(job: JobSpec, directory: Path) -> list[int]:
     """Return of each mini-batch of a validation how many samples no earlier one had; all, if there are none."""
     batches, batch = job.train.eval_batches, job.train.batch
-    if job.data.type not in ("arrays", "lines"):
+    if job.data.type not in ("arrays", "lines") or job.train.tokens_per_step is not None:
         return [batch] * batches
     rows = Arrays.open(directory, ARRAYS if job.data.type == "arrays" else LINES).rows("val")
     return [left if 0 < (left := rows - number * batch) < batch else batch for number in range(batches)]
@@ -274,7 +304,7 @@ def validation_weights(job: JobSpec, directory: Path) -> list[int]:
 
 def counts_tokens(job: JobSpec, directory: Path) -> bool:
     """Return whether ``tokens_per_sample`` counts tokens; a sample of fixed-size arrays counts as one instead."""
-    return job.data.type != "arrays" or mean_tokens(directory) is not None
+    return job.data.type != "arrays" or job.train.tokens_per_step is not None or mean_tokens(directory) is not None
 
 
 def reads_bytes(job: JobSpec, directory: Path) -> bool:

@@ -31,6 +31,7 @@ from raypipe.data.ragged import (
     check_rows,
     classes,
     fill_of,
+    fitted,
     flat,
     is_packed,
     joined,
@@ -215,13 +216,15 @@ def mask_of(column: Column, at: Sequence[int], length: int) -> Tensor:
     return (torch.arange(length) < own.unsqueeze(1)).long()
 
 
-def prepare_arrays(data: DataSpec, directory: Path, per_token: bool = False) -> Arrays:
+def prepare_arrays(data: DataSpec, directory: Path, per_token: bool = False, longest: int | None = None) -> Arrays:
     """Read the job's file or files, split the rows, and write a ``.npy`` per split and column into ``directory``.
 
-    ``per_token`` says whether every token has a label.
+    ``per_token`` says whether every token has a label. Rows of more than ``longest`` tokens become what
+    ``data.long_documents`` says.
 
     Raises:
-        SpecError: a file is missing or holds no arrays, rows do not match, or a column cannot be a model's input.
+        SpecError: a file is missing or holds no arrays, rows do not match or are too long, or a column cannot be a
+            model's input.
     """
     train = read_columns(data.path, "data.path")
     order = None if data.order is None else read_order(data.order, len(next(iter(train.values()))))
@@ -235,8 +238,15 @@ def prepare_arrays(data: DataSpec, directory: Path, per_token: bool = False) -> 
         check_beside(held_out, per_token, "data.held_out")
         if {n: _form(c) for n, c in train.items()} != {n: _form(c) for n, c in held_out.items()}:
             raise SpecError("data.held_out", "has other fields than data.path", "give both the same names and shapes")
-        return write_arrays({"train": train, "val": held_out}, directory, data.path, grouped=grouped, order=order)
-    return write_arrays(split_rows(train), directory, data.path, grouped=grouped)
+        splits: dict[Split, Columns] = {"train": train, "val": held_out}
+    else:
+        splits = split_rows(train)
+    if longest is not None:
+        splits = {
+            split: fitted(columns, longest, data.long_documents, "data.path" if split == "train" else "data.held_out")
+            for split, columns in splits.items()
+        }
+    return write_arrays(splits, directory, data.path, grouped=grouped, order=order)
 
 
 def _form(column: Column) -> object:

@@ -133,6 +133,51 @@ def check_rows(name: str, column: Column, key: str) -> None:
         raise SpecError(key, why, "make them equally long; only whole numbers (tokens) are padded")
 
 
+def fitted(columns: Mapping[str, Column], most: int, how: str, key: str) -> Mapping[str, Column]:
+    """Return documents of at most ``most`` tokens each.
+
+    Args:
+        columns: the documents, one a row.
+        most: tokens.
+        how: ``data.long_documents``.
+        key: the job's key that names the documents.
+
+    Raises:
+        SpecError: one is too long and ``how`` refuses it, or none is left.
+    """
+    flat = {name: ragged(column) for name, column in columns.items()}
+    lengths = flat[TOKENS].lengths() if TOKENS in flat else np.zeros(0, np.int64)
+    long = np.flatnonzero(lengths > most)
+    if MASK in flat and not flat[MASK].values.all():
+        raise SpecError(key, f"{MASK} hides tokens of documents that are to be packed", "leave these tokens out")
+    if not len(long):
+        return columns
+    if how == "refuse":
+        row = int(long[0])
+        why = f"document {row} has {lengths[row]} tokens and a row holds {most} (train.microbatch_tokens)"
+        more = f"; {len(long)} of {len(lengths)} documents are longer" if len(long) > 1 else ""
+        fix = f"raise microbatch_tokens to {int(lengths.max())}, or set data.long_documents to split, truncate or drop"
+        raise SpecError(key, why + more, fix)
+    parts: list[tuple[int, int]] = []
+    for begin, length in zip(flat[TOKENS].offsets[:-1].tolist(), lengths.tolist(), strict=True):
+        if length <= most:
+            parts.append((begin, begin + length))
+        elif how != "drop":
+            last = length if how == "split" else most
+            parts += [(begin + at, begin + min(at + most, last)) for at in range(0, last, most)]
+    if not parts:
+        raise SpecError(key, f"every document has more than {most} tokens, and all are dropped", "split them instead")
+    return {name: Ragged.of([c.values[a:b] for a, b in parts], c.fill) for name, c in flat.items()}
+
+
+def ragged(column: Column) -> Ragged:
+    """Return a column of one value for each token as a ragged one."""
+    if isinstance(column, Ragged):
+        return column
+    rows, length = column.shape[:2]
+    return Ragged(column.reshape(rows * length), np.arange(rows + 1, dtype=np.int64) * length)
+
+
 def check_beside(columns: Mapping[str, Column], labels: bool, key: str) -> None:
     """Check that fields with one value per token are as long as the tokens; ``labels`` says whether labels are such.
 

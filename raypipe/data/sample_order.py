@@ -47,6 +47,11 @@ def permuted(key: int, size: int, position: int) -> int:
     return int(_block(key & _MASK64, size, block)[offset])
 
 
+def permutation(key: int, size: int) -> npt.NDArray[np.int64]:
+    """Return the whole permutation of ``range(size)`` that ``key`` selects; see ``permuted``."""
+    return np.concatenate([_block(key & _MASK64, size, block) for block in range(-(-size // BLOCK))])
+
+
 class GroupedByLength:
     """An order of an epoch's rows in which neighbours have similar lengths.
 

@@ -43,6 +43,10 @@ class DataSpec(Spec):
     group_by_length: bool = False
     """For arrays whose rows differ in length: take rows of similar lengths into the same mini-batch, so that less is
     padding. Every 50 mini-batches of the shuffled rows are sorted by length, as Hugging Face's sampler does."""
+    long_documents: Literal["refuse", "split", "truncate", "drop"] = "refuse"
+    """With ``train.tokens_per_step``: what becomes of a document longer than ``train.microbatch_tokens``. ``refuse``:
+    the job is refused. ``split``: its parts are documents of their own. ``truncate``: its end is left out. ``drop``: it
+    is left out."""
     order: Annotated[str, Field(min_length=1)] | None = None
     """For arrays with ``held_out``: an ``.npy`` file with the row numbers of each step, ``[steps, batch]``, instead of
     shuffled rows. A step may have fewer rows, with numbers below 0 after them; its loss is the mean over its own."""

@@ -20,6 +20,7 @@ from raypipe.job.model_spec import MODEL_KINDS, ModelSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.reading import describe, first_problem, parse_yaml, read_text
 from raypipe.job.rules.check import problems
+from raypipe.job.token_budget import with_rows
 from raypipe.job.train_spec import TrainSpec
 
 
@@ -42,6 +43,11 @@ class JobSpec(Spec):
     def microbatches(self) -> int:
         """Number of micro-batches in a step, over all replicas."""
         return self.train.batch // self.parallel.microbatch
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_of_tokens(cls, job: Any) -> Any:
+        return with_rows(job) if isinstance(job, Mapping) else job
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> JobSpec:

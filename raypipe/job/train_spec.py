@@ -117,7 +117,16 @@ class TrainSpec(Spec):
     steps: Positive
     """Optimizer steps of the run."""
     batch: Annotated[int, Field(ge=1, le=10_000_000)]
-    """Mini-batch size: sequences per step, over all replicas."""
+    """Mini-batch size: sequences per step, over all replicas. With ``tokens_per_step``: rows of packed documents, and
+    may be left out."""
+    tokens_per_step: Positive | None = None
+    """Most tokens of a step. A step takes whole documents (rows of ``data.type: arrays``), in shuffled order, as many
+    as fit; they are packed into ``batch`` rows that take equally long, and none sees another. Which documents a step
+    takes depends on nothing but this, the seed and the step. null: a step takes ``batch`` samples."""
+    microbatch_tokens: Positive | Literal["auto"] = "auto"
+    """With ``tokens_per_step``: most tokens of a row, of which a micro-batch has ``parallel.microbatch`` (1). Rows that
+    take equally long differ in tokens, so there are about twice as many as would be full. ``auto``: as ``batch`` says,
+    or else four rows for each stage of a copy (where the planner chooses the stages, 32 in all)."""
     optimizer: OptimizerName = "adamw"
     """Optimizer, as PyTorch's; ``adafactor`` as transformers' with the rates that are given; ``muon`` PyTorch's for
     matrices, and AdamW for all else, embeddings and heads. ``adamw``, ``adafactor`` and ``muon`` decouple weight decay
@@ -230,12 +239,13 @@ class TrainSpec(Spec):
     recovery: Literal["in-place", "restart"] = "in-place"
     """What happens when a worker dies. ``in-place``: where each of its stages has a copy (``parallel.replicas``,
     Chimera's other direction), it alone is replaced, and its copies give it their state; at most one step is repeated.
-    Where there is no copy, the run goes on from the last checkpoint with the processes that live. ``restart``: all
-    processes start again, from the last checkpoint."""
-    copy_every: Count = 0
+    Where there is no copy, all go on from the one that ``copy_every`` has made, or else from the last checkpoint.
+    ``restart``: all processes start again, from the last checkpoint."""
+    copy_every: Count | Literal["auto"] = 0
     """Steps between copies of each worker's parameters and optimizer state into the memory of its node and of the next
-    one, sent beside training. Where the run would restart from its last checkpoint, it goes on from the newest copies;
-    they end with the process that started the run. 0 for none."""
+    one, sent beside training. Where a worker dies whose stages have no other copy, all go on from the newest ones; they
+    end with the process that started the run. ``auto``: as often as training loses at most 2 % of its time by what was
+    measured, and as a copy arrives before the next. 0 for none."""
     standby: Annotated[int, Field(ge=0, le=1000)] = 0
     """Processes that wait, with torch imported, to replace a worker that dies, and so seconds sooner. Each takes a few
     hundred MB of memory and no device."""

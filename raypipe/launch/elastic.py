@@ -10,6 +10,7 @@ devices stay serve on, and processes for more devices start before the run pause
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -17,10 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raypipe.compat.ray_private import draining_nodes
-from raypipe.errors import RunError, SpecError
+from raypipe.compat.ray_private import drain_node, draining_nodes
+from raypipe.errors import RunError, SpecError, nearest
+from raypipe.files import read_regular
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import PAUSE, PROFILE, SAVE, ask, asked_to_stop, go_on
+from raypipe.observe.run_dir import LEAVING, MOST_REASON, PAUSE, PROFILE, SAVE, ask, asked_to_stop, go_on
 from raypipe.observe.run_log import EVENTS, Follower, log_event
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.plan.watch import BUDGET_S, Watch
@@ -37,6 +39,10 @@ RELEASED_S, MOST_S = 1.0, 10.0
 """How long the number of free devices must stay after some were released, and the longest wait for that."""
 WORTH = 0.05
 """Least share of the step that a plan for more devices must save; a pause costs more than a few steps."""
+NOTICE_S = 30.0
+"""Time until a node goes that is named without one: the shortest notice of the large clouds (Azure, GCP spot)."""
+NODE_NAMES = ("NodeID", "NodeManagerHostname", "NodeManagerAddress")
+"""What a node may be called, as Ray lists it."""
 SEARCH_S = 0.5
 """Seconds for searching orders; the run searches again on the times that it measures."""
 
@@ -249,6 +255,51 @@ class Elastic:
 
 def _devices(prepared: Prepared) -> int:
     return prepared.schedule.devices * prepared.plan.parallel.tensor
+
+
+class NamedNodes:
+    """Drains the nodes that a run's file ``leaving`` names, for notices that reach a node and not Ray."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def look(self) -> None:
+        """See whether the file is there, and take it; call it now and then."""
+        path = self._directory / LEAVING
+        try:
+            lines = read_regular(path, MOST_REASON).decode(errors="replace").splitlines()
+            path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            why = f"its file {LEAVING} cannot be read: {error.strerror}"
+            log_event(self._directory, "notice", message=why)
+            path.unlink(missing_ok=True)
+            return
+        for line in filter(str.strip, lines):
+            if (refusal := self._drain(*line.split()[:2])) is not None:
+                log_event(self._directory, "notice", message=f"{LEAVING} says {line.strip()!r}: {refusal}")
+
+    def _drain(self, name: str, seconds: str = f"{NOTICE_S:g}") -> str | None:
+        """Return why a node is not drained; None if it is."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            left = float(seconds)
+            if not 0 <= left < math.inf:
+                raise ValueError(seconds)
+        except ValueError:
+            return f"{seconds} is no number of seconds"
+        try:
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            known = {node[key]: node["NodeID"] for node in nodes for key in NODE_NAMES if node.get(key)}
+            if name not in known:
+                return nearest(name, known)
+            address = str(ray.get_runtime_context().gcs_address)
+            return drain_node(address, known[name], f"{LEAVING} of {self._directory}", left)
+        except RayError as error:
+            return f"Ray does not answer: {error}"
 
 
 class DrainedNodes:

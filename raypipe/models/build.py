@@ -38,7 +38,7 @@ from raypipe.models.losses import LOSS, GivenLoss, LossFunction, OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.imported import Imported
 from raypipe.models.sources.packed_rows import apart, check_apart, is_packed
-from raypipe.models.task import MASK, Field, Task
+from raypipe.models.task import MASK, Field, Task, packed_fields
 from raypipe.tensor import Division, divide_module
 from raypipe.tensor.experts import KEY as EXPERTS_KEY
 from raypipe.tensor.experts import ExpertsParallel
@@ -77,6 +77,9 @@ def build_model(
     """
     if job.train.dtype not in DTYPES:
         raise SpecError("train.dtype", f"{job.train.dtype} is for planning alone", "train with bfloat16-true")
+    if job.train.tokens_per_step is not None:
+        assert job.train.microbatch_tokens != "auto", "a number is filled in with the job"
+        fields = packed_fields(fields or {}, job.train.microbatch_tokens)
     division, parallel = None, job.parallel if parallel is None else parallel
     if tensor_rank is not None and (parallel.tensor > 1 or parallel.experts > 1):
         table = parallel.tensor_table if parallel.tensor > 1 else None
@@ -180,7 +183,7 @@ def _captured(
         task.figures = figures_of(*result.graph.outputs)
     if isinstance(task, GivenLoss):
         task.fit(_losses(result.graph, named, 2), _losses(result.graph, named, 3), fields)
-    return CapturedModel(result, task, source.values(whole), named, build, share, branches)
+    return CapturedModel(result, task, source.values(whole), named, build, share, branches, packed)
 
 
 def _check_loss(graph: OperationGraph) -> None:

@@ -124,6 +124,10 @@ class LayeredModel(ABC):
         """Return what the user should know of the model before a run starts."""
         return ()
 
+    def even_length(self) -> int:
+        """Return the length at which a document's attention takes as long as all else, in tokens; at least 1."""
+        raise NotImplementedError  # only models that documents are packed for have one
+
     @property
     def count(self) -> int:
         """Number of layers."""

@@ -24,6 +24,8 @@ MASK = "attention_mask"
 """Name of the raw input that marks a sample's own tokens with 1 and padding with 0."""
 POSITIONS = "position_ids"
 """Name of the raw input that numbers a sample's tokens; it restarts where another document begins."""
+BY_TOKEN = frozenset({"input_ids", "labels", "shift_labels", "token_type_ids"})
+"""Raw inputs with one value for each token, of which documents that are packed may have."""
 IGNORED = -100
 """Label of positions that the loss ignores, as in PyTorch and Hugging Face."""
 BYTES = 256
@@ -63,6 +65,23 @@ class Field(NamedTuple):
     rows: FirstRows | None = None
     packed: bool = False
     """Whether the numbers of a row restart, as several documents are packed into it."""
+
+
+def packed_fields(fields: Mapping[str, Field], row_tokens: int) -> dict[str, Field]:
+    """Return the fields of rows into which documents with these ``fields`` are packed.
+
+    Raises:
+        SpecError: a field has not one value for each token.
+    """
+    made = {name: field for name, field in fields.items() if name != MASK}
+    for name, field in made.items():
+        if name not in BY_TOKEN or len(field.shape) != 1 or field.dtype.is_floating_point:
+            fix = f"leave it out; documents have {', '.join(sorted(BY_TOKEN))}"
+            raise SpecError("data.path", f"{name} cannot be packed with train.tokens_per_step", fix)
+    if "input_ids" not in made:
+        raise SpecError("data.path", "has no input_ids, so its rows are no documents", "name the tokens input_ids")
+    made = {name: Field((row_tokens,), field.dtype) for name, field in made.items()}
+    return {**made, POSITIONS: Field((row_tokens,), torch.int64, packed=True)}
 
 
 class Task(ABC):

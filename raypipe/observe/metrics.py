@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -93,6 +94,20 @@ CHECKPOINT_STALL = Metric(
     "raypipe_checkpoint_stall_seconds", "Time for which training waited for the newest checkpoint."
 )
 
+SESSION_LOSS = Metric(
+    "raypipe_session_loss",
+    "Of `raypipe serve`: sum of the losses of a model's calls between its two newest updates.",
+    ("model",),
+)
+SESSION_CALLS = Metric(
+    "raypipe_session_calls", "Calls on data between a served model's two newest updates.", ("model",)
+)
+SESSION_TOKENS = Metric("raypipe_session_tokens_per_second", "Tokens of these calls by wall time.", ("model",))
+SESSION_QUEUE = Metric("raypipe_session_queue", "Requests of a served model that waited or ran then.", ("model",))
+SESSION_BETWEEN_CALLS = Metric(
+    "raypipe_session_between_calls_ratio", "Share of the time before the newest update in which devices had no call."
+)
+
 METRICS: Final = tuple(one for one in list(globals().values()) if isinstance(one, Metric))
 """All of them. Counts are gauges, too: a driver that is started again goes on with the run's counts, where a counter
 of its process would begin at zero."""
@@ -118,6 +133,21 @@ def step_readings(row: dict[str, Any], batch: int) -> Iterator[Reading]:
         yield DATA_WAIT, row["data_wait_share"], {}
     for layer, load in row.get("expert_load", {}).items():
         yield EXPERT_LOAD, load, {"layer": layer}
+
+
+def session_readings(rows: Mapping[str, dict[str, Any]]) -> Iterator[Reading]:
+    """The metrics of a served run that follow from each model's newest row, by its name."""
+    for name, row in rows.items():
+        tags = {"model": name}
+        yield SESSION_LOSS, row["loss"], tags
+        yield SESSION_CALLS, row["calls"], tags
+        yield SESSION_TOKENS, row["tokens_per_s"], tags
+        yield SESSION_QUEUE, row["queue"], tags
+    if rows:
+        newest = max(rows.values(), key=itemgetter("step"))
+        yield STEP, newest["step"], {}
+        yield BUBBLE, newest["bubble_ratio"], {}
+        yield SESSION_BETWEEN_CALLS, newest["between_calls"], {}
 
 
 def device_readings(timeline: Timeline, step_s: float, copies: int) -> Iterator[Reading]:

@@ -32,14 +32,20 @@ WORDED = ("chunks", "unit", "pipelines", "concat", "memory_limit")
 
 def ranked_table(decision: Decision) -> Table:
     """Return a table with one row per candidate, the chosen one first."""
+    headings, cells = ranked(decision)
+    table = text_table(headings, left=("schedule", "details", "why"))
+    for row, texts in zip(decision.rows, cells, strict=True):
+        table.add_row(*texts, style="" if row.prediction.fits else "dim")
+    return table
+
+
+def ranked(decision: Decision) -> tuple[Sequence[str], list[list[str]]]:
+    """Return the headings and the rows of that table."""
     shared = any(row.prediction.candidate.tensor > 1 for row in decision.rows)
     across = "D x W x T" if shared else "D x W"
     memory = ("GiB: planned", "reserved", "free")
     headings = ("", "schedule", across, "B", "N", "details", "step", "samples/s", "bubbles", *memory, "why")
-    table = text_table(headings, left=("schedule", "details", "why"))
-    for number, row in enumerate(decision.rows):
-        table.add_row(*_cells(number + 1, row, shared), style="" if row.prediction.fits else "dim")
-    return table
+    return headings, [_cells(number, row, shared) for number, row in enumerate(decision.rows, 1)]
 
 
 def _cells(number: int, row: Row, shared: bool) -> list[str]:
@@ -131,20 +137,10 @@ def closed_model(p: Prediction) -> RenderableType | None:
 def show_decision(decision: Decision, console: Console) -> None:
     """Print the ranking, the best three plans on one time axis, and Eq. 1 for the best plan to which it applies."""
     console.print(ranked_table(decision))
-    left = f", {decision.left:,} not tried when the time was up (--budget)" if decision.left else ""
-    console.print(
-        f"\n{decision.searched:,} candidates, {decision.timed:,} simulated{left}, the others ruled out by bounds; "
-        f"{decision.seconds:.1f} s\n",
-        markup=False,
-        highlight=False,
-    )
+    console.print(f"\n{searched(decision)}\n", markup=False, highlight=False)
     for note in decision.notes:
         console.print(note + "\n", markup=False, highlight=False)
-    drawn = [
-        p
-        for p in [row.prediction for row in decision.rows if row.prediction.fits][:3]
-        if p.candidate.stages <= DRAWN_DEVICES and 3 * p.form.stages * p.candidate.microbatches <= DRAWN_TASKS
-    ]
+    drawn = best_small(decision, DRAWN_DEVICES, DRAWN_TASKS)
     if drawn:
         console.print(_drawn_title(drawn), markup=False, highlight=False)
         show([timeline_of(p) for p in drawn], console)
@@ -152,6 +148,21 @@ def show_decision(decision: Decision, console: Console) -> None:
     if closed is not None:
         console.print()
         console.print(closed)
+
+
+def searched(decision: Decision) -> str:
+    """Say how many candidates a decision has looked at, and how long it took."""
+    left = f", {decision.left:,} not tried when the time was up (--budget)" if decision.left else ""
+    return (
+        f"{decision.searched:,} candidates, {decision.timed:,} simulated{left}, the others ruled out by bounds; "
+        f"{decision.seconds:.1f} s"
+    )
+
+
+def best_small(decision: Decision, devices: int, tasks: int) -> list[Prediction]:
+    """Return those of the best three plans that have at most so many devices and about so many tasks."""
+    best = [row.prediction for row in decision.rows if row.prediction.fits][:3]
+    return [p for p in best if p.candidate.stages <= devices and 3 * p.form.stages * p.candidate.microbatches <= tasks]
 
 
 def _drawn_title(drawn: Sequence[Prediction]) -> str:

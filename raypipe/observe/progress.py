@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from raypipe.observe.run_log import EVENTS, METRICS, Follower
-from raypipe.observe.run_record import RunRecord, event_sentences, memory_rows
+from raypipe.observe.run_log import EVENTS, METRICS, Follower, event_sentences
+from raypipe.observe.run_record import RunRecord, by_model, memory_rows, model_name
 from raypipe.observe.tables import text_table
 from raypipe.plan.reasons import gib
 
@@ -208,8 +208,8 @@ class CoreWait:
         return int(ran), int(waited)
 
 
-NEWEST_STEPS, NEWEST_EVENTS = 10, 6
-"""Newest steps and events that are shown."""
+NEWEST_STEPS, NEWEST_EVENTS, NEWEST_MODELS = 10, 6, 4
+"""Newest steps and events that are shown, and models of a served run that have been updated last."""
 LEVELS = " .:-=+*#"
 """Of the loss curve, from low to high: plain characters, which every terminal and log file has."""
 CURVE = 60
@@ -224,7 +224,9 @@ def live_table(run: RunRecord, now: float | None = None) -> RenderableType:
         now: the time, in seconds since 1970, that ages of news are counted to; None for the clock's.
     """
     parts: list[RenderableType] = [Text(_title(run, time.time() if now is None else now), style="bold")]
-    parts += [Text(f"loss  [{curve(run)}]  low '{LEVELS[1]}' to high '{LEVELS[-1]}'")] if run.steps else []
+    for name, rows in list(by_model(run.steps).items())[-NEWEST_MODELS:]:
+        of = f" of {name}" if name else ""
+        parts.append(Text(f"loss{of}  [{curve(rows)}]  low '{LEVELS[1]}' to high '{LEVELS[-1]}'"))
     if run.steps:
         parts.append(_steps(run))
     if devices := _devices(run):
@@ -253,7 +255,8 @@ def _silence_s(run: RunRecord, now: float) -> float | None:
 
 
 def _steps(run: RunRecord) -> Table:
-    table = text_table(("step", "loss", "grad norm", "lr", "step s", "tokens/s", "idle"))
+    served = ("model", "calls", "queue", "between calls") if "model" in run.steps[-1] else ()
+    table = text_table(("step", "loss", "grad norm", "lr", "step s", "tokens/s", "idle", *served), left=("model",))
     for row in run.steps[-NEWEST_STEPS:]:
         table.add_row(
             str(row["step"]),
@@ -263,6 +266,7 @@ def _steps(run: RunRecord) -> Table:
             _number(row["step_s"], ".4f"),
             _number(row["tokens_per_s"], ",.0f"),
             _number(row["bubble_ratio"], ".1%"),
+            *((model_name(row), str(row["calls"]), str(row["queue"]), f"{row['between_calls']:.1%}") if served else ()),
         )
     predicted = run.last("predicted")
     if predicted is not None:
@@ -286,9 +290,9 @@ def _devices(run: RunRecord) -> Table | None:
     return table
 
 
-def curve(run: RunRecord) -> str:
+def curve(steps: Sequence[dict[str, Any]]) -> str:
     """Draw the losses in one line; each character is the mean of as many steps."""
-    losses = [row["loss"] for row in run.steps if row["loss"] is not None]
+    losses = [row["loss"] for row in steps if row["loss"] is not None]
     count = min(CURVE, len(losses))
     means = []
     for n in range(count):

@@ -1,39 +1,33 @@
 """The report of a run as one HTML page that needs nothing else: no network, no script, no font, no picture file.
 
-``report.html`` is its template, which escapes every text; here are the figures that it shows. Curves over steps fill
-the width of the page. A step has a lane per device and a box per task that explains itself under the pointer; its
-places are percentages, so that the picture can be widened (zoomed into) without scaling its text.
+``report.html`` is its template; here are the figures that it shows.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
-from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from raypipe import __version__
 from raypipe.errors import RaypipeError
 from raypipe.explain.replay import MEANING
 from raypipe.observe.explained_run import Explained, cause_cells, explain_run, most_lost, sentence
-from raypipe.observe.palette import fill, ink
+from raypipe.observe.pages import Points, chart, drawn_steps, page
 from raypipe.observe.plan_table import seconds
-from raypipe.observe.run_record import RunRecord, event_sentences, memory_rows
-from raypipe.observe.timelines import Lanes, lanes_of
+from raypipe.observe.run_log import event_sentences
+from raypipe.observe.run_record import RunRecord, by_model, memory_rows
+from raypipe.observe.timelines import lanes_of
 from raypipe.plan.reasons import gib
-from raypipe.schedule.kinds import NETWORK, TRAITS
 
-DRAWN_TASKS = 20_000
-DOTS = 60
-"""Curves of up to so many points show each point."""
-LABEL_FROM = 1.6
-"""Boxes of so many percent of the width have room for a character of their label."""
-Points = Sequence[tuple[float, float | None]]
-"""Step and value; None or a number that is not finite interrupts the curve."""
+TITLES = (
+    "Predicted and measured step",
+    "Where the time goes",
+    "Training",
+    "Plans compared",
+    "Memory per device",
+    "Events",
+    "Environment",
+)
 
 
 def report_page(run: RunRecord) -> str:
@@ -41,11 +35,13 @@ def report_page(run: RunRecord) -> str:
 
     Everything on it is from the run directory: metrics.jsonl, events.jsonl, plan.json, job.json and timeline.json.
     """
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.get_template("report.html").render(
+    return page(
+        "report.html",
+        name=run.name,
+        state=run.state(),
+        what="report",
+        titles=TITLES,
         run=run,
-        version=__version__,
         plan=_plan(run.parallel),
         figures=list(_figures(run)),
         **_steps(run),
@@ -89,42 +85,16 @@ def _figures(run: RunRecord) -> Iterator[tuple[str, str]]:
 
 def _steps(run: RunRecord) -> dict[str, Any]:
     """Return the predicted step and the measured one, over the same time axis; where there is none, why."""
-    drawn = {name: lanes for name in ("predicted", "measured") if (lanes := lanes_of(run.timelines.get(name)))}
-    spans = [span for lanes in drawn.values() for lane in lanes for span in lane]
-    if not spans:
+    lanes = {name: own for name in ("predicted", "measured") if (own := lanes_of(run.timelines.get(name)))}
+    if not any(lane for own in lanes.values() for lane in own):
         return {"steps": [], "unseen": "A run writes its timelines when it finishes; this one has none."}
-    if len(spans) > DRAWN_TASKS:
-        return {"steps": [], "unseen": "The steps have too many tasks to draw; see trace.json in Perfetto."}
-    end_s = max(end for _, _, end in spans) or 1.0
-    steps = []
-    for name, lanes in drawn.items():
-        step = run.timelines[name]
-        facts = f"makespan {1e3 * (step.get('makespan') or 0.0):.4g} ms, bubbles {step.get('bubble_ratio') or 0.0:.1%}"
-        steps.append({"name": name, "facts": facts, "lanes": list(_boxes(lanes, end_s))})
-    kinds = sorted({task.kind for task, _, _ in spans}, key=list(TRAITS).index)
-    return {"steps": steps, "kinds": ", ".join(f"{kind} {TRAITS[kind].what}" for kind in kinds)}
-
-
-def _boxes(lanes: Lanes, end_s: float) -> Iterator[list[dict[str, Any]]]:
-    """Yield the boxes of each device; ``end_s`` is the time at the right edge."""
-    tasks = [task for lane in lanes for task, _, _ in lane]
-    microbatches = 1 + max((mb for task in tasks for mb in task.mbs), default=0)
-    stages = 1 + max((task.stage for task in tasks), default=0)
-    for device, lane in enumerate(lanes):
-        boxes = []
-        for task, start, end in sorted(lane, key=lambda span: span[0].kind in NETWORK):  # collectives are drawn last
-            left, width, number = 100 * start / end_s, 100 * (end - start) / end_s, ",".join(map(str, task.mbs))
-            what = f"{task}: {TRAITS[task.kind].what}, stage {task.stage}"
-            what += f", micro-batch {number}" * bool(number) + f", replica {task.replica}" * bool(task.replica)
-            what += f"; device {device}, {1e3 * start:.4g} to {1e3 * end:.4g} ms ({1e3 * (end - start):.4g} ms)"
-            strip = task.kind in NETWORK
-            box = {"left": f"{left:.4f}", "width": f"{width:.4f}", "middle": f"{left + width / 2:.4f}"}
-            colour = "".join(f"{round(255 * channel):02x}" for channel in fill(task, microbatches, stages))
-            label = number if not strip and width >= LABEL_FROM * max(len(number), 1) else ""
-            boxes.append(
-                box | {"title": what, "strip": strip, "fill": f"#{colour}", "label": label, "ink": ink(task.kind)}
-            )
-        yield boxes
+    told = {name: run.timelines[name] for name in lanes}
+    facts = {
+        name: f"makespan {1e3 * (step.get('makespan') or 0.0):.4g} ms, bubbles {step.get('bubble_ratio') or 0.0:.1%}"
+        for name, step in told.items()
+    }
+    drawn = drawn_steps(lanes, facts)
+    return drawn or {"steps": [], "unseen": "The steps have too many tasks to draw; see trace.json in Perfetto."}
 
 
 def _charts(run: RunRecord) -> list[dict[str, Any]]:
@@ -139,49 +109,20 @@ def _charts(run: RunRecord) -> list[dict[str, Any]]:
         return [(row["step"], value) for row in ends]
 
     validation = [(row["step"], row["val_loss"]) for row in run.validations]
+    losses: list[tuple[str, str, Points]] = [
+        (name or "training", "second" if n % 2 else "first", [(row["step"], row["loss"]) for row in rows])
+        for n, (name, rows) in enumerate(by_model(run.steps).items())
+    ]
     return [
-        _chart("loss", "", ("training", "first", of("loss")), ("validation", "second", validation)),
-        _chart("step time", " s", ("measured", "first", of("step_s")), ("predicted", "level", level("step_s"))),
-        _chart(
+        chart("loss", "", *losses, ("validation", "second", validation)),
+        chart("step time", " s", ("measured", "first", of("step_s")), ("predicted", "level", level("step_s"))),
+        chart(
             "bubble ratio",
             "",
             ("measured", "first", of("bubble_ratio")),
             ("predicted", "level", level("bubble_ratio")),
         ),
     ]
-
-
-def _chart(title: str, unit: str, *curves: tuple[str, str, Points]) -> dict[str, Any]:
-    """Return curves (name, style, points) over one axis of steps; every point says its value under the pointer."""
-    known = [(x, y) for _, _, points in curves for x, y in points if y is not None and math.isfinite(y)]
-    if not known:
-        return {"title": title, "curves": []}
-    first, last = min(x for x, _ in known), max(x for x, _ in known)
-    low, high = min(y for _, y in known), max(y for _, y in known)
-    room = 0.05 * (high - low) or abs(high) or 1.0
-    low, high = low - room, high + room
-
-    def place(x: float, y: float) -> tuple[str, str]:
-        across = 50.0 if last == first else 100 * (x - first) / (last - first)
-        return f"{across:.3f}", f"{100 * (high - y) / (high - low):.3f}"
-
-    made = []
-    for name, style, points in curves:
-        pieces = groupby(points, key=lambda point: point[1] is not None and math.isfinite(point[1]))
-        lines = [[(x, y) for x, y in piece if y is not None] for drawn, piece in pieces if drawn]
-        dots = [point for line in lines for point in line]
-        if len(dots) > DOTS:  # too close to point at: every so many, and the last one
-            dots = [*dots[: -1 : math.ceil(len(dots) / DOTS)], dots[-1]]
-        made.append(
-            {
-                "name": name,
-                "style": style,
-                "lines": [" ".join(",".join(place(x, y)) for x, y in line) for line in lines],
-                "dots": [(*place(x, y), f"{name}, step {x:g}: {y:.6g}{unit}") for x, y in dots],
-            }
-        )
-    ends = {"high": f"{high:.4g}{unit}", "low": f"{low:.4g}{unit}", "first": f"{first:g}", "last": f"{last:g}"}
-    return {"title": title, "curves": made, **ends}
 
 
 def _plans(run: RunRecord) -> dict[str, Any] | None:

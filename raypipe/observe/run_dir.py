@@ -26,6 +26,9 @@ STOP, PAUSE, INTERRUPT = "stop", "pause", "interrupt"
 validation, too; ``pause``: it goes on soon; ``interrupt``: its process was told to end."""
 SAVE, EVALUATE = "save", "evaluate"
 """The files that ask a run for a checkpoint and for a validation, after the steps that it has queued."""
+LEAVING = "leaving"
+"""The file that names nodes which will go soon, one a line: Ray's id of it, its host name or its address, and after a
+space the seconds until then, 30 if it says nothing."""
 MOST_REASON = 4096
 """Largest size of these files, in bytes."""
 

@@ -66,6 +66,9 @@ class Judge(Protocol):
     def least_of_all(self, candidate: Candidate) -> float:
         """Return a lower bound on the steps of the candidate and of all its OOM fallbacks but those in more slices."""
 
+    def least_uncut(self, candidate: Candidate) -> float:
+        """Return a lower bound on the same steps, of a candidate with one stage a device, that needs no cut."""
+
     def unordered(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
         """Return the OOM fallbacks of a candidate that is too slow without them, with lower bounds; nothing where
         memory is not what makes it slow, None if its order must be known."""
@@ -146,7 +149,8 @@ def best_first(
     search = _Search(judge, top, pick, near)
     if bounded[FEW_GRIDS:]:
         first = _Search(judge, 1, pick, on=lambda grid: [Candidate.on(grid, FIRST)])
-        first.run(ranking.part(RANKING), bounded)
+        uncut = ((judge.least_uncut(Candidate.on(grid, FIRST)), least, grid) for least, grid in bounded)
+        first.run(ranking.part(RANKING), [(max(own, least), grid) for own, least, grid in uncut])
         search.fitting |= first.fitting
         search.begun |= first.begun
         search.found.timed += first.found.timed

@@ -65,6 +65,9 @@ class OneDevice:
         if self.model.batch_statistics:
             why = "the loss of a sample depends on its micro-batch (batch norm, or the model's own loss)"
             raise SpecError("model", why, "set model.batch_norm: frozen, or leave model.loss out")
+        if job.train.tokens_per_step is not None:
+            why = "the batches that are tried are of samples, and a step of this job takes tokens"
+            raise SpecError("train.tokens_per_step", why, "set it to null, and give train.batch")
         prepare_data(job, self.model.task, folder)
         self.data: Dataset = open_data(folder, self.model.task, job.data.pad_to_multiple_of)
         self.samples = self.data.samples("train")

@@ -10,7 +10,6 @@ import math
 import tempfile
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ import ray
 from raypipe.cost.collectives import Kind, Timed, TimedCollective, fit, fit_link
 from raypipe.cost.hosts import Hosts, devices_on_hosts
 from raypipe.cost.kinds import of_kinds
-from raypipe.cost.profile import LIMIT, LinkFit, Noise, Profile, Slicing, TakenFor
+from raypipe.cost.profile import LIMIT, LinkFit, Noise, Profile, Reserved, Slicing, TakenFor
 from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
@@ -41,7 +40,7 @@ from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.rank_order import devices_of_kinds
 from raypipe.runtime.hosts.reserve import Reservation, is_idle, leave_idle, reserve
 from raypipe.runtime.recovery.failure import outside_a_run
-from raypipe.runtime.setup.communicators import Topology, rendezvous_of
+from raypipe.runtime.setup.communicators import Topology, rendezvous_of, sharers
 from raypipe.signals import enough_by_interrupt
 
 Say = Callable[[str], None]
@@ -269,17 +268,19 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
     workers, facts = bench.workers, bench.facts()
     hosts = _hosts(facts)
     sharing = max(hosts)
-    memory = min(fact.memory_bytes for fact in facts)
-    if all(at.peer.device == "cpu" for at in workers.locations):  # CPU devices share their host's memory
-        on_host = Counter(fact.node for fact in facts)
-        memory = min(fact.memory_bytes / on_host[fact.node] for fact in facts)
-    base = fmean(fact.base_bytes for fact in facts)
+    shared_by = sharers(workers.locations)
+    memory = min(fact.memory_bytes / count for fact, count in zip(facts, shared_by, strict=True))
+    base = fmean(
+        fact.base_bytes / (1 if at.peer.device == "cpu" else count)  # of a GPU it is that of all who share it
+        for fact, at, count in zip(facts, workers.locations, shared_by, strict=True)
+    )
     bench.check_room(memory - base)
     noise = measure_sizes(bench, list(sizes), effort, say, memory - base, sharing > 1)
     code = bench.code_bytes()
     inside: list[Timed] = []
     between: list[Timed] = []
     sums: list[TimedCollective] = []
+    each_group = each_edge = 0.0
     if len(facts) > 1:
         if not effort.brief:
             say("messages and collectives")
@@ -290,6 +291,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         for kind in effort.collectives:
             for size in links.groups:
                 sums += links.collective(kind, size, effort.collective_bytes, effort.repeats)
+        each_group, each_edge = map(max, zip(*ray.get(workers.call("communicator_bytes")), strict=True))
     return Profile(
         source="measured",
         device=facts[0].name,
@@ -303,6 +305,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         memory_bytes=memory,
         base_bytes=base,
         code_bytes=code,
+        reserved=Reserved(group_bytes=each_group, edge_bytes=each_edge),
         layers=bench.profiles(),
         tied_parameters=bench.tied_parameters(),
         trained_tied_parameters=bench.tied_parameters(trained=True),

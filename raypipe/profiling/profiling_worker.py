@@ -26,7 +26,14 @@ from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import Samples, middle_look
 from raypipe.runtime.executor.executor import HANDLERS, Executor
 from raypipe.runtime.executor.runner import Handler
-from raypipe.runtime.process.memory import PeakMeter, allocated_bytes, host_memory_bytes, resident_bytes
+from raypipe.runtime.graphs.device_graphs import capture_stream
+from raypipe.runtime.process.memory import (
+    PeakMeter,
+    allocated_bytes,
+    host_memory_bytes,
+    resident_bytes,
+    taken_beside_tensors,
+)
 from raypipe.runtime.process.set_up import give_back_memory
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.setup.communicators import Communicators, Topology
@@ -34,6 +41,7 @@ from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import Expected, Label, Sender, TensorSpec
 from raypipe.runtime.update.collectives import start_all_gather, start_reduce_scatter
 from raypipe.runtime.update.optimizer import learning_rate, untraced
+from raypipe.runtime.update.side_stream import make_stream
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Action, Program
@@ -251,6 +259,17 @@ class StageProfiler(StageWorker):
         """Join the process groups and open the channels that are to be measured."""
         self._leave()
         self.communicators = Communicators(self.rank, topology, self._backend(topology))
+        self._connected_bytes = taken_beside_tensors(self.device)
+
+    def communicator_bytes(self) -> tuple[float, float]:
+        """Return what a group's communicator takes of this GPU, and those of an edge, one each way; 0 on a CPU.
+
+        NCCL connects what an algorithm needs when it is first used: after collectives were measured, it has.
+        """
+        opened = self.communicators
+        later = max(0, taken_beside_tensors(self.device) - self._connected_bytes)
+        each_group = (opened.groups_bytes + later) / max(1, len(opened.groups))
+        return each_group, opened.channels_bytes / max(1, len(opened.receivers))
 
     @raises_device_errors
     def message_seconds(self, other: int, first: bool, sizes: Sequence[int], repeats: int) -> list[list[float]]:
@@ -353,8 +372,21 @@ def _processor() -> str:
 def process_bytes(device: torch.device) -> float:
     """Measure the memory that a training process needs without its model: resident, or on a GPU the GPU's.
 
-    It trains a tiny model first, because the first backward and optimizer step load code.
+    It trains a tiny model first, because the first backward and optimizer step load code. On a GPU it does so on every
+    stream that computes products in a run, because cuBLAS has a workspace for each.
     """
+    if device.type == "cuda":
+        for stream in (torch.cuda.current_stream(device), make_stream(device), capture_stream(device)):
+            with torch.cuda.stream(stream):
+                _train_tiny_model(device)
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return float(total - free)
+    _train_tiny_model(device)
+    return float(resident_bytes())
+
+
+def _train_tiny_model(device: torch.device) -> None:
     layer = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU()).to(device)
     optimizer = untraced(torch.optim.AdamW)(layer.parameters(), fused=True)
     for bfloat16 in (False, False, True):  # bfloat16 matrix products load code of their own
@@ -365,7 +397,3 @@ def process_bytes(device: torch.device) -> float:
         torch.autograd.backward([loss], [torch.ones_like(loss)])  # with gradients, as a stage: that imports SymPy
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return float(total - free)
-    return float(resident_bytes())

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raypipe.cost.profile import TakenFor
-from raypipe.data import declared_fields, open_data, prepare_data
+from raypipe.data import declared_fields, open_data, prepare_data, token_budget
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.models import Inputs, build_model, random_keys
@@ -88,7 +88,9 @@ class _Bench:
         if self.model.count < 2:
             raise SpecError("model", "has one layer: nothing runs beside it", "use a deeper model")
         prepare_data(job, self.model.task, folder)
-        rows = open_data(folder, self.model.task, job.data.pad_to_multiple_of).batch("train", 0, 0, microbatch)
+        budget = token_budget(job, 1, self.model)
+        data = open_data(folder, self.model.task, job.data.pad_to_multiple_of, budget=budget)
+        rows = data.batch("train", 0, 0, microbatch)
         dtype = DTYPES[job.train.dtype]
         self.inputs: Inputs = {
             name: (t.to(dtype) if t.is_floating_point() else t).to(device) for name, t in rows.items()

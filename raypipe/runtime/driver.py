@@ -13,8 +13,9 @@ from typing import Any
 
 import ray
 
+from raypipe.checkpoint import Checkpoint, open_checkpoint
 from raypipe.data import tokens_per_sample
-from raypipe.errors import SampleCountError
+from raypipe.errors import CheckpointError, SampleCountError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import Stop, asked_to_stop
 from raypipe.observe.run_log import RunLog, rewind
@@ -30,11 +31,12 @@ from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
 from raypipe.runtime.hosts.node_files import clear
-from raypipe.runtime.in_place import RECOVERABLE, InPlace, Recovered, can_recover
+from raypipe.runtime.in_place import RECOVERABLE, InPlace, Lost, Recovered, can_recover, can_replace
 from raypipe.runtime.recovery.lost_results import completed, outcomes
-from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before
+from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before, left_out_of
 from raypipe.runtime.run_metrics import RunMetrics
 from raypipe.runtime.run_results import RunResults
+from raypipe.runtime.samples.row_orders import RowOrders
 from raypipe.runtime.samples.sample_stream import samples_streamed
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints, Saved
@@ -94,6 +96,7 @@ class Driver:
         """The plan that the run's ``plan.json`` holds now."""
         self._swap = CompiledSwap(log)
         self._per_call = StepsPerCall()
+        self._orders = RowOrders(job, directory / "data")
         self._dues = Dues(job.train, directory, self.saves, self.copies)
 
     @property
@@ -145,12 +148,12 @@ class Driver:
         clear(workers.leaders_apart(), self.directory)
 
     def _run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
-        recovers = can_recover(self.job, self.running, workers)
-        self._setup(workers, checkpoint, done, recovers)
+        twins = can_recover(self.job, self.running, workers)
+        self._setup(workers, checkpoint, done, twins)
         if workers.standby is None:
             workers.standby = StandbyPool(workers, self.job.train.standby)
-        if recovers:
-            self.in_place = InPlace(self.job, self.directory)
+        if twins or (self.copies.made and can_replace(self.job, self.running, workers)):
+            self.in_place = InPlace(self.job, self.directory, twins)
         self.metrics.begin(workers.run_id.partition("-")[0], workers.locations)
         try:
             last = self._loop(workers, done)
@@ -167,7 +170,7 @@ class Driver:
         self.checkpoints.resume(checkpoint, done)
         self.checkpoints.left_out = left_out
 
-    def _setup(self, workers: WorkerGroup, checkpoint: Path | None, done: int, recovers: bool) -> None:
+    def _setup(self, workers: WorkerGroup, checkpoint: Path | Checkpoint | None, done: int, recovers: bool) -> None:
         self._measures = self.controller.measures_memory
         left_out = self.checkpoints.left_out
         per_rank = set_up(
@@ -224,10 +227,11 @@ class Driver:
         self.results.forget()
         self.copies.forget()
         self._begin(to.checkpoint, to.done, to.left_out)
+        self._orders.forget()
         self._rewinds += 1
         workers.run_id = f"{workers.run_id.partition('.r')[0]}.r{self._rewinds}"
         workers.locate()
-        self._setup(workers, to.checkpoint, to.done, self.in_place is not None)
+        self._setup(workers, to.checkpoint, to.done, self.in_place is not None and self.in_place.twins)
         self._pause()
         fields = {"from_step": error.step, "left_out": error.step - to.done, "message": error.what}
         self.log.event("rewound", step=to.done, **fields)
@@ -249,11 +253,15 @@ class Driver:
             except RECOVERABLE as error:
                 if self.in_place is None:
                     raise
-                done = self._recover(workers, self.in_place, error)
+                done = self._recover(workers, self.in_place, error, done)
 
-    def _recover(self, workers: WorkerGroup, in_place: InPlace, error: Exception) -> int:
-        """Replace the workers that died; return the number of steps done, all of them collected."""
-        recovered = in_place.recover(workers, self.running, error, self._measures, self.checkpoints.left_out)
+    def _recover(self, workers: WorkerGroup, in_place: InPlace, error: Exception, known: int) -> int:
+        """Replace the workers that died; return the number of steps done, all of them collected; ``known`` ones are."""
+        lost = in_place.part(workers, error)
+        left_out = self.checkpoints.left_out
+        recovered = in_place.from_twins(workers, self.running, lost, error, self._measures, left_out)
+        if recovered is None:
+            return self._go_back(workers, in_place, lost, error, known)
         done = recovered.done
         while self._pending:
             ticket = self._pending[0]
@@ -272,22 +280,67 @@ class Driver:
             elif ticket.step < done:  # nobody has the parameters of that step any more
                 raise error
             self._pending.popleft()
-        if self.saves.lost(recovered.replaced):
+        if self.saves.lost(lost.dead):
             raise error
         self._unread = None
         self._pause()
         self.results.pause()
-        fields = {
-            "ranks": list(recovered.replaced),
-            "devices": [workers.titles[rank] for rank in recovered.replaced],
-            "pids": [workers.locations[rank].pid for rank in recovered.replaced],
-            "from_standby": recovered.from_pool,
-            "steps_repeated": recovered.repeated,
-            "seconds": recovered.seconds,
-            "message": recovered.cause,
-        }
+        self._tell_recovered(done, lost.event(workers, recovered.from_pool, recovered.repeated, "replica"))
+        return done
+
+    def _tell_recovered(self, done: int, fields: dict[str, Any]) -> None:
         self.log.event("recovered", step=done, **fields)
         self.metrics.event("recovered", fields)
+
+    def _go_back(self, workers: WorkerGroup, in_place: InPlace, lost: Lost, error: Exception, known: int) -> int:
+        """Go on from the newest copies in the nodes' memory, or a newer checkpoint, with others in place of the dead.
+
+        Args:
+            workers: the worker group, in which the replacements take the places of the dead.
+            in_place: replaces them.
+            lost: the result of its ``part``.
+            error: the failure that was noticed.
+            known: a number of steps that are done and collected.
+
+        Returns the number of steps done.
+
+        Raises:
+            Exception: ``error``, where there is no copy.
+        """
+        while self._pending and None not in outcomes(self._pending[0].refs):
+            self._collect_oldest()
+        for ticket in self._pending:
+            reports = ticket.reports(outcomes(ticket.refs))
+            self.saves.heard(reports)
+            self.copies.heard(reports)
+        running = any(ticket.kind == "step" for ticket in self._pending)
+        copy: Checkpoint | None = self.copies.newest(max(known, self.results.steps), lost.dead)
+        if copy is None or self.saves.lost(range(len(workers.actors))):
+            raise error
+        self.saves.poll()
+        newest, folder = self.checkpoints.newest
+        saved = folder is not None and newest > copy.step
+        if saved:
+            assert folder is not None
+            try:
+                copy = open_checkpoint(folder)
+            except CheckpointError:  # a restart finds an earlier one
+                raise error from None
+        done = copy.step
+        from_pool = in_place.replace(workers, lost, done, error)
+        self._pending.clear()
+        self._unread = self._to_save = None
+        self._validated = min(self._validated, done)
+        repeated = rewind(self.directory, done)
+        self.results.forget()
+        if self.job.train.early_stop is not None:
+            self.results.patience = patience_of(self.directory, self.job.train, done)
+        self.checkpoints.left_out = left_out_of(copy)
+        self._setup(workers, folder if saved else copy, done, in_place.twins)
+        self._pause()
+        self.results.pause()
+        source = "checkpoint" if saved else "neighbour"
+        self._tell_recovered(done, lost.event(workers, from_pool, repeated + running, source))
         return done
 
     def _collect_known(
@@ -348,7 +401,9 @@ class Driver:
             fills = due.anything
             self._take_next_plan(workers, queued)
             self._swap.before_step(workers, queued)
-            refs = workers.call("run_steps", queued, parts)
+            steps = range(queued, queued + len(parts))
+            orders = self._orders.of(self.running, steps, self.checkpoints.left_out, self._per_call.step_s)
+            refs = workers.call("run_steps", queued, parts, *([orders] if orders else []))
             queued += len(parts)
             ticket = Ticket("step", queued, refs, self.clock, parts)
             self._pending.append(ticket)
@@ -446,6 +501,7 @@ class Driver:
         step_s = self.results.step(step, done.part, ticket.clock, results, tensor, timed)
         if step_s is not None and timed and ticket.clock is self.clock:  # not if it was queued before the plan changed
             self._per_call.took(step_s)
+            self.copies.took(step_s)
             memory = [r.memory for r in results[::tensor]]
             self.controller.observe(MeasuredStep(step_s, memory, self.clock))
             self._log_events(step)

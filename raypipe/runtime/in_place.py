@@ -1,9 +1,10 @@
-"""Replace workers that died while all others keep their processes and their state: the driver's side.
+"""Replace workers that died while all others keep their processes: the driver's side.
 
-A run can recover so where every stage of a device has a twin: a data-parallel copy, or Chimera's other direction. The
-living workers part (``recovery.replacement``), replacements start on the devices of the dead ones, all join in new
-groups under a new name, twins send their state to the replacements, and the step that was running is finished or
-repeated.
+The living workers part (``recovery.replacement``), replacements start on the devices of the dead ones, and all join in
+new groups under a new name. Their state comes from one of two sources. Where every stage of a device has a twin (a
+data-parallel copy, or Chimera's other direction), the twins send theirs to the replacements, the others keep their own,
+and the step that was running is finished or repeated. Else all take that of the newest copy in the nodes' memory
+(``saving.neighbour_copies``), and the steps since then are repeated.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from raypipe.errors import DeviceError, RaypipeError
+from raypipe.errors import DeviceError, RaypipeError, TransportError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.online.better_order import Running
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
+from raypipe.runtime.recovery.flight_recorder import places_of, told
 from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.setup.tensor_ranks import expert_ranks
@@ -29,42 +31,82 @@ from raypipe.runtime.update.ledger import Facts, Standing, agreed_steps
 
 AT_ONE_STEP = 3
 """Recoveries after the same step, beyond which the run restarts: whatever kills the workers comes with that step."""
+ENDED_S = 30.0
+"""Time that the process of a device that hangs has to end."""
 NEWEST = 8
 """Calls per worker among which the cause is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """The outcome of a recovery."""
+    """The outcome of a recovery from twins."""
 
     done: int
     """Number of steps after which all devices go on."""
     facts: Mapping[int, Facts]
     """By step, counted from 0: what all devices have told of the newest of these steps."""
-    replaced: tuple[int, ...]
-    """Ranks."""
     from_pool: int
     """Replacements that were waiting already."""
     repeated: int
     """Steps that had begun and are run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What is known of a death when all living workers have parted."""
+
+    standings: Mapping[int, Standing]
+    """How far the living are, by rank; none where nobody keeps account."""
+    dead: tuple[int, ...]
+    """Ranks."""
     cause: str
-    seconds: float
-    """From when the death was noticed to when all devices are ready for the next step."""
+    stuck: str
+    """Where the devices were (``flight_recorder``)."""
+    began: float
+    """When it was noticed, in seconds on this host's clock."""
+
+    def event(self, workers: WorkerGroup, replaced: int, repeated: int, source: str) -> dict[str, Any]:
+        """Return the fields of the event that tells of the recovery, when all devices are ready for the next step.
+
+        Args:
+            workers: the group with the replacements.
+            replaced: how many of them were waiting already.
+            repeated: steps that had begun and are run again.
+            source: ``replica``, ``neighbour`` or ``checkpoint``.
+        """
+        return {
+            "ranks": list(self.dead),
+            "devices": [workers.titles[rank] for rank in self.dead],
+            "pids": [workers.locations[rank].pid for rank in self.dead],
+            "from_standby": replaced,
+            "steps_repeated": repeated,
+            "seconds": time.monotonic() - self.began,
+            "message": self.cause,
+            "stuck": self.stuck,
+            "source": source,
+        }
 
 
-def can_recover(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
-    """Return whether a run replaces a worker that dies: whichever it is, twins of all its stages live."""
-    parallel, schedule, ranks = running.plan.parallel, running.schedule, len(workers.actors)
+def can_replace(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
+    """Return whether a worker that dies can be replaced while the others keep their processes."""
     return (
         job.train.recovery == "in-place"
         and workers.places is not None
-        and ranks > 1
         and workers.on_cpus()
+        and running.plan.parallel.transport != "ray-collective"  # it joins a world once in the life of a process
+    )
+
+
+def can_recover(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
+    """Return whether a run replaces a worker that dies, whichever it is, by twins of all its stages."""
+    parallel, schedule, ranks = running.plan.parallel, running.schedule, len(workers.actors)
+    return (
+        can_replace(job, running, workers)
+        and ranks > 1
         and schedule.versions == "flush"
         and schedule.sharding is None
         and not parallel.late_updates  # one layer's update can be final on one device and not on another
         and parallel.tensor == 1  # nobody has tried it with ranks that share their layers
-        and parallel.transport != "ray-collective"  # it joins a world once in the life of a process
         and all(_moved(running, {rank}) is not None for rank in range(ranks))
     )
 
@@ -79,71 +121,108 @@ def _moved(running: Running, dead: Collection[int]) -> list[Transfer] | None:
 class InPlace:
     """Recovers the workers of one attempt, as often as it takes."""
 
-    def __init__(self, job: JobSpec, directory: Path) -> None:
-        self._job, self._directory = job, directory
+    def __init__(self, job: JobSpec, directory: Path, twins: bool) -> None:
+        self._job, self._directory, self.twins = job, directory, twins
         self._times = 0
         self._at: tuple[int, int] = (-1, 0)
         """The step after which the last recovery went on, and how many did so in a row."""
 
-    def recover(
-        self, workers: WorkerGroup, running: Running, error: BaseException, measures: bool, left_out: int
-    ) -> Recovered:
-        """Replace the workers that died, and bring all to the end of the same step.
+    def part(self, workers: WorkerGroup, error: BaseException) -> Lost:
+        """Find who died, and have all others part; ``error`` is the failure that was noticed.
+
+        Raises:
+            BaseException: ``error`` or its cause, where nothing has died, or the same would happen again.
+            RaypipeError: the run can only restart.
+        """
+        began = time.monotonic()
+        if is_final(own_error(error)):
+            raise error
+        standings, dead, hung = self._part(workers)
+        stuck = hung or self._told(workers)
+        if not dead:
+            raise error
+        cause = root_cause(error if hung else dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
+        if is_final(cause) or isinstance(cause, DeviceError):
+            raise cause
+        return Lost(standings, tuple(sorted(dead)), describe(cause), stuck, began)
+
+    def from_twins(
+        self, workers: WorkerGroup, running: Running, lost: Lost, error: BaseException, measures: bool, left_out: int
+    ) -> Recovered | None:
+        """Replace the workers that died, and bring all to the end of the same step; None if a stage has no twin left.
 
         Args:
             workers: the worker group, in which the replacements take the places of the dead.
             running: the plan that devices run from now on.
+            lost: the result of ``part``.
             error: the failure that was noticed.
             measures: whether the recomputed layers may change during the run.
             left_out: number of mini-batches of training data that were left out before.
 
         Raises:
-            BaseException: ``error`` or its cause, where nothing has died or a stage has no twin left.
+            BaseException: ``error``, where too many workers have died after the same step.
             RaypipeError: the recovery failed; the run can only restart.
         """
-        began = time.monotonic()
-        if is_final(own_error(error)):
-            raise error
-        standings, dead = self._part(workers)
-        if not dead:
-            raise error
-        cause = root_cause(dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
-        if is_final(cause) or isinstance(cause, DeviceError):
-            raise cause
-        moved = _moved(running, set(dead))
+        moved = _moved(running, lost.dead) if self.twins else None
         if moved is None:
-            raise error
-        done = agreed_steps(standings.values())
-        self._at = (done, self._at[1] + 1 if self._at[0] == done else 1)
-        if self._at[1] > AT_ONE_STEP:
-            raise error
-        facts = {one.step: one for standing in standings.values() for one in standing.facts}
-        from_pool = self._replace(workers, dead)
+            return None
+        standings = lost.standings.values()
+        done = agreed_steps(standings)
+        facts = {one.step: one for standing in standings for one in standing.facts}
+        from_pool = self.replace(workers, lost, done, error)
         setups = setups_of(workers, self._job, running, self._directory, None, measures, done, True, left_out)
-        workers.calls.clear()  # they failed because of what is mended now
         ray.get(workers.call_each("rejoin", [(one, moved, facts.get(done - 1)) for one in setups]))
-        repeated = max(one.begun for one in standings.values()) - done
-        return Recovered(
-            done, facts, tuple(sorted(dead)), from_pool, max(0, repeated), describe(cause), time.monotonic() - began
-        )
+        repeated = max(one.begun for one in standings) - done
+        return Recovered(done, facts, from_pool, max(0, repeated))
 
-    def _part(self, workers: WorkerGroup) -> tuple[dict[int, Standing], dict[int, RayActorError]]:
-        """Have all workers part; return how far the living are, and the errors of the dead, by rank."""
+    def replace(self, workers: WorkerGroup, lost: Lost, done: int, error: BaseException) -> int:
+        """Put new workers in the places of the dead, to go on after ``done`` steps; return how many waited already.
+
+        Raises:
+            BaseException: ``error``, where too many have died after the same step, or a node of theirs is gone.
+            TransportError: a replacement does not start.
+        """
+        self._at = (done, self._at[1] + 1 if self._at[0] == done else 1)
+        assert workers.places is not None
+        if self._at[1] > AT_ONE_STEP or workers.places.place.is_broken():
+            raise error
+        result = self._replace(workers, lost.dead)
+        workers.calls.clear()  # they failed because of what is mended now
+        return result
+
+    def _told(self, workers: WorkerGroup) -> str:
+        return told(places_of(self._directory, workers.locations, workers.apart))
+
+    def _part(self, workers: WorkerGroup) -> tuple[dict[int, Standing], dict[int, RayActorError], str]:
+        """Have all workers part; return how far the living are, the errors of the dead by rank, and what hung.
+
+        Whoever does not answer within ``train.message_timeout_s`` hangs: its process is ended, and it counts as dead.
+
+        Raises:
+            TransportError: a process that hangs cannot be ended.
+        """
         asked = {actor.part.remote(): rank for rank, actor in enumerate(workers.actors)}
         standings: dict[int, Standing] = {}
         dead: dict[int, RayActorError] = {}
         waiting: list[Any] = list(asked)
-        deadline = time.monotonic() + self._job.train.message_timeout_s
+        deadline, hung = time.monotonic() + self._job.train.message_timeout_s, ""
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RaypipeError("recovery", "a device does not end its step", "see what it does")
+                first = workers.titles[asked[waiting[0]]]
+                if hung:
+                    raise TransportError(first, "hangs, and its process does not end", "end it, or look at its node")
+                hung = self._told(workers) or first
+                for ref in waiting:
+                    ray.kill(workers.actors[asked[ref]])
+                deadline = time.monotonic() + ENDED_S
             for ref in ready:
                 try:
-                    standings[asked[ref]] = ray.get(ref)
+                    if (standing := ray.get(ref)) is not None:
+                        standings[asked[ref]] = standing
                 except RayActorError as error:
                     dead[asked[ref]] = error
-        return standings, dead
+        return standings, dead, hung
 
     def _replace(self, workers: WorkerGroup, dead: Iterable[int]) -> int:
         """Put new workers in the places of dead ones; return how many of them were waiting already."""

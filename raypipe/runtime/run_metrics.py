@@ -19,7 +19,7 @@ from typing import Any
 from ray.util import metrics as ray_metrics
 
 from raypipe.cost.peak import peak_flops_s
-from raypipe.data import known_fields
+from raypipe.data import known_fields, tokens_per_sample
 from raypipe.explain.causes import explain
 from raypipe.explain.measured import Measured
 from raypipe.explain.replay import CAUSES, Replay
@@ -33,7 +33,7 @@ from raypipe.plan.online.recorded_steps import FEWEST
 from raypipe.plan.online.sequence import Guard
 from raypipe.plan.plan import Plan
 from raypipe.runtime.executor.step import StepResult
-from raypipe.runtime.setup.communicators import Location
+from raypipe.runtime.setup.communicators import Location, sharers
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 
 EVERY_S = 1.0
@@ -50,6 +50,11 @@ USUAL_INTERVAL_S = 10.0
 LONGEST_INTERVAL_S = 600.0
 """What is set above that is not waited for."""
 EXPORTING = "exporting metrics"
+GIB = 2**30
+WARM_UP = 2
+"""Steps after which the memory of a GPU is what it will be: state of optimizers and pools of graphs are there."""
+NEAR = 0.03
+"""Share by which memory may miss the plan before it is said."""
 BACKWARD = 2.0
 """Operations of a backward in those of its forward, as MFU counts them (Chowdhery et al. 2022, PaLM, appendix B)."""
 
@@ -82,7 +87,12 @@ class RunMetrics:
         self._flops_per_peak_s: float | None = None
         """Operations of a step over the peak of all devices: the shortest time that a step could take."""
         self._peak_bytes = 0
-        self._per_host: list[int] = []
+        self._sharers: list[int] = []
+        self._tell = tell
+        self._planned_bytes: tuple[float, ...] = ()
+        """Of each device, on GPUs whose plan has them."""
+        self._off: dict[int, float] = {}
+        """Per device that has reported since its first steps, its memory over that planned, minus 1."""
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -151,32 +161,24 @@ class RunMetrics:
                 self._held[metric, tags.get("device", "")] = reading
 
     def _begin(self, run_id: str, places: Sequence[Location]) -> None:
-        name = self.directory.name.encode("ascii", "backslashreplace").decode()  # Ray's tags are ASCII
-        tags = dict(zip(RUN_TAGS, (name, run_id, name), strict=True))
-        for metric in METRICS:
-            keys = (*RUN_TAGS, *metric.tags)
-            one = (
-                ray_metrics.Gauge(metric.name, metric.help, keys)
-                if metric.kind == "gauge"
-                else ray_metrics.Histogram(metric.name, metric.help, list(DURATION_BUCKETS), keys)
-            )
-            self._exported[metric.name] = one.set_default_tags(tags)
-        on_node = Counter(place.peer.node for place in places)
-        self._per_host = [on_node[place.peer.node] for place in places]
+        self._exported = exported(self.directory, run_id)
+        self._sharers = sharers(places)
         peaks = [peak_flops_s(place.model, self.job.train.dtype) for place in places]
         known = [peak for peak in peaks if peak is not None]
         if len(known) == len(peaks):
             self._flops_per_peak_s = self._flops() / math.fsum(known)
-        self._hold(self._planned())
+        self._hold(self._planned(on_gpus=all(place.peer.device != "cpu" for place in places)))
         self._thread = threading.Thread(target=self._work, name="raypipe-metrics", daemon=True)
         self._thread.start()
 
     def _flops(self) -> float:
         """Operations of a step: one forward and one backward of every sample, whatever is computed again."""
         model = build_model(self.job, known_fields(self.directory / "data"), parallel=self._plan.parallel)
-        return (1.0 + BACKWARD) * self.job.train.batch * math.fsum(model.flops)
+        row, data = self.job.train.microbatch_tokens, self.directory / "data"
+        full = 1.0 if row == "auto" else tokens_per_sample(self.job, data) / row  # rows of documents are rarely full
+        return (1.0 + BACKWARD) * self.job.train.batch * math.fsum(model.flops) * full
 
-    def _planned(self) -> Iterable[Reading]:
+    def _planned(self, on_gpus: bool) -> Iterable[Reading]:
         """Yield what the run's events say of the plan and of what came before this attempt."""
         events = read_rows(self.directory / EVENTS)
         kinds = Counter(e["event"] for e in events_since_start(self.directory))
@@ -191,6 +193,8 @@ class RunMetrics:
         if planned is None or any(planned[key] != getattr(p, key) for key in ("schedule", "stages", "microbatch")):
             return
         yield declared.BUBBLE_PREDICTED, planned["bubble_ratio"], {}
+        if on_gpus:  # the processes of CPUs keep what they have freed
+            self._planned_bytes = tuple(planned["memory_bytes"][:: self.tensor])
         for device, held in enumerate(planned["memory_bytes"][:: self.tensor]):
             yield declared.MEMORY_PLANNED, held, {"device": str(device)}
 
@@ -199,10 +203,24 @@ class RunMetrics:
         for i, one in enumerate(devices):
             if (held := one.device_memory) is not None:
                 tags = {"device": str(i)}
-                # The processes of a host's CPU devices share its memory.
-                limit = held.limit / (1 if held.own else self._per_host[i * self.tensor])
+                limit = held.limit / self._sharers[i * self.tensor]
                 self._hold([(declared.MEMORY, held.peak, tags), (declared.MEMORY_LIMIT, limit, tags)])
+                if self._planned_bytes and row["step"] > WARM_UP and len(self._off) < len(devices):
+                    planned = self._planned_bytes[i]
+                    self._off[i] = held.peak / self._sharers[i * self.tensor] / planned - 1
+                    self._say_if_off(len(devices))
         self._newest = row, clock
+
+    def _say_if_off(self, devices: int) -> None:
+        """Say where the memory of GPUs is not what was planned, once all have reported."""
+        device, off = max(self._off.items(), key=lambda one: abs(one[1]))
+        if len(self._off) < devices or abs(off) <= NEAR:
+            return
+        planned = self._planned_bytes[device]
+        self._tell(
+            f"device {device} has {planned * (1 + off) / GIB:.2f} GiB of its GPU taken, {off:+.0%} of the "
+            f"{planned / GIB:.2f} GiB planned: such plans need {'more' if off > 0 else 'less'} memory than predicted"
+        )
 
     def _work(self) -> None:
         pause = 0.0
@@ -241,6 +259,21 @@ class RunMetrics:
                 readings += device_readings(timeline, row["step_s"], self.copies)
         for metric, value, tags in readings:
             self._exported[metric.name].set(value, tags)
+
+
+def exported(directory: Path, run_id: str) -> dict[str, Any]:
+    """Return Ray's gauge or histogram of every metric, by name, with a run's tags."""
+    name = directory.name.encode("ascii", "backslashreplace").decode()  # Ray's tags are ASCII
+    tags, result = dict(zip(RUN_TAGS, (name, run_id, name), strict=True)), {}
+    for metric in METRICS:
+        keys = (*RUN_TAGS, *metric.tags)
+        one = (
+            ray_metrics.Gauge(metric.name, metric.help, keys)
+            if metric.kind == "gauge"
+            else ray_metrics.Histogram(metric.name, metric.help, list(DURATION_BUCKETS), keys)
+        )
+        result[metric.name] = one.set_default_tags(tags)
+    return result
 
 
 def export_interval_s() -> float:

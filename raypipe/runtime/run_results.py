@@ -61,6 +61,11 @@ class RunResults:
         self._at = 0.0
         """When the newest step came."""
 
+    @property
+    def steps(self) -> int:
+        """Number of steps done at the newest row of a step; 0 for none since the run began or went back."""
+        return self._logged
+
     def forget(self) -> None:
         """Log steps again that come again, because the run has gone back and their rows are gone."""
         self._logged = 0

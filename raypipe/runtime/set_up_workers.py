@@ -7,6 +7,7 @@ from pathlib import Path
 
 import ray
 
+from raypipe.checkpoint import Checkpoint
 from raypipe.data import known_fields
 from raypipe.errors import SpecError
 from raypipe.job.requested_schedule import layers_to_recompute
@@ -43,7 +44,7 @@ def set_up(
     job: JobSpec,
     running: Running,
     directory: Path,
-    checkpoint: Path | None,
+    checkpoint: Path | Checkpoint | None,
     search_recompute: bool,
     done: int = 0,
     recovers: bool = False,
@@ -81,14 +82,14 @@ def setups_of(
     job: JobSpec,
     running: Running,
     directory: Path,
-    checkpoint: Path | None,
+    checkpoint: Path | Checkpoint | None,
     search_recompute: bool,
     done: int,
     recovers: bool,
     left_out: int,
 ) -> list[Setup]:
     """Return what every worker is sent, by rank; see ``set_up``."""
-    sent = files_of_nodes(workers.leaders_apart(), directory, checkpoint)
+    sent = files_of_nodes(workers.leaders_apart(), directory, checkpoint if isinstance(checkpoint, Path) else None)
     plan, schedule, _ = running
     tensor = plan.parallel.tensor
     fields = known_fields(directory / "data")
@@ -159,7 +160,7 @@ def setups_of(
         own = {part: rows[device] for part, rows in train.items()}
         mine = replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
         if (files := sent.get(workers.locations[rank].peer.node)) is not None:
-            mine = replace(mine, data=files.data, checkpoint=files.checkpoint, sends_shards=True)
+            mine = replace(mine, data=files.data, checkpoint=files.checkpoint or mine.checkpoint, sends_shards=True)
         result.append(mine)
     return result
 

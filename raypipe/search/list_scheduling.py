@@ -4,8 +4,8 @@ This is the inner loop of the search, in machine code (``list_kernel``). It work
 task objects; the next tasks of a device's lanes are its only queue, because the tasks of a lane run in turn.
 
 ``decode`` turns desired start times into a memory-feasible order (ruin and recreate). Where devices' memory is full,
-hardly any single move of the tabu search keeps the limit; rebuilding the order from perturbed start times does. This
-resembles iterated greedy (Ruiz and Stuetzle 2007) over random keys (Bean 1994).
+hardly any single move of a walk keeps the limit; rebuilding the order from perturbed start times does. This resembles
+iterated greedy (Ruiz and Stuetzle 2007) over random keys (Bean 1994).
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ class LaneArrays:
     """All lanes in topological order."""
     kind: NDArray[Any]
     """Per lane, whether it is a forward, an input gradient or a weight gradient, as the kernels number them."""
+    lane: NDArray[Any]
+    """Per task, its lane."""
     flat: Flat
     several: bool
     """Whether some device of limited memory holds several stages: only there can devices deadlock."""
@@ -132,7 +134,7 @@ class LaneArrays:
         several = any(
             p.cap[p.device[c]] < math.inf and any(group[e] != group[c] for e in own) for c, own in enumerate(allocating)
         )
-        return LaneArrays(p, lane_order(p), kind, flat, several)
+        return LaneArrays(p, lane_order(p), kind, ints(p.lane), flat, several)
 
     def orders(self, tasks: NDArray[Any], places: NDArray[Any]) -> DeviceOrders:
         """Split all tasks, device by device, where ``places`` says that each device's begin."""

@@ -1,4 +1,4 @@
-"""The objectives of the search: their values, their lower bounds, and how tabu search measures them."""
+"""The objectives of the search: their values, their lower bounds, and how walks measure them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Literal
 
 from raypipe.schedule.costs import CostTable
 from raypipe.search import order_bounds as bounds
-from raypipe.search.problem import DeviceOrders, Problem
-from raypipe.search.timed_order import Frame, TimedOrder
+from raypipe.search.list_scheduling import LaneArrays
+from raypipe.search.order_walk import Frame, times
+from raypipe.search.problem import DeviceOrders
 from raypipe.simulate.period import steady
 
 Objective = Literal["makespan", "span", "period"]
@@ -22,8 +23,8 @@ _MOST_TIGHTENED = 20_000
 class Measure:
     """An objective over the orders of one problem."""
 
-    def __init__(self, p: Problem, costs: CostTable, objective: Objective) -> None:
-        self.p, self.costs, self.objective = p, costs, objective
+    def __init__(self, layout: LaneArrays, costs: CostTable, objective: Objective) -> None:
+        self.layout, self.p, self.costs, self.objective = layout, layout.problem, costs, objective
 
     def bound(self) -> float:
         """A lower bound on the objective: no order has a smaller value."""
@@ -46,9 +47,10 @@ class Measure:
         """The objective of an order that can run."""
         if self.objective == "period":
             return steady(self.p.schedule(orders), self.costs).rate
-        state = TimedOrder(self.p)
-        state.load(orders)
-        return state.makespan if self.objective == "makespan" else state.span
+        begin, end, _ = times(self.layout, orders)
+        if self.objective == "makespan":
+            return max(end)
+        return max(end[order[-1]] - begin[order[0]] for order in orders if order)
 
     def frame(self, orders: DeviceOrders) -> Frame | None:
         """The frame in which local search measures this order: there, a shorter order has a smaller objective.
@@ -60,9 +62,8 @@ class Measure:
         if self.objective == "makespan":
             return None
         if self.objective == "span":
-            state = TimedOrder(self.p)
-            state.load(orders)
-            begun = [state.end[w[0]] - state.time[w[0]] if w else 0.0 for w in orders]
+            begin = times(self.layout, orders).begin
+            begun = [begin[order[0]] if order else 0.0 for order in orders]
             return Frame([0.0] * self.p.devices, [-at for at in begun])
         begun = list(steady(self.p.schedule(orders), self.costs).starts)
         return Frame(begun, [-at for at in begun])

@@ -2,17 +2,18 @@
 
 It stops when the budget is spent or when a lower bound proves that no order is shorter.
 
-It is tabu search with restarts, after a portfolio of list schedules. A round starts from a list schedule with perturbed
-settings, from one of the best orders, from one of these rebuilt, or from a crossover of two. Of each length only one
-order is kept among the best, because orders of equal length mostly differ only in tasks off the critical path.
+It is simulated annealing with restarts, after a portfolio of list schedules. A round starts from a list schedule with
+perturbed settings, from one of the best orders, from one of these rebuilt, or from a crossover of two. Of each length
+only one order is kept among the best, because orders of equal length mostly differ only in tasks off the critical path.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import get_args
 
@@ -23,11 +24,9 @@ from raypipe.schedule.ir import Rules, Schedule, StageGraph
 from raypipe.search.budget import Budget
 from raypipe.search.list_scheduling import LaneArrays, Listed, Setting, decode, disturbed, list_schedule
 from raypipe.search.objective import Measure, Objective
-from raypipe.search.priorities import portfolio, shaken
+from raypipe.search.order_walk import shortened, times
+from raypipe.search.priorities import alternating, portfolio, published, shaken
 from raypipe.search.problem import DeviceOrders, Problem, build
-from raypipe.search.published_orders import alternating, published
-from raypipe.search.tabu import improve
-from raypipe.search.timed_order import Arcs, TimedOrder
 
 _CONSTRUCT = 0.35
 """Share of the budget for the portfolio."""
@@ -37,12 +36,12 @@ _ELITE = 8
 """Orders kept as starts."""
 _HOPELESS = 1.3
 """A list schedule whose span exceeds this many times the best period is not worth computing its period."""
-_OPENING, _SHORT, _DEEP = 250, 120, 600
-"""Moves per round: from each family of the portfolio, from a new start, and from one of the best orders."""
+_OPENING, _SHORT, _DEEP = 15_000, 7_000, 36_000
+"""Tries per round: from each family of the portfolio, from a new start, and from one of the best orders."""
 _STATES = 100_000
 """States by which ``one_device_bound`` may tighten the bound, per second of the budget: some 5 % of it."""
-_SECONDS_PER_TASK = 1e-6
-"""Approximate seconds of one move, per task of the problem."""
+_SECONDS_PER_TASK = 8e-9
+"""Approximate seconds of one try, per task of the problem."""
 
 
 class Rounds:
@@ -58,11 +57,11 @@ class Rounds:
         enough: float = 0.0,
     ) -> None:
         self.p, self.costs, self.objective, self.budget, self.rng = p, costs, objective, budget, rng
-        self.measure = Measure(p, costs, objective)
+        self.layout = LaneArrays.of(p)
+        self.measure = Measure(self.layout, costs, objective)
         self.bound, self.enough = self.measure.bound(), enough
         self.goal = max(self.bound, enough) * (1 + 1e-9)
         """The search stops at this value: it is proven optimal, or good enough."""
-        self.layout, self.arcs = LaneArrays.of(p), Arcs(p)
         self.elite: dict[float, DeviceOrders] = {}
         """Value of the objective -> an order with that value."""
         self.settings: dict[tuple[float, float], Setting] = {}
@@ -135,14 +134,14 @@ class Rounds:
             self.goal = max(self.bound, self.enough) * (1 + 1e-9)
 
     def shorten(self) -> None:
-        """Run rounds of tabu search until the goal is reached or the budget spent."""
-        moves = self.budget.left / (_SECONDS_PER_TASK * self.p.tasks)
-        few = moves < 2 * _DEEP  # too large a problem for many starts
+        """Run rounds of the walk until the goal is reached or the budget spent."""
+        tries = self.budget.left / (_SECONDS_PER_TASK * self.p.tasks)
+        few = tries < 2 * _DEEP  # too large a problem for many starts
         if not few:
             # Start once from each family, good or bad: how far forwards run ahead is what moves change least.
             for _, orders in self.families.values():
                 if not self.done():
-                    self._round(orders, min(_OPENING, int(moves / 2 / len(self.families))))
+                    self._round(orders, min(_OPENING, int(tries / 2 / len(self.families))))
         while not self.done():
             draw = self.rng.random()
             if few or draw < 0.25:
@@ -151,7 +150,7 @@ class Rounds:
                 self._round(self.elite[value], _DEEP)
             elif draw < 0.5 and len(self.elite) > 1:
                 a, b = self.rng.sample(sorted(self.elite), 2)
-                child = cross(self.p, self.elite[a], self.elite[b], self.rng.uniform(0.2, 0.8))
+                child = cross(self.layout, self.elite[a], self.elite[b], self.rng.uniform(0.2, 0.8))
                 if child is not None:
                     self._round(child, _SHORT)
             elif draw < 0.7:
@@ -163,17 +162,15 @@ class Rounds:
                 if listed is not None:
                     self._round(listed.orders, _SHORT)
 
-    def _round(self, orders: DeviceOrders, moves: int) -> None:
+    def _round(self, orders: DeviceOrders, tries: int) -> None:
         frame = self.measure.frame(orders)
-        found, value = improve(self.p, orders, self.goal, self.budget, self.rng, moves, frame, self.arcs)
+        found, value = shortened(self.layout, orders, self.goal, self.budget, self.rng, tries, frame)
         self.keep(found, value if frame is None else self.measure.value(found))
 
     def _recreated(self, orders: DeviceOrders) -> DeviceOrders | None:
         """Perturb the start times of an order and decode them; None on a deadlock."""
-        state = TimedOrder(self.p, None, self.arcs)
-        state.load(orders)
-        starts = [end - time for end, time in zip(state.end, state.time, strict=True)][: self.p.tasks]
-        span = state.makespan
+        starts, ends, _ = times(self.layout, orders)
+        span = max(ends)
         wish = disturbed(self.layout, starts, span, self.rng)
         return decode(self.layout, wish, self.rng.choice((0.0, 0.01 * span, 0.03 * span, float("inf"))))
 
@@ -193,7 +190,7 @@ class Rounds:
         return self.elite[self.best], self.best
 
 
-def cross(p: Problem, one: DeviceOrders, other: DeviceOrders, weight: float) -> DeviceOrders | None:
+def cross(layout: LaneArrays, one: DeviceOrders, other: DeviceOrders, weight: float) -> DeviceOrders | None:
     """A crossover: each device's tasks sorted by a weighted mean of their start times in two orders.
 
     The mean of two feasible sets of start times keeps every dependency, so the result can run; only the memory limit
@@ -201,15 +198,15 @@ def cross(p: Problem, one: DeviceOrders, other: DeviceOrders, weight: float) -> 
     shop). Returns the order between two others, ``weight`` of the way from ``other`` to
     ``one``, or None if it needs more memory.
     """
+    p = layout.problem
     mean = [0.0] * p.tasks
     place = [0.0] * p.tasks
     for words, share in ((one, weight), (other, 1.0 - weight)):
-        state = TimedOrder(p)
-        state.load(words)
+        begin, _, in_turn = times(layout, words)
         for t in range(p.tasks):
-            mean[t] += share * (state.end[t] - state.time[t])
+            mean[t] += share * begin[t]
         # Tasks that take no time may start together; their places tell which comes first in both orders.
-        for k, t in enumerate(state.topological):
+        for k, t in enumerate(in_turn):
             place[t] += share * k
     found = [sorted(word, key=lambda t: (mean[t], place[t])) for word in one]
     return found if p.fits(found) else None
@@ -248,7 +245,11 @@ def load_machine_code() -> None:
     layout = LaneArrays.of(build(((0,),), 1, CostTable.even(1)))
     list_schedule(layout, Setting((0.0,) * len(layout.problem.kind)))
     decode(layout, [0.0] * layout.problem.tasks, 0.0)
-    Measure(layout.problem, CostTable.even(1), "makespan").tighter_bound(4.0, 100)
+    measure = Measure(layout, CostTable.even(1), "makespan")
+    measure.tighter_bound(4.0, 100)
+    orders = [list(range(layout.problem.tasks))]
+    measure.value(orders)
+    shortened(layout, orders, 0.0, Budget(1.0), random.Random(0), 1)
 
 
 @no_collection()
@@ -328,14 +329,117 @@ def search(
     run.shorten()
     run.tighten()
     orders, value = run.result()
-    state = TimedOrder(p)
-    state.load(orders)
     return Found(
         schedule=p.schedule(orders),
         objective=objective,
         value=value,
-        makespan=state.makespan,
+        makespan=max(times(run.layout, orders).end),
         bound=run.bound,
         seconds=budget.elapsed,
         tried=run.tried,
     )
+
+
+# Search for the set of stages that recompute, around the search for an order.
+#
+# Only the early rule is searched, where an R may run at any time after its own forward: every order of the late rule is
+# also an order of the early rule and ends no later there. The inner search decides when each R runs.
+
+
+_ALL_UP_TO = 6
+"""Up to this many stages, all subsets of them are candidates."""
+
+
+def search_recompute(
+    placement: Sequence[Sequence[int]],
+    microbatches: int,
+    costs: CostTable,
+    *,
+    memory_limit: float | Sequence[float] | None = None,
+    objective: Objective = "makespan",
+    split: bool = True,
+    budget_s: float | None = None,
+) -> Found:
+    """Find a short order together with the stages that recompute.
+
+    The search first tries all stages (least memory), all but the last (Merak's choice) and none, so that the result is
+    never longer than a named schedule. With up to six stages it then tries every subset, in the order of their lower
+    bounds. With more stages it starts from the best of the three and changes one stage at a time, until no change
+    helps. A subset whose bound is no better than the best order found is skipped.
+
+    Source: Lai et al. 2022 (Merak), sections 3.3 and 3.4; with F = R = 1, BW = 2 and one activation a device this finds
+    the shifted critical path, 4N + 3(D - 2).
+
+    Args:
+        placement, microbatches, costs, memory_limit, objective, split: as in ``search``.
+        budget_s: seconds of wall time for all choices together. Default: as much processor time as two searches get.
+
+    Returns:
+        The best order. Its bound holds for every choice of stages; with more than six stages it is the bound without
+        recomputation and without a memory limit.
+
+    Raises:
+        ScheduleError: as ``search``; or no order fits the memory limit even if every stage recomputes.
+    """
+    load_machine_code()
+    budget = Budget(0.0, wall=budget_s is not None)
+    stages = len(placement[0])
+    everything = frozenset(range(stages))
+
+    def bound_of(chosen: frozenset[int], limit: float | Sequence[float] | None) -> float:
+        """The lower bound with these stages recomputing; infinite if not even one micro-batch fits."""
+        try:
+            p = build(placement, microbatches, costs, memory_limit=limit, split=split, recompute=chosen)
+        except ScheduleError:
+            return float("inf")
+        return Measure(LaneArrays.of(p), costs, objective).bound()
+
+    best: Found | None = None
+    chosen = everything
+
+    def shorter(option: frozenset[int], share: float) -> bool:
+        nonlocal best, chosen
+        result = search(
+            placement,
+            microbatches,
+            costs,
+            memory_limit=memory_limit,
+            objective=objective,
+            split=split,
+            recompute=option,
+            budget=budget.part(share),
+        )
+        if best is not None and result.value >= best.value * (1 - 1e-9):
+            return False
+        best, chosen = result, option
+        return True
+
+    tasks = (4 if split else 3) * stages * microbatches
+    budget.seconds = 2 * default_budget(tasks) if budget_s is None else budget_s
+    starts = [(bound_of(s, memory_limit), sorted(s)) for s in (everything - {stages - 1}, frozenset[int]())]
+    for bound, option in sorted(starts):
+        if bound < (float("inf") if best is None else best.value * (1 - 1e-9)):
+            with contextlib.suppress(ScheduleError):  # no order fits; with all stages recomputing one may
+                shorter(frozenset(option), 0.15)
+    if best is None or bound_of(everything, memory_limit) < best.value * (1 - 1e-9):
+        shorter(everything, 0.15)
+    assert best is not None
+    if stages <= _ALL_UP_TO:
+        subsets = [frozenset(s) for k in range(stages + 1) for s in itertools.combinations(range(stages), k)]
+        options = sorted((bound_of(s, memory_limit), sorted(s)) for s in subsets)
+        least = options[0][0]
+    else:
+        options, least = [], bound_of(frozenset(), None)
+    while budget.left > 0:
+        if stages > _ALL_UP_TO:
+            near = [chosen ^ {stage} for stage in range(stages)]
+            options = sorted((bound_of(s, memory_limit), sorted(s)) for s in near)
+        improved = False
+        for k, (bound, option) in enumerate(options):
+            if bound >= best.value * (1 - 1e-9) or budget.left <= 0:
+                break
+            with contextlib.suppress(ScheduleError):
+                improved = shorter(frozenset(option), max(0.1, 0.5 / (len(options) - k))) or improved
+        if not improved or stages <= _ALL_UP_TO:
+            break
+    return replace(best, bound=min(best.value, least), seconds=budget.elapsed)

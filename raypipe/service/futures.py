@@ -188,6 +188,12 @@ class Requests:
         one = Accepted("", "", "", start, lambda _: Answer(), 0)
         self._to_start.put((Line(running=1), one))
 
+    def waiting(self, model: str) -> int:
+        """Return how many requests of a model wait or run."""
+        with self._lock:
+            line = self._lines.get(model, Line())
+            return len(line.waiting) + line.running
+
     def find(self, request_id: str) -> Accepted:
         """Return a request that was accepted.
 

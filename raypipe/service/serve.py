@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import threading
 from pathlib import Path
 
 from raypipe.errors import SpecError
-from raypipe.job.data_spec import DataSpec
 from raypipe.job.model_spec import HfSpec
 from raypipe.job.spec import JobSpec
-from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.group.worker_group import WorkerGroup, start_worker_group
-from raypipe.runtime.hosts.rank_order import kinds_of
-from raypipe.runtime.hosts.reserve import reserve
-from raypipe.runtime.session.session import Session, check_job
-from raypipe.runtime.session.session_worker import StageSession
+from raypipe.observe.metrics import session_readings
+from raypipe.observe.run_log import log_event
+from raypipe.runtime.run_metrics import EVERY_S, exported
+from raypipe.runtime.session.session import Session
+from raypipe.service.opened import Say, opened
 from raypipe.service.sampling import Sampler
 from raypipe.service.service import Service
-from raypipe.train import Prepared, prepare_run
+from raypipe.train import Prepared
 
 TOKEN = "RAYPIPE_SERVE_TOKEN"
 """Environment variable with the secret that clients send as their API key; a command line can be read by others."""
 ADAPTERS = 16
 """Models at once where each has only adapters of its own; all weights take as much memory for each as for the first."""
-SERVED = {"tensor": 1, "experts": 1, "slices": 1, "shard": "none"}
-"""Of a plan's keys, those that sessions have no other values of (``check_job``)."""
-Say = Callable[[str], None]
 
 
 def serve(job: JobSpec, directory: Path | None, host: str, port: int, models: int | None, say: Say) -> None:
@@ -57,54 +52,35 @@ def serve(job: JobSpec, directory: Path | None, host: str, port: int, models: in
     if not is_loopback(host) and token is None:
         why = f"{host} can be reached from other machines, and no token is set"
         raise SpecError("--host", why, f"set {TOKEN} to a secret that clients send, or use 127.0.0.1")
-    prepared = prepare_run(of_calls(job), directory, resume=False, say=say)
-    check_job(prepared.job, prepared.plan)
-    tensor, train = prepared.plan.parallel.tensor, prepared.job.train
-    count = prepared.schedule.devices * tensor
-    request = connect(count, together=tensor)
-    reservation = reserve(count, request, train.wait_for_devices_s, say, tensor, kinds_of(prepared.plan))
-    try:
-        workers = start_worker_group(
-            prepared.schedule,
-            prepared.plan.parallel.replicas,
-            reservation,
-            StageSession,
-            train.wait_for_devices_s,
-            say,
-            numbering=prepared.plan.numbering(),
-        )
-    except BaseException:
-        reservation.give_back()
-        raise
-    try:
-        service = started(prepared, workers, models)
+    with opened(job, directory, say) as (prepared, session):
+        service = started(prepared, session, models)
         app = make_app(service, host, token, tokenizer_of(job))
         server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False))
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        log_event(prepared.directory, "serving", base=service.base, url=at)
         say(f"serving {service.base} at {at}; checkpoints in {prepared.directory}")
         say(f"  clients: TINKER_BASE_URL={at} TINKER_API_KEY={'the value of ' + TOKEN if token else 'tml-local'}")
-        server.run()
-    finally:
-        workers.stop()
+        ends = threading.Event()
+        threading.Thread(target=look_after, args=(service, session.workers.run_id, ends), daemon=True).start()
+        try:
+            server.run()
+        finally:
+            ends.set()
+            log_event(prepared.directory, "interrupted", message="the end of raypipe serve")
 
 
-def of_calls(job: JobSpec) -> JobSpec:
-    """Return the job as it is planned: for what sessions have, where the planner chooses, and with text as its data.
-
-    The model is then built for tokens alone, whatever arrays the job names. Keys that the job gives stay, and are
-    refused by name where sessions do not have them.
-    """
-    parallel = job.parallel
-    if parallel.auto:
-        rest = {key: value for key, value in SERVED.items() if key not in parallel.given}
-        parallel = parallel.model_copy(update=rest)
-    return job.model_copy(update={"data": DataSpec(type="bytes", path="stdlib"), "parallel": parallel})
+def look_after(service: Service, run_id: str, ends: threading.Event) -> None:
+    """Until it ends, free what clients that are gone had, and set the metrics of the others' models, again and again:
+    Ray drops a gauge that nobody has set for a while."""
+    gauges = exported(service.directory, run_id)
+    while not ends.wait(EVERY_S):
+        service.expire()
+        for metric, value, tags in session_readings(service.newest()):
+            gauges[metric.name].set(value, tags)
 
 
-def started(prepared: Prepared, workers: WorkerGroup, models: int | None) -> Service:
-    """Return the service of a prepared job on running workers."""
-    session = Session(prepared.job, prepared.plan, prepared.directory / "session", workers)
-    session.set_up()
+def started(prepared: Prepared, session: Session, models: int | None) -> Service:
+    """Return the service of a prepared job on its session."""
     lora = prepared.job.model.lora if isinstance(prepared.job.model, HfSpec) else None
     rank, usual = (0, 1) if lora is None else (lora.r, ADAPTERS)
     limits = session.limits

@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import ipaddress
 import time
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -18,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raypipe.errors import CheckpointError, RaypipeError, SpecError
 from raypipe.service.futures import BusyError, GoneError
@@ -100,7 +100,7 @@ class SaveWeights(Body):  # noqa: D101
     model_id: str
     path: str | None = None
     seq_id: int | None = None
-    ttl_seconds: None = None
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights"] = "save_weights"
@@ -112,7 +112,7 @@ class SaveForSampler(Body):  # noqa: D101
     sampling_session_seq_id: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     kind: Literal["snapshot"] = "snapshot"
     seq_id: int | None = None
-    ttl_seconds: None = None
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
@@ -193,7 +193,7 @@ def make_app(service: Service, host: str, token: str | None, tokenizer: str | No
         why = f"{host} can be reached from other machines, and no token is set"
         raise SpecError("--host", why, "give one, or use 127.0.0.1")
     app = FastAPI(title="raypipe serve", openapi_url=None)
-    app.middleware("http")(_guard(token, local))
+    app.add_middleware(Guard, token=token, local=local)
     app.exception_handler(RaypipeError)(_answer)
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http)
@@ -211,24 +211,33 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _guard(token: str | None, local: bool) -> Callable[[Request, Any], Awaitable[Response]]:
-    """Return what every request passes: who may ask, and how much."""
+class Guard:
+    """What every request passes first: who may ask, and how much.
 
-    async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        if local and (request.url.hostname or "") not in LOCAL:
+    It is no ``app.middleware("http")``, whose streams between two tasks cost as much as all else that a request costs.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None, local: bool) -> None:
+        self._app, self._token, self._local = app, token, local
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or let it pass."""
+        refused = self._refuse(Request(scope)) if scope["type"] == "http" else None
+        await (self._app if refused is None else refused)(scope, receive, send)
+
+    def _refuse(self, request: Request) -> Response | None:
+        if self._local and (request.url.hostname or "") not in LOCAL:
             return _error(403, f"this server does not answer for the host {(request.url.hostname or '')[:100]!r}")
-        if token is not None and request.url.path != "/api/v1/healthz":
+        if self._token is not None and request.url.path != "/api/v1/healthz":
             given = request.headers.get("x-api-key", "")
-            if not hmac.compare_digest(given.encode(), token.encode()):
+            if not hmac.compare_digest(given.encode(), self._token.encode()):
                 return _error(401, "the API key is not this server's token: set TINKER_API_KEY to it")
         length = request.headers.get("content-length", "")
         if request.method == "POST" and not length.isdigit():
             return _error(411, "a request says how long it is, with Content-Length")
         if length.isdigit() and int(length) > MOST_BYTES:
             return _error(413, f"the request has {length} bytes; this server takes {MOST_BYTES}")
-        return await go_on(request)
-
-    return guard
+        return None
 
 
 def _error(status: int, text: str, **headers: str) -> JSONResponse:

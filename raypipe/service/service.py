@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 from raypipe.atomic_write import write_whole
 from raypipe.errors import CheckpointError, RaypipeError, RunError, SpecError
+from raypipe.observe.run_log import RunLog
+from raypipe.observe.run_record import model_name
 from raypipe.runtime.recovery.failure import describe, own_error
 from raypipe.runtime.session.call_data import check
 from raypipe.runtime.session.session import Outputs, Session, Updated, check_adam
@@ -45,6 +47,12 @@ class TrainedModel:
     slot: int
     """Of the runtime's session."""
     steps: int = 0
+    since: float = field(default_factory=time.monotonic)
+    """The time of its last update."""
+    calls: int = 0
+    """Since then, as are the others."""
+    tokens: int = 0
+    loss_sum: float = 0.0
 
 
 class Sampled(NamedTuple):
@@ -96,6 +104,9 @@ class Service:
         self._lock = threading.Lock()
         self._start = directory / "start"
         """Weights and no optimizer state: what a new model begins with."""
+        self._log = RunLog(directory)
+        self._updates = 0
+        self._newest: dict[str, dict[str, Any]] = {}
 
     def begin(self) -> None:
         """Keep the start values of the weights, for models to begin with."""
@@ -133,6 +144,11 @@ class Service:
         with self._lock:
             self._end(session)
 
+    def expire(self) -> None:
+        """End the sessions whose clients have not been heard of for ``SESSION_S``."""
+        with self._lock:
+            self._expire()
+
     def _client(self, session: str) -> Client:
         client = self._clients.get(session)
         if client is None:
@@ -152,6 +168,7 @@ class Service:
                 shutil.rmtree(one.folder, ignore_errors=True)
         for name in client.models:
             slot = self._models.pop(name).slot
+            self._newest.pop(name, None)
             self.requests.then(partial(self.session.free, slot))
         del self._clients[session]
 
@@ -243,6 +260,10 @@ class Service:
         queue = self.session.forward if request.forward_only else self.session.forward_backward
 
         def finish(outputs: Outputs) -> Answer:
+            model.calls += 1
+            model.tokens += sum(map(len, outputs.logprobs))
+            if not request.forward_only:
+                model.loss_sum += outputs.loss_sum
             return Answer(protobuf=output_bytes(outputs.logprobs, {"loss:sum": outputs.loss_sum}))
 
         one = self._accepted(model, number, body, lambda: queue(data, loss, options, model.slot), finish)
@@ -266,10 +287,40 @@ class Service:
 
         def finish(updated: Updated) -> Answer:
             model.steps += 1
+            self._log_update(model, updated, adam.lr)
             return Answer({"type": "optim_step", "metrics": {"grad_norm": updated.grad_norm, "step": model.steps}})
 
         one = self._accepted(model, number, body, lambda: self.session.optim_step(adam, model.slot), finish)
         return self.requests.accept(model.id, number, one), model.id
+
+    def _log_update(self, model: TrainedModel, updated: Updated, rate: float) -> None:
+        """Add a row to the run's metrics, with the keys of a training step: the calls since the model's last update."""
+        self._updates += 1
+        now = time.monotonic()
+        step_s = max(1e-9, now - model.since)
+        row = {
+            "step": self._updates,
+            "model": model.id,
+            "loss": model.loss_sum,
+            "grad_norm": updated.grad_norm,
+            "lr": rate,
+            "step_s": step_s,
+            "tokens_per_s": model.tokens / step_s,
+            "bubble_ratio": updated.bubble_ratio,
+            "calls": model.calls,
+            "queue": self.requests.waiting(model.id),
+            "between_calls": updated.between_calls,
+        }
+        self._log.metric(row)
+        with self._lock:
+            if model.id in self._models:
+                self._newest[model.id] = row
+        model.since, model.calls, model.tokens, model.loss_sum = now, 0, 0, 0.0
+
+    def newest(self) -> dict[str, dict[str, Any]]:
+        """Return the newest row of each model that there is, by its short name."""
+        with self._lock:
+            return {model_name(row): row for row in self._newest.values()}
 
     def _accepted(self, model: TrainedModel, number: int, body: bytes, start: Any, finish: Any) -> Accepted:
         return Accepted(f"{model.id}:{number}", model.session, digest_of(body), start, finish, len(body))
@@ -303,6 +354,8 @@ class Service:
 
         def finish(saved: Path) -> Answer:
             about = {"base_model": self.base, "model_id": model.id, "steps": model.steps}
+            about["expires_at"] = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
+            self._drop_expired()
             write_whole(saved / ABOUT, json.dumps(about).encode())
             if sampler is None:
                 return Answer({"type": asked.type, "path": path})
@@ -385,8 +438,10 @@ class Service:
         assert engine is not None
         engine.check(asked)
 
+        folder = result.folder if result.path is None else self.saved(result.path)
+
         def work() -> Answer:
-            return Answer(protobuf=samples_bytes(*engine.sample(result.folder, asked)))
+            return Answer(protobuf=samples_bytes(*engine.sample(folder, asked)))
 
         session = sampler.partition(":")[0]
         one = Accepted(f"{sampler}:{number}", session, digest_of(body), _unused, _unused, len(body))
@@ -408,9 +463,20 @@ class Service:
                 "path", f"{json.dumps(path[:100])} is no path of a checkpoint", f"use {SCHEME}MODEL/weights/NAME"
             )
         folder = self._folder(*parts)
-        if not (folder / ABOUT).is_file():
+        if not (folder / ABOUT).is_file() or _expired(folder):
             raise SpecError("path", f"there is no checkpoint {path}", "use a path that save_weights returned")
         return folder
+
+    def _drop_expired(self) -> None:
+        """Remove the checkpoints whose ``ttl_seconds`` are over."""
+        for about in self.directory.glob(f"checkpoints/*/*/*/{ABOUT}"):
+            if _expired(about.parent):
+                shutil.rmtree(about.parent, ignore_errors=True)
+
+
+def _expired(folder: Path) -> bool:
+    at = json.loads((folder / ABOUT).read_text()).get("expires_at")
+    return at is not None and time.time() > at
 
 
 def _unused(*_: Any) -> Any:

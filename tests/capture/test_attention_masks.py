@@ -59,7 +59,7 @@ def inputs(name: str, batch: int, size: int) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(name for name in WITHOUT_MASK if name not in ALIKE), *exhaustive(*ALIKE)])
-def test_without_a_padding_mask(name, one_thread):
+def test_without_a_padding_mask(name):
     build = CASES[name].build
     captured = capture(build_without_memory(build), inputs(name, 2, 16))
     assert kinds(captured) == WITHOUT_MASK[name]
@@ -97,13 +97,13 @@ def test_a_padding_mask_stays(name, captured):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_mixtral(monkeypatch, one_thread):
+def test_mixtral(monkeypatch):
     monkeypatch.setitem(FAMILIES, "mixtral", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2})
     assert kinds(capture(build_without_memory(family("mixtral")), inputs("llama", 2, 16))) == {"causal": 2}
 
 
 @pytest.mark.slow
-def test_a_micro_batch_longer_than_the_capture_is_refused(one_thread):
+def test_a_micro_batch_longer_than_the_capture_is_refused():
     config = {**GROUPED, "vocab_size": 256, "max_position_embeddings": 64}
     job = job_from({"name": "x", "model": {"hf": "llama", "config": config, "sequence": 16},
                     "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4}})  # fmt: skip
@@ -118,7 +118,7 @@ def test_a_micro_batch_longer_than_the_capture_is_refused(one_thread):
 
 
 @pytest.mark.slow
-def test_a_window_longer_than_the_sequence_hides_nothing_more(monkeypatch, one_thread):
+def test_a_window_longer_than_the_sequence_hides_nothing_more(monkeypatch):
     def captured(window: int) -> Captured:
         monkeypatch.setitem(FAMILIES, "mistral", {**GROUPED, "sliding_window": window})
         return capture(build_without_memory(family("mistral")), inputs("mistral", 2, 16))
@@ -217,7 +217,7 @@ class Table(nn.Module):
 
 
 @pytest.mark.slow
-def test_masks_as_people_write_them(one_thread):
+def test_masks_as_people_write_them():
     torch.manual_seed(0)
     model = Table()
     captured = capture(model, {"x": torch.randn(2, 9, 8, dtype=torch.float64)}, dynamic={"x": (0, 1)})
@@ -228,7 +228,7 @@ def test_masks_as_people_write_them(one_thread):
         torch.testing.assert_close(run_chain(captured, chain, {"x": x})["output"], model(x), rtol=0, atol=1e-12)
 
 
-def test_more_keys_than_queries(one_thread):
+def test_more_keys_than_queries():
     """``is_causal`` would count from the first key; a mask that shows everything may go."""
     for make, wanted in (
         (lambda x: places(x, 4)[1] <= places(x)[0], "masked"),
@@ -238,7 +238,7 @@ def test_more_keys_than_queries(one_thread):
         assert kinds(captured) == {wanted: 1}
 
 
-def test_a_mask_too_large_to_compute_stays(monkeypatch, one_thread):
+def test_a_mask_too_large_to_compute_stays(monkeypatch):
     monkeypatch.setattr(capturing, "LONGEST", 8)
     said: list[str] = []
     x = torch.randn(2, 9, 8, dtype=torch.float64)
@@ -259,7 +259,7 @@ CAPTURED: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["as people write them", "mistral", "t5", *exhaustive("llama", "gpt2", "bert")])
-def test_positional_results_against_every_smaller_size(name, monkeypatch, one_thread):
+def test_positional_results_against_every_smaller_size(name, monkeypatch):
     """A result for small sizes is the corner of that for large ones, and constant where it is said to be."""
     monkeypatch.setattr("raypipe.capture.capture.replace_masks", lambda captured, _: captured)
     model, data = CAPTURED[name]()

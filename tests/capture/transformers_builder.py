@@ -1,12 +1,11 @@
-"""Models of the transformers library for tests and benches: class, constructor and example inputs."""
+"""Models of the transformers library for tests and benches: class and constructor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from raypipe.errors import SpecError
 
@@ -54,16 +53,3 @@ def model_class(config: Any) -> Any:
         if name is not None:
             return getattr(transformers, name if isinstance(name, str) else name[0])
     raise SpecError("model.hf", f"{config.model_type} has no head to train it with", "use a language or image model")
-
-
-def example_inputs(config: Any, batch: int = 2, sequence: int = 16) -> dict[str, Tensor]:
-    """The inputs such a model is trained with, on the meta device: shapes and dtypes are all that capture needs."""
-    main = getattr(model_class(config), "main_input_name", "input_ids")
-    with torch.device("meta"):
-        if main == "pixel_values":
-            size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-            return {"pixel_values": torch.empty(batch, config.num_channels, size, size)}
-        tokens = {name: torch.empty(batch, sequence, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-        if config.is_encoder_decoder:
-            tokens["decoder_input_ids"] = torch.empty(batch, sequence + 1, dtype=torch.int64)
-        return tokens

@@ -4,23 +4,10 @@ import sys
 
 import pytest
 
-from raypipe.cli import run
 from raypipe.cli._shared.options import optional_value
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.forms.json_form import from_json
 from raypipe.schedule.forms.text import from_text
-
-
-@pytest.fixture
-def command(capsys):
-    """Run one command line: (exit status, standard output, standard error)."""
-
-    def call(*argv):
-        status = run([str(word) for word in argv])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return call
 
 
 def test_draws_in_the_terminal(command):

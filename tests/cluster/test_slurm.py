@@ -19,6 +19,7 @@ from raypipe.job.spec import load_job
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from tests.hosts import Host, environment, hosts
 from tests.job_files import PIPELINE, write_job
+from tests.ray_environment import forking
 from tests.runtime.runs.plain_training import plain_losses
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
@@ -50,13 +51,14 @@ def allocation(members: list[Host], folder: Path, job: Path, run: Path, terminat
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (folder / name).write_text(text.format(folder=folder), encoding="utf-8")
         (folder / name).chmod(0o755)
+    settings = {**AT_ONCE, **forking()}
     path = f"{folder}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
     slurm = {
         "SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_ON_NODE": "1", "SLURMD_NODENAME": "node1",
     }  # fmt: skip
     script = subprocess.Popen(
         members[0].command("bash", str(SCRIPT), str(job), str(run), "--json"),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(PATH=path, **slurm, **AT_ONCE),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(PATH=path, **slurm, **settings),
     )  # fmt: skip
     wait_for((folder / "command").exists, script)
     options, command = [], shlex.split((folder / "command").read_text(encoding="utf-8"))
@@ -65,7 +67,7 @@ def allocation(members: list[Host], folder: Path, job: Path, run: Path, terminat
     assert set(options) == {"--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--exclude=node1"}
     with subprocess.Popen(
         members[1].command(*command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=environment(PATH=path, **AT_ONCE),
+        env=environment(PATH=path, **settings),
     ) as node:  # fmt: skip
         if terminate:
             wait_for(lambda: (run / METRICS).exists() and len(read_rows(run / METRICS)) > 3, script)

@@ -26,7 +26,7 @@ GONE = """
 import sys
 from pathlib import Path
 from raypipe.compat import PrivateName, ray_private
-from raypipe.cli import main
+from tests.forked_workers.command import main
 
 ray_private.find = lambda module, name: None
 sys.argv = ["raypipe", "train", *sys.argv[1:]]

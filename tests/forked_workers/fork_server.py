@@ -1,11 +1,12 @@
 """Ray's workers, forked from a process that has imported torch and raypipe, instead of each importing them anew.
 
 A worker that Ray starts imports Ray twice and torch once, which is most of the processor time that a short run takes.
-What is forked runs the same program of Ray's, with the same arguments, environment and files.
+What is forked runs the same program of Ray's, with the same arguments, environment, files and namespaces.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
@@ -14,6 +15,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 from pathlib import Path
@@ -26,6 +28,10 @@ LARGE = (
 )  # fmt: skip
 """What workers need that is slow to import. Not Ray: when its library is loaded it reads the environment, which has the
 worker's job, and keeps what it has read."""
+
+
+NAMESPACES = {"mnt": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "net": 0x40000000, "pid": 0x20000000, "time": 0x80}
+"""Flags of ``setns`` (linux/sched.h)."""
 
 
 def serve(door: socket.socket) -> None:
@@ -56,6 +62,7 @@ def serve(door: socket.socket) -> None:
 
 def _become_worker(client: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _enter_namespaces(client)
     size, files, _, _ = socket.recv_fds(client, 8, 3)
     asked = bytearray()
     while len(asked) < int.from_bytes(size, "little"):
@@ -72,6 +79,19 @@ def _become_worker(client: socket.socket) -> None:
     sys.path[0] = str(Path(sys.argv[0]).parent)
     threading.Thread(target=_end_with, args=(client.detach(),), daemon=True).start()
     runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _enter_namespaces(client: socket.socket) -> None:
+    """Be where the client is, as on one of the hosts of ``tests.hosts``."""
+    pid, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if all(os.readlink(f"/proc/{pid}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES):
+        return
+    joined = os.pidfd_open(pid)
+    if ctypes.CDLL(None, use_errno=True).setns(joined, sum(NAMESPACES.values())):
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(joined)
+    if os.fork():  # ids of processes and the clock are those of the namespace for what is forked from now on
+        os._exit(0)
 
 
 def _end_with(client: int) -> None:

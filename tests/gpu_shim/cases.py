@@ -36,24 +36,29 @@ def taken_bytes() -> int:
 def nccl_counts() -> dict[str, int]:
     """What became of this process's communicators."""
     library = ctypes.CDLL("libnccl.so.2")
-    return {name: getattr(library, f"gpu_shim_nccl_{name}")() for name in ("aborts", "destroys", "open")}
+    return {name: getattr(library, f"gpu_shim_nccl_{name}")() for name in ("aborts", "destroys", "open", "most_ctas")}
 
 
-def topology(locations: list[Location], edges: Any, groups: Any = None) -> Topology:
+def topology(locations: list[Location], edges: Any, groups: Any = None, timeout_s: float = TIMEOUT_S) -> Topology:
     return Topology(
         peers=tuple(at.peer for at in locations), rendezvous=rendezvous_of(locations), edges=tuple(edges),
-        groups=groups or {}, transport="auto", run_id="shim", timeout_s=TIMEOUT_S,
+        groups=groups or {}, transport="auto", run_id="shim", timeout_s=timeout_s,
     )  # fmt: skip
+
+
+def meet(rank: int, device: torch.device, ends: Any, heard: Any) -> list[Location]:
+    """Set this process up for its GPU, tell the others where it is, and return where all are."""
+    set_up_cuda()
+    here = locate(rank, f"stage {rank}", device, HERE)
+    for end in ends:
+        end.send(here)
+    return sorted((end.recv() for end in heard), key=lambda at: at.peer.rank)
 
 
 def worker(rank: int, count: int, edges: Any, groups: Any, body: str, pipes: Any, said: Any) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
-    set_up_cuda()
     device = torch.device("cuda", 0)
-    here = locate(rank, f"stage {rank}", device, HERE)
-    for end in pipes:
-        end.send(here)
-    locations = sorted((said_end.recv() for said_end in said), key=lambda at: at.peer.rank)
+    locations = meet(rank, device, pipes, said)
     opened = Communicators(rank, topology(locations, edges, groups), "nccl", HERE.address)
     globals()[body](rank, opened, device)
 
@@ -78,7 +83,8 @@ def together(count: int, edges: Any, body: str, groups: Any = None) -> dict[int,
 
 
 def say(**found: Any) -> None:
-    print(json.dumps(found), flush=True)
+    # In one write: several processes share the pipe.
+    os.write(sys.stdout.fileno(), f"{json.dumps(found)}\n".encode())
 
 
 def exchange(rank: int, opened: Communicators, device: torch.device) -> None:

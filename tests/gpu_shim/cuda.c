@@ -1,6 +1,6 @@
 /* A CUDA runtime (and the little of the driver that torch asks for) without a GPU.
  *
- * A stream is a queue and a thread that works it off: kernels only take a random while, copies copy, events are passed in
+ * A stream is a queue and a thread that works it off: kernels only take a random while, copies from a device copy, events are passed in
  * order. Memory is the host's, counted in a file that all processes of a test share, with a limit for each GPU. What
  * is tested with it is order, lifetime, memory and errors; kernels compute nothing.
  *
@@ -40,7 +40,7 @@ typedef struct stream {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static stream *streams, *default_stream[MOST_GPUS];
-static int broken;
+static int broken, stalled;
 static _Thread_local int current, last_error;
 static atomic_long waits, streams_made, launched;
 static uint64_t captures;
@@ -84,6 +84,25 @@ static int take(int gpu, size_t size) { /* under the lock */
     return OK;
 }
 static void give(int gpu, size_t size) { taken[gpu] -= size; held[gpu] -= size; }
+
+/* Count a wait of the host for the GPU, and write down which, when, and the Python code that waits. Under the lock. */
+static void waited(const char *what) {
+    static int log = -1;
+    waits++;
+    if (!getenv("GPU_SHIM_DIR")) return;
+    if (log < 0) {
+        char path[4096];
+        snprintf(path, sizeof path, "%s/waits-%d", getenv("GPU_SHIM_DIR"), getpid());
+        log = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    }
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    dprintf(log, "%s %ld.%09ld\n", what, (long)t.tv_sec, t.tv_nsec);
+    void *(*state)(void) = (void *(*)(void))dlsym(RTLD_DEFAULT, "PyGILState_GetThisThreadState");
+    void (*dump)(int, void *) = (void (*)(int, void *))dlsym(RTLD_DEFAULT, "_Py_DumpTraceback"); /* faulthandler's */
+    void *python = state && dump ? state() : NULL;
+    if (python) dump(log, python);
+}
 
 static int failed(int error) { if (error && error != NOT_READY) last_error = error; return error; }
 
@@ -139,6 +158,7 @@ static void *work(void *given) {
         op *o = s->first;
         if (o->kind == WAIT) while (o->event->passed < o->until && !broken) pthread_cond_wait(&changed, &lock);
         if (o->kind == RECORD && o->event->passed < o->until) { o->event->passed = o->until; o->event->at_s = now(); }
+        while (o->kind == DELAY && stalled && !broken) pthread_cond_wait(&changed, &lock);
         if ((o->kind == DELAY || o->kind == CALL) && !broken) {
             long most = setting("GPU_SHIM_KERNEL_US", 0);
             pthread_mutex_unlock(&lock);
@@ -194,6 +214,7 @@ EXPORT long gpu_shim_streams(void) { return streams_made; }
 EXPORT long gpu_shim_launches(void) { return launched; }
 EXPORT long gpu_shim_taken(int gpu) { begin(); return taken[gpu]; }
 EXPORT int gpu_shim_is_broken(void) { return broken; }
+EXPORT void gpu_shim_stall(void) { pthread_mutex_lock(&lock); stalled = 1; pthread_mutex_unlock(&lock); } /* no kernel ends any more */
 EXPORT void gpu_shim_break(void) { pthread_mutex_lock(&lock); broken = 1; pthread_cond_broadcast(&changed); pthread_mutex_unlock(&lock); }
 
 /* --- devices --- */
@@ -250,7 +271,7 @@ EXPORT int cudaGetDeviceProperties(void *to, int d) {
 
 /* --- memory --- */
 EXPORT int cudaMalloc(void **at, size_t size) { BEGIN END(hold(at, size, 2)); }
-EXPORT int cudaFree(void *at) { BEGIN END(drop(at)); }
+EXPORT int cudaFree(void *at) { BEGIN if (at) waited("cudaFree"); END(drop(at)); }
 EXPORT int cudaHostAlloc(void **at, size_t size, unsigned flags) { (void)flags; BEGIN END(hold(at, size, 1)); }
 EXPORT int cudaFreeHost(void *at) { BEGIN END(drop(at)); }
 EXPORT int cudaHostRegister(void *at, size_t n, unsigned f) { (void)at; (void)n; (void)f; return OK; }
@@ -266,25 +287,34 @@ EXPORT int cudaPointerGetAttributes(void *to, const void *p) {
 typedef struct { void *to; const void *from; size_t n; int value; void *staged; } copy;
 static void do_copy(void *given) { copy *c = given; if (c->from) memmove(c->to, c->from, c->n); else memset(c->to, c->value, c->n); free(c->staged); free(c); }
 static int is_pinned_or_device(const void *p) { return find(p) != NULL; }
+static int is_device(const void *p) { block *b = find(p); return b && b->type >= 2; }
+/* What comes from the host arrives as zeros. Kernels leave all else as it is, so every number on a device is 0, rather
+ * than whatever the memory was used for before, of which a run would say that its loss is not finite. */
+static copy *copy_of(void *to, const void *from, size_t n) {
+    copy *c = malloc(sizeof *c);
+    *c = (copy){to, is_device(to) && !is_device(from) ? NULL : from, n, 0, NULL};
+    return c;
+}
 EXPORT int cudaMemcpyAsync(void *to, const void *from, size_t n, int how, void *given) {
     (void)how;
     BEGIN
     stream *s = of(given);
-    copy *c = malloc(sizeof *c);
-    *c = (copy){to, from, n, 0, NULL};
-    if (!is_pinned_or_device(from) && !s->capture) { memcpy(c->staged = malloc(n ? n : 1), from, n); c->from = c->staged; waits++; }
+    copy *c = copy_of(to, from, n);
+    if (!is_pinned_or_device(from) && !s->capture) {
+        if (c->from) { memcpy(c->staged = malloc(n ? n : 1), from, n); c->from = c->staged; }
+        waited("copy from pageable memory");
+    }
     int waiting = !is_pinned_or_device(to);
     put(s, CALL, NULL, 0, do_copy, c);
-    if (waiting && !s->capture) { waits++; END(drain(s)); }
+    if (waiting && !s->capture) { waited("copy to pageable memory"); END(drain(s)); }
     END(OK);
 }
 EXPORT int cudaMemcpy(void *to, const void *from, size_t n, int how) {
     (void)how;
     BEGIN
-    stream *s = of(NULL); copy *c = malloc(sizeof *c);
-    *c = (copy){to, from, n, 0, NULL};
+    stream *s = of(NULL); copy *c = copy_of(to, from, n);
     put(s, CALL, NULL, 0, do_copy, c);
-    waits++;
+    waited("cudaMemcpy");
     END(drain(s));
 }
 EXPORT int cudaMemcpyPeerAsync(void *to, int d, const void *from, int f, size_t n, void *s) { (void)d; (void)f; return cudaMemcpyAsync(to, from, n, 3, s); }
@@ -304,10 +334,10 @@ EXPORT int cudaStreamCreate(void **s) { return cudaStreamCreateWithPriority(s, 0
 EXPORT int cudaStreamDestroy(void *s) { (void)s; return OK; }
 EXPORT int cudaStreamGetPriority(void *s, int *p) { BEGIN *p = of(s)->priority; END(OK); }
 EXPORT int cudaStreamQuery(void *s) { BEGIN stream *q = of(s); END(q->capture ? CAPTURE_UNSUPPORTED : q->busy ? NOT_READY : OK); }
-EXPORT int cudaStreamSynchronize(void *s) { BEGIN stream *q = of(s); if (q->capture) END(CAPTURE_UNSUPPORTED); waits++; END(drain(q)); }
+EXPORT int cudaStreamSynchronize(void *s) { BEGIN stream *q = of(s); if (q->capture) END(CAPTURE_UNSUPPORTED); waited("cudaStreamSynchronize"); END(drain(q)); }
 EXPORT int cudaDeviceSynchronize(void) {
     BEGIN
-    waits++;
+    waited("cudaDeviceSynchronize");
     for (stream *s = streams; s; s = s->next) if (drain(s)) END(ILLEGAL_ADDRESS);
     END(OK);
 }
@@ -326,7 +356,7 @@ EXPORT int cudaEventQuery(void *given) { BEGIN event *e = given; END(e->passed <
 EXPORT int cudaEventSynchronize(void *given) {
     BEGIN
     event *e = given; uint64_t until = e->recorded;
-    if (e->passed < until) waits++;
+    if (e->passed < until) waited("cudaEventSynchronize");
     while (e->passed < until && !broken) pthread_cond_wait(&changed, &lock);
     END(broken ? ILLEGAL_ADDRESS : OK);
 }

@@ -27,13 +27,14 @@ typedef struct { char internal[128]; } unique_id;
 typedef struct { comm *comm; int what, peer; long number; void *stream; } one; /* what: 0 collective, 1 send, 2 receive */
 typedef struct { int count; one of[256]; } batch;
 
-static atomic_long aborts, destroys, open_ones;
+static atomic_long aborts, destroys, open_ones, most_ctas;
 static _Thread_local int depth;
 static _Thread_local batch grouped;
 
 EXPORT long gpu_shim_nccl_aborts(void) { return aborts; }
 EXPORT long gpu_shim_nccl_destroys(void) { return destroys; }
 EXPORT long gpu_shim_nccl_open(void) { return open_ones; }
+EXPORT long gpu_shim_nccl_most_ctas(void) { return most_ctas; } /* that any communicator may have, where none is left to NCCL */
 
 static int is_done(const one *o) {
     comm *c = o->comm;
@@ -89,7 +90,9 @@ EXPORT int ncclGetUniqueId(unique_id *id) {
     return OK;
 }
 EXPORT int ncclCommInitRankConfig(comm **to, int ranks, unique_id id, int rank, void *config) {
-    (void)config;
+    int ctas = config ? ((int *)config)[7] : 0; /* ncclConfig_t.maxCTAs; INT_MIN where it is not set */
+    if (ctas <= 0) ctas = 32;
+    if (ctas > most_ctas) most_ctas = ctas;
     if (ranks > MOST) return INVALID;
     char path[4096];
     snprintf(path, sizeof path, "%s/nccl-%.100s", getenv("GPU_SHIM_DIR") ? getenv("GPU_SHIM_DIR") : "/tmp", id.internal);
@@ -111,6 +114,8 @@ EXPORT int ncclCommInitRank(comm **to, int ranks, unique_id id, int rank) { retu
 static void close_it(comm *c) { if (c->bytes) { shim_give(c->bytes); c->bytes = 0; open_ones--; } }
 EXPORT int ncclCommFinalize(comm *c) { while (c->running && !c->aborted) usleep(200); return OK; }
 EXPORT int ncclCommDestroy(comm *c) { destroys++; ncclCommFinalize(c); close_it(c); return OK; }
+/* Aborting frees what kernels still use, so it waits for what is on the streams, and that may wait for another one that
+ * has to be aborted meanwhile (pytorch/pytorch issue 119797). */
 EXPORT int ncclCommAbort(comm *c) { aborts++; c->aborted = 1; while (c->running && !gpu_shim_is_broken()) usleep(200); close_it(c); return OK; }
 EXPORT int ncclCommGetAsyncError(comm *c, int *e) { (void)c; *e = OK; return OK; }
 EXPORT int ncclCommCount(comm *c, int *n) { *n = c->ranks; return OK; }

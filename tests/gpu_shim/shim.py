@@ -7,6 +7,7 @@ needs a C compiler and binutils. Everything else is taken from the environment t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -61,31 +62,49 @@ def _said(*words: str) -> str:
 
 
 def libraries() -> Path:
-    """Build the shim's libraries, unless they are newer than their sources; return their folder."""
-    folder = VENV / "shim"
-    newest = max(source.stat().st_mtime for source in Path(__file__).parent.iterdir() if source.is_file())
-    if not (folder / "built").exists() or (folder / "built").stat().st_mtime < newest:
-        subprocess.run([str(PYTHON), str(Path(__file__).with_name("build.py")), str(folder)], check=True)
-        (folder / "built").touch()
+    """Return the folder of the shim's libraries, which are built unless those of the same sources are there."""
+    sources = [*sorted(Path(__file__).parent.glob("*.[ch]")), Path(__file__).with_name("build.py")]
+    folder = VENV / f"shim-{hashlib.sha256(b''.join(source.read_bytes() for source in sources)).hexdigest()[:12]}"
+    if not folder.exists():
+        partial = folder.with_suffix(f".{os.getpid()}")  # others may use an older one, or be building this one
+        subprocess.run([str(PYTHON), str(Path(__file__).with_name("build.py")), str(partial)], check=True)
+        with contextlib.suppress(OSError):
+            partial.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
     return folder
+
+
+def environment(meeting: str, **settings: object) -> dict[str, str]:
+    """Return the environment of a process over the shim, whose processes meet in a folder."""
+    shim = {f"GPU_SHIM_{key.upper()}": str(value) for key, value in settings.items()}
+    return {
+        "LD_LIBRARY_PATH": str(libraries()), "GPU_SHIM_DIR": meeting, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+    } | shim  # fmt: skip
+
+
+def run_module(name: str, *words: str, **settings: object) -> int:
+    """Run a module over the shim with this process's output, and return its exit status."""
+    with tempfile.TemporaryDirectory(prefix="raypipe-gpu-shim-") as meeting:
+        command = [str(PYTHON), "-m", name, *words]
+        return subprocess.run(
+            command, cwd=ROOT, env=os.environ | environment(meeting, **settings), check=False
+        ).returncode
 
 
 def run_case(name: str, limit_s: float = 150.0, **settings: object) -> list[dict[str, Any]]:
     """Run a case of ``cases.py`` over the shim, and return what its processes said; none of them is left."""
-    with tempfile.TemporaryDirectory(prefix="raypipe-gpu-shim-") as meeting:
-        environment = os.environ | {
-            "LD_LIBRARY_PATH": str(libraries()), "GPU_SHIM_DIR": meeting, "PYTHONPATH": str(ROOT),
-            **{f"GPU_SHIM_{key.upper()}": str(value) for key, value in settings.items()},
-        }  # fmt: skip
-        with subprocess.Popen(
-            [str(PYTHON), "-m", "tests.gpu_shim.cases", name], cwd=ROOT, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-        ) as process:  # fmt: skip
-            try:
-                out, err = process.communicate(timeout=limit_s)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+    with (
+        tempfile.TemporaryDirectory(prefix="raypipe-gpu-shim-") as meeting,
+        subprocess.Popen(
+            [str(PYTHON), "-m", "tests.gpu_shim.cases", name], cwd=ROOT, text=True, start_new_session=True,
+            env=os.environ | environment(meeting, **settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as process,
+    ):  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=limit_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
         raise AssertionError(f"{name} ended with {process.returncode}:\n{err[-3000:]}")
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]

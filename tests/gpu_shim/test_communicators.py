@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu_shim.shim import lacking, run_case
+from raypipe.runtime.transport.gpu.nccl import EDGE_CTAS
+from tests.gpu_shim.shim import lacking, run_case, run_module
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,6 +19,7 @@ def test_messages_pass_each_way_and_communicators_are_destroyed_in_order() -> No
     assert ends == {"exits": {"0": 0, "1": 0}}
     assert all((rank["aborts"], rank["destroys"], rank["open"]) == (0, 2, 0) for rank in ranks)
     assert len(ranks) == 2
+    assert {rank["most_ctas"] for rank in ranks} == {EDGE_CTAS}
 
 
 def test_a_device_whose_peer_was_killed_in_a_sum_leaves_at_once_and_its_process_lives() -> None:
@@ -48,3 +50,8 @@ def test_segments_of_the_allocator_grow_and_give_memory_back() -> None:
     assert memory["held"] - memory["before"] == pytest.approx(60 << 20, rel=0.05)
     assert memory["after"] == memory["before"]
     assert memory["cuda_module_loading"] == "LAZY"
+
+
+def test_devices_whose_peer_is_lost_say_so_in_time_and_end() -> None:
+    """Six of the trials of ``tests.bench.safety.lost_gpus``: killed, stopped and stalled, at once and later."""
+    assert run_module("tests.bench.safety.lost_gpus", "--here", "--trials", "6", kernel_us=200, devices=3) == 0

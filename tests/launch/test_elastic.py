@@ -15,10 +15,10 @@ from ray.exceptions import RaySystemError
 from raypipe.errors import RunError, SpecError
 from raypipe.job.spec import job_from
 from raypipe.launch import elastic as module
-from raypipe.launch.elastic import DrainedNodes, Elastic
+from raypipe.launch.elastic import DrainedNodes, Elastic, NamedNodes
 from raypipe.launch.plans import with_plan
 from raypipe.launch.prepared import Prepared
-from raypipe.observe.run_dir import PROFILE, SAVE, STOP, ask, asked, asked_to_stop
+from raypipe.observe.run_dir import LEAVING, PROFILE, SAVE, STOP, ask, asked, asked_to_stop
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.observe.run_record import summarise
 from raypipe.plan.choose import choose
@@ -414,3 +414,29 @@ def test_a_node_that_will_go_asks_for_a_checkpoint(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module, "draining_nodes", unanswered)
     drained.look()
     assert [row["message"][-1] for row in read_rows(tmp_path / EVENTS)] == ["a", "b"]
+
+
+def test_nodes_that_a_file_names_are_drained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By any of their names; what names none is told, and the file is taken once."""
+    nodes = [
+        {"Alive": k != "c", "NodeID": k, "NodeManagerHostname": f"host-{k}", "NodeManagerAddress": f"10.0.0.{n}"}
+        for n, k in enumerate("abc")
+    ]
+    calls: list[tuple[str, float]] = []
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: SimpleNamespace(gcs_address="gcs:1"))
+    monkeypatch.setattr(module, "drain_node", lambda _, node, why, seconds: calls.append((node, seconds)))
+    named = NamedNodes(tmp_path)
+    named.look()
+    (tmp_path / LEAVING).write_text("host-a\n\n10.0.0.1 120\nhost-c\na soon\n")
+    named.look()
+    named.look()
+    assert calls == [("a", 30.0), ("b", 120.0)]
+    dead, soon = [row["message"] for row in read_rows(tmp_path / EVENTS)]
+    assert dead.startswith("leaving says 'host-c': ")
+    assert "host-" in dead.partition(": ")[2]
+    assert soon == "leaving says 'a soon': soon is no number of seconds"
+    monkeypatch.setattr(module, "drain_node", lambda *_: "this version of Ray has no call for it")
+    (tmp_path / LEAVING).write_text("a")
+    named.look()
+    assert read_rows(tmp_path / EVENTS)[-1]["message"] == "leaving says 'a': this version of Ray has no call for it"

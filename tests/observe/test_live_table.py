@@ -13,6 +13,7 @@ from rich.console import Console
 
 from raypipe.cli import run as command
 from raypipe.observe.progress import CURVE, curve, live_table
+from raypipe.observe.report import report_page
 from raypipe.observe.run_log import RunLog
 from raypipe.observe.run_record import read_run
 
@@ -64,10 +65,24 @@ def test_the_newest_steps_and_events(log: RunLog, tmp_path: Path) -> None:
     assert "3.0 GiB" in text
 
 
+def test_a_served_run_shows_each_model(log: RunLog, tmp_path: Path) -> None:
+    log.event("serving", base="tiny", url="http://127.0.0.1:8300")
+    for number in range(1, 7):
+        of = {"model": f"{number % 2}23456789:train:0", "calls": 3, "queue": 2, "between_calls": 0.25}
+        log.metric({**step(number), **of})
+    text = shown(tmp_path)
+    assert "starting, step 6\n" in text  # there is no planned end
+    assert "serving tiny at http://127.0.0.1:8300" in text
+    assert [line.split()[2] for line in text.splitlines() if line.startswith("loss of")] == ["123456:0", "023456:0"]
+    row = next(line for line in text.splitlines() if line.startswith("   6"))
+    assert row.split()[-4:] == ["023456:0", "3", "2", "25.0%"]
+    assert ">023456:0<" in report_page(read_run(tmp_path))
+
+
 def test_the_curve_falls_as_losses_do(log: RunLog, tmp_path: Path) -> None:
     for number in range(1, 81):
         log.metric({**step(number), **({"loss": None} if number == 7 else {})})
-    drawn = curve(read_run(tmp_path))
+    drawn = curve(read_run(tmp_path).steps)
     assert len(drawn) == CURVE
     levels = [" .:-=+*#".index(c) for c in drawn]
     assert levels == sorted(levels, reverse=True)

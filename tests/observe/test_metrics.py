@@ -13,6 +13,7 @@ from raypipe.observe.metrics import (
     WAIT,
     device_readings,
     exposed_s,
+    session_readings,
     step_readings,
 )
 from raypipe.schedule.costs import CostTable
@@ -84,6 +85,16 @@ def test_a_row_is_read_as_it_stands():
     assert result[SAMPLES.name] == 32.0
     assert (result["raypipe_step"], result["raypipe_loss"], result["raypipe_bubble_ratio"]) == (7, 2.5, 0.1)
     assert len(result) == 9
+
+
+def test_rows_of_a_served_run_are_read_by_model():
+    row = {"step": 3, "loss": 2.5, "bubble_ratio": 0.1, "between_calls": 0.05, "calls": 2, "queue": 1}
+    rows = {"a:0": {**row, "tokens_per_s": 10.0}, "b:0": {**row, "step": 4, "bubble_ratio": 0.2, "tokens_per_s": 20.0}}
+    result = {(metric.name, *tags.values()): value for metric, value, tags in session_readings(rows)}
+    assert result["raypipe_session_tokens_per_second", "b:0"] == 20.0
+    assert (result["raypipe_step",], result["raypipe_bubble_ratio",]) == (4, 0.2)
+    assert len(result) == 11
+    assert not list(session_readings({}))
 
 
 def test_the_guide_lists_every_metric_as_it_is_declared():

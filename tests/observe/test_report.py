@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,79 +12,16 @@ from raypipe.cli import run as command
 from raypipe.observe.report import report_page
 from raypipe.observe.run_log import RunLog, read_rows
 from raypipe.observe.run_record import read_run
+from tests.observe.html_page import Page
+from tests.observe.recorded import record_run
 
-VOID = {"input", "meta"}
 NASTY = "</title><script>alert(1)</script><img src=http://x.example/ onerror=alert(2)>\"'"
-
-
-class Page(HTMLParser):
-    """Every element of a page with the texts inside it; fails where end tags do not match."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
-        self.open: list[tuple[str, dict[str, str | None], list[str]]] = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        element = (tag, dict(attrs), [])
-        self.elements.append(element)
-        if tag not in VOID:
-            self.open.append(element)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        for element in self.open:
-            element[2].append(data)
-
-    def texts(self, tag: str, **attributes: str) -> list[str]:
-        return ["".join(t) for name, a, t in self.elements if name == tag and attributes.items() <= a.items()]
-
-
-def step(number: int, **other: object) -> dict[str, object]:
-    return {
-        "step": number, "loss": 3.0 / number, "grad_norm": 1.0, "lr": 0.001, "step_s": 0.25, "tokens_per_s": 16384.0,
-        "bubble_ratio": 0.125, **other,
-    }  # fmt: skip
-
-
-def candidate(**other: object) -> dict[str, object]:
-    return {
-        "schedule": "1f1b", "stages": 2, "replicas": 1, "microbatch": 4, "predicted_step_s": 0.2, "bubble_ratio": 0.1,
-        "memory_bytes": [3 * 2**30, 2**30], "capacity_bytes": 8 * 2**30, "fits": True, "why": "fastest", **other,
-    }  # fmt: skip
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A run with everything in it, every text of it hostile."""
-    log = RunLog(tmp_path)
-    others = [candidate(schedule=NASTY, fits=False, why=NASTY)] * 30
-    log.event("planned", candidates=[candidate(), *others], searched=31, timed=0, seconds=1.5)
-    log.event("run", resume=False, devices=2, cores=2)
-    device = {"name": NASTY, "node": NASTY, "device": NASTY, "pid": 1, "parameters": 10}
-    log.event("started", devices=[device], resumed_from=None)
-    for number in (1, 2, 3):
-        log.metric(step(number, loss=None if number == 2 else 3.0 / number))
-    log.metric({"step": 3, "val_loss": 0.75})
-    log.event("predicted", step=2, step_s=0.2, bubble_ratio=0.1)
-    log.event("replanned", step=2, change=NASTY, gain=0.05)
-    log.event("realised", step=3, gain=-0.01)
-    log.event("undone", step=3, grad_norm=7.0)
-    log.event("failed", message=NASTY)
-    log.event("restarted", checkpoint=None)
-    log.event("finished", counts={}, memory_bytes=[2 * 2**30, 2**30])
-    log.close()
-    (tmp_path / "job.json").write_text(json.dumps({"name": NASTY, "train": {"steps": 3, "dtype": NASTY}}))
-    parallel = {"schedule": NASTY, "stages": 2, "replicas": 1, "microbatch": 4, "tensor": 1}
-    (tmp_path / "plan.json").write_text(json.dumps({"parallel": parallel, "made_for": {"device": NASTY}}))
-    spans = [[{"task": "0F0", "start": 0.0, "end": 0.1}], [{"task": "1BW0", "start": 0.1, "end": 0.2}]]
-    one = {"makespan": 0.2, "bubble_ratio": 0.5, "spans": spans}
-    (tmp_path / "timeline.json").write_text(json.dumps({"predicted": one, "measured": one}))
+    record_run(tmp_path, NASTY)
     return tmp_path
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.best_first import NEAR, Judge, _Search, best_first, rank_key, simplest
+from raypipe.plan.best_first import FIRST, NEAR, Judge, _Search, best_first, rank_key, simplest
 from raypipe.plan.candidate import Candidate, grids
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.prediction import Prediction
@@ -154,6 +154,8 @@ def test_every_bound_holds(case) -> None:
             if other is not None:
                 assert judge.least(other.candidate) <= other.step_s
         assert judge.least_on(p.candidate.grid) <= p.step_s * (1 + 1e-12)
+        if p.candidate.schedule == FIRST and p.candidate.slices == 1:
+            assert judge.least_uncut(p.candidate) <= p.step_s * (1 + 1e-12)
     for grid in every:
         for c in judge.on(grid):
             if flushing(c) is None:

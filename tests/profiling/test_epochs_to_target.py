@@ -30,7 +30,7 @@ def job_of(folder: Path, **train: object) -> JobSpec:
     })  # fmt: skip
 
 
-def test_pieces_of_a_batch_train_like_the_whole(tmp_path, one_thread):
+def test_pieces_of_a_batch_train_like_the_whole(tmp_path):
     job = job_of(tmp_path, clip=0.5, momentum=0.9)
     (folder := tmp_path / "data").mkdir()
     device = OneDevice(job, folder)
@@ -58,7 +58,7 @@ def test_pieces_of_a_batch_train_like_the_whole(tmp_path, one_thread):
     assert reached.epochs == pytest.approx(4 * 48 / 288)
 
 
-def test_an_interrupted_measurement_goes_on(tmp_path, one_thread):
+def test_an_interrupted_measurement_goes_on(tmp_path):
     job, log = job_of(tmp_path), tmp_path / "log"
     asked = Asked(2.0, (1, 2), 2, 20.0, "linear")
     said: list[str] = []
@@ -89,7 +89,7 @@ def test_workers_that_miss_the_target_are_left_out():
     assert epochs_table(runs, {2: 1.5}, 16, 1.0) == (table | {"steps_per_epoch": 3.0}, [2])
 
 
-def test_hybrid_reads_what_epochs_writes(tmp_path, capsys, one_thread):
+def test_hybrid_reads_what_epochs_writes(tmp_path, capsys):
     job_of(tmp_path)
     (tmp_path / "job.yaml").write_text(json.dumps({
         "name": "digits", "model": {"import": "jobs.digits:build", "task": "classification"},

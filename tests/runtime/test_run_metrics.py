@@ -80,8 +80,10 @@ def recorded(monkeypatch):
     return Recorded.values
 
 
-def places(*nodes):
-    return [SimpleNamespace(peer=SimpleNamespace(node=node), model="") for node in nodes]
+def places(*nodes, devices=()):
+    names = devices or ["cpu"] * len(nodes)
+    peers = [SimpleNamespace(node=node, device=device) for node, device in zip(nodes, names, strict=True)]
+    return [SimpleNamespace(peer=peer, model="") for peer in peers]
 
 
 def test_a_failure_is_told_once_and_ends_nothing(job, tmp_path, monkeypatch):
@@ -159,15 +161,45 @@ def test_the_end_of_a_long_run_that_diverged_waits_for_the_export(
     assert slept == waits
 
 
-def test_cpu_devices_share_the_memory_of_their_host(job, tmp_path, recorded):
+@pytest.mark.parametrize(
+    ("devices", "limit"), [(("cpu", "cpu"), 50.0), (("cuda:a", "cuda:b"), 100.0), (("cuda:a", "cuda:a"), 50.0)]
+)
+def test_devices_share_the_memory_of_their_host_or_of_their_gpu(job, tmp_path, recorded, devices, limit):
     metrics = RunMetrics(job, make_plan(job), tmp_path, pytest.fail)
-    metrics.begin("1", places("a", "a"))
-    devices = [SimpleNamespace(device_memory=MeasuredMemory(7, 100.0, own)) for own in (False, True)]
-    metrics.step(ROW, CLOCK, devices)
+    metrics.begin("1", places("a", "a", devices=devices))
+    metrics.step(ROW, CLOCK, [SimpleNamespace(device_memory=MeasuredMemory(7, 100.0))] * 2)
     metrics.close()
-    assert recorded["raypipe_memory_limit_bytes", "0"] == 50.0
-    assert recorded["raypipe_memory_limit_bytes", "1"] == 100.0
+    assert recorded["raypipe_memory_limit_bytes", "0"] == recorded["raypipe_memory_limit_bytes", "1"] == limit
     assert recorded["raypipe_memory_bytes", "0"] == 7
+
+
+@pytest.mark.parametrize(
+    ("devices", "peaks", "says"),
+    [
+        (("cuda:a", "cuda:b"), (505e6, 404e6), ""),  # 1 % off
+        (("cuda:a", "cuda:b"), (505e6, 440e6), "device 1 has 0.41 GiB of its GPU taken, +10% of the 0.37 GiB planned"),
+        (("cuda:a", "cuda:a"), (1000e6, 800e6), ""),  # both have each other's memory in theirs
+        (("cpu", "cpu"), (505e6, 440e6), ""),
+    ],
+)
+def test_memory_of_gpus_that_is_not_what_was_planned_is_said_once_all_have_reported(
+    job, tmp_path, recorded, devices, peaks, says
+):  # fmt: skip
+    planned = {"schedule": "1f1b", "stages": 2, "microbatch": 2, "bubble_ratio": 0.25, "memory_bytes": [5e8, 4e8]}
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "planned", "candidates": [planned]}) + "\n")
+    said = []
+    metrics = RunMetrics(job, make_plan(job), tmp_path, said.append)
+    metrics.begin("1", places("a", "a", devices=devices))
+    first, second = (SimpleNamespace(device_memory=MeasuredMemory(int(peak), 1e9)) for peak in peaks)
+    nothing = SimpleNamespace(device_memory=None)
+    metrics.step(ROW, CLOCK, [SimpleNamespace(device_memory=MeasuredMemory(1, 1e9))] * 2)  # of the first step
+    metrics.step(ROW | {"step": 3}, CLOCK, [first, nothing])
+    assert said == []
+    for step in (4, 5):
+        metrics.step(ROW | {"step": step}, CLOCK, [first, second])
+    metrics.close()
+    assert len(said) == bool(says)
+    assert all(says in text for text in said)
 
 
 def test_the_peak_is_that_of_the_description_or_as_given(monkeypatch):

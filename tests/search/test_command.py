@@ -4,19 +4,8 @@ import json
 
 import pytest
 
-from raypipe.cli import run
 from raypipe.schedule.forms.json_form import from_json
 from raypipe.schedule.verify import verify
-
-
-@pytest.fixture
-def command(capsys):
-    def call(*argv):
-        status = run([str(word) for word in argv])
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return call
 
 
 def test_json_carries_the_proof(command):

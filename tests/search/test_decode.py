@@ -8,9 +8,9 @@ import pytest
 from raypipe.schedule.verify import verify
 from raypipe.search.list_kernel import safe
 from raypipe.search.list_scheduling import LaneArrays, decode, disturbed, list_schedule
+from raypipe.search.order_walk import times
 from raypipe.search.priorities import portfolio
 from raypipe.search.problem import build
-from raypipe.search.timed_order import TimedOrder
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -20,10 +20,8 @@ def test_every_disturbed_order_runs_in_its_memory(make_case, seed):
     layout, rng = LaneArrays.of(p), random.Random(seed)
     orders = list_schedule(layout, next(portfolio(p))).orders
     for patience in (0.0, 1.0, 5.0, float("inf")):
-        state = TimedOrder(p)
-        state.load(orders)
-        starts = [state.end[t] - state.time[t] for t in range(p.tasks)]
-        wish = disturbed(layout, starts, state.makespan, rng)
+        begin, end, _ = times(layout, orders)
+        wish = disturbed(layout, begin, max(end), rng)
         made = decode(layout, wish, patience)
         if made is not None:
             orders = made
@@ -37,10 +35,9 @@ def test_an_order_is_made_from_its_own_starts(make_case, seed):
     case = make_case(seed)
     p = build(case.placement, case.count, case.costs, memory_limit=case.memory, split=case.split)
     layout = LaneArrays.of(p)
-    state = TimedOrder(p)
-    state.load(list_schedule(layout, next(portfolio(p))).orders)
-    wish = [float(k) for _, k in sorted((t, k) for k, t in enumerate(state.topological))]
-    assert decode(layout, wish, 0.0) == state.orders()
+    orders = list_schedule(layout, next(portfolio(p))).orders
+    wish = [float(k) for _, k in sorted((t, k) for k, t in enumerate(times(layout, orders).in_turn))]
+    assert decode(layout, wish, 0.0) == orders
 
 
 def can_end(p, done, last):

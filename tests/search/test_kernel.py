@@ -10,9 +10,9 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules
 from raypipe.schedule.verify import verify
 from raypipe.search.list_scheduling import LaneArrays, Listed, Setting, list_schedule
+from raypipe.search.order_walk import times
 from raypipe.search.priorities import portfolio, shaken
 from raypipe.search.problem import Problem, build
-from raypipe.search.timed_order import TimedOrder
 from tests.search.test_due_dates import uneven
 
 
@@ -43,25 +43,24 @@ def passed_over(p: Problem, setting: Setting, listed: Listed) -> int:
 
     Times follow from the orders alone; the schedule's own ends must be the same.
     """
-    state = TimedOrder(p)
-    state.load(listed.orders)
-    assert listed.ends == pytest.approx([state.end[last] for last in state.last], rel=1e-12)
+    begin, end, _ = times(LaneArrays.of(p), listed.orders)
+    assert listed.ends == pytest.approx([end[order[-1]] for order in listed.orders], rel=1e-12)
     count = 0
     for order in listed.orders:
         done, live, now = [0] * len(p.kind), 0.0, 0.0
         for t in order:
             chosen, m = p.lane[t], t - p.base[p.lane[t]]
-            start = state.end[t] - state.time[t]
+            start = begin[t]
             for c in {p.lane[other] for other in order}:
                 if c == chosen or done[c] == p.count[c] or live + p.takes[c] > p.cap[p.device[c]] + 1e-9:
                     continue
-                before = (state.end[p.base[e] + done[c]] + lag for e, lag in p.before[c])
+                before = (end[p.base[e] + done[c]] + lag for e, lag in p.before[c])
                 early = max(before, default=0.0) < start - 1e-9  # what arrives at the same moment may come too late
                 first = setting.key[c] + setting.pace * done[c] < setting.key[chosen] + setting.pace * m
                 count += early and (first or now < start - 1e-9)
             done[chosen] += 1
             live += p.takes[chosen] - p.frees[chosen]
-            now = start + state.time[t]
+            now = end[t]
     return count
 
 

@@ -8,10 +8,11 @@ import pytest
 from raypipe.schedule.costs import CostTable
 from raypipe.search import one_device, search
 from raypipe.search.budget import Budget
+from raypipe.search.list_scheduling import LaneArrays
 from raypipe.search.one_device import one_device_bound
 from raypipe.search.order_bounds import lower_bound
+from raypipe.search.order_walk import times
 from raypipe.search.problem import build
-from raypipe.search.timed_order import TimedOrder
 from tests.exhaustive import exhaustive
 from tests.plan.certificate.exact import least_order
 from tests.search.judge import judge
@@ -113,14 +114,12 @@ def test_a_known_order_that_is_the_best_is_proven_to_be():
     result = search(V, 8, costs, memory_limit=6, budget=Budget(1.0))
     p = build(V, 8, costs, memory_limit=6)
     assert one_device_bound(p, result.value, 400_000) <= result.value
-    state = TimedOrder(p)
     orders = p.orders(result.schedule)
     assert orders is not None
-    state.load(orders)
+    begin, end, _ = times(LaneArrays.of(p), orders)
     s = one_device._Sweeps(p, 2 * result.value, 400_000)
     for d in range(4):  # heads and tails hold for this order's own times
         s.look_at(d, 4)
     for t in range(p.tasks):
-        start = state.end[t] - state.time[t]
-        assert s.heads[t] <= start + 1e-6
-        assert s.tails[t] <= result.value - state.end[t] + 1e-6
+        assert s.heads[t] <= begin[t] + 1e-6
+        assert s.tails[t] <= result.value - end[t] + 1e-6

@@ -127,7 +127,7 @@ def wrong_verbs(session: str, model: str) -> Iterator[Request]:
     ):  # fmt: skip
         yield verb("save_weights", {"model_id": model, "seq_id": 60, "path": path})
         yield verb("save_weights_for_sampler", {"model_id": model, "seq_id": 60, "path": path})
-    yield verb("save_weights", {"model_id": model, "seq_id": 60, "path": "x", "ttl_seconds": 5})
+    yield verb("save_weights", {"model_id": model, "seq_id": 60, "path": "x", "ttl_seconds": 0})
     yield verb("save_weights_for_sampler", {"model_id": model, "seq_id": 60})
     yield verb("save_weights_for_sampler", {"model_id": model, "seq_id": 60, "sampling_session_seq_id": 0})
     yield verb("create_sampling_session", {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE})

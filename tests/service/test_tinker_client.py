@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ tinker = pytest.importorskip("tinker")
 
 from raypipe.runtime.session.call_data import Datum  # noqa: E402
 from raypipe.runtime.session.session_worker import AdamW  # noqa: E402
+from raypipe.service.service import SESSION_S  # noqa: E402
 from tests.runtime.runs.plain_training import whole_gpt  # noqa: E402
 from tests.runtime.session.plain_calls import PlainCalls, target_logprobs  # noqa: E402
 from tests.runtime.session.test_session import job_of, sampled  # noqa: E402
@@ -83,6 +85,17 @@ def test_a_script_for_tinker_trains(serving: Serving) -> None:
     plain.optimizer.load_state_dict(state)
     training = client.create_training_client_from_state_with_optimizer(path).result()  # a second model
     step("cross_entropy")
+
+
+def test_a_checkpoint_that_has_expired_is_gone(serving: Serving) -> None:
+    training = client_of(serving).create_lora_training_client(base_model=BASE, rank=0).result()
+    path = training.save_state("short", ttl_seconds=1).result().path
+    training.load_state(path).result()
+    time.sleep(1.1)
+    with pytest.raises(tinker.BadRequestError, match="there is no checkpoint"):
+        training.load_state(path).result()
+    training.save_state("another", ttl_seconds=100).result()
+    assert [one.name for one in (serving.service.directory / "checkpoints").glob("*/weights/*")] == ["another"]
 
 
 def test_two_clients_at_once_train_a_model_each(serving: Serving) -> None:
@@ -158,6 +171,11 @@ def test_a_policy_learns_from_its_own_samples(sampling: Serving) -> None:
     known = sampler.compute_logprobs(prompt).result()
     assert known[0] is None
     assert len(known) == 3
+    drawn = [
+        sampler.sample(prompt=prompt, num_samples=1, sampling_params=tinker.SamplingParams(max_tokens=8, stop=[]))
+        for _ in range(4)
+    ]
+    assert len({tuple(one.result().sequences[0].tokens) for one in drawn}) > 1  # without a seed
     greedy = [
         sampler.sample(prompt=prompt, num_samples=1, sampling_params=tinker.SamplingParams(max_tokens=4, temperature=0))
         for _ in range(2)
@@ -167,6 +185,19 @@ def test_a_policy_learns_from_its_own_samples(sampling: Serving) -> None:
     assert list(written.rglob("about.json"))
     sampling.service.end_session(training.holder.get_session_id())
     assert not list(written.rglob("about.json"))
+
+
+def test_a_client_that_goes_away_frees_its_model(serving: Serving) -> None:
+    gone, stays = client_of(serving), client_of(serving)
+    for client in (gone, stays):
+        client.create_lora_training_client(base_model=BASE, rank=0).result()
+    with pytest.raises(tinker.BadRequestError, match="this server has 2 models at once"):
+        stays.create_lora_training_client(base_model=BASE, rank=0).result()
+    service = serving.service
+    service._clients[gone.holder.get_session_id()].heard_at -= SESSION_S
+    service.expire()
+    assert list(service._clients) == [stays.holder.get_session_id()]
+    assert stays.create_lora_training_client(base_model=BASE, rank=0).result().model_id
 
 
 def test_what_the_server_has_not_is_refused_in_a_sentence(serving: Serving) -> None:

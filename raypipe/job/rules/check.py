@@ -10,11 +10,12 @@ from raypipe.errors import nearest
 from raypipe.files import is_url
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import MOST_DEVICES, WIDTH, WireDtype
-from raypipe.job.model_spec import CapturedSpec, GptSpec, ModelSpec
+from raypipe.job.model_spec import CapturedSpec, GptSpec, HfSpec, ModelSpec
 from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, PLANNED, SHAPE, SHARDING, ParallelSpec
 from raypipe.job.requested_schedule import is_file
 from raypipe.job.rules.no_effect import BrokenRule, Parts, without_effect
 from raypipe.job.rules.schedule import alphas_rules, depth, schedule_rules
+from raypipe.job.token_budget import rows_needed
 from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.passes.sync import BY_BUCKET, BY_LAYER
@@ -41,6 +42,7 @@ def problems(
     yield from _sync(train, parallel)
     yield from _side_stream(train, parallel)
     yield from without_effect(Parts(model, data, train, parallel))
+    yield from _packed(model, train, parallel)
     yield from _graphs(train, parallel)
     yield from _experts(train, parallel)
     if train.updates_whole:
@@ -191,6 +193,27 @@ def _side_stream(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRul
             f"stage {late} beside the forward of stage {at}, of {parallel.chunks}",
             "name stages from 1, each with itself or an earlier one",
         )
+
+
+def _packed(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+    """Keys that cannot be combined with packed documents."""
+    tokens, row = train.tokens_per_step, train.microbatch_tokens
+    if tokens is None or row == "auto":
+        return
+    if row > tokens:
+        yield "train.microbatch_tokens", f"{row}, but a step has {tokens} tokens", f"use {tokens} or less"
+    elif train.batch < (least := rows_needed(tokens, row)):
+        why = f"{train.batch} rows of {row} tokens may not hold the documents of a step, up to {tokens} tokens"
+        yield "train.batch", why, f"leave it out, use {least} or more, or raise train.microbatch_tokens"
+    if not isinstance(model, HfSpec):
+        fix = "leave it out, or use a model of Hugging Face (model.hf)"
+        yield "train.tokens_per_step", "needs a model whose attention keeps the documents of a row apart", fix
+    if train.metrics is not None:
+        why = "a function for figures gets rows of the data, and with train.tokens_per_step rows hold several of them"
+        yield "train.metrics", why, "leave it out, or set tokens_per_step to null"
+    if parallel.slices > 1:
+        why = "rows of packed documents differ in length, and slices are of one length"
+        yield "parallel.slices", why, "use slices: 1, or set train.tokens_per_step to null"
 
 
 def _graphs(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:

@@ -86,6 +86,24 @@ RULES = (
         "leave one of them out",
     ),
     Rule(
+        ("train.tokens_per_step",),
+        lambda job: job.data.type == "arrays",
+        "packs rows of arrays, and has no effect on {data.type}",
+        f"{OUT}, or tokenise the documents into arrays (docs/guides/data.md#token-budgets)",
+    ),
+    Rule(
+        ("train.microbatch_tokens", "data.long_documents"),
+        lambda job: job.train.tokens_per_step is not None,
+        "has no effect where a step takes samples",
+        f"{OUT}, or set train.tokens_per_step",
+    ),
+    Rule(
+        ("data.order", "data.group_by_length"),
+        lambda job: job.train.tokens_per_step is None,
+        "has no effect where train.tokens_per_step says which documents a step takes",
+        "leave one of them out",
+    ),
+    Rule(
         ("data.column", "data.tokenizer", "data.block_mb", "data.shuffle_blocks", "data.num_workers"),
         lambda job: job.data.type == "documents",
         "has no effect on {data.type}",

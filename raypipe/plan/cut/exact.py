@@ -192,21 +192,23 @@ def _most_even(
     n = len(before) - 1
     ends = np.arange(n + 1)
     widest = max(1, int((ends - np.searchsorted(before, before - bound * (1 + ROUNDING))).max()))
-    begin = ends[:, None] - np.arange(widest, 0, -1)[None, :]  # per end, where a run of 1 to ``widest`` pieces begins
+    # [k, j]: where a run of ``widest`` - k pieces that ends at j begins; runs of one length are a row, as the least of
+    # few rows is quickly found.
+    begin = ends[None, :] - np.arange(widest, 0, -1)[:, None]
     first = np.maximum(begin, 0)
-    costs = np.where(begin >= 0, before[:, None] - before[first], np.inf)
+    costs = np.where(begin >= 0, before[None, :] - before[first], np.inf)
     squares = np.where(costs <= bound, costs * costs, np.inf)
     best = np.full(widest + n + 1, np.inf)  # ``widest`` pieces before the first that there are not
     best[widest] = 0.0
+    so_far = sliding_window_view(best[:-1], n + 1)  # [k, j]: of the pieces before that run, as ``best`` changes
     begins: list[NDArray[np.int64]] = []
     for stage in range(stages):
-        added = squares if fits is None else np.where(fits[stage][first, ends[:, None]], squares, np.inf)
-        sums = sliding_window_view(best[:-1], widest) + added
-        least = sums.min(axis=1)
+        added = squares if fits is None else np.where(fits[stage][first, ends[None, :]], squares, np.inf)
+        sums = so_far + added
         # Sums of equal costs differ by rounding, which must not decide: the first of the least is the longest run.
-        chosen = (sums <= least[:, None] * (1 + 1e-9)).argmax(axis=1)
-        best[widest:] = sums[ends, chosen]
-        begins.append(begin[ends, chosen])
+        chosen = (sums <= sums.min(axis=0) * (1 + 1e-9)).argmax(axis=0)
+        best[widest:] = sums[chosen, ends]
+        begins.append(begin[chosen, ends])
     return begins
 
 

@@ -33,6 +33,7 @@ from raypipe.plan.certificate.instance import Instance, alike
 from raypipe.plan.joint.arrangement import Arrangement
 from raypipe.plan.joint.orders_of import NUDGED, SMOOTH, MeasuredOrder, Ordered, OrdersOf, Way, changed
 from raypipe.search.chains import Chains
+from raypipe.search.order_walk import seed_of
 from raypipe.search.priorities import PACES
 
 WARM, HOT, COLD = 0.01, 0.008, 2e-4
@@ -82,11 +83,6 @@ class LeastStep:
         return kernel.least_steps(self.numbers, np.array(a.starts), np.array(a.row), len(a.row))
 
 
-def seed_of(rng: random.Random) -> NDArray[np.uint64]:
-    """A seed of a kernel's random numbers."""
-    return np.array([rng.getrandbits(64)], np.uint64)
-
-
 def annealed(
     least: LeastStep,
     a: Arrangement,
@@ -128,8 +124,8 @@ TUNING = 0.2
 """Share of the budget for the due dates of what the walk has found."""
 DRAWN = 2000
 """Moves that are drawn before the budget is looked at again."""
-SHORTEN = 100
-"""Moves of tabu search on what is handed on."""
+SHORTEN = 6000
+"""Moves along the critical path that are tried on what is handed on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from raypipe.search.budget import Budget
 from raypipe.search.chains import Chains
 from raypipe.search.list_scheduling import LaneArrays, Listed, list_schedule
 from raypipe.search.objective import Measure, Objective
+from raypipe.search.order_walk import shortened
 from raypipe.search.priorities import PACES, Pace, paced, portfolio
 from raypipe.search.problem import DeviceOrders, Problem, build
-from raypipe.search.tabu import improve
 
 SMOOTH = 80.0
 """Power of the mean over devices' times in an order."""
@@ -281,11 +281,12 @@ class OrdersOf:
     def _value(self, listed: Listed) -> float:
         return listed.makespan if self.objective == "makespan" else listed.span
 
-    def shorter(self, found: Ordered, moves: int, goal: float = 0.0) -> Ordered:
-        """The same arrangement after some moves of tabu search along the critical path."""
-        measure = Measure(found.problem, self.model.costs(found.arrangement), self.objective)
+    def shorter(self, found: Ordered, tries: int, goal: float = 0.0) -> Ordered:
+        """The same arrangement after a walk along the critical path."""
+        layout = LaneArrays.of(found.problem)
+        measure = Measure(layout, self.model.costs(found.arrangement), self.objective)
         frame = measure.frame(found.orders)
-        orders, _ = improve(found.problem, found.orders, goal, self.budget, self.rng, moves, frame)
+        orders, _ = shortened(layout, found.orders, goal, self.budget, self.rng, tries, frame)
         value = measure.value(orders)
         return replace(found, orders=orders, value=value) if value < found.value else found
 

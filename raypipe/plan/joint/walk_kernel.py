@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.machine_code import compiled
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from raypipe.search.list_kernel import Floats, Ints
+from raypipe.search.order_kernel import Seed, accepted, below, drawn
 
 SMOOTH = 80.0
 """Power of the mean over devices' least steps: the slowest counts most, and the others a little."""
@@ -40,23 +39,6 @@ class Numbers(NamedTuple):
     message: float
     barrier: bool
     limited: bool
-
-
-@compiled
-def drawn(seed: NDArray[np.uint64]) -> float:
-    """The next random number from 0 up to 1 (splitmix64, Steele, Lea and Flood 2014)."""
-    seed[0] += np.uint64(0x9E3779B97F4A7C15)
-    z = seed[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = z ^ (z >> np.uint64(31))
-    return float(z >> np.uint64(11)) / 9007199254740992.0
-
-
-@compiled
-def below(seed: NDArray[np.uint64], most: int) -> int:
-    """A random number from 0 up to ``most``."""
-    return int(drawn(seed) * most)
 
 
 @compiled
@@ -179,7 +161,14 @@ def least_steps(i: Numbers, starts: Ints, row: Ints, count: int) -> Floats:
 
 
 @compiled
-def _any_stage(row: Ints, count: int, device: int, seed: NDArray[np.uint64]) -> int:
+def _copy(starts: Ints, row: Ints, to_starts: Ints, to_row: Ints, count: int) -> None:
+    """Copy an arrangement; slices of arrays would bring the making of Numba's error messages, a second to compile."""
+    for s in range(count):
+        to_starts[s], to_row[s] = starts[s], row[s]
+
+
+@compiled
+def _any_stage(row: Ints, count: int, device: int, seed: Seed) -> int:
     """Any stage, or one of a device that has one."""
     if device < 0:
         return below(seed, count)
@@ -205,7 +194,7 @@ def _serves_all(row: Ints, count: int, devices: int) -> bool:
 
 
 @compiled
-def _move_borders(starts: Ints, row: Ints, count: int, layers: int, device: int, seed: NDArray[np.uint64]) -> bool:
+def _move_borders(starts: Ints, row: Ints, count: int, layers: int, device: int, seed: Seed) -> bool:
     """Move a border of a stage by one layer, or several borders in a row."""
     if count < 2:
         return False
@@ -216,7 +205,8 @@ def _move_borders(starts: Ints, row: Ints, count: int, layers: int, device: int,
     follows = starts[until] if until < count else layers
     if starts[s] + by <= starts[s - 1] or starts[until - 1] + by >= follows:
         return False
-    starts[s:until] += by
+    for k in range(s, until):
+        starts[k] += by
     return True
 
 
@@ -231,7 +221,7 @@ def move(
     most_stages: int,
     borders: float,
     device: int,
-    seed: NDArray[np.uint64],
+    seed: Seed,
 ) -> int:
     """Change an arrangement in place, so that no device is left without a layer.
 
@@ -303,7 +293,7 @@ def promising(
     to_starts: Ints,
     to_row: Ints,
     to_ahead: Floats,
-    seed: NDArray[np.uint64],
+    seed: Seed,
 ) -> tuple[int, float]:
     """Draw moves until the least step of one is below what an annealing walk would accept.
 
@@ -326,8 +316,10 @@ def promising(
     """
     devices = len(i.room)
     for _ in range(tries):
-        limit = mean * (1.0 - heat * np.log(1.0 - drawn(seed)))
-        to_starts[:count], to_row[:count], to_ahead[:count] = starts[:count], row[:count], ahead[:count]
+        limit = accepted(mean, heat, seed)
+        _copy(starts, row, to_starts, to_row, count)
+        for s in range(count):
+            to_ahead[s] = ahead[s]
         device = slowest if drawn(seed) < often else -1
         result = move(to_starts, to_row, to_ahead, count, i.layers, devices, most_stages, borders, device, seed)
         if result and least_steps(i, to_starts, to_row, result).max() < limit:
@@ -336,7 +328,7 @@ def promising(
 
 
 @compiled
-def nudged(ahead: Floats, count: int, most: int, often: float, seed: NDArray[np.uint64]) -> Floats:
+def nudged(ahead: Floats, count: int, most: int, often: float, seed: Seed) -> Floats:
     """How many forwards stages may run ahead, some of them one more or one less."""
     result = ahead[:count].copy()
     for s in range(count):
@@ -356,7 +348,7 @@ def anneal(
     warm: float,
     cold: float,
     tries: int,
-    seed: NDArray[np.uint64],
+    seed: Seed,
 ) -> int:
     """Walk by least steps alone from an arrangement, and put the best one of the walk in its place.
 
@@ -378,18 +370,18 @@ def anneal(
     here_starts, here_row, here_count = starts.copy(), row.copy(), count
     to_starts, to_row, nothing = starts.copy(), row.copy(), np.zeros(len(row))
     for k in range(tries):
-        to_starts[:here_count], to_row[:here_count] = here_starts[:here_count], here_row[:here_count]
+        _copy(here_starts, here_row, to_starts, to_row, here_count)
         result = move(to_starts, to_row, nothing, here_count, i.layers, devices, most_stages, borders, -1, seed)
         if not result:
             continue
         new = smooth(least_steps(i, to_starts, to_row, result), SMOOTH)
         heat = warm * (cold / warm) ** (k / tries)
-        if new < value or (new < np.inf and drawn(seed) < np.exp((value - new) / (heat * value))):
+        if new < accepted(value, heat, seed):
             value, here_count = new, result
-            here_starts[:result], here_row[:result] = to_starts[:result], to_row[:result]
+            _copy(to_starts, to_row, here_starts, here_row, result)
             if new < best:
                 best, best_count = new, result
-                starts[:result], row[:result] = to_starts[:result], to_row[:result]
+                _copy(to_starts, to_row, starts, row, result)
     return best_count
 
 

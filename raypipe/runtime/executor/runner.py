@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -57,6 +57,16 @@ POLL_S = 5e-5
 
 Handler = Callable[[Any, Action], None]
 """Runs one task of a runner, its first argument; leaves the tensors to send in the runner's ``p2p_buffers``."""
+
+
+class Recorder(Protocol):
+    """Keeps a device's place in its step for others to read (``recovery.flight_recorder``)."""
+
+    def begin(self, program: Program, step: int) -> None:
+        """Begin a step."""
+
+    def at(self, position: int, awaits: int = 0) -> None:
+        """Note the task at a position, and which of its messages it waits for, from 1; 0: it runs."""
 
 
 class ProgramRunner:
@@ -99,6 +109,7 @@ class ProgramRunner:
         self.turns: Alternation | None = None
         """Runs the two halves of a pair in turns; None: one after the other."""
         self.updates = UpdatePolicy()
+        self.recorder: Recorder | None = None
 
     def surround(self, around: Callable[[Handler], Handler]) -> None:
         """Put something around every handler."""
@@ -157,16 +168,21 @@ class ProgramRunner:
         Raises:
             TransportError: a message did not arrive in time; it names task, peer and micro-batch.
         """
+        self.clock.begin()
         self.step, self.base, self.program = step, step * self.microbatches, program
         self.attempt = self.received = self.received_bytes = 0
         self.message_waits = {}
         times = np.empty((len(program.actions), 2))
+        if self.recorder is not None:
+            self.recorder.begin(program, step)
         begin = 0
         if self.updates.pending:
             begin = self._run_head(times)
         else:
             self._post({})
         self._run(times, begin, len(program.actions))
+        if self.recorder is not None:
+            self.recorder.at(len(program.actions))
         if not runs_behind(self.device):  # else ``times_of`` pushes them, when the device has come to them
             for sender in self.senders.values():
                 sender.flush(self.timeout_s)
@@ -224,6 +240,7 @@ class ProgramRunner:
         senders = tuple(self.senders.values())
         waits, measures = True, not runs_behind(self.device)
         clock = time.perf_counter
+        note = None if self.recorder is None else self.recorder.at
         for i, action in enumerate(actions[begin:end], begin):
             self.doing, self.position = action, i
             inserted, waited = action.inserted, 0.0
@@ -231,12 +248,16 @@ class ProgramRunner:
                 if inserted:
                     self._issue(inserted, position)
                 if message.src_device != message.dst_device:
+                    if note is not None:
+                        note(i, position + 1)
                     began = clock()
                     self.receive(message, action)
                     arrived = clock()
                     waited += arrived - began
             if inserted:
                 self._issue(inserted, len(action.receives))
+            if note is not None:
+                note(i)
             if waits and action.task.kind == "U":
                 waits = False
                 self.before_updates(times)

@@ -54,6 +54,11 @@ class DeviceGraphs(Protocol):
         """Return a second stream for one capture; the main stream has waited for all of its work at the end."""
 
 
+def capture_stream(device: torch.device) -> Any:
+    """Return the stream of a GPU on which work is captured."""
+    return named_stream(device, "captures", MAIN_PRIORITY)
+
+
 class CudaGraphs:
     """CUDA graphs of a GPU.
 
@@ -62,7 +67,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = named_stream(device, "captures", MAIN_PRIORITY)
+        self._stream = capture_stream(device)
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """See DeviceGraphs.warm_up. On the stream of captures: libraries have a workspace per stream."""

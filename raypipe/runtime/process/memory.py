@@ -28,6 +28,25 @@ def allocated_bytes(device: torch.device) -> int:
         return resident_bytes()
 
 
+def taken_beside_tensors(device: torch.device) -> int:
+    """Return the bytes of a GPU that are taken beside what torch's allocator has reserved; 0 on a CPU.
+
+    These are contexts, loaded kernels and buffers of communicators, of every process that uses the GPU, and what other
+    processes' allocators have.
+    """
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most memory taken so far: of the GPU, with what is taken beside tensors now; else by the process."""
+    if device.type == "cuda":
+        return taken_beside_tensors(device) + torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context manager that records the peak of the memory in use, in bytes, as ``peak``.
 
@@ -78,11 +97,9 @@ class MeasuredMemory(NamedTuple):
     """In bytes."""
 
     peak: int
-    """On a GPU the most that torch's allocator has reserved so far, else the process's largest resident set."""
+    """See ``peak_bytes``."""
     limit: float
     """All of the GPU's memory, or the host's."""
-    own: bool
-    """No other process is to take of that: it is a GPU's."""
 
 
 class MemoryReports:
@@ -105,6 +122,4 @@ class MemoryReports:
         if now < self._due:
             return None
         self._due = now + self.EVERY_S
-        if self._device.type == "cuda":
-            return MeasuredMemory(torch.cuda.max_memory_reserved(self._device), self._limit, True)
-        return MeasuredMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, self._limit, False)
+        return MeasuredMemory(peak_bytes(self._device), self._limit)

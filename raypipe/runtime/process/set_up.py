@@ -21,6 +21,9 @@ CUDA_SETTINGS = {
     # torch's watchdog of NCCL would end the process before the host's own timeout says what it has waited for.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Otherwise a thread of torch's asks rank 0 every second if it is to dump a trace, and where rank 0 is gone writes
+    # a stack of C++ each time.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 """Environment of processes that use GPUs; CUDA reads it when the process first uses a GPU."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

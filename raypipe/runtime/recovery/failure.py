@@ -31,8 +31,7 @@ from raypipe.errors import DeviceError, RaypipeError, RunError, TransportError
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import RunLog
-from raypipe.plan.less_memory import less_memory
-from raypipe.plan.plan import load_plan
+from raypipe.plan.plan import less_memory, load_plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -237,8 +236,19 @@ def _death(error: RayActorError) -> str:
 
 
 def failure_message(error: BaseException, traceback_file: Path) -> str:
-    """Describe a failure to the user: where, why, and (unless it is raypipe's own error) what to do about it."""
+    """Describe a failure to the user: where, why, and (unless it is raypipe's own error) what to do about it.
+
+    The error's notes follow, such as which task was the first to be stuck (``flight_recorder``).
+    """
     cause = own_error(error)
+    return "\n  ".join([_without_notes(cause, traceback_file), *_notes(cause)])
+
+
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", ()))
+
+
+def _without_notes(cause: BaseException, traceback_file: Path) -> str:
     if isinstance(cause, RaypipeError) and not isinstance(cause, DeviceError):
         return describe(cause)
     fix = f"the traceback is in {traceback_file}"
@@ -276,7 +286,10 @@ def outside_a_run(error: BaseException, calls: Sequence[Any], where: str) -> Bas
 def keep_traceback(directory: Path, error: BaseException) -> Path:
     """Append the traceback of ``error`` (a result of ``root_cause``) to the run's failure file; return its path."""
     path = directory / FILE
-    text = error.details if isinstance(error, DeviceError) else "".join(traceback.format_exception(error))
+    if isinstance(error, DeviceError):
+        text = "\n".join([error.details.rstrip(), *_notes(error)])
+    else:
+        text = "".join(traceback.format_exception(error))
     where = f" {error.where}" if isinstance(error, DeviceError) else ""
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}{where}\n{text.rstrip()}\n\n")

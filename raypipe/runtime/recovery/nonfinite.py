@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from raypipe.checkpoint import latest, open_checkpoint
+from raypipe.checkpoint import Checkpoint, latest, open_checkpoint
 from raypipe.errors import CheckpointError
 
 SKIPS_IN_A_ROW = 20
@@ -37,11 +37,15 @@ def left_out_before(checkpoint: Path | None) -> int:
     Raises:
         CheckpointError: the manifest says something else.
     """
-    if checkpoint is None:
-        return 0
-    result = open_checkpoint(checkpoint, verify=False).meta.get(LEFT_OUT, 0)
+    return 0 if checkpoint is None else left_out_of(open_checkpoint(checkpoint, verify=False))
+
+
+def left_out_of(checkpoint: Checkpoint) -> int:
+    """As ``left_out_before``, of an open checkpoint."""
+    result = checkpoint.meta.get(LEFT_OUT, 0)
     if type(result) is not int or result < 0:
-        raise CheckpointError(str(checkpoint), f"{LEFT_OUT} is no number of mini-batches", "use an earlier checkpoint")
+        why = f"{LEFT_OUT} is no number of mini-batches"
+        raise CheckpointError(str(checkpoint.path), why, "use an earlier checkpoint")
     return result
 
 

@@ -11,11 +11,11 @@ import ray
 import torch
 from torch import Tensor
 
-from raypipe.data import open_data
+from raypipe.data import open_data, token_budget
 from raypipe.data.sample_order import Split, sample_keys
 from raypipe.errors import RaypipeError, TransportError
 from raypipe.job.spec import JobSpec
-from raypipe.models import DTYPES, Lengths, Task
+from raypipe.models import DTYPES, LayeredModel, Lengths, Task
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.stage import StageModule
@@ -124,17 +124,17 @@ class StreamFeed(Feed):
 Modules = Mapping[StageKey, StageModule]
 
 
-def device_feed(setup: Setup, task: Task, modules: Modules, device: torch.device, reads_whole: bool) -> Feed:
+def device_feed(setup: Setup, model: LayeredModel, modules: Modules, device: torch.device, reads_whole: bool) -> Feed:
     """Return what reads the raw inputs of a device's stages.
 
     Args:
         setup: that of the device's worker.
-        task: what the model is trained to do.
+        model: the whole model.
         modules: the stage replicas of the device.
         device: where the samples go.
         reads_whole: see ``open_data``.
     """
-    job, samples = setup.job, setup.samples_per_microbatch
+    job, task, samples = setup.job, model.task, setup.samples_per_microbatch
     reads = {name for module in modules.values() for name in module.reads}
     if setup.samples is not None:
         own: dict[Split, set[int]] = {
@@ -142,7 +142,8 @@ def device_feed(setup: Setup, task: Task, modules: Modules, device: torch.device
             "val": _microbatches_read([setup.evaluate], modules, setup.microbatches, setup.slices),
         }
         return StreamFeed(setup.samples, job, task, reads, samples, device, own, setup.left_out)
-    data = open_data(setup.data, task, job.data.pad_to_multiple_of, reads, reads_whole)
+    budget = token_budget(job, setup.parallel.replicas, model)
+    data = open_data(setup.data, task, job.data.pad_to_multiple_of, reads, reads_whole, budget)
     return Feed(
         data, task, reads, job.train.seed, job.train.batch, samples, device, DTYPES[job.train.dtype], setup.left_out
     )

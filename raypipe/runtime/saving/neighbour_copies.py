@@ -12,26 +12,29 @@ Source: Wang et al. 2023, GEMINI (SOSP), section 4, with two copies, and with no
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypipe.checkpoint import ShardInfo
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, TransportError
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.node_files import SentShard, received
-from raypipe.runtime.recovery.nonfinite import NonFiniteError
+from raypipe.runtime.recovery.nonfinite import LEFT_OUT, NonFiniteError
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.state.shard_writer import Keeper, SaveBegun, writes_of
+from raypipe.runtime.state.keeper import Keeper, KeptCopy, KeptShard
+from raypipe.runtime.state.shard_writer import SaveBegun, shard_name, writes_of
 
 NUMBERS = 1 << 32
 """Copies that each driver may number."""
@@ -110,7 +113,7 @@ def start_index(**options: Any) -> Any:
 
 
 @contextmanager
-def copies_kept(run_id: str, every: int) -> Iterator[None]:
+def copies_kept(run_id: str, every: int | Literal["auto"]) -> Iterator[None]:
     """Keep the copies of a run that makes some while the block lasts, whatever becomes of its drivers."""
     if not every:
         yield
@@ -136,21 +139,52 @@ def _name(run_id: str) -> str:
 
 ANSWER_S = 5.0
 """Time that a keeper has to answer."""
+LOOK_S = 0.02
+"""Interval at which it looks for copies that are arriving."""
 START_S = 60.0
 """Time that an index has to answer, which may have to start on busy cores."""
+
+
+FIRST = 8
+"""Steps between copies with ``auto``, until one has been measured: as many as one call of the workers may have."""
+SHARE = 0.02
+"""Largest share of the time that copies may take from training."""
+MEASURED = 5
+"""Newest steps and copies of which the median counts."""
+
+
+def interval(stall_s: float, seconds: float, step_s: float) -> int:
+    """Return the steps between copies: the fewest with which they cost at most ``SHARE`` of the time, and arrive.
+
+    Args:
+        stall_s: seconds for which a copy keeps a worker from training.
+        seconds: from its beginning to when all of it has arrived.
+        step_s: seconds of a step.
+
+    >>> interval(stall_s=0.002, seconds=0.03, step_s=0.05)
+    2
+    >>> interval(stall_s=0.0001, seconds=0.16, step_s=0.05)
+    4
+    """
+    return max(1, math.ceil(stall_s / (SHARE * step_s)), math.ceil(seconds / step_s))
 
 
 class NeighbourCopies:
     """The copies of a run, as one driver makes them in all of its attempts.
 
     Args:
-        every: steps between copies; 0 for none.
+        every: steps between copies; 0 for none, ``auto``: as measured (``interval``).
         log: of the run.
         index: the run's index, with what drivers before this one have left; None for one of this driver's own.
     """
 
-    def __init__(self, every: int, log: RunLog, index: Any | None = None) -> None:
-        self._every, self._log = every, log
+    def __init__(self, every: int | Literal["auto"], log: RunLog, index: Any | None = None) -> None:
+        self._measures = every == "auto"
+        self._every, self._log = FIRST if every == "auto" else every, log
+        self._step_s: deque[float] = deque(maxlen=MEASURED)
+        """Of the newest steps."""
+        self._stall_s: deque[float] = deque(maxlen=MEASURED)
+        """Seconds in which the slowest worker could not train, for the newest copies."""
         self._index, self._own = index, index is None
         self._keepers: dict[str, Any] = {}
         """By Ray's id of the node."""
@@ -179,6 +213,15 @@ class NeighbourCopies:
         self._start_index()
         self._keepers.clear()
         self.forget()
+
+    def took(self, step_s: float) -> None:
+        """Note how long a step took, in seconds."""
+        self._step_s.append(step_s)
+
+    @property
+    def made(self) -> bool:
+        """Return whether the run makes any."""
+        return bool(self._every)
 
     def due(self, done: int) -> bool:
         """Return whether to copy the state after ``done`` steps."""
@@ -213,6 +256,7 @@ class NeighbourCopies:
             NonFiniteError: a parameter or an optimizer state is not finite.
         """
         results = list(results)
+        self._stall_s.append(max((one.stall_s - one.waited_s for one in results), default=0.0))
         self.heard(results)
         broken = next((r.broken for r in results if r.broken is not None), None)
         if broken is not None:
@@ -237,7 +281,13 @@ class NeighbourCopies:
             self._held = copy
             assert self._index is not None
             self._index.hold.remote(copy)
-            self._log.event("copied", step=copy.step, seconds=time.monotonic() - self._began[copy.number])
+            seconds = time.monotonic() - self._began[copy.number]
+            stall_s = median(self._stall_s) if self._stall_s else 0.0
+            if self._measures and self._step_s:
+                self._every = interval(stall_s, seconds, median(self._step_s))
+            size = sum(shard.bytes for shard in copy.shards.values() if shard is not None)
+            fields = {"seconds": seconds, "stall_s": stall_s, "bytes": size, "every": self._every}
+            self._log.event("copied", step=copy.step, **fields)
             self._under_way = {number: one for number, one in self._under_way.items() if one.step > copy.step}
             self._began = {number: self._began[number] for number in self._under_way}
 
@@ -273,9 +323,9 @@ class NeighbourCopies:
         checkpoints.left_out = held.left_out
         folder = checkpoints.folder(held.step)
         try:
-            shards = [self._fetched(held, rank, info, folder) for rank, info in held.shards.items() if info is not None]
+            shards = [received(folder, SentShard(one.info, one.blocks())) for one in self._kept(held)]
             checkpoints.commit(held.step, shards, None, is_best=False)
-        except (RayError, CheckpointError) as error:
+        except (RayError, CheckpointError, TransportError) as error:
             self._held = None
             checkpoints.delete(folder)
             why = str(error).partition("\n")[0]
@@ -284,15 +334,55 @@ class NeighbourCopies:
         checkpoints.committed(held.step, {}, False, 0.0, time.monotonic() - began)
         return True
 
-    def _fetched(self, held: Copy, rank: int, info: ShardInfo, folder: Path) -> ShardInfo:
-        failed: Exception = CheckpointError(info.file, "is kept by nobody any more", "save more often")
-        for keeper in (self._keepers[node] for node in held.nodes[rank] if node in self._keepers):
+    def _kept(self, copy: Copy) -> list[KeptShard]:
+        """Return a complete copy's shards, with those of its keepers that there still are."""
+        result = []
+        for rank, info in sorted(copy.shards.items()):
+            if info is not None:
+                keepers = tuple(self._keepers[node] for node in copy.nodes[rank] if node in self._keepers)
+                result.append(KeptShard(copy.number, info, keepers))
+        return result
+
+    def newest(self, most: int, dead: Collection[int]) -> KeptCopy | None:
+        """Return the newest complete copy of at most ``most`` steps, for devices to go on with; None if there is none.
+
+        Keepers say what has arrived, so that the shard of a worker counts that died before it could report it; what
+        those that live are sending is waited for, where the ``dead`` ranks have sent theirs.
+        """
+        deadline = time.monotonic() + ANSWER_S
+        while self._arriving(most, dead) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        self._under_way.clear()
+        if self._held is None or self._held.step > most:
+            return None
+        assert self._index is not None
+        self._index.hold.remote(self._held)
+        meta = {LEFT_OUT: self._held.left_out} if self._held.left_out else {}
+        return KeptCopy.of(self._held.step, meta, self._kept(self._held))
+
+    def _arriving(self, most: int, dead: Collection[int]) -> bool:
+        """Hold the newest copy that is complete; return whether a newer one may become so."""
+        arrived: dict[int, dict[str, ShardInfo]] = {}
+        for asked in [keeper.whole.remote() for keeper in self._keepers.values()]:
             try:
-                blocks = ray.get(keeper.give.remote(held.number, Path(info.file).stem))
-                return received(folder, SentShard(info, blocks))
-            except (RayError, CheckpointError) as error:
-                failed = error
-        raise failed
+                for number, shards in ray.get(asked, timeout=ANSWER_S).items():
+                    arrived.setdefault(number, {}).update(shards)
+            except RayError:
+                continue  # its node may be gone
+        nothing = () if self._held is None else (rank for rank, one in self._held.shards.items() if one is None)
+        empty: dict[int, ShardInfo | None] = dict.fromkeys(nothing)
+        later = False
+        for copy in sorted(self._under_way.values(), key=lambda one: one.step):
+            if copy.step > most:
+                break
+            there = arrived.get(copy.number, {})
+            named = {rank: there.get(shard_name(rank)) for rank in range(len(copy.nodes))}
+            copy.shards = {**empty, **{rank: one for rank, one in named.items() if one is not None}, **copy.shards}
+            if len(copy.shards) == len(copy.nodes):
+                self._held, later = copy, False
+            else:
+                later = later or copy.shards.keys() >= set(dead)
+        return later
 
     def __enter__(self) -> NeighbourCopies:
         return self

@@ -34,7 +34,7 @@ from raypipe.runtime.recovery.failure import own_error
 from raypipe.runtime.session.call_data import CallData, Datum, Limits, check, pack
 from raypipe.runtime.session.call_programs import KEPT, CallPrograms, Key, Kind
 from raypipe.runtime.session.pending import Log, PendingCall, Refs
-from raypipe.runtime.session.session_worker import AdamW, CallPart
+from raypipe.runtime.session.session_worker import AdamW, CallPart, UpdatePart
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.setup.communicators import check_devices
@@ -72,6 +72,10 @@ class Updated:
     """Number of updates of its slot so far."""
     grad_norm: float
     """Global norm of the gradients, before clipping."""
+    bubble_ratio: float
+    """Share of the time since the update before, of whatever slot, in which devices computed nothing."""
+    between_calls: float
+    """Share of that time in which they had no call to run."""
 
 
 class Session:
@@ -110,8 +114,8 @@ class Session:
         self._gradients: set[int] = set()
         """Slots that have something to update with."""
 
-    def set_up(self) -> None:
-        """Build the stages on the workers; call it before anything else.
+    def set_up(self) -> list[int]:
+        """Build the stages on the workers, and return how many parameters each has; call it before anything else.
 
         Raises:
             ClusterError: the nodes cannot run the job together.
@@ -124,7 +128,7 @@ class Session:
         running = running_of(self.plan, job.train.batch, clips=False)
         self._directory.mkdir(parents=True, exist_ok=True)
         setups = setups_of(workers, job, running, self._directory, None, False, 0, recovers=False, left_out=0)
-        ray.get(workers.call_each("setup", [(setup,) for setup in setups]))
+        return [count for count, _ in ray.get(workers.call_each("setup", [(setup,) for setup in setups]))]
 
     def forward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
@@ -161,8 +165,13 @@ class Session:
             self._updates[slot] += 1
             key, step = Key("update", 0), self._updates[slot]
 
-            def read(shares: list[float]) -> Updated:
-                return Updated(step, math.sqrt(math.fsum(shares)))
+            def read(parts: list[UpdatePart]) -> Updated:
+                seconds = math.fsum(part.seconds for part in parts)
+                idle, between = (
+                    1 - math.fsum(each) / seconds
+                    for each in ((part.computed_s for part in parts), (part.called_s for part in parts))
+                )
+                return Updated(step, math.sqrt(math.fsum(part.norm_squared for part in parts)), idle, between)
 
             made = self._queue(slot, read, lambda: self._run(key, "update", slot, (adam,)))
             if len(self._logs[slot].calls) >= SNAPSHOT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from raypipe.data.sample_order import Split
 from raypipe.models import DTYPES, Inputs, LayeredModel, Lengths
+from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.replacement import parts_when_lost
 from raypipe.runtime.session.call_data import PADDING, CallData
@@ -24,6 +26,7 @@ from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.update.updates import Updates
 from raypipe.runtime.worker.worker import StageWorker
+from raypipe.schedule.kinds import COMPUTE
 from raypipe.schedule.lowering.programs import Program
 
 MOST_MICROBATCHES = 1 << 20
@@ -50,6 +53,19 @@ class CallPart(NamedTuple):
     """Sequences in ``loss_sum``, with those that are padding."""
     logprobs: Mapping[int, NDArray[Any]]
     """By the number of a sequence in its call: ``[padded length]``."""
+
+
+class UpdatePart(NamedTuple):
+    """One device's report of an update, and of the time since the update before it, of whatever slot."""
+
+    norm_squared: float
+    """Its share of the squared global norm of the gradients, before clipping."""
+    seconds: float
+    """Since the device's last update, or its set-up."""
+    called_s: float
+    """Of these, with a call running."""
+    computed_s: float
+    """Of these, in compute tasks (F, B, W, BW, R)."""
 
 
 class CallFeed(Feed):
@@ -103,6 +119,7 @@ class StageSession(StageWorker):
         self.programs: dict[Key, Program] = {}
         held = super().setup(replace(setup, microbatches=MOST_MICROBATCHES))
         self.slots = Slots(self.modules, self.optimizers, self.executor)
+        self._since, self._called_s, self._computed_s = time.monotonic(), 0.0, 0.0
         return held
 
     def learn(self, key: Key, program: Program) -> None:
@@ -129,15 +146,14 @@ class StageSession(StageWorker):
         self.slots.use(slot)
         self.feed.begin(call)
         self.task.begin(loss, options)
-        result = self.executor.run(self.programs[key], number, 0.0, "train" if key.kind == "backward" else "val")
+        result = self._run(key, number, 0.0, "train" if key.kind == "backward" else "val")
         kept = {row: values.cpu().numpy() for row, values in self.task.take().items() if row != PADDING}
         return CallPart(result.loss_sum, result.samples, kept)
 
     @raises_device_errors
     @parts_when_lost
-    def update(self, slot: int, number: int, key: Key, adam: AdamW) -> float:
-        """Sum the gradients since the last update, clip them and update; return this device's share of the squared
-        global norm, before clipping."""
+    def update(self, slot: int, number: int, key: Key, adam: AdamW) -> UpdatePart:
+        """Sum the gradients since the last update, clip them and update."""
         self.slots.use(slot)
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:
@@ -147,7 +163,20 @@ class StageSession(StageWorker):
         updates = self.executor.updates
         assert isinstance(updates, Updates)
         updates.limit = adam.clip
-        return self.executor.run(self.programs[key], number, adam.lr).norm_squared
+        norm_squared = self._run(key, number, adam.lr).norm_squared
+        began, self._since = self._since, time.monotonic()
+        part = UpdatePart(norm_squared, self._since - began, self._called_s, self._computed_s)
+        self._called_s = self._computed_s = 0.0
+        return part
+
+    def _run(self, key: Key, number: int, rate: float, split: Split = "train") -> StepResult:
+        """Run a program, and count its time."""
+        began, program = time.monotonic(), self.programs[key]
+        result = self.executor.run(program, number, rate, split)
+        computes = [action.task.kind in COMPUTE for action in program.actions]
+        self._computed_s += float((result.times[:, 1] - result.times[:, 0]) @ np.array(computes, float))
+        self._called_s += time.monotonic() - began
+        return result
 
     @raises_device_errors
     @parts_when_lost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,8 +16,10 @@ import torch.distributed as dist
 
 from raypipe.errors import ClusterError
 from raypipe.runtime.clocks.shared_clock import SharedClock, open_clock
+from raypipe.runtime.process.memory import taken_beside_tensors
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER
+from raypipe.runtime.transport.gpu.side_stream import current_gpu
 from raypipe.runtime.transport.inbox import absent
 from raypipe.runtime.transport.interfaces import use_interface
 from raypipe.runtime.transport.process_groups import abort_groups, connected_on_use, create_groups, forget_groups
@@ -92,6 +95,8 @@ class Communicators:
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         self.clock = SharedClock()
+        self.groups_bytes = self.channels_bytes = 0
+        """What the groups, and then the channels, have taken of this process's GPU; 0 on a CPU."""
         if len(topology.peers) == 1:
             return
         nodes = [peer.node for peer in topology.peers]
@@ -114,7 +119,9 @@ class Communicators:
                 # Collectives keep the message timeout also where messages on the world's group may take any time.
                 self.world = dist.new_group(timeout=limit, backend="gloo") if posted_ahead else dist.group.WORLD
             self.clock = open_clock(rank, nodes, first, store, topology.run_id, timeout_s=topology.timeout_s)
+            before = self._taken(backend)
             self.groups = create_groups(topology.groups, backend, topology.timeout_s)
+            self.groups_bytes = self._taken(backend) - before
             self.senders, self.receivers = open_channels(
                 topology.peers[rank],
                 topology.peers,
@@ -123,6 +130,7 @@ class Communicators:
                 topology.run_id,
                 timeout_s=topology.timeout_s,
             )
+            self.channels_bytes = self._taken(backend) - before - self.groups_bytes
         except RuntimeError as error:  # torch's, of Gloo, NCCL or the store
             abort_groups()
             self.close()
@@ -131,6 +139,10 @@ class Communicators:
             abort_groups()
             self.close()  # so that the worker's next set-up can join another world
             raise
+
+    @staticmethod
+    def _taken(backend: str) -> int:
+        return taken_beside_tensors(current_gpu()) if backend == "nccl" else 0
 
     def leave(self) -> list[Any]:
         """Close every channel, and return the groups: their connections end with the last reference to them.
@@ -238,6 +250,12 @@ def check_devices(locations: Sequence[Location]) -> None:
     if slices and len(locations) > 1:
         why = "its device is a slice of a GPU (MIG), and NCCL joins no slices"
         raise ClusterError(slices[0], why, "use whole GPUs, or one worker")
+
+
+def sharers(locations: Sequence[Location]) -> list[int]:
+    """Return, for each worker, how many have its device and so its memory: a GPU, or the CPUs of a host."""
+    on = Counter((at.peer.node, at.peer.device) for at in locations)
+    return [on[at.peer.node, at.peer.device] for at in locations]
 
 
 def own_node() -> Node:

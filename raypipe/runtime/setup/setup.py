@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from raypipe.checkpoint import Checkpoint
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
@@ -53,8 +54,9 @@ class Setup:
     """Folder of the prepared data."""
     fields: dict[str, Field] | None
     """Per prepared array, the shape of one sample and its dtype; None for text."""
-    checkpoint: Path | None
-    """Where to read parameters and optimizer state from; None to start afresh."""
+    checkpoint: Path | Checkpoint | None
+    """Where to read parameters and optimizer state from: a folder, or a copy in keepers' memory (``state.keeper``);
+    None to start afresh."""
     sends_shards: bool = False
     """Whether the node does not share the run's directory, so that shards of checkpoints are sent to the driver."""
     slices: int = 1

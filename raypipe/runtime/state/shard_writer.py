@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray.exceptions import RayError
 from torch import Tensor
 
@@ -60,6 +59,11 @@ def writes_of(results: Iterable[StepResult | SaveBegun | Written | None]) -> Ite
         yield from (one for one in (written if isinstance(written, tuple) else (written,)) if one is not None)
 
 
+def shard_name(rank: int) -> str:
+    """Return the name of a worker's shard, without the ending of its file."""
+    return f"rank-{rank:05d}"
+
+
 class ShardWriter:
     """Writes one worker's shards, one after another."""
 
@@ -88,7 +92,7 @@ class ShardWriter:
 
     def _work(self, rank: int, number: int, store: Store) -> Written:
         began = time.monotonic()
-        shard = store(f"rank-{rank:05d}", self._snapshot)
+        shard = store(shard_name(rank), self._snapshot)
         return Written(rank, number, shard, time.monotonic() - began, lost=shard is None)
 
     def ended(self) -> Written | None:
@@ -137,6 +141,7 @@ def send_snapshot(keepers: Sequence[Any], number: int, name: str, snapshot: Snap
         info = _by_block(name, snapshot, send)
         for calls in under_way:
             ray.get(calls)
+        ray.get([keeper.finish.remote(number, name, info) for keeper in keepers])
     except RayError:
         return None
     return info
@@ -150,25 +155,3 @@ def _by_block(name: str, snapshot: Snapshot, take: Callable[[bytes | memoryview]
         size += len(block)
         take(block)
     return ShardInfo(f"{name}.safetensors", size, digest.hexdigest(), snapshot.keys)
-
-
-class Keeper:
-    """A process that holds copies in its memory."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, dict[str, list[bytes]]] = {}
-
-    def take(self, number: int, name: str, block: NDArray[np.uint8]) -> None:
-        """Add the next block of a shard of copy ``number``."""
-        self._held.setdefault(number, {}).setdefault(name, []).append(block.tobytes())
-
-    def lives(self) -> None:
-        """Return at once."""
-
-    def drop_before(self, number: int) -> None:
-        """Drop the copies before this one; of later ones, whose numbers are smaller, some may have begun to arrive."""
-        self._held = {n: shards for n, shards in self._held.items() if n <= number}
-
-    def give(self, number: int, name: str) -> tuple[Any, ...]:
-        """Return references of a shard's blocks, in order."""
-        return tuple(ray.put(block) for block in self._held[number][name])

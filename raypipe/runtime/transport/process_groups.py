@@ -12,6 +12,7 @@ process already has, so members that are in different numbers of groups wait for
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,16 +51,32 @@ def in_rounds(groups: Sequence[Collection[int]]) -> list[list[int]]:
     return rounds
 
 
-def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+def new_group(
+    ranks: Iterable[int], backend: str, timeout: timedelta | None = None, ctas: int | None = None
+) -> dist.ProcessGroup | None:
     """Make a process group; every rank of the world calls this for all groups in the same order.
 
     NCCL's has no timeout: torch counts from when an operation is queued, long before the GPU comes to it, and its
     watchdog then ends the process. The host has the timeouts that name what they waited for.
 
+    Args:
+        ranks: of the members.
+        backend: ``gloo`` or ``nccl``.
+        timeout: of Gloo's operations.
+        ctas: with NCCL, on how many multiprocessors a transfer runs at most; None for NCCL's own choice. What the
+            environment says (``NCCL_MAX_CTAS``) goes before.
+
     Returns:
         The group, or None if the calling process is no member.
     """
-    group = dist.new_group(list(ranks), timeout=NEVER if backend == "nccl" else timeout, backend=backend)
+    options = None
+    if backend == "nccl":
+        timeout = NEVER
+    if backend == "nccl" and ctas is not None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = NEVER
+        options.config.max_ctas = ctas
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
     if not isinstance(group, dist.ProcessGroup):
         return None
     if backend == "nccl":
@@ -68,9 +85,18 @@ def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = No
 
 
 def abort_groups() -> None:
-    """End what this process's NCCL groups have under way, and the groups; to destroy them would wait for lost peers."""
-    while _nccl_groups:
-        _nccl_groups.pop().abort()
+    """End what this process's NCCL groups have under way, and the groups; to destroy them would wait for lost peers.
+
+    All at the same time: aborting one waits for what is before its work on the GPU's streams, and that may wait for a
+    lost peer in another (pytorch/pytorch issue 119797). NCCL's groups of calls would not do: torch aborts in threads of
+    its own.
+    """
+    threads = [threading.Thread(target=group.abort, daemon=True) for group in _nccl_groups]
+    _nccl_groups.clear()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def forget_groups() -> None:

@@ -6,11 +6,13 @@ Ray carries the calls and a few numbers; tensors go from worker to worker throug
 from __future__ import annotations
 
 import gc
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
@@ -25,7 +27,7 @@ from raypipe.runtime.executor.step import MOST_STEPS, StartedStep, StepResult, W
 from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
-from raypipe.runtime.process.memory import MemoryReports, resident_bytes
+from raypipe.runtime.process.memory import MemoryReports, peak_bytes, resident_bytes
 from raypipe.runtime.process.set_up import (
     choose_precision,
     compute_deterministically,
@@ -35,6 +37,8 @@ from raypipe.runtime.process.set_up import (
     set_up_process,
 )
 from raypipe.runtime.recovery.failure import raises_device_errors
+from raypipe.runtime.recovery.flight_recorder import FOLDER as FLIGHT
+from raypipe.runtime.recovery.flight_recorder import FlightRecorder
 from raypipe.runtime.recovery.replacement import (
     Transfer,
     leave,
@@ -65,6 +69,7 @@ from raypipe.runtime.worker.profiler_window import FOLDER, ProfilerWindow
 from raypipe.runtime.worker.settings import dtype_of_sums, first_k_tuner, norm_shares, step_settings
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.microbatch_order import Order
 from raypipe.tensor import Axis, ProcessGroup, SoloGroup, TensorGroup, set_group
 
 if TYPE_CHECKING:
@@ -139,9 +144,10 @@ class StageWorker:
         self._leave()
         self._begin(setup)
         self._build(setup)
-        checkpoint = None
-        if setup.checkpoint is not None:
-            checkpoint = open_checkpoint(setup.checkpoint, verify=False)  # the driver has verified it
+        checkpoint = setup.checkpoint
+        if isinstance(checkpoint, Path):
+            checkpoint = open_checkpoint(checkpoint, verify=False)  # the driver has verified it
+        if checkpoint is not None:
             for key, module in self.modules.items():
                 optimizer, divided = self.optimizers[key], self.shards.divided(key)
                 read_state(checkpoint, module, optimizer, setup.tied, setup.ranks, divided)
@@ -245,7 +251,7 @@ class StageWorker:
 
     def _feed(self, setup: Setup, model: LayeredModel) -> Feed:
         """Make what reads the raw inputs of the stages."""
-        return device_feed(setup, model.task, self.modules, self.device, self.reads_whole)
+        return device_feed(setup, model, self.modules, self.device, self.reads_whole)
 
     def _build(self, setup: Setup) -> None:
         """Build the stages and their optimizers."""
@@ -311,6 +317,9 @@ class StageWorker:
             shards,
         )
         self.executor.measures = setup.search_recompute
+        if setup.data.parent.is_dir():  # else it is a profile's, on another host
+            of = (self.rank, setup.device, self.title, os.getpid())
+            self.executor.recorder = FlightRecorder(setup.data.parent / FLIGHT, *of)
         self.profiler = ProfilerWindow(job.train.profile, setup.data.parent / FOLDER, self.rank, self.device)
         self.divided_by = {
             "tensor": self._group("tensor", groups.get(TENSOR_GROUP)),
@@ -367,14 +376,20 @@ class StageWorker:
 
     @raises_device_errors
     @parts_when_lost
-    def run_steps(self, step: int, parts: Sequence[Part] = (WHOLE,)) -> list[StepResult] | None:
+    def run_steps(
+        self, step: int, parts: Sequence[Part] = (WHOLE,), orders: Mapping[int, Order] = MappingProxyType({})
+    ) -> list[StepResult] | None:
         """Run training steps from ``step`` on, counted from 0, one for each of ``parts``.
+
+        ``orders``: of those whose micro-batches are not in the order of the data (``Feed.arrange``).
 
         Reports of what happened beside them come with the last result, so that none is lost with a step that fails.
 
         Returns None where updates are made while the next step runs, and in a run on GPUs, where steps are only
         queued: ``result`` returns each later, best after the next call, so that the GPU has work while the host waits.
         """
+        for number, order in orders.items():
+            self.executor.feed.arrange(number, order)
         results = [self.run_step(step + k, part) for k, part in enumerate(parts)]
         done = [one for one in results if one is not None]
         return [*done[:-1], self._with_reports(done[-1])] if done else None
@@ -515,8 +530,8 @@ class StageWorker:
         return time.monotonic()
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of this process in bytes."""
-        return resident_bytes()
+        """Return the most memory that was taken of this process's GPU; on a CPU its resident memory, in bytes."""
+        return peak_bytes(self.device) if self.device.type == "cuda" else resident_bytes()
 
     def heap_bytes(self) -> int:
         """Return the bytes that this process has allocated and not freed."""

@@ -4,9 +4,9 @@
 
 Every shape (SCHEDULE:STAGESxREPLICAS[:SHARD]) trains undisturbed once and then ``--runs`` times with ``--kills`` kills
 (SIGKILL) of a random worker each. Where its stages have twins (replicas, Chimera), these give a replacement their
-state, and at most one step is repeated (zb: or two); else the run has ``train.copy_every=1`` and goes on from the
-copies. A run is sound if its losses are those of the undisturbed one, bit for bit, and all processes but the killed
-ones lived on.
+state, and at most one step is repeated (zb: or two); else the run has ``train.copy_every=1`` and all go on from the
+copies, with at most one step repeated that had ended. A run is sound if its losses are those of the undisturbed one,
+bit for bit, and all processes but the killed ones lived on.
 With ``--standby`` a kill waits until the processes that stand by are ready, which have low priority on busy cores.
 Prints the seconds from each kill to the next step done, and the steps repeated; ``--restart KILLS`` measures the same
 with ``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
@@ -69,11 +69,10 @@ class Run:
     @property
     def sound(self) -> bool:
         kills = len(self.seconds)
-        wanted = (kills, 0) if self.twins else (0, kills)  # a kill may come before the first copies are complete
-        as_wanted = (self.in_place, self.restarts) == wanted and self.same_processes
+        as_wanted = (self.in_place, self.restarts) == (kills, 0) and self.same_processes
         # A device whose update can be taken back may begin the next step before the others know of this one.
-        most = 2 if self.shape.startswith("zb") else 1
-        few = max(self.repeated, default=0) <= most or not self.twins
+        most = 2 if self.shape.startswith("zb") or not self.twins else 1
+        few = max(self.repeated, default=0) <= most
         return self.status == 0 and self.same_losses and as_wanted and few
 
 
@@ -162,7 +161,7 @@ def killing(shape: str, job: Path, directory: Path, kills: int, losses: list[flo
     if apart:
         print(f"{shape}: the losses of {len(apart)} steps differ, the first of step {apart[0]}", file=sys.stderr)
     run.in_place, run.restarts = len(events(directory, "recovered")), len(events(directory, "restarted"))
-    run.from_copies = sum(event["source"] == "neighbour" for event in events(directory, "restarted"))
+    run.from_copies = sum(event["source"] == "neighbour" for event in events(directory, "recovered"))
     again = [*events(directory, "recovered"), *events(directory, "restarted")]
     run.repeated = [event["steps_repeated"] for event in again]
     return run
@@ -207,8 +206,8 @@ def main() -> int:
                 run = killing(shape, job, directory, args.kills, undisturbed["losses"], *extra)
                 found.append(run)
                 print(
-                    f"{shape} {number + 1}: status {run.status}, {len(run.seconds)} kills, {run.in_place} in place, "
-                    f"{run.restarts} restarts ({run.from_copies} from copies), same losses: {run.same_losses}, "
+                    f"{shape} {number + 1}: status {run.status}, {len(run.seconds)} kills, {run.in_place} in place "
+                    f"({run.from_copies} from copies), {run.restarts} restarts, same losses: {run.same_losses}, "
                     f"same processes: {run.same_processes}, "
                     f"repeated {sum(run.repeated)}, seconds {[round(s, 2) for s in run.seconds]}",
                     flush=True,

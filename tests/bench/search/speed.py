@@ -11,9 +11,9 @@ from raypipe.schedule.costs import CostTable
 from raypipe.search import search
 from raypipe.search.budget import Budget
 from raypipe.search.list_scheduling import LaneArrays, list_schedule
+from raypipe.search.order_walk import shortened
 from raypipe.search.priorities import portfolio
 from raypipe.search.problem import build
-from raypipe.search.tabu import improve
 from tests.bench.search.line import Effort, Line
 
 SIZES = ((4, 16), (8, 32), (16, 64), (32, 128), (64, 256))
@@ -23,7 +23,7 @@ SPREAD = 8.0
 
 
 def speed(effort: Effort) -> Iterator[Line]:
-    """One pass: one list schedule. One move of the local search: heads and tails anew. Both should be linear in tasks.
+    """One pass: one list schedule. One move of the walk: all times anew. Both should be linear in tasks.
     Then whole searches with the default budget, in 1F1B's memory and in half of it."""
     yield Line("D x N    tasks        build s  pass s  us/task  move ms  us/task   1F1B's memory        half of it")
     passes, moves_of = [], []
@@ -44,9 +44,9 @@ def speed(effort: Effort) -> Iterator[Line]:
         listed = list_schedule(layout, next(portfolio(problem)))
         assert listed is not None
         one_pass = time.perf_counter() - at
-        moves = max(20, 200_000 // problem.tasks)
+        moves = max(100, 20_000_000 // problem.tasks)
         at = time.perf_counter()
-        improve(problem, listed.orders, 0.0, Budget(math.inf), random.Random(0), moves)
+        shortened(layout, listed.orders, 0.0, Budget(math.inf), random.Random(0), moves)
         one_move = (time.perf_counter() - at) / moves
         ends = []
         for memory in (depth, depth // 2):

@@ -35,6 +35,11 @@ def documents(**keys: object) -> dict[str, Any]:
     return {"data": {"type": "documents", "path": "documents", **keys}}
 
 
+def packed(**keys: object) -> dict[str, Any]:
+    """Return a job whose documents are packed; ``keys``: of its data."""
+    return {**arrays(**keys), "train": {"steps": 4, "batch": 8, "tokens_per_step": 64}}
+
+
 FOUR = [1.0, 1.0, 0.5, 0.1]
 CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     # The key, its value, a job in which it has no effect and one in which it has one.
@@ -42,6 +47,11 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("data.order", "rows.npy", {}, arrays(order="rows.npy", held_out="other")),
     ("data.group_by_length", True, {}, arrays(group_by_length=True)),
     ("data.group_by_length", True, arrays(order="rows.npy", held_out="other"), arrays(group_by_length=True)),
+    ("data.order", "rows.npy", packed(held_out="other"), arrays(order="rows.npy", held_out="other")),
+    ("data.group_by_length", True, packed(), arrays(group_by_length=True)),
+    ("data.long_documents", "split", arrays(), packed()),
+    ("train.microbatch_tokens", 32, arrays(), packed()),
+    ("train.tokens_per_step", 64, {"model": CAPTURED}, arrays()),
     *(
         (f"data.{key}", value, {}, documents(**{key: value}))
         for key, value in {

@@ -16,6 +16,7 @@ from raypipe.plan.joint.orders_of import DueDates, OrdersOf, Way
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
 from raypipe.search.budget import Budget
+from raypipe.search.list_scheduling import LaneArrays
 from raypipe.search.objective import Measure, Objective
 from raypipe.search.priorities import PACES
 from tests.plan.conftest import make_job, make_profile
@@ -52,7 +53,9 @@ def test_orders_get_no_longer_and_are_those_of_the_problem(objective: Objective)
         made = orders.by_due_dates(a, tuned.way, tight.cap.tolist())
         assert made is not None
         assert made.value == pytest.approx(tuned.value, rel=1e-12)
-        assert Measure(made.problem, model.costs(a), objective).value(made.orders) == pytest.approx(made.value)
+        assert Measure(LaneArrays.of(made.problem), model.costs(a), objective).value(made.orders) == pytest.approx(
+            made.value
+        )
         assert all(peak <= cap * (1 + 1e-9) for peak in made.problem.peaks(made.orders))
     assert shorter
 

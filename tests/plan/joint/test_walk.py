@@ -12,10 +12,11 @@ from raypipe.cost.memory import parameter_bytes, stage_memory
 from raypipe.cost.stages import frozen_stages, stage_costs
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.instance import alike
-from raypipe.plan.joint.annealing import LeastStep, annealed, seed_of
+from raypipe.plan.joint.annealing import LeastStep, annealed
 from raypipe.plan.joint.arrangement import Arrangement, StageTables, of_layers
 from raypipe.plan.joint.walk_kernel import move
 from raypipe.schedule.shape import Grid
+from raypipe.search.order_walk import seed_of
 from tests.plan.conftest import make_job, make_profile
 from tests.plan.joint.least_in_python import InPython
 

@@ -25,6 +25,7 @@ from raypipe.runtime.compiled.program import CompiledStage, swap_in
 from raypipe.runtime.compiled.stored import StoredStages, function_of, read_stage, stage_key, write_stage
 from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor.compile_report import CutReport
+from tests.exhaustive import exhaustive
 from tests.runtime.compiled.pieces import assert_same, step_of
 from tests.runtime.runs.one_device import OneDevice, even_cut, one_device
 
@@ -43,7 +44,7 @@ def device(spec: GptSpec = SPEC, split: bool = True, dtype: torch.dtype = torch.
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing_toolchain() is not None, reason=str(missing_toolchain()))
-@pytest.mark.parametrize("split", [False, True], ids=["joint", "B and W"])
+@pytest.mark.parametrize("split", [*exhaustive(False), True], ids=["joint", "B and W"])
 def test_what_is_read_computes_what_was_written(split: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes, strides and alignment are those that it was compiled for, which is checked here in every call."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))

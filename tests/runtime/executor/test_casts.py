@@ -21,11 +21,10 @@ from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.asynchronous import WHOLE, parts
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_recompute, add_updates
-from tests.cost.test_memory_of_a_step import executor, one_thread
+from tests.cost.test_memory_of_a_step import executor
 from tests.runtime.runs.one_device import even_cut, run_step
 from tests.runtime.runs.test_any_model import CASES, MICROBATCH, fields_of
 
-__all__ = ["one_thread"]
 HERE = "tests.runtime.executor.test_casts"
 GPT = GptSpec(layers=2, hidden=32, heads=2, sequence=16, vocabulary=64, dropout=0.1)
 MATRICES = 2 * 4 + 1

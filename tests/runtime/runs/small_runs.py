@@ -14,6 +14,7 @@ from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.validation.metrics import validation_metrics
 from raypipe.train import make_plan
 
@@ -61,11 +62,16 @@ def new_driver(
     job: JobSpec, directory: Path, saved: Callable[..., None] = lambda *_: None, plan: Plan | None = None,
     log: type[RunLog] = RunLog,
 ) -> Driver:  # fmt: skip
-    """A driver with its data prepared, whose log is in ``directory``; ``plan``: another than the job's own."""
+    """A driver with its data prepared, whose log is in ``directory``; ``plan``: another than the job's own.
+
+    Whoever runs a job with ``train.copy_every`` ends its copies: ``driver.copies``.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
     validation = validation_metrics(job.train)
-    return Driver(job, plan or make_plan(job), directory, log(directory), saved, validation=validation)
+    log_of_run = log(directory)
+    copies = NeighbourCopies(job.train.copy_every, log_of_run)
+    return Driver(job, plan or make_plan(job), directory, log_of_run, saved, copies, validation)
 
 
 def drive(

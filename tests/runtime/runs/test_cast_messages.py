@@ -12,16 +12,13 @@ from torch import Tensor, nn
 from raypipe.data import Corpus, prepare
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.plan.less_memory import less_memory
-from raypipe.plan.plan import build_schedule
+from raypipe.plan.plan import build_schedule, less_memory
 from raypipe.runtime.executor.casts import MessageCast, message_cast_of
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import adamw_update, mean_loss, microbatch_losses, whole_gpt
 from tests.runtime.runs.small_runs import drive, small_job
-
-torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
 
 
 class Rounded(torch.autograd.Function):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.job_files import write_job
-from tests.ray_environment import without_ray
+from tests.ray_environment import forking, without_ray
 from tests.ray_head import ray_head
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
 def test_a_run_whose_workers_have_reserved_gpus_and_see_none_is_refused(text_folder: Path, tmp_path: Path) -> None:
     """Each worker has the GPU that Ray gave it: what hides GPUs from the driver does not hide them from its workers."""
     job = write_job(tmp_path / "job.yaml", text_folder, steps=2, eval_batches=1)
-    with ray_head(2, ["--num-gpus=2"]) as head:
+    with ray_head(2, ["--num-gpus=2"], **forking()) as head:
         done = subprocess.run(
             [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(tmp_path / "run")],
             capture_output=True, text=True, timeout=300, env=without_ray(RAY_ADDRESS=head.address, **head.token),

@@ -18,8 +18,6 @@ from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import microbatch_losses, whole_gpt
 from tests.runtime.runs.small_runs import drive, job_for, small_job
 
-torch.set_num_threads(1)  # tiny models: more threads only wait for each other, beside the stage actors
-
 ONE = {"schedule": "gpipe", "stages": 1}
 TWO = {"schedule": "1f1b", "stages": 2}
 

@@ -130,6 +130,49 @@ def test_a_worker_is_replaced(
     assert [a == b for a, b in zip(before, after, strict=True)] == [r != rank for r in range(len(before))]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "rank", "moment"),
+    [
+        ({"schedule": "1f1b", "stages": 4}, 1, "BW 0"),
+        ({"schedule": "1f1b", "stages": 2, "replicas": 2, "shard": "zero3"}, 2, "F 1"),
+        *exhaustive(
+            ({"schedule": "1f1b", "stages": 4}, 3, "ended 0"),
+            ({"schedule": "zb-v", "stages": 4, "microbatch": 1}, 0, "U 0"),
+        ),
+    ],
+    ids=["one-copy", "its-share-of-all-state", "result-not-delivered", "between-its-updates"],
+)
+def test_a_worker_without_a_twin_is_replaced_from_copies(
+    parallel: dict[str, Any], rank: int, moment: str, text_folder: Path, stage_pool, mortals: Mortals, tmp_path: Path
+) -> None:
+    """All go on from the newest copy, with at most one step that had ended run again."""
+    train, deep = {"steps": 6, "eval_every": 2, "clip": 0.5}, {"layers": 8}
+    undisturbed = drive(small_job(text_folder, parallel, deep, **train), stage_pool, tmp_path / "undisturbed")
+    mortals.file.write_text(f"{rank} 3 {moment}")
+    driver = new_driver(small_job(text_folder, parallel, deep, **train, copy_every=1), tmp_path / "disturbed")
+    with driver.copies:
+        workers = mortals.take(driver.schedule, driver.job.parallel.replicas)
+        before = [at.pid for at in workers.locations]
+        try:
+            driver.run(workers, None, 0)
+        finally:
+            mortals.leave(workers)
+            driver.log.close()
+    assert not mortals.file.exists()  # it has died
+    rows = read_rows(tmp_path / "disturbed" / METRICS)
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in rows if "loss" in r] == [
+        (r["step"], r["loss"], r["grad_norm"]) for r in undisturbed.rows
+    ]
+    assert [r["val_loss"] for r in rows if "val_loss" in r] == undisturbed.val_losses
+    (event,) = [e for e in read_rows(tmp_path / "disturbed" / EVENTS) if e["event"] == "recovered"]
+    assert (event["source"], event["ranks"]) == ("neighbour", [rank])
+    assert event["steps_repeated"] <= 2  # with the one that was running
+    assert event["stuck"].startswith("first stuck: ")
+    assert f"device {rank} is in " in event["stuck"] or moment == "ended 0"
+    after = [at.pid for at in workers.locations]
+    assert [a == b for a, b in zip(before, after, strict=True)] == [r != rank for r in range(len(before))]
+
+
 @pytest.mark.parametrize(("rank", "moment"), [(1, "agreed 0"), *exhaustive((2, "summed 0"), (3, "BW 1"))], ids=str)
 def test_a_worker_is_replaced_in_the_middle_of_a_call(
     rank: int, moment: str, text_folder: Path, mortals: Mortals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from raypipe.cli import run as command
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.train import saved_job
 from tests.ray_environment import without_ray
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.test_train_command import small_job
 
+FORKS = "tests.forked_workers.command"
 CLOSED = "http://127.0.0.1:9"
 """A proxy that answers nobody."""
 
@@ -29,9 +31,9 @@ def may_mount() -> bool:
         return False
 
 
-def run(mounts: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run raypipe after shell commands that mount something; these only where that is allowed."""
-    command = shlex.join([sys.executable, "-m", "raypipe", *words])
+def run(mounts: str, program: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run ``program`` as raypipe after shell commands that mount something; these only where that is allowed."""
+    command = shlex.join([sys.executable, "-m", program, *words])
     apart = ["unshare", "-m", "--propagation", "private"] if mounts else []
     return subprocess.run(
         [*apart, "bash", "-ec", f"{mounts}\nexec {command}"], capture_output=True, text=True, timeout=240, check=False,
@@ -46,15 +48,13 @@ def job(text_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.runs
 @pytest.mark.own_ray
-@pytest.mark.parametrize("everything", [False, True])
-def test_little_shared_memory_proxies_and_a_name_with_umlauts(job: Path, tmp_path: Path, everything: bool) -> None:
-    """And with ``everything``, a locale of ASCII alone and a home directory in which not even root can write."""
+def test_little_shared_memory_proxies_umlauts_an_ascii_locale_and_no_home(job: Path, tmp_path: Path) -> None:
+    """All at once; the locale has ASCII alone, and not even root can write in the home directory."""
     small = "mount -t tmpfs -o size=64m tmpfs /dev/shm" if may_mount() else ""
     directory = tmp_path / "mit Umläuten" / "läuft 1"
     poor = {name: CLOSED for proxy in ("http_proxy", "https_proxy") for name in (proxy, proxy.upper())}
-    if everything:
-        poor |= {"LC_ALL": "C", "LANG": "C", "HOME": "/proc/self"}
-    done = run(small, "train", str(job), "--run-dir", str(directory), **poor)
+    poor |= {"LC_ALL": "C", "LANG": "C", "HOME": "/proc/self"}
+    done = run(small, "raypipe", "train", str(job), "--run-dir", str(directory), **poor)
     assert done.returncode == 0, done.stderr
     assert sum("loss" in row for row in read_rows(directory / METRICS)) == 40
     notices = [e["message"] for e in read_rows(directory / EVENTS) if e["event"] == "notice"]
@@ -65,7 +65,7 @@ def test_little_shared_memory_proxies_and_a_name_with_umlauts(job: Path, tmp_pat
 @pytest.mark.runs
 @pytest.mark.own_ray
 def test_a_disk_that_fills_is_one_error_and_the_run_goes_on_from_the_checkpoint_before(
-    job: Path, tmp_path: Path
+    job: Path, tmp_path: Path, driver_here: None
 ) -> None:
     if not may_mount():
         pytest.skip("no file system can be mounted here")
@@ -76,7 +76,7 @@ def test_a_disk_that_fills_is_one_error_and_the_run_goes_on_from_the_checkpoint_
     words += ["--set", "train.checkpoint_every=1", "--set", "train.keep_checkpoints=100"]
     # What the small disk holds is copied away when the command has ended: it goes with the namespace.
     full = f"mount -t tmpfs -o size=4m tmpfs {disk}\ntrap 'cp -r {disk}/run {kept}' EXIT\nexec() {{ \"$@\"; }}"
-    done = run(full, *words)
+    done = run(full, FORKS, *words)
     assert done.returncode == 1, done.stdout
     assert done.stderr.count("No space left on device") == 1, done.stderr
     assert str(disk / "run") in done.stderr
@@ -85,8 +85,7 @@ def test_a_disk_that_fills_is_one_error_and_the_run_goes_on_from_the_checkpoint_
     assert 0 < before < 40
     (disk / "run").parent.rmdir()
     kept.rename(disk)
-    again = run("", "train", str(job), "--run-dir", str(disk), "--resume")
-    assert again.returncode == 0, again.stderr
+    assert command(["train", str(job), "--run-dir", str(disk), "--resume"]) == 0
     assert max(row["step"] for row in read_rows(disk / METRICS)) == 40
 
 

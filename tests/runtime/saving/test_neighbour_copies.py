@@ -12,6 +12,7 @@ import ray
 import torch
 
 from raypipe.checkpoint import Snapshot, open_checkpoint
+from raypipe.errors import CheckpointError, TransportError
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.executor.step import Written
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
@@ -47,8 +48,8 @@ class Run:
         self.calls = list(arguments)
         return []
 
-    def copy(self, step: int, ranks: Sequence[int] = (0, 1)) -> None:
-        """Copy the state after a step; only some of the workers come to the end."""
+    def copy(self, step: int, ranks: Sequence[int] = (0, 1), silent: Sequence[int] = ()) -> None:
+        """Copy the state after a step; only some of the workers come to the end, and the ``silent`` do not say so."""
         self.copies.call(self, step, left_out=1)  # type: ignore[arg-type]
         self.copies.begun(step, [SaveBegun(None, 0.0, 0.0, ()) for _ in range(2)])
         for rank in ranks:
@@ -56,7 +57,8 @@ class Run:
             snapshot = Snapshot()
             snapshot.take(state(rank, step))
             info = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
-            self.copies.heard([Written(rank, number, info, 0.1, lost=info is None)])
+            if rank not in silent:
+                self.copies.heard([Written(rank, number, info, 0.1, lost=info is None)])
 
     def kill_keepers(self) -> None:
         for keeper in {id(one): one for _, keepers in self.calls for one in keepers}.values():
@@ -72,6 +74,28 @@ def run(local_ray: None, text_folder: Path, tmp_path: Path) -> Iterator[Run]:
     yield made
     made.copies.__exit__()
     made.log.close()
+
+
+def test_devices_read_the_newest_copy_that_keepers_have_whole(run: Run) -> None:
+    """Also of a worker that died before it could report it, but not of more steps than are known."""
+    run.copy(2)
+    run.copy(4, silent=[1])
+    run.copy(6, ranks=[0])
+    assert run.copies.newest(1, {1}) is None
+    run.copy(4, silent=[1])
+    run.copy(6, ranks=[0])
+    copy = run.copies.newest(6, {1})
+    assert copy is not None
+    assert (copy.step, copy.meta) == (4, {"left_out": 1})
+    wanted = state(0, 4) | state(1, 4)
+    assert copy.keys == tuple(sorted(wanted))
+    result = copy.read(wanted)
+    assert all(torch.equal(result[key], value) for key, value in wanted.items())
+    with pytest.raises(CheckpointError, match="holds no param/9"):
+        copy.read(["param/9.w"])
+    run.kill_keepers()
+    with pytest.raises(TransportError, match="is kept by nobody any more"):
+        copy.read(wanted)
 
 
 def test_the_newest_complete_copies_become_a_checkpoint(run: Run) -> None:

@@ -41,6 +41,10 @@ from raypipe.runtime.transport.inbox import Inbox, who
 from raypipe.runtime.transport.process_groups import in_rounds, new_group
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
+EDGE_CTAS = 4
+"""Most multiprocessors that a transfer between two stages occupies. A receive is queued when its send is, which may be
+long before the data is ready, and spins meanwhile. Chosen without a GPU: not measured."""
+
 
 class Nccl(Transport):
     """CUDA tensors between two different GPUs."""
@@ -69,7 +73,7 @@ class Nccl(Transport):
         """See Transport.open."""
         for index in chain(*in_rounds(edges)):  # making a communicator, and warming it up, takes both ends
             edge = edges[index]
-            group = new_group(edge, "nccl", timedelta(seconds=opening.timeout_s))
+            group = new_group(edge, "nccl", timedelta(seconds=opening.timeout_s), ctas=EDGE_CTAS)
             if group is not None:
                 peer = sum(edge) - opening.me.rank
                 side = CopyStream(current_gpu(), edge_stream(edge, opening))

@@ -1,0 +1,167 @@
+"""A session as a named actor, for other code on the same Ray, such as a loop of reinforcement learning.
+
+    RemoteSession.start(load_job("job.yaml"), name="trainer")
+
+and in any other process of the cluster::
+
+    session = RemoteSession.find("trainer")
+    outputs = session.forward_backward([arrays(tokens, target_tokens=targets, weights=weights)])
+    update = session.optim_step(AdamW(lr=1e-4))
+    print(ray.get(outputs).loss_sum, ray.get(update).grad_norm)
+
+Calls return references at once. Those of one ``RemoteSession`` run in its order; several may use one session, with a
+slot each. Workers that die are started anew as in ``Session``; if the actor dies, its workers and slots go with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+
+from raypipe.errors import RunError
+from raypipe.job.spec import JobSpec
+from raypipe.runtime.session.call_data import Datum
+from raypipe.runtime.session.session import Session
+from raypipe.runtime.session.session_worker import AdamW
+from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
+from raypipe.service.opened import opened
+
+TURN_S = 60.0
+"""A call whose predecessor has not come for so long fails: it was lost on the way."""
+AT_ONCE = 256
+"""Calls that the actor takes before the first of them has ended."""
+
+
+class SessionActor:
+    """The process of the actor; ``RemoteSession`` calls it.
+
+    Ray may deliver calls to an asynchronous actor in another order than they were made in, as large arguments travel by
+    themselves. So they are numbered.
+    """
+
+    def __init__(self, job: JobSpec, directory: Path | None) -> None:
+        self._job, self._directory = job, directory
+        self._stack = ExitStack()
+        self._session: Session | None = None
+        self._next: defaultdict[str, int] = defaultdict(int)
+        self._turns = asyncio.Condition()
+
+    async def open(self) -> str:
+        """Start the workers, and return the directory of the run."""
+
+        def start() -> str:
+            prepared, self._session = self._stack.enter_context(opened(self._job, self._directory, print))
+            return str(prepared.directory)
+
+        return await asyncio.to_thread(start)
+
+    async def call(self, caller: str, number: int, method: str, *arguments: Any) -> Any:
+        """Call a method of the session when its turn has come, and return its result."""
+        async with self._turns:
+            try:
+                await asyncio.wait_for(self._turns.wait_for(lambda: self._next[caller] == number), TURN_S)
+            except asyncio.TimeoutError:
+                raise RunError(
+                    method, f"call {self._next[caller]} has not come in {TURN_S:g} s", "call again"
+                ) from None
+            try:
+                queued = await asyncio.to_thread(getattr(self._session, method), *arguments)
+            finally:
+                self._next[caller] += 1
+                self._turns.notify_all()
+        return await asyncio.to_thread(queued.result)
+
+    async def close(self) -> None:
+        """Stop the workers."""
+        await asyncio.to_thread(self._stack.close)
+
+
+class RemoteSession:
+    """Calls on a session in an actor. Every method returns a reference, whose value ``ray.get`` waits for.
+
+    Args:
+        actor: of ``find`` or ``ray.get_actor``; may be sent to other processes, which make a ``RemoteSession`` of it.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self._caller, self._numbers = uuid.uuid4().hex, itertools.count()
+
+    @classmethod
+    def start(
+        cls, job: JobSpec, name: str, directory: Path | None = None, lifetime: Literal["detached"] | None = None
+    ) -> RemoteSession:
+        """Start a session of a job in an actor of this name, and wait until its workers are ready.
+
+        Args:
+            job: as for ``raypipe serve``.
+            name: of the actor, unique in the namespace.
+            directory: of the run, on the actor's node; None for a new one.
+            lifetime: ``detached`` to outlive this process, until ``stop``.
+
+        Raises:
+            ray.exceptions.RayTaskError: the job cannot be run; its cause is what ``raypipe serve`` raises.
+            ValueError: there is an actor of this name.
+        """
+        made = ray.remote(SessionActor).options(name=name, num_cpus=0, max_concurrency=AT_ONCE, lifetime=lifetime)
+        session = cls(made.remote(job, directory))
+        try:
+            ray.get(session.actor.open.remote())
+        except BaseException:
+            ray.kill(session.actor)
+            raise
+        return session
+
+    @classmethod
+    def find(cls, name: str, namespace: str | None = None) -> RemoteSession:
+        """Return the session of an actor that ``start`` started, here or elsewhere.
+
+        Raises:
+            ValueError: there is none.
+        """
+        return cls(ray.get_actor(name, namespace))
+
+    def forward(
+        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
+    ) -> ray.ObjectRef[Any]:
+        """See ``Session.forward``; of ``Outputs``."""
+        return self._call("forward", data, loss, dict(options), slot)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
+    ) -> ray.ObjectRef[Any]:
+        """See ``Session.forward_backward``; of ``Outputs``."""
+        return self._call("forward_backward", data, loss, dict(options), slot)
+
+    def optim_step(self, adam: AdamW, slot: int = 0) -> ray.ObjectRef[Any]:
+        """See ``Session.optim_step``; of ``Updated``."""
+        return self._call("optim_step", adam, slot)
+
+    def save(self, folder: Path, slot: int = 0) -> ray.ObjectRef[Any]:
+        """See ``Session.save``; of the folder."""
+        return self._call("save", folder, slot)
+
+    def load(self, folder: Path, with_optimizer: bool, slot: int = 0) -> ray.ObjectRef[Any]:
+        """See ``Session.load``."""
+        return self._call("load", folder, with_optimizer, slot)
+
+    def free(self, slot: int) -> ray.ObjectRef[Any]:
+        """See ``Session.free``."""
+        return self._call("free", slot)
+
+    def stop(self) -> None:
+        """Stop the workers and the actor."""
+        ray.get(self.actor.close.remote())
+        ray.kill(self.actor)
+
+    def _call(self, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
+        call: Callable[..., ray.ObjectRef[Any]] = self.actor.call.remote
+        return call(self._caller, next(self._numbers), method, *arguments)

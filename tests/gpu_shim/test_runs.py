@@ -1,0 +1,65 @@
+"""Whole runs over the GPU shim: `raypipe train`, Ray Train and a fake GPU for each worker, under random delays."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu_shim.shim import lacking
+from tests.gpu_shim.whole_run import Run, train, until
+
+pytestmark = [
+    pytest.mark.runs,
+    pytest.mark.own_ray,
+    pytest.mark.skipif(bool(lacking()), reason=f"the GPU shim is not here: {lacking()}"),
+]
+STEPS = 4
+COPIES = {"schedule": "1f1b", "stages": 2, "replicas": 2, "microbatch": 2}
+CASES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "1f1b": ({"schedule": "1f1b", "stages": 4, "microbatch": 2}, 4, 4),
+    "zb-v": ({"schedule": "zb-v", "stages": 4, "microbatch": 2}, 4, 8),
+    "chimera": ({"schedule": "chimera", "stages": 4, "microbatch": 2}, 4, 4),
+    "zero3": (COPIES | {"shard": "zero3"}, 4, 4),
+    "tensor-2": ({"schedule": "1f1b", "stages": 2, "tensor": 2, "microbatch": 2}, 4, 4),
+}
+"""What is asked for, on how many GPUs, with how many layers."""
+
+
+def check_ended(run: Run, devices: int) -> None:
+    assert run.status == 0, run.said[-3000:]
+    assert run.left == ()
+    assert len(run.losses) == STEPS
+    (begun,) = {tuple(sorted(device["device"] for device in event["devices"])) for event in run.events("started")}
+    assert len(set(begun)) == devices
+    assert all(name.startswith("cuda:") for name in begun)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_ends_without_a_wait_of_the_host_in_its_steps(name: str, text_folder: Path, tmp_path: Path) -> None:
+    parallel, devices, layers = CASES[name]
+    run = train(tmp_path, text_folder, parallel, devices, layers=layers, steps=STEPS, clip=1.0)
+    check_ended(run, devices)
+    assert run.waits, "the shim has counted the waits of the set-up"
+    assert run.waits_in_steps() == []
+
+
+@pytest.mark.parametrize("copies", [2, 1], ids=["copied-from-a-copy", "from-a-checkpoint"])
+def test_a_killed_worker_is_replaced_on_its_gpu(copies: int, text_folder: Path, tmp_path: Path) -> None:
+    """Kernels take longer here: the worker has steps left when it is killed."""
+
+    def kill(directory: Path) -> None:
+        run = Run(0, "", directory, (), ())
+        until(lambda: len(run.losses) >= 2, 200.0)
+        until(lambda: copies == 2 or bool(run.events("checkpoint")), 60.0)
+        os.kill(run.events("started")[0]["devices"][1]["pid"], signal.SIGKILL)
+
+    run = train(
+        tmp_path, text_folder, COPIES | {"replicas": copies}, 2 * copies, kill, steps=STEPS, clip=1.0,
+        checkpoint_every=2, message_timeout_s=60.0, settings={"kernel_us": 4000},
+    )  # fmt: skip
+    check_ended(run, 2 * copies)
+    assert len(run.events("recovered" if copies == 2 else "restarted")) == 1

@@ -1,0 +1,69 @@
+"""Plans compared as one page: its numbers are those of the decision and of its simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from raypipe.cli import run as command
+from raypipe.job import load_cluster, load_job
+from raypipe.observe.plan_table import seconds, timeline_of
+from raypipe.observe.plans_page import TITLES, plans_page
+from raypipe.partition.job_costs import job_profile
+from raypipe.plan.choose import Decision, choose
+from tests.observe.html_page import Page
+
+ROOT = Path(__file__).parents[2]
+JOB, CLUSTER = ROOT / "jobs" / "gpt2-1.3b.yaml", ROOT / "cluster" / "devices" / "p100.yaml"
+
+
+@pytest.fixture(scope="module")
+def decision() -> Decision:
+    job = load_job(JOB, ["parallel.schedule=1f1b", "parallel.stages=8", "parallel.recompute=full"])
+    return choose(job, job_profile(job, load_cluster(CLUSTER).resized(8)), top=4)
+
+
+def test_the_page_says_what_the_planner_found(decision: Decision) -> None:
+    text = plans_page(decision, "<script>")
+    page = Page(text)
+    assert "<script" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert page.texts("h2") == list(TITLES)
+    cells = page.texts("td")
+    for row in decision.rows:
+        assert seconds(row.prediction.step_s) in cells
+        assert row.why in cells
+    p = decision.best
+    assert f"{p.candidate.stages} stages" in text
+    assert sum(cell.startswith("device ") for cell in cells) == 2 * p.candidate.stages  # memory, links
+
+
+def test_a_step_without_messages_is_simulated(decision: Decision) -> None:
+    p = decision.best
+    free = timeline_of(dataclasses.replace(p, costs=dataclasses.replace(p.costs, comm=0.0))).makespan
+    own = timeline_of(p).makespan
+    cells = Page(plans_page(decision, "job")).texts("td")
+    at = cells.index("messages take no time")
+    assert cells[at + 1 : at + 3] == [seconds(free), f"{1 - free / own:.1%}"]
+    assert free < own
+
+
+def test_every_device_computes_its_share(decision: Decision) -> None:
+    p = decision.best
+    step, costs = timeline_of(p), p.costs
+    cells = Page(plans_page(decision, "job")).texts("td")
+    at = len(cells) - 1 - cells[::-1].index("device 0")
+    work = p.candidate.microbatches * (
+        costs.forward[0] + costs.input_grad[0] + costs.weight_grad[0] + costs.recompute[0]
+    )
+    assert cells[at + 1] == f"{(work + costs.update[0]) / step.makespan:.1%}"
+
+
+def test_the_command_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plans.html"
+    given = ["--cluster", str(CLUSTER), "--devices", "4", "--budget", "1", "--search", "0"]
+    assert command(["autoconfigure", str(ROOT / "jobs" / "quickstart.yaml"), *given, "--html", str(file)]) == 0
+    assert file.read_text().startswith("<!DOCTYPE html>")
+    assert f"wrote {file}" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""Packed documents by token budget, through real stage actors: the loss curve of one process that has each alone.
+
+The loop takes the same documents one at a time, with PyTorch alone; of raypipe it has their order and the start values.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raypipe.data import Arrays, Ragged, flat
+from raypipe.data.sample_order import Split, order_key, permuted
+from raypipe.job import JobSpec
+from tests.exhaustive import exhaustive
+from tests.runtime.runs.eager_reference import as_started
+from tests.runtime.runs.small_runs import drive, job_for
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.runs
+STEPS, TOKENS = 4, 120
+LLAMA = {
+    "vocab_size": 90, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+PLANS: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b", "stages": 2},
+    "1f1b of two copies": {"schedule": "1f1b", "stages": 1, "replicas": 2},
+    "zb-h1": {"schedule": "zb-h1", "stages": 2},
+    "zb-h1 of two copies": {"schedule": "zb-h1", "stages": 2, "replicas": 2},
+    "chimera": {"schedule": "chimera", "stages": 2},
+    "chimera of two copies": {"schedule": "chimera", "stages": 2, "replicas": 2},
+    "two rows a micro-batch": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
+}
+
+
+def documents(path: Path) -> Path:
+    """40 documents of 2 to 40 tokens, most of them short."""
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(3, 90, int(n)) for n in np.clip(draw.lognormal(2.2, 0.8, 40), 2, 40)]
+    np.savez(path, **flat({"input_ids": Ragged.of(rows), "labels": Ragged.of(rows)}))
+    return path
+
+
+def packed_job(path: Path, plan: str, row_tokens: int = 40, **train: Any) -> JobSpec:
+    keys = {"microbatch": 1, **PLANS[plan]}
+    given = {
+        "steps": STEPS,
+        "batch": None,
+        "clip": 0.5,
+        "tokens_per_step": TOKENS,
+        "microbatch_tokens": row_tokens,
+        **train,
+    }
+    data = {"type": "arrays", "path": str(path), "pad_to_multiple_of": 4}
+    return job_for({"hf": "llama", "config": LLAMA}, data, keys, **given)
+
+
+def steps_of(lengths: list[int], split: Split, seed: int) -> list[list[int]]:
+    """The documents of each step: the next ones of the shuffled epochs, as many as fit."""
+    result: list[list[int]] = []
+    left, epoch, place = 0, 0, 0
+    while True:
+        document = permuted(order_key(split, seed, epoch), len(lengths), place)
+        if lengths[document] > left or not result:
+            if len(result) == STEPS:
+                return result
+            result.append([])
+            left = TOKENS
+        result[-1].append(document)
+        left -= lengths[document]
+        epoch, place = (epoch, place + 1) if place + 1 < len(lengths) else (epoch + 1, 0)
+
+
+def one_process(job: JobSpec, data: Path) -> list[float]:
+    """Losses of each step, then the held-out one: each document by itself, and the mean over all their tokens."""
+    module, _ = as_started(job, data)
+    prepared = Arrays.open(data)
+
+    def loss_of(split: Split, step: int) -> Tensor:
+        column = prepared.columns[split]["input_ids"]
+        assert isinstance(column, Ragged)
+        chosen = steps_of(column.lengths().tolist(), split, job.train.seed if split == "train" else 0)[step]
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for number in chosen:
+            ids = torch.from_numpy(column.values[column.offsets[number] : column.offsets[number + 1]].astype(np.int64))
+            logits = module(input_ids=ids[None], use_cache=False).logits[0]
+            total = total + F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+            count += len(ids) - 1
+        return total / count
+
+    optimizer = torch.optim.AdamW(module.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of("train", step)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), job.train.clip or math.inf)
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return [*losses, loss_of("val", 0).item()]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["zb-h1", "chimera of two copies", *exhaustive(*(p for p in PLANS if p not in ("zb-h1", "chimera of two copies")))],
+)
+def test_packed_documents_train_as_each_alone(plan, stage_pool, tmp_path) -> None:
+    job = packed_job(documents(tmp_path / "rows.npz"), plan)
+    done = drive(job, stage_pool, tmp_path / "run")
+    right = one_process(job, tmp_path / "run" / "data")
+    assert [*done.losses, *done.val_losses] == pytest.approx(right, abs=1e-9, rel=0)
+    orders = done.driver._orders.of(done.driver.running, range(STEPS), 0, None)
+    assert orders or plan == "1f1b of two copies"  # one stage: any order takes as long
+
+
+def test_a_run_goes_on_with_other_copies_and_rows(stage_pool, tmp_path) -> None:
+    """Two steps of 1F1B with rows of 40 tokens, then two of Chimera in two copies with rows of 64."""
+    path = documents(tmp_path / "rows.npz")
+    first = packed_job(path, "1f1b", checkpoint_every=2)
+    begun = drive(first, stage_pool, tmp_path / "first")
+    second = packed_job(path, "chimera of two copies", 64)
+    assert second.train.batch != first.train.batch
+    rest = drive(second, stage_pool, tmp_path / "second", begun.checkpoints[2], 2)
+    right = one_process(first, tmp_path / "first" / "data")
+    assert begun.losses == pytest.approx(right[:4], abs=1e-9, rel=0)
+    assert [*rest.losses, *rest.val_losses] == pytest.approx(right[2:], abs=1e-9, rel=0)
