@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from numba import njit
+from numba.core.types.misc import unliteral
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -60,11 +61,18 @@ def wait_for_ahead(say: Callable[[str], None]) -> None:
 def compiled(function: F) -> F:
     """Compile a function when it is first called, for the types that it is called with.
 
-    Its arguments are numbers and arrays of them, and what it calls is compiled too. ``function.py_func`` of the result
-    is the function as it was, for tests.
+    Its arguments are numbers and arrays of them, and what it calls is compiled too; what has a private name is called
+    by other compiled functions alone, and is not made callable from Python, which takes as long again. ``py_func`` of
+    the result is the function as it was, for tests.
     """
+    options = {"nogil": True, "no_cfunc_wrapper": True, "no_cpython_wrapper": function.__name__.startswith("_")}
     try:
-        machine = njit(cache=True, nogil=True)(function)
+        machine = njit(cache=True, **options)(function)
     except RuntimeError:  # no directory to keep it in
-        machine = njit(nogil=True)(function)
+        machine = njit(**options)(function)
+    template = machine.get_call_template
+    # A constant that another compiled function passes is a number like any other, and no reason to compile once more.
+    machine.get_call_template = lambda args, kws: template(
+        tuple(map(unliteral, args)), {name: unliteral(of) for name, of in kws.items()}
+    )
     return cast("F", machine)

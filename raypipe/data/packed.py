@@ -202,6 +202,14 @@ class Packed:
         times = [sum(time_of(lengths[i], even) for i in row) for row in rows]
         return [[chosen[i] for i in row] or [FILLER] for row in dealt(rows, times, copies)]
 
+    def times(self, split: Split, seed: int, step: int) -> list[int]:
+        """Return the predicted time of each row of a step, at least that of a token; see ``time_of``."""
+        even, tokens = self.budget.even, self.tokens[split]
+        return [
+            sum(time_of(1 if n == FILLER else int(tokens[n]), even) for n in row)
+            for row in self._packed(split, seed, step)
+        ]
+
     def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
         """Return the rows of a step."""
         rows = self.rows(split, seed, step, batch)

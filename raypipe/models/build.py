@@ -183,7 +183,7 @@ def _captured(
         task.figures = figures_of(*result.graph.outputs)
     if isinstance(task, GivenLoss):
         task.fit(_losses(result.graph, named, 2), _losses(result.graph, named, 3), fields)
-    return CapturedModel(result, task, source.values(whole), named, build, share, branches)
+    return CapturedModel(result, task, source.values(whole), named, build, share, branches, packed)
 
 
 def _check_loss(graph: OperationGraph) -> None:

@@ -22,6 +22,7 @@ from raypipe.graph.placeholders import placeholders
 from raypipe.graph.positions import sequence_flow
 from raypipe.graph.subgraphs import shard
 from raypipe.models.current_slice import current_slice
+from raypipe.models.document_attention import attend_by_document
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
 from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
@@ -62,7 +63,8 @@ class CapturedModel(LayeredModel):
         fields: per raw input of the model, its name and its field in the data.
         build: constructs the module, for submodules that run opaquely.
         share: this process's share under tensor parallelism; None for the whole model.
-        branches: keep parallel branches apart, each piece between two joins a layer (``graph.pieces``).
+        branches: keep parallel branches apart, each piece between two joins a layer (``graph.subgraphs.branch_order``).
+        packed: rows hold several documents, none of which sees another.
 
     Raises:
         CaptureError: the model writes buffers other than batch norm's, or draws random numbers in a way that random
@@ -78,12 +80,13 @@ class CapturedModel(LayeredModel):
         build: Callable[[], nn.Module],
         share: Share | None = None,
         branches: bool = False,
+        packed: bool = False,
     ) -> None:
-        self.task, self.values, self.build = task, values, build
+        self.task, self.values, self.build, self.packed = task, values, build, packed
         self.fields = {name: fields[name] for name in captured.graph.inputs}
         written = captured.graph  # in the order of the model's code, which numbers random operations
         if branches:
-            from raypipe.graph.pieces import branch_order, piece_sharding  # networkx
+            from raypipe.graph.subgraphs import branch_order, piece_sharding  # networkx
 
             pieces = branch_order(written, self.sizes(1, written))
             captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))
@@ -195,6 +198,8 @@ class CapturedModel(LayeredModel):
             self.build,
         )
         key_random_operations(part.module, self.sites)
+        if self.packed:
+            attend_by_document(part.module)
         if self.slices > 1:
             run_on_slices(part.module, sequence_flow(self.graph))
         statistics = learn_statistics(part.module, self.captured.values)

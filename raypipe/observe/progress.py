@@ -14,8 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from raypipe.observe.run_log import EVENTS, METRICS, Follower
-from raypipe.observe.run_record import RunRecord, by_model, event_sentences, memory_rows, model_name
+from raypipe.observe.run_log import EVENTS, METRICS, Follower, event_sentences
+from raypipe.observe.run_record import RunRecord, by_model, memory_rows, model_name
 from raypipe.observe.tables import text_table
 from raypipe.plan.reasons import gib
 

@@ -1,4 +1,4 @@
-"""The logs of a run, metrics.jsonl and events.jsonl, which can be read while it runs.
+"""The logs of a run, metrics.jsonl and events.jsonl, which can be read while it runs, and their events in words.
 
 The driver writes them and the command line follows them, so that progress looks the same whether the driver runs on
 this machine, in a Ray job or after a restart.
@@ -167,3 +167,87 @@ class Follower:
         for line in data[:complete].splitlines():
             if (row := row_of(line, self.path.name)) is not None:
                 yield row
+
+
+def shape_words(plan: dict[str, Any]) -> str:
+    """Return a plan's schedule, stages, replicas and micro-batches in words."""
+    return (
+        f"{plan['schedule']}, {plan['stages']} stages x {plan['replicas']} replicas, "
+        f"micro-batches of {plan['microbatch']}"
+    )
+
+
+SENTENCES = {
+    "serving": "serving {base} at {url}",
+    "predicted": "predicted step {step_s:.4f} s, {bubble_ratio:.1%} idle",
+    "replanned": "{at}replanned: {change}; predicted gain {gain:.1%} per step",
+    "restored": "{at}change restored: steps without it are now {gain:.1%} slower",
+    "drifted": "{at}step time drifted from {was_s:.4f} to {now_s:.4f} s: measuring again",
+    "first_k": "{at}weight gradients of the first {k} layers of stage {stage} wait; memory allows {most}",
+    "early_stop": "{at}stopped early: {message}",
+    "paused": "{at}paused: {message}",
+    "interrupted": "{at}ended by {message}",
+    "devices_lost": "devices are lost: {message}",
+    "undone": "{at}update undone and repeated with clipped gradients: their norm was {grad_norm:.4g}",
+    "stuck": "{message}",
+    "failed": "failed: {message}",
+    "error": "failed: {message}",
+    "out_of_memory": "out of memory, so it goes on with {change}",
+    "skipped": "{at}no update was made: {message}",
+    "rewound": "{at}back to here from step {from_step}: {message}; {left_out} mini-batches are left out",
+    "swapped": "{at}compiled stages run from here on",
+    "notice": "note: {message}",
+}
+"""Events that one sentence with their fields tells; ``at`` is the step, where they have one."""
+
+
+def event_sentences(row: dict[str, Any]) -> list[str]:
+    """Return the sentences that tell an event of events.jsonl; none for events that only programs read.
+
+    An event that lacks a field, as one of another version of raypipe may, is told by its name alone.
+
+    >>> event_sentences({"event": "restarted", "checkpoint": None})
+    ['restarting from the start']
+    """
+    try:
+        return _sentences(row)
+    except (KeyError, TypeError, ValueError):
+        return [str(row.get("event"))]
+
+
+def _sentences(row: dict[str, Any]) -> list[str]:
+    kind = row["event"]
+    at = f"step {row['step']:>5}  " if "step" in row else ""
+    if kind in SENTENCES:
+        return [SENTENCES[kind].format_map({**row, "at": at})]
+    if kind == "started":
+        lines = [f"{d['name']} on {d['device']}, {d['parameters']:,} parameters" for d in row["devices"]]
+        return [*lines, f"resumed from step {row['resumed_from']}"] if row["resumed_from"] else lines
+    if kind == "realised":
+        back = ", so it is reverted" if row["gain"] < 0 else ""
+        return [f"{at}the change gained {row['gain']:.1%} per step{back}"]
+    if kind == "resized":
+        how = ", as before" if row["devices"] == row["was"] else f" instead of {row['was']}"
+        return [f"going on with {row['devices']} devices{how}: {shape_words(row['plan'])}"]
+    if kind == "restarted":
+        if row.get("source") == "neighbour":
+            return [f"going on from copies of step {row['step']} in the nodes' memory"]
+        return [f"restarting from {row['checkpoint'] or 'the start'}"]
+    if kind == "recovered":
+        count = row["steps_repeated"]
+        repeated = f"{count} steps repeated" if count > 1 else "one step repeated" if count else "no step repeated"
+        return [f"{at}replaced {', '.join(row['devices'])} in {row['seconds']:.1f} s, {repeated}: {row['message']}"]
+    if kind == "compiling":
+        return ["compiling stages beside the first steps" if row["beside"] else "compiling stages"]
+    return _compiled(row) if kind == "compiled" else []
+
+
+def _compiled(row: dict[str, Any]) -> list[str]:
+    stage = f"stage {row['stage']}" + (f" of copy {row['replica']}" if row["replica"] else "")
+    if row["reason"] is not None:
+        return [f"note: {stage} runs eagerly: {row['reason']}"]
+    said = f"compiled {stage} in {row['seconds']:.1f} s"
+    if eager := row.get("eager_share", 0.0):
+        said += f" for {row['lengths']} lengths of samples; {eager:.0%} of its micro-batches run eagerly"
+    why = row.get("eager_validation")
+    return [said, *([] if why is None else [f"note: {stage} validates eagerly: {why}"])]

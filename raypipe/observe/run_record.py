@@ -1,8 +1,8 @@
-"""A run as its directory tells it, while it goes on or afterwards: its files, its outcome, its events in words."""
+"""A run as its directory tells it, while it goes on or afterwards: its files and its outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from raypipe.errors import SpecError
 from raypipe.files import read_json, short
 from raypipe.observe.run_dir import RECORD, is_run
-from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+from raypipe.observe.run_log import EVENTS, METRICS, read_rows, shape_words
 from raypipe.observe.timelines import FILE as TIMELINE
 from raypipe.plan.reasons import gib
 
@@ -132,7 +132,7 @@ def read_run(directory: Path) -> RunRecord:
         job,
         plan,
         timelines,
-        [r for r in rows if "val_loss" not in r and r.keys() >= STEP],
+        _steps(rows),
         [r for r in rows if "val_loss" in r],
         read_rows(directory / EVENTS),
         tuple(damaged),
@@ -258,7 +258,7 @@ def summarise(
         units: units of loss and throughput.
     """
     rows, events = read_rows(directory / METRICS), read_rows(directory / EVENTS)
-    steps = [r for r in rows if "val_loss" not in r and r.keys() >= STEP]
+    steps = _steps(rows)
     starts = [i for i, e in enumerate(events) if e["event"] == "started"]
     first_of_run = max((i for i, e in enumerate(events) if e["event"] == "run"), default=0)
     this_run = events[first_of_run:]
@@ -269,7 +269,7 @@ def summarise(
     timed = [r for r in steps if r["step"] not in warm] or steps
     predicted = [e["step_s"] for e in this_run if e["event"] == "predicted"]
     finished = [e for e in this_run if e["event"] == "finished"]
-    step_s = median(r["step_s"] for r in timed) if timed else None
+    step_s = _middle(r["step_s"] for r in timed)
     newest: dict[str, Any] = next((r for r in reversed(rows) if "val_loss" in r), {})
     val_metrics = {k.removeprefix("val_"): value for k, value in newest.items() if k not in ("step", "val_loss")}
     return {
@@ -282,11 +282,12 @@ def summarise(
         "stopped_early": next((e["message"] for e in this_run if e["event"] == "early_stop"), None),
         "losses": [r["loss"] for r in steps],
         "step_s_median": step_s,
-        "tokens_per_s": median(r["tokens_per_s"] for r in timed) if timed else None,
+        "tokens_per_s": _middle(r["tokens_per_s"] for r in timed),
         "throughput_unit": units.throughput,
-        "bubble_ratio": median(r["bubble_ratio"] for r in timed) if timed else None,
-        "data_wait_share": median(r.get("data_wait_share", 0.0) for r in timed) if timed else None,
-        "expert_load": _expert_load(timed),
+        "bubble_ratio": _middle(r["bubble_ratio"] for r in timed),
+        "data_wait_share": _middle(r.get("data_wait_share", 0.0) for r in timed),
+        # Of the most uneven layer, max / mean; only where copies divide experts.
+        "expert_load": _middle(max(r["expert_load"].values()) for r in timed if r.get("expert_load")),
         "streams_data": (directory / STREAMED).exists(),
         "plan": plan,
         "planned": _planned(events),
@@ -302,15 +303,20 @@ def summarise(
         "recovery": _recovery(this_run),
         "skipped_steps": len({e["step"] for e in this_run if e["event"] == "skipped"}),
         "rewinds": sum(e["event"] == "rewound" for e in this_run),
-        "checkpoint_stall_s": _stall_s(this_run),
+        "checkpoint_stall_s": _middle(e["stall_s"] for e in this_run if e["event"] == "checkpoint" and "stall_s" in e),
         "run_dir": str(directory),
     }
 
 
-def _expert_load(rows: list[dict[str, Any]]) -> float | None:
-    """Return the median over steps of the most uneven layer's load, max / mean; None if no copies divide experts."""
-    found = [max(row["expert_load"].values()) for row in rows if row.get("expert_load")]
-    return median(found) if found else None
+def _steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of steps; the others are of validations, or damaged."""
+    return [r for r in rows if "val_loss" not in r and r.keys() >= STEP]
+
+
+def _middle(values: Iterable[float]) -> float | None:
+    """Return the median; None if there are none."""
+    each = list(values)
+    return median(each) if each else None
 
 
 def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -351,12 +357,6 @@ def _recovery(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _stall_s(events: list[dict[str, Any]]) -> float | None:
-    """Median time for which training waited for a checkpoint; None without any."""
-    stalls = [e["stall_s"] for e in events if e["event"] == "checkpoint" and "stall_s" in e]
-    return median(stalls) if stalls else None
-
-
 def _best(rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Step and validation loss of the best checkpoint, if one is kept."""
     losses = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
@@ -379,10 +379,8 @@ def _planned(events: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def summary_lines(result: dict[str, Any]) -> list[str]:
     """Return the lines of the final summary."""
-    plan = result["plan"]
     lines = [
-        f"{plan['schedule']}, {plan['stages']} stages x {plan['replicas']} replicas, "
-        f"micro-batches of {plan['microbatch']}: {result['steps']} steps",
+        f"{shape_words(result['plan'])}: {result['steps']} steps",
         f"training loss    {result['loss']:.4f}",
     ]
     if result["val_loss"] is not None:
@@ -453,81 +451,3 @@ def _choice(planned: dict[str, Any], measured_s: float, bubble_ratio: float) -> 
         return line
     shape = f"{second['schedule']}, {second['stages']} x {second['replicas']}, micro-batches of {second['microbatch']}"
     return f"{line}; next: {shape}, {second['why']}"
-
-
-SENTENCES = {
-    "serving": "serving {base} at {url}",
-    "predicted": "predicted step {step_s:.4f} s, {bubble_ratio:.1%} idle",
-    "replanned": "{at}replanned: {change}; predicted gain {gain:.1%} per step",
-    "restored": "{at}change restored: steps without it are now {gain:.1%} slower",
-    "drifted": "{at}step time drifted from {was_s:.4f} to {now_s:.4f} s: measuring again",
-    "first_k": "{at}weight gradients of the first {k} layers of stage {stage} wait; memory allows {most}",
-    "early_stop": "{at}stopped early: {message}",
-    "paused": "{at}paused: {message}",
-    "interrupted": "{at}ended by {message}",
-    "devices_lost": "devices are lost: {message}",
-    "undone": "{at}update undone and repeated with clipped gradients: their norm was {grad_norm:.4g}",
-    "stuck": "{message}",
-    "failed": "failed: {message}",
-    "error": "failed: {message}",
-    "out_of_memory": "out of memory, so it goes on with {change}",
-    "skipped": "{at}no update was made: {message}",
-    "rewound": "{at}back to here from step {from_step}: {message}; {left_out} mini-batches are left out",
-    "swapped": "{at}compiled stages run from here on",
-    "notice": "note: {message}",
-}
-"""Events that one sentence with their fields tells; ``at`` is the step, where they have one."""
-
-
-def event_sentences(row: dict[str, Any]) -> list[str]:
-    """Return the sentences that tell an event of events.jsonl; none for events that only programs read.
-
-    An event that lacks a field, as one of another version of raypipe may, is told by its name alone.
-
-    >>> event_sentences({"event": "restarted", "checkpoint": None})
-    ['restarting from the start']
-    """
-    try:
-        return _sentences(row)
-    except (KeyError, TypeError, ValueError):
-        return [str(row.get("event"))]
-
-
-def _sentences(row: dict[str, Any]) -> list[str]:
-    kind = row["event"]
-    at = f"step {row['step']:>5}  " if "step" in row else ""
-    if kind in SENTENCES:
-        return [SENTENCES[kind].format_map({**row, "at": at})]
-    if kind == "started":
-        lines = [f"{d['name']} on {d['device']}, {d['parameters']:,} parameters" for d in row["devices"]]
-        return [*lines, f"resumed from step {row['resumed_from']}"] if row["resumed_from"] else lines
-    if kind == "realised":
-        back = ", so it is reverted" if row["gain"] < 0 else ""
-        return [f"{at}the change gained {row['gain']:.1%} per step{back}"]
-    if kind == "resized":
-        p, same = row["plan"], row["devices"] == row["was"]
-        shape = f"{p['schedule']}, {p['stages']} stages x {p['replicas']} replicas, micro-batches of {p['microbatch']}"
-        how = ", as before" if same else f" instead of {row['was']}"
-        return [f"going on with {row['devices']} devices{how}: {shape}"]
-    if kind == "restarted":
-        if row.get("source") == "neighbour":
-            return [f"going on from copies of step {row['step']} in the nodes' memory"]
-        return [f"restarting from {row['checkpoint'] or 'the start'}"]
-    if kind == "recovered":
-        count = row["steps_repeated"]
-        repeated = f"{count} steps repeated" if count > 1 else "one step repeated" if count else "no step repeated"
-        return [f"{at}replaced {', '.join(row['devices'])} in {row['seconds']:.1f} s, {repeated}: {row['message']}"]
-    if kind == "compiling":
-        return ["compiling stages beside the first steps" if row["beside"] else "compiling stages"]
-    return _compiled(row) if kind == "compiled" else []
-
-
-def _compiled(row: dict[str, Any]) -> list[str]:
-    stage = f"stage {row['stage']}" + (f" of copy {row['replica']}" if row["replica"] else "")
-    if row["reason"] is not None:
-        return [f"note: {stage} runs eagerly: {row['reason']}"]
-    said = f"compiled {stage} in {row['seconds']:.1f} s"
-    if eager := row.get("eager_share", 0.0):
-        said += f" for {row['lengths']} lengths of samples; {eager:.0%} of its micro-batches run eagerly"
-    why = row.get("eager_validation")
-    return [said, *([] if why is None else [f"note: {stage} validates eagerly: {why}"])]

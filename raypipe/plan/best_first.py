@@ -66,6 +66,9 @@ class Judge(Protocol):
     def least_of_all(self, candidate: Candidate) -> float:
         """Return a lower bound on the steps of the candidate and of all its OOM fallbacks but those in more slices."""
 
+    def least_uncut(self, candidate: Candidate) -> float:
+        """Return a lower bound on the same steps, of a candidate with one stage a device, that needs no cut."""
+
     def unordered(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
         """Return the OOM fallbacks of a candidate that is too slow without them, with lower bounds; nothing where
         memory is not what makes it slow, None if its order must be known."""
@@ -146,8 +149,10 @@ def best_first(
     search = _Search(judge, top, pick, near)
     if bounded[FEW_GRIDS:]:
         first = _Search(judge, 1, pick, on=lambda grid: [Candidate.on(grid, FIRST)])
-        first.run(ranking.part(RANKING), bounded)
+        uncut = ((judge.least_uncut(Candidate.on(grid, FIRST)), least, grid) for least, grid in bounded)
+        first.run(ranking.part(RANKING), [(max(own, least), grid) for own, least, grid in uncut])
         search.fitting |= first.fitting
+        search.begun |= first.begun
         search.found.timed += first.found.timed
     search.run(ranking, bounded)
     result, fitting = search.found, search.fitting
@@ -158,6 +163,18 @@ def best_first(
     result.best = ranked[:top]
     result.near = [p for p in ranked[top:] if p.step_s <= ranked[0].step_s * (1 + near)]
     return result
+
+
+Node = tuple[float, float, int, Grid]
+"""A node in a queue, which is sorted by rank: the rank, a lower bound on the steps that it leads to, when it came."""
+
+
+Way = tuple[int, bool, int]
+
+
+def way_of(node: Grid) -> Way:
+    """Return how devices share layers and experts."""
+    return node.tensor, node.sub_pipelined, node.experts
 
 
 @dataclass(slots=True)
@@ -173,9 +190,11 @@ class _Search:
     found: Ranking = field(default_factory=Ranking)
     fitting: dict[object, Prediction] = field(default_factory=dict)
     """Plans that fit, one of those that do the same."""
-    grids: list[tuple[float, float, int, Grid]] = field(default_factory=list)
-    candidates: list[tuple[float, float, int, Grid]] = field(default_factory=list)
-    """Nodes by rank, with lower bounds on the steps that they lead to."""
+    grids: list[Node] = field(default_factory=list)
+    candidates: dict[Way, list[Node]] = field(default_factory=dict)
+    """Queues of each way to share layers and experts."""
+    begun: set[Way] = field(default_factory=set)
+    """Ways of which there is a plan."""
     _count: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -190,34 +209,36 @@ class _Search:
             if isinstance(node, Candidate) and len(self.found.hopeless) < MOST_HOPELESS:
                 self.found.hopeless.append(node)
         elif isinstance(node, Candidate):
-            heapq.heappush(self.candidates, (bound, bound, next(self._count), node))
+            self._wait(bound, bound, node)
         else:
             heapq.heappush(self.grids, (bound, bound, next(self._count), node))
 
     @property
     def waiting(self) -> int:
         """Nodes in the queues."""
-        return len(self.grids) + len(self.candidates)
+        return len(self.grids) + sum(map(len, self.candidates.values()))
 
     @property
     def bound(self) -> float:
         """No plan that is not found yet has a shorter step."""
         grids = [self.grids[0][1]] if self.grids else []
-        return min([self.fastest, *grids, *(bound for _, bound, _, _ in self.candidates)])
+        return min([self.fastest, *grids, *(bound for own in self.candidates.values() for _, bound, _, _ in own)])
 
     def run(self, watch: Watch, grids: Iterable[tuple[float, Grid]]) -> None:
         """Search these grids, each with its lower bound, until all are ruled out, or there is a plan and no time.
 
         Once there is a plan, every other turn is that of a candidate that may be faster: in the order of bounds alone,
-        all grids would come before most orders.
+        all grids would come before most orders. Ways to share layers and experts take these turns one after another, as
+        bounds are closer to the steps of some than of others.
         """
         for bound, grid in grids:
             self.push(bound, grid)
         turn = 0
-        while self.grids or self.candidates:
-            queue = min((self.grids, self.candidates), key=lambda queue: queue[0] if queue else (float("inf"),))
-            if turn % 2 and self.candidates and self.candidates[0][0] < self.fastest < float("inf"):
-                queue = self.candidates
+        while queues := [queue for queue in (self.grids, *self.candidates.values()) if queue]:
+            queue = min(queues, key=lambda queue: queue[0])
+            if turn % 2 and self.fastest < float("inf"):
+                promising = [own for own in self.candidates.values() if own and own[0][0] < self.fastest]
+                queue = promising[turn // 2 % len(promising)] if promising else queue
             rank, bound, _, node = heapq.heappop(queue)
             if self.beyond(bound, node) or self._later(rank, bound, node):
                 continue
@@ -239,8 +260,12 @@ class _Search:
         own = self.judge.least(node)
         own = max(bound, bound if own == float("inf") else own) * handicap(node)
         if own > rank:
-            heapq.heappush(self.candidates, (own, bound, next(self._count), node))
+            self._wait(own, bound, node)
         return own > rank
+
+    def _wait(self, rank: float, bound: float, node: Candidate) -> None:
+        own = self.candidates.setdefault(way_of(node), [])
+        heapq.heappush(own, (rank, bound, next(self._count), node))
 
     def beyond(self, bound: float, node: Grid) -> bool:
         """Return whether no plan with this bound is among the best, or simpler and nearly as fast."""
@@ -272,6 +297,7 @@ class _Search:
                 return
             if prediction.fits:
                 result.timed += 1
+                self.begun.add(way_of(node))
                 twin = self.fitting.get(_same(prediction))
                 if twin is None or rank_key(prediction) < rank_key(twin):
                     self.fitting[_same(prediction)] = prediction
@@ -280,9 +306,9 @@ class _Search:
             fallbacks = judge.oom_fallback(prediction)
         for least, other in fallbacks:
             least = max(bound, least) if other.slices == node.slices else least
-            if self.fitting or other.recompute == "none" or least == float("inf"):
+            if way_of(other) in self.begun or other.recompute == "none" or least >= self.fastest:
                 self.push(least, other)
-            else:  # the first plan is wanted at once: what recomputes is most likely to fit
+            else:  # the first plan of each way to share is wanted at once: what recomputes is most likely to fit
                 result.searched += 1
                 self.expand(least, other)
 

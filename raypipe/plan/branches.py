@@ -75,11 +75,6 @@ class Arranged:
         cut, devices = stages_of(costs.results, device_of_layer)
         return Arranged(costs, cut, devices, stage_graph(costs.results, cut, devices))
 
-    @staticmethod
-    def as_chain(costs: LayerCosts, cut: Cut, devices: Sequence[int]) -> Arranged:
-        """Make a chain, in which every result travels from stage to stage."""
-        return Arranged(costs, cut, tuple(devices), StageGraph.chain(len(cut)))
-
     @cached_property
     def edge_bytes(self) -> dict[tuple[int, int], tuple[float, float]]:
         """Per edge, bytes of activations and of gradients of a micro-batch."""
@@ -156,18 +151,6 @@ def choose_branches(costs: LayerCosts, devices: int, microbatches: int, *, move_
     best = min(near, key=lambda one: (one.arranged.sent_bytes, one.makespan_s))
     final = ordered(best.arranged, microbatches, None, best.schedule)
     return min(final, best, key=lambda one: one.makespan_s)
-
-
-def best_chain(costs: LayerCosts, devices: int, microbatches: int) -> Branches:
-    """Return the shortest step of a chain: runs of layers, each of whose results travels from stage to stage."""
-    _check(costs, devices)
-    result = []
-    for name, passes in (("line", 1), *((way, p) for way in ("ring", "v") for p in PASSES[1:])):
-        row = placed(name, Shape(devices=devices, microbatches=microbatches, chunks=passes))[0]
-        if len(row) <= len(costs.whole):
-            cut: Cut = tuple(map(tuple, cut_layers(costs.whole, (row,)).stages))
-            result.append(ordered(Arranged.as_chain(costs, cut, row), microbatches, None))
-    return min(result, key=lambda one: one.makespan_s)
 
 
 def ordered(arranged: Arranged, microbatches: int, budget_s: float | None, start: Schedule | None = None) -> Branches:

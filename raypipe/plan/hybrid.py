@@ -139,17 +139,6 @@ def workers_needed(table: EpochsTable, devices: Iterable[int] | None = None) -> 
     return {*counts, *(count // split for count in counts for split in table.mp_speedup if count % split == 0)}
 
 
-def hybrid_wins(table: EpochsTable, split: int, workers: int) -> bool:
-    """Return whether N workers of M devices beat M * N workers of one device: ``SU^M > M * SE_MN / SE_N * E_N / E_MN``.
-
-    Source: Pal et al. 2019, Equation 6.
-    """
-    wide, where = split * workers, f"{split * workers} workers"
-    efficiencies = table.efficiency_at(wide, where) / table.efficiency_at(workers, where)
-    epochs = table.epochs_at(workers, where) / table.epochs_at(wide, where)
-    return table.mp_speedup[split] > split * efficiencies * epochs
-
-
 def load_epochs(path: str | Path) -> EpochsTable:
     """Read and check an epochs table, YAML or JSON.
 

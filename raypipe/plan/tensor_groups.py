@@ -76,6 +76,10 @@ class Judges:
         """See ``Judge``."""
         return self.of(candidate).least_of_all(candidate)
 
+    def least_uncut(self, candidate: Candidate) -> float:
+        """See ``Judge``."""
+        return self.of(candidate).least_uncut(candidate)
+
     def least_excess(self, candidate: Candidate) -> float:
         """See ``Predictor``."""
         return self.of(candidate).least_excess(candidate)

@@ -15,6 +15,7 @@ from raypipe.cost.memory import parameter_bytes
 from raypipe.cost.profile import LIMIT, LayerProfile, Profile, TaskTimes
 from raypipe.data import declared_fields, known_fields
 from raypipe.errors import SpecError
+from raypipe.graph.operation_costs import ON_CPU, ON_GPU
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 from raypipe.partition.pieces import tensor_ranks_of
@@ -330,7 +331,8 @@ class LayerBench:
     def profiles(self) -> tuple[LayerProfile, ...]:
         """Return the profiles of all layers of the model; layers of one kind share their figures."""
         taken, longer = {size: self._taken(size) for size in self.passes}, self._charge()
-        works = [tensor_rank.work for tensor_rank in tensor_ranks_of(self.job, self.model)]
+        on_cpu = self.workers.locations[0].peer.device == "cpu"
+        works = [r.work for r in tensor_ranks_of(self.job, self.model, ON_CPU if on_cpu else ON_GPU)]
         compiled = self.job.train.compile == "inductor"  # whose own graphs say what is kept
         unread = [0.0 if compiled else work.unread_input_bytes for work in works]
         return tuple(

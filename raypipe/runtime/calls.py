@@ -145,6 +145,11 @@ class StepsPerCall:
         self._newest.clear()
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds of the shortest of the newest steps; None if none is known."""
+        return min(self._newest, default=None)
+
+    @property
     def most(self) -> int:
         """Steps that the next call may hold.
 

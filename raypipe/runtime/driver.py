@@ -36,6 +36,7 @@ from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before, left_out_of
 from raypipe.runtime.run_metrics import RunMetrics
 from raypipe.runtime.run_results import RunResults
+from raypipe.runtime.samples.row_orders import RowOrders
 from raypipe.runtime.samples.sample_stream import samples_streamed
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints, Saved
@@ -95,6 +96,7 @@ class Driver:
         """The plan that the run's ``plan.json`` holds now."""
         self._swap = CompiledSwap(log)
         self._per_call = StepsPerCall()
+        self._orders = RowOrders(job, directory / "data")
         self._dues = Dues(job.train, directory, self.saves, self.copies)
 
     @property
@@ -225,6 +227,7 @@ class Driver:
         self.results.forget()
         self.copies.forget()
         self._begin(to.checkpoint, to.done, to.left_out)
+        self._orders.forget()
         self._rewinds += 1
         workers.run_id = f"{workers.run_id.partition('.r')[0]}.r{self._rewinds}"
         workers.locate()
@@ -398,7 +401,9 @@ class Driver:
             fills = due.anything
             self._take_next_plan(workers, queued)
             self._swap.before_step(workers, queued)
-            refs = workers.call("run_steps", queued, parts)
+            steps = range(queued, queued + len(parts))
+            orders = self._orders.of(self.running, steps, self.checkpoints.left_out, self._per_call.step_s)
+            refs = workers.call("run_steps", queued, parts, *([orders] if orders else []))
             queued += len(parts)
             ticket = Ticket("step", queued, refs, self.clock, parts)
             self._pending.append(ticket)

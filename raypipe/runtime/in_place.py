@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from raypipe.errors import DeviceError, RaypipeError
+from raypipe.errors import DeviceError, RaypipeError, TransportError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.online.better_order import Running
 from raypipe.runtime.group.worker_group import WorkerGroup
@@ -31,6 +31,8 @@ from raypipe.runtime.update.ledger import Facts, Standing, agreed_steps
 
 AT_ONE_STEP = 3
 """Recoveries after the same step, beyond which the run restarts: whatever kills the workers comes with that step."""
+ENDED_S = 30.0
+"""Time that the process of a device that hangs has to end."""
 NEWEST = 8
 """Calls per worker among which the cause is looked for."""
 
@@ -135,11 +137,11 @@ class InPlace:
         began = time.monotonic()
         if is_final(own_error(error)):
             raise error
-        standings, dead = self._part(workers)
-        stuck = told(places_of(self._directory, workers.locations, workers.apart))
+        standings, dead, hung = self._part(workers)
+        stuck = hung or self._told(workers)
         if not dead:
             raise error
-        cause = root_cause(dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
+        cause = root_cause(error if hung else dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
         if is_final(cause) or isinstance(cause, DeviceError):
             raise cause
         return Lost(standings, tuple(sorted(dead)), describe(cause), stuck, began)
@@ -188,24 +190,39 @@ class InPlace:
         workers.calls.clear()  # they failed because of what is mended now
         return result
 
-    def _part(self, workers: WorkerGroup) -> tuple[dict[int, Standing], dict[int, RayActorError]]:
-        """Have all workers part; return how far the living are, and the errors of the dead, by rank."""
+    def _told(self, workers: WorkerGroup) -> str:
+        return told(places_of(self._directory, workers.locations, workers.apart))
+
+    def _part(self, workers: WorkerGroup) -> tuple[dict[int, Standing], dict[int, RayActorError], str]:
+        """Have all workers part; return how far the living are, the errors of the dead by rank, and what hung.
+
+        Whoever does not answer within ``train.message_timeout_s`` hangs: its process is ended, and it counts as dead.
+
+        Raises:
+            TransportError: a process that hangs cannot be ended.
+        """
         asked = {actor.part.remote(): rank for rank, actor in enumerate(workers.actors)}
         standings: dict[int, Standing] = {}
         dead: dict[int, RayActorError] = {}
         waiting: list[Any] = list(asked)
-        deadline = time.monotonic() + self._job.train.message_timeout_s
+        deadline, hung = time.monotonic() + self._job.train.message_timeout_s, ""
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise RaypipeError("recovery", "a device does not end its step", "see what it does")
+                first = workers.titles[asked[waiting[0]]]
+                if hung:
+                    raise TransportError(first, "hangs, and its process does not end", "end it, or look at its node")
+                hung = self._told(workers) or first
+                for ref in waiting:
+                    ray.kill(workers.actors[asked[ref]])
+                deadline = time.monotonic() + ENDED_S
             for ref in ready:
                 try:
                     if (standing := ray.get(ref)) is not None:
                         standings[asked[ref]] = standing
                 except RayActorError as error:
                     dead[asked[ref]] = error
-        return standings, dead
+        return standings, dead, hung
 
     def _replace(self, workers: WorkerGroup, dead: Iterable[int]) -> int:
         """Put new workers in the places of dead ones; return how many of them were waiting already."""

@@ -19,7 +19,7 @@ from typing import Any
 from ray.util import metrics as ray_metrics
 
 from raypipe.cost.peak import peak_flops_s
-from raypipe.data import known_fields
+from raypipe.data import known_fields, tokens_per_sample
 from raypipe.explain.causes import explain
 from raypipe.explain.measured import Measured
 from raypipe.explain.replay import CAUSES, Replay
@@ -174,7 +174,9 @@ class RunMetrics:
     def _flops(self) -> float:
         """Operations of a step: one forward and one backward of every sample, whatever is computed again."""
         model = build_model(self.job, known_fields(self.directory / "data"), parallel=self._plan.parallel)
-        return (1.0 + BACKWARD) * self.job.train.batch * math.fsum(model.flops)
+        row, data = self.job.train.microbatch_tokens, self.directory / "data"
+        full = 1.0 if row == "auto" else tokens_per_sample(self.job, data) / row  # rows of documents are rarely full
+        return (1.0 + BACKWARD) * self.job.train.batch * math.fsum(model.flops) * full
 
     def _planned(self, on_gpus: bool) -> Iterable[Reading]:
         """Yield what the run's events say of the plan and of what came before this attempt."""

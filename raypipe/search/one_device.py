@@ -189,8 +189,8 @@ def least_starts(
                                 break
                         if better:  # the last one kept takes its place
                             kept -= 1
-                            following[y, :place] = following[kept, :place]
-                            following[kept, :place] = following[kept + 1, :place]
+                            for q in range(place):
+                                following[y, q], following[kept, q] = following[kept, q], following[kept + 1, q]
                             next_counts[kept] = next_counts[kept + 1]
                             row = following[kept]
                         else:

@@ -113,6 +113,8 @@ class Sampler:
                 known = np.concatenate([np.full(1, np.nan, np.float32), own])
             if asked.seed is not None:
                 torch.manual_seed(asked.seed)
+            else:
+                torch.seed()  # the generator is put back after every request, so that all would draw the same
             room = self._longest - len(asked.prompt)
             ends = model.generation_config.eos_token_id if asked.stop is None else list(asked.stop)
             ends = [ends] if isinstance(ends, int) else ends

@@ -4,10 +4,13 @@
 import pytest
 
 from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
+from raypipe.cost.profile import Reserved
 from raypipe.errors import SpecError
+from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.live_activations import peak_activations
-from raypipe.schedule.passes import add_recompute, add_updates, shard
+from raypipe.schedule.lowering.programs import edges
+from raypipe.schedule.passes import add_recompute, add_updates, replicate, shard
 from raypipe.schedule.sharding import LiveShards
 
 CUT = [(0, 1), (2,), (3,), (4, 5)]
@@ -333,3 +336,28 @@ def test_gradients_summed_in_another_dtype_are_copied(profile):
         assert 0.0 < other.communication <= 0.5 * one.gradients
     for d in (1, 2):  # without ties
         assert cast[d].communication == 0.5 * own[d].gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "copies"),
+    [
+        ("1f1b", 2, 1), ("1f1b", 4, 1), ("gpipe", 4, 1), ("zb-h1", 4, 1), ("zb-v", 2, 1), ("zb-v", 4, 1),
+        ("interleaved-1f1b", 2, 1), ("interleaved-1f1b", 4, 1), ("chimera", 4, 1), ("1f1b", 1, 4), ("1f1b", 2, 2),
+        ("zb-v", 2, 2), ("chimera", 4, 2),
+    ],
+)  # fmt: skip
+def test_planned_communicators_are_those_that_a_run_on_gpus_opens(profile, name, devices, copies):
+    """One of all devices for the norm, those of the set-up's groups, and one of each directed edge, from which one end
+    receives; the planner counts an edge where it receives."""
+    one = generate(name, Shape(devices=devices, microbatches=8))
+    whole = replicate(one, copies)
+    counted = profile.model_copy(update={"reserved": Reserved(group_bytes=1.0, edge_bytes=1000.0)})
+    cut = [(s,) for s in range(one.stages)]
+    layers = (*profile.layers, *profile.layers[1:-1])[: one.stages]
+    counted = counted.model_copy(update={"layers": layers, "tied_parameters": 0, "trained_tied_parameters": 0})
+    planned = [x.communicators for x in device_memory(counted, cut, one, MB, copies=copies)]
+    groups = shared_groups(whole.placement, ())
+    for rank in range(whole.devices):
+        opened = 1 + sum(rank in members for members in groups.values())
+        receives = sum(receiver == rank for _, receiver in edges(whole))
+        assert planned[rank % devices] == opened + 1000 * receives, rank

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from raypipe.data import Arrays, Ragged, flat, open_data, prepare_arrays
 from raypipe.data.packed import Packed, balanced, dealt, step_documents, time_of
@@ -14,6 +15,7 @@ from raypipe.errors import SpecError
 from raypipe.job import DataSpec
 from raypipe.job.token_budget import TokenBudget, rows_needed
 from raypipe.models.task import IGNORED, MaskedToken, NextToken, Task
+from raypipe.runtime.stage.inputs import Feed
 
 SOURCES = [path.stat().st_size for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
 """Bytes of the modules of Python's standard library."""
@@ -117,6 +119,25 @@ def test_the_same_documents_whatever_the_rows(tmp_path: Path) -> None:
         assert few.documents("train", 5, step) == many.documents("train", 5, step)
         one, other = few.batch("train", 5, step, 4), many.batch("train", 5, step, 8)
         assert sorted(one["labels"][one["labels"] != IGNORED]) == sorted(other["labels"][other["labels"] != IGNORED])
+
+
+def test_micro_batch_ids_stand_for_others_in_one_step_alone(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    folder = prepared(tmp_path, [draw.integers(1, 99, n).tolist() for n in draw.integers(1, 12, 30)], 12)
+    rows = opened(folder, TokenBudget(40, 12, 8, 1, 8), multiple=4)
+    fields = ("input_ids", "labels", "position_ids")
+    feed, arranged = (Feed(rows, rows.task, fields, 5, 8, 2, torch.device("cpu"), torch.float64) for _ in range(2))
+    order = (3, 0, 2, 1)
+    arranged.prefetch("train", 1)
+    arranged.arrange(1, order)
+    for step in (0, 1, 2):
+        for mb in range(4):
+            other = order[mb] if step == 1 else mb
+            assert arranged.lengths("train", step, mb) == feed.lengths("train", step, other)
+            one, two = arranged.inputs("train", step, mb), feed.inputs("train", step, other)
+            assert all(torch.equal(one[name], two[name]) for name in fields)
+        assert arranged.targets("train", step) == feed.targets("train", step)
+        arranged.drop("train", step)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypipe.runtime.transport.gpu.nccl import EDGE_CTAS
-from tests.gpu_shim.shim import lacking, run_case
+from tests.gpu_shim.shim import lacking, run_case, run_module
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,3 +50,8 @@ def test_segments_of_the_allocator_grow_and_give_memory_back() -> None:
     assert memory["held"] - memory["before"] == pytest.approx(60 << 20, rel=0.05)
     assert memory["after"] == memory["before"]
     assert memory["cuda_module_loading"] == "LAZY"
+
+
+def test_devices_whose_peer_is_lost_say_so_in_time_and_end() -> None:
+    """Six of the trials of ``tests.bench.safety.lost_gpus``: killed, stopped and stalled, at once and later."""
+    assert run_module("tests.bench.safety.lost_gpus", "--here", "--trials", "6", kernel_us=200, devices=3) == 0

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from raypipe.job import JobSpec, job_from
-from raypipe.partition.alike_blocks import alike_blocks
-from raypipe.partition.partition_job import JobPieces, job_pieces
+from raypipe.partition.partition_job import JobPieces, alike_blocks, job_pieces
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.best_first import NEAR, best_first, rank_key, simplest
+from raypipe.plan.best_first import FIRST, NEAR, Judge, _Search, best_first, rank_key, simplest
 from raypipe.plan.candidate import Candidate, grids
 from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
+from raypipe.plan.watch import ENDLESS
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.shape import Grid
 from tests.exhaustive import exhaustive
@@ -151,6 +154,8 @@ def test_every_bound_holds(case) -> None:
             if other is not None:
                 assert judge.least(other.candidate) <= other.step_s
         assert judge.least_on(p.candidate.grid) <= p.step_s * (1 + 1e-12)
+        if p.candidate.schedule == FIRST and p.candidate.slices == 1:
+            assert judge.least_uncut(p.candidate) <= p.step_s * (1 + 1e-12)
     for grid in every:
         for c in judge.on(grid):
             if flushing(c) is None:
@@ -254,3 +259,45 @@ def test_equal_plans_are_told_apart_in_the_same_way_every_time() -> None:
     recomputed, _ = setting(6, 4, 8, 2)
     first = [p.candidate for p in best_first(judge, every, 20, flushing).best]
     assert first == [p.candidate for p in best_first(recomputed, every[::-1], 20, flushing).best]
+
+
+class Tight:
+    """A judge of candidates of which none fits without recomputation, in the order of their micro-batches."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, str]] = []
+
+    def least(self, c: Candidate) -> float:
+        return float(c.microbatch) if c.recompute == "none" else 10.0
+
+    least_of_all = least_kept = least
+
+    def unordered(self, c: Candidate) -> None:
+        return None
+
+    outright = unordered
+
+    def predict(self, c: Candidate) -> Prediction:
+        self.asked.append((c.experts, c.microbatch, c.recompute))
+        fits = c.recompute != "none"
+        made = SimpleNamespace(candidate=c, fits=fits, step_s=20.0 - c.microbatch, memory_bytes=(1,), plainness=(1,))
+        return cast(Prediction, made)
+
+    def oom_fallback(self, p: Prediction) -> list[tuple[float, Candidate]]:
+        return [(10.0, replace(p.candidate, recompute="microbatches"))]
+
+
+def test_each_way_to_share_has_its_first_plan_at_once() -> None:
+    """Bounds alone would put the plan of two ranks that divide experts behind all candidates that do not fit."""
+    judge = Tight()
+    made = [(1, 1), (1, 3), (2, 2), (2, 4), (2, 6)]
+    search = _Search(cast(Judge, judge), 1, lambda c: c)
+    for experts, b in made:
+        grid = Grid(2, 2, b, 4, experts=experts)
+        search.push(float(b), Candidate.on(grid, "1f1b"))
+    search.run(ENDLESS, [])
+    first = judge.asked.index((2, 2, "none"))
+    assert judge.asked[first + 1] == (2, 2, "microbatches")
+    after = [one for one in judge.asked if one[2] == "microbatches" and one[1] > 2]
+    assert judge.asked[-len(after) :] == after  # what else recomputes waits for its turn
+    assert search.fastest == 14

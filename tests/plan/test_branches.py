@@ -6,9 +6,10 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.graph.liveness import Result
-from raypipe.plan.branches import Arranged, LayerCosts, best_chain, choose_branches
+from raypipe.plan.branches import Arranged, LayerCosts, choose_branches
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
+from tests.plan.chains import as_chain, best_chain
 
 
 def costs(results: list[Result], forward: list[float], size: float = 8.0, **link: float) -> LayerCosts:
@@ -43,7 +44,7 @@ def test_what_a_chain_carries_along_goes_straight_to_its_readers() -> None:
     branches = Arranged.as_branches(of, [0, 1, 1, 0])
     assert branches.cut == ((0,), (1, 2), (3,))
     assert branches.graph.edges == ((0, 1), (0, 2), (1, 2))
-    chain = Arranged.as_chain(of, branches.cut, branches.devices)
+    chain = as_chain(of, branches.cut, branches.devices)
     assert (branches.sent_bytes, chain.sent_bytes) == (2 * 16.0, 3 * 16.0)
 
 

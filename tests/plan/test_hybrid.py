@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from raypipe.cli import run
 from raypipe.errors import SpecError
-from raypipe.plan.hybrid import compare, epochs_from, hybrid_wins, load_epochs
+from raypipe.plan.hybrid import EpochsTable, compare, epochs_from, load_epochs
 
 INCEPTION = Path(__file__).parents[2] / "jobs" / "epochs-inception-v3.yaml"
 
@@ -39,6 +39,17 @@ def test_biglstm_as_published() -> None:
     rows = {row.devices: row for row in result.rows}
     assert result.tipping_point == 32
     assert rows[32].hybrid[2] == pytest.approx(1.22 * max(row.dp for row in result.rows))
+
+
+def hybrid_wins(table: EpochsTable, split: int, workers: int) -> bool:
+    """Return whether N workers of M devices beat M * N workers of one device: ``SU^M > M * SE_MN / SE_N * E_N / E_MN``.
+
+    Source: Pal et al. 2019, Equation 6.
+    """
+    wide, where = split * workers, f"{split * workers} workers"
+    efficiencies = table.efficiency_at(wide, where) / table.efficiency_at(workers, where)
+    epochs = table.epochs_at(workers, where) / table.epochs_at(wide, where)
+    return table.mp_speedup[split] > split * efficiencies * epochs
 
 
 @given(

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from raypipe.plan.less_memory import less_memory
-from raypipe.plan.plan import Plan
+from raypipe.plan.plan import Plan, less_memory
 from raypipe.train import make_plan
 from tests.runtime.runs.small_runs import small_job
 

@@ -14,8 +14,7 @@ from raypipe.cost.profile import LinkFit
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import choose, plan_of
-from raypipe.plan.less_memory import less_memory
-from raypipe.plan.plan import Plan, build_schedule
+from raypipe.plan.plan import Plan, build_schedule, less_memory
 from raypipe.plan.predict.of_plan import PlanPredictor
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor

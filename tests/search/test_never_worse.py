@@ -9,7 +9,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.verify import verify
 from raypipe.search import search
-from raypipe.search.recompute_stages import search_recompute
+from raypipe.search.search import search_recompute
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
 from tests.bench.search.zero_bubble_heuristic import shortest

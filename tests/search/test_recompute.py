@@ -8,7 +8,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.verify import verify
 from raypipe.search import search
-from raypipe.search.recompute_stages import search_recompute
+from raypipe.search.search import search_recompute
 
 
 @pytest.mark.parametrize(("depth", "count"), [(3, 6), (4, 8), (6, 9)])

@@ -44,7 +44,7 @@ COLOURS, NUMBERS = ["red", "green", "blue"], ["one", "two", "three"]
 THINGS = ["cat", "dog", "bird", "sky", "sea", "sun"]
 WORDS = [*COLOURS, *NUMBERS, *THINGS, "user", "assistant", "system"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-VOCABULARY = 64
+VOCABULARY = 256  # as many as bytes have, which the data of a served job are taken for
 
 
 def tokenizer() -> Any:
@@ -144,20 +144,20 @@ def test_preferences(server: Server, tmp_path: Path) -> None:
     assert logged(tmp_path / "log", "accuracy")[-1] == 1.0
 
 
-class SaysBlue(ProblemEnv):
-    """The answer ought to have blue in it."""
+class SaysWords(ProblemEnv):
+    """The answer ought to have a word in it: most tokens of the vocabulary have none."""
 
     def get_question(self) -> str:
         return "sky"
 
     def check_answer(self, sample_str: str) -> bool:
-        return "blue" in sample_str
+        return any(word in sample_str for word in WORDS)
 
     def check_format(self, sample_str: str) -> bool:
         return True
 
     def get_reference_answer(self) -> str:
-        return "blue"
+        return WORDS[0]
 
 
 class Skies(RLDataset):
@@ -165,7 +165,7 @@ class Skies(RLDataset):
 
     def get_batch(self, index: int) -> list[Any]:
         renderer = renderers.get_renderer(RENDERER, tokenizer())
-        return [ProblemGroupBuilder(lambda: SaysBlue(renderer), num_envs=16) for _ in range(2)]
+        return [ProblemGroupBuilder(lambda: SaysWords(renderer), num_envs=16) for _ in range(2)]
 
     def __len__(self) -> int:
         return 12

@@ -171,6 +171,11 @@ def test_a_policy_learns_from_its_own_samples(sampling: Serving) -> None:
     known = sampler.compute_logprobs(prompt).result()
     assert known[0] is None
     assert len(known) == 3
+    drawn = [
+        sampler.sample(prompt=prompt, num_samples=1, sampling_params=tinker.SamplingParams(max_tokens=8, stop=[]))
+        for _ in range(4)
+    ]
+    assert len({tuple(one.result().sequences[0].tokens) for one in drawn}) > 1  # without a seed
     greedy = [
         sampler.sample(prompt=prompt, num_samples=1, sampling_params=tinker.SamplingParams(max_tokens=4, temperature=0))
         for _ in range(2)

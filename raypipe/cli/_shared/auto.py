@@ -11,7 +11,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.shape import Shape
 from raypipe.search import Found, search
 from raypipe.search.placements import placed
-from raypipe.search.recompute_stages import search_recompute
+from raypipe.search.search import search_recompute
 
 
 def search_auto(

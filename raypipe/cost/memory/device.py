@@ -107,18 +107,15 @@ def device_memory(
 
 def _communicators(profile: Profile, schedule: Schedule, holders: Sequence[int], copies: int) -> list[float]:
     """Return the bytes of each device's communicators: one that all devices share, one of each stage's holders, and one
-    from each neighbour, for activations and for gradients."""
+    from each neighbour, whatever it carries."""
     each = profile.reserved
     everyone = schedule.devices * copies > 1
     result = [each.group_bytes * everyone] * schedule.devices
     for device, own in enumerate(held(schedule)):
-        result[device] += each.group_bytes * len({holders[s] for s, _ in own if holders[s] > 1})
-        edges = set()
-        for s, replica in own:
-            row = schedule.placement[replica]
-            edges |= {("F", row[s - 1])} if s else set()
-            edges |= {("B", row[s + 1])} if s + 1 < len(row) else set()
-        result[device] += each.edge_bytes * sum(other != device for _, other in edges)
+        result[device] += each.group_bytes * len({s for s, _ in own if holders[s] > 1})
+        rows = [(schedule.placement[replica], s) for s, replica in own]
+        neighbours = {other for row, s in rows for other in (*row[:s][-1:], *row[s + 1 :][:1])}
+        result[device] += each.edge_bytes * len(neighbours - {device})
     return result
 
 

@@ -161,6 +161,13 @@ def least_steps(i: Numbers, starts: Ints, row: Ints, count: int) -> Floats:
 
 
 @compiled
+def _copy(starts: Ints, row: Ints, to_starts: Ints, to_row: Ints, count: int) -> None:
+    """Copy an arrangement; slices of arrays would bring the making of Numba's error messages, a second to compile."""
+    for s in range(count):
+        to_starts[s], to_row[s] = starts[s], row[s]
+
+
+@compiled
 def _any_stage(row: Ints, count: int, device: int, seed: Seed) -> int:
     """Any stage, or one of a device that has one."""
     if device < 0:
@@ -198,7 +205,8 @@ def _move_borders(starts: Ints, row: Ints, count: int, layers: int, device: int,
     follows = starts[until] if until < count else layers
     if starts[s] + by <= starts[s - 1] or starts[until - 1] + by >= follows:
         return False
-    starts[s:until] += by
+    for k in range(s, until):
+        starts[k] += by
     return True
 
 
@@ -309,7 +317,9 @@ def promising(
     devices = len(i.room)
     for _ in range(tries):
         limit = accepted(mean, heat, seed)
-        to_starts[:count], to_row[:count], to_ahead[:count] = starts[:count], row[:count], ahead[:count]
+        _copy(starts, row, to_starts, to_row, count)
+        for s in range(count):
+            to_ahead[s] = ahead[s]
         device = slowest if drawn(seed) < often else -1
         result = move(to_starts, to_row, to_ahead, count, i.layers, devices, most_stages, borders, device, seed)
         if result and least_steps(i, to_starts, to_row, result).max() < limit:
@@ -360,7 +370,7 @@ def anneal(
     here_starts, here_row, here_count = starts.copy(), row.copy(), count
     to_starts, to_row, nothing = starts.copy(), row.copy(), np.zeros(len(row))
     for k in range(tries):
-        to_starts[:here_count], to_row[:here_count] = here_starts[:here_count], here_row[:here_count]
+        _copy(here_starts, here_row, to_starts, to_row, here_count)
         result = move(to_starts, to_row, nothing, here_count, i.layers, devices, most_stages, borders, -1, seed)
         if not result:
             continue
@@ -368,10 +378,10 @@ def anneal(
         heat = warm * (cold / warm) ** (k / tries)
         if new < accepted(value, heat, seed):
             value, here_count = new, result
-            here_starts[:result], here_row[:result] = to_starts[:result], to_row[:result]
+            _copy(to_starts, to_row, here_starts, here_row, result)
             if new < best:
                 best, best_count = new, result
-                starts[:result], row[:result] = to_starts[:result], to_row[:result]
+                _copy(to_starts, to_row, starts, row, result)
     return best_count
 
 

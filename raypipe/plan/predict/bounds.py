@@ -130,6 +130,16 @@ class Bounds(CandidateCosts):
         """See ``Judge``: without collectives and updates, which copies that divide state have others of."""
         return self._least(c, c.recompute != "none" or bool(self.recompute), True)
 
+    def least_uncut(self, c: Candidate) -> float:
+        """See ``Judge``: of joint backwards, the work of the slowest stage of the best cut, or that of the last layer
+        with the way of one micro-batch through all others before and behind it."""
+        if self.profile.other_kinds or not self._trains_all or c.stages == 1:
+            return 0.0
+        layers = self.layer_times(c.microbatch)
+        slowest = self._slowest(c.microbatch)[c.stages - 1]
+        work = max(c.microbatches * slowest, sum(layers) + (c.microbatches - 1) * layers[-1])
+        return work * crowding(self.profile, self.profile.placed.busy(c.stages * c.replicas)) * (1 - 1e-9)
+
     def _may_divide(self, c: Candidate) -> bool:
         """Return whether its copies may divide state beyond what they do."""
         alone = c.replicas == 1 or c.tensor > 1 or c.form.versions != "flush" or c.level == 3

@@ -328,7 +328,8 @@ def least_seconds_in_memory(
     with np.errstate(divide="ignore"):
         np.maximum.at(rate, place, 1 / np.maximum(price, 1e-300))
     work = _sums(place, busy, devices)
-    return max(step, float(((work + rate * held) / (1 + rate * room)).max()))
+    with np.errstate(over="ignore", invalid="ignore"):  # where a rate is beyond all numbers, held / room remains: step
+        return float(np.fmax.reduce((work + rate * held) / (1 + rate * room), initial=step))
 
 
 class _Tasks(NamedTuple):

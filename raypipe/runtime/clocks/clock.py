@@ -28,6 +28,9 @@ class Spans(NamedTuple):
 class Clock(Protocol):
     """Takes marks during a step and turns them into times after its end."""
 
+    def begin(self) -> None:
+        """Begin a step, before any of its work is issued. Before the first one it waits for the device."""
+
     def mark(self) -> Mark:
         """Mark the moment between the work issued so far and the work issued next. Does not block."""
 
@@ -37,6 +40,9 @@ class Clock(Protocol):
 
 class HostClock:
     """The clock for devices whose work is done when the call returns."""
+
+    def begin(self) -> None:
+        """See Clock.begin."""
 
     mark = staticmethod(time.monotonic)
     """See Clock.mark."""
@@ -65,13 +71,19 @@ class EventClock:
         self._before: tuple[Any, float] | None = None
         """The last event of the step before, and its time."""
 
-    def mark(self) -> Mark:
-        """See Clock.mark. The first one of all waits for the device, so that the first step has something before it."""
+    def begin(self) -> None:
+        """See Clock.begin: the first step is to have something before it.
+
+        Later, when messages have come, the device may wait for a peer that never gets there, and the host would too.
+        """
         if self._before is None:
             first = self._make()
             first.record()
             first.synchronize()
             self._before = first, self._host()
+
+    def mark(self) -> Mark:
+        """See Clock.mark."""
         event = self._free.pop() if self._free else self._make()
         event.record()
         self._taken.append(event)

@@ -34,6 +34,8 @@ class Microbatches:
     step: int
     ids: tuple[int, ...]
     """Numbers in their step, from 0."""
+    rows: tuple[int, ...]
+    """Numbers in the data of what they stand for (``Feed.arrange``)."""
     inputs: tuple[Inputs, ...]
     """What the data says of each; see ``StageModule.reads``."""
 
@@ -192,7 +194,7 @@ class StageComputation:
     def _samples(self, microbatches: Microbatches) -> list[int]:
         """Return the numbers of the samples in their mini-batch."""
         each = self.settings.samples_per_microbatch
-        numbers = [mb // self.settings.slices for mb in microbatches.ids]
+        numbers = [mb // self.settings.slices for mb in microbatches.rows]
         return [sample for mb in numbers for sample in range(mb * each, (mb + 1) * each)]
 
     def _drawn(self, step: int, samples: Sequence[int]) -> RandomKeys:

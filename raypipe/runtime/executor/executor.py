@@ -175,7 +175,8 @@ class Executor(ProgramRunner):
         ahead = mbs[0] // self.settings.microbatches
         ids = tuple(mb % self.settings.microbatches for mb in mbs)
         inputs = tuple(map(self._inputs, mbs)) if self.modules[key].reads else ()
-        return Microbatches(self.step + ahead, ids, inputs)
+        rows = tuple(self.feed.of_data(self.split, self.step + ahead, mb) for mb in ids)
+        return Microbatches(self.step + ahead, ids, rows, inputs)
 
     def _forward(self, action: Action) -> None:
         """Run a forward task; stack its micro-batches where possible, because larger kernels are faster."""

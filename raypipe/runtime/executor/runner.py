@@ -168,6 +168,7 @@ class ProgramRunner:
         Raises:
             TransportError: a message did not arrive in time; it names task, peer and micro-batch.
         """
+        self.clock.begin()
         self.step, self.base, self.program = step, step * self.microbatches, program
         self.attempt = self.received = self.received_bytes = 0
         self.message_waits = {}

@@ -40,6 +40,9 @@ UNCAPTURED = 2
 class _NoClock:
     """The times of tasks in a graph are not known."""
 
+    def begin(self) -> None:
+        """See Clock.begin."""
+
     def mark(self) -> Mark:
         """See Clock.mark."""
         return 0.0

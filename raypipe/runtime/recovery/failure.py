@@ -31,8 +31,7 @@ from raypipe.errors import DeviceError, RaypipeError, RunError, TransportError
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import RunLog
-from raypipe.plan.less_memory import less_memory
-from raypipe.plan.plan import load_plan
+from raypipe.plan.plan import less_memory, load_plan
 
 P = ParamSpec("P")
 R = TypeVar("R")

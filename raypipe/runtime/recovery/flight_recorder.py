@@ -219,7 +219,7 @@ def first_stuck(places: Sequence[Place]) -> Place | None:
 def told(places: Sequence[Place]) -> str:
     """Return what the places say: a sentence about the first stuck task, then one about each other device."""
     first = first_stuck(places)
-    if first is None:
+    if first is None or not any(one.task or one.process for one in places):  # all have done what they were asked for
         return ""
     deadlock = first.awaits and not first.process and first.peer in {one.device for one in places}
     lines = [f"all devices wait for one another: {first}" if deadlock else f"first stuck: {first}"]

@@ -13,6 +13,7 @@ from raypipe.data.sample_order import Split
 from raypipe.models import Inputs, Lengths, Task
 from raypipe.models.host_copies import Uploads
 from raypipe.models.task import ANY_LENGTH
+from raypipe.schedule.microbatch_order import Order
 
 
 class Feed:
@@ -56,6 +57,7 @@ class Feed:
         self._targets: dict[tuple[Split, int], int] = {}
         self._arriving: set[tuple[Split, int]] = set()
         self._lengths: dict[tuple[Split, int], list[Lengths]] = {}
+        self._orders: dict[int, Order] = {}
         self._waited_s = 0.0
 
     def _step(self, split: Split, step: int) -> dict[str, Tensor]:
@@ -101,8 +103,19 @@ class Feed:
         if self.fields:
             self._step(split, step)
 
+    def arrange(self, step: int, order: Order) -> None:
+        """Have the micro-batch ids of a training step, without slices, stand for other micro-batches of the data."""
+        self._orders[step] = order
+
+    def of_data(self, split: Split, step: int, mb: int) -> int:
+        """Return the micro-batch of the data that a micro-batch id stands for."""
+        order = self._orders.get(step) if split == "train" else None
+        return mb if order is None else order[mb]
+
     def drop(self, split: Split, step: int) -> None:
         """Free the samples of a finished step."""
+        if split == "train":
+            self._orders.pop(step, None)
         self._steps.pop((split, step), None)
         self._targets.pop((split, step), None)
         self._arriving.discard((split, step))
@@ -113,7 +126,9 @@ class Feed:
         They follow from the order of the samples alone, so every device knows them for every micro-batch, even if it
         reads no raw inputs.
         """
-        return self._lengths_of(split, step, mb) if self.slices == 1 else self.lengths_of_slice
+        if self.slices > 1:
+            return self.lengths_of_slice
+        return self._lengths_of(split, step, self.of_data(split, step, mb))
 
     def _lengths_of(self, split: Split, step: int, mb: int) -> Lengths:
         result = self._lengths.get((split, step))
@@ -133,6 +148,7 @@ class Feed:
     def inputs(self, split: Split, step: int, mb: int) -> Inputs:
         """Return the raw inputs of micro-batch ``mb`` of a step, on the device."""
         whole, number = divmod(mb, self.slices)
+        whole = self.of_data(split, step, whole)
         rows = self._rows_of(split, whole)
         lengths = self._lengths_of(split, step, whole)
         samples = self._step(split, step)

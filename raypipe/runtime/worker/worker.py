@@ -8,10 +8,11 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
@@ -68,6 +69,7 @@ from raypipe.runtime.worker.profiler_window import FOLDER, ProfilerWindow
 from raypipe.runtime.worker.settings import dtype_of_sums, first_k_tuner, norm_shares, step_settings
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.microbatch_order import Order
 from raypipe.tensor import Axis, ProcessGroup, SoloGroup, TensorGroup, set_group
 
 if TYPE_CHECKING:
@@ -374,14 +376,20 @@ class StageWorker:
 
     @raises_device_errors
     @parts_when_lost
-    def run_steps(self, step: int, parts: Sequence[Part] = (WHOLE,)) -> list[StepResult] | None:
+    def run_steps(
+        self, step: int, parts: Sequence[Part] = (WHOLE,), orders: Mapping[int, Order] = MappingProxyType({})
+    ) -> list[StepResult] | None:
         """Run training steps from ``step`` on, counted from 0, one for each of ``parts``.
+
+        ``orders``: of those whose micro-batches are not in the order of the data (``Feed.arrange``).
 
         Reports of what happened beside them come with the last result, so that none is lost with a step that fails.
 
         Returns None where updates are made while the next step runs, and in a run on GPUs, where steps are only
         queued: ``result`` returns each later, best after the next call, so that the GPU has work while the host waits.
         """
+        for number, order in orders.items():
+            self.executor.feed.arrange(number, order)
         results = [self.run_step(step + k, part) for k, part in enumerate(parts)]
         done = [one for one in results if one is not None]
         return [*done[:-1], self._with_reports(done[-1])] if done else None

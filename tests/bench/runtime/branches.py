@@ -23,11 +23,12 @@ from raypipe.job.spec import job_from
 from raypipe.launch.plans import layer_costs
 from raypipe.models import build_model
 from raypipe.models.task import Field
-from raypipe.plan.branches import LayerCosts, best_chain, choose_branches
+from raypipe.plan.branches import LayerCosts, choose_branches
 from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
 from tests.bench.command import options
 from tests.bench.turns import Turns, table, take_turns
+from tests.plan.chains import best_chain
 
 STEPS = 8
 STEP_S = 0.6

@@ -4,8 +4,8 @@
 
 Cases are layer profiles: ResNet-50 on sixteen workers (compute by the operations of its 54 layers with weights, sums by
 their parameters in a ring over links of 25 or 10 Gb/s), and the paper's: 380 ms of compute and 350 ms to sum the first
-layer (Oh et al. 2022, section 7.3). Each is timed by the layer clock (``simulate.layer_sync``), whose link can turn to
-a more urgent sum at any time.
+layer (Oh et al. 2022, section 7.3). Each is timed by the layer clock (``tune_first_k.layer_step_time``), whose link can
+turn to a more urgent sum at any time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raypipe.plan.online.tune_first_k import tune_first_k
+from raypipe.plan.online.tune_first_k import LayerSync, layer_step_time, tune_first_k
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.out_of_order import reverse_first_k
-from raypipe.simulate.layer_sync import LayerSync, layer_step_time
 
 WORKERS = 16
 USUAL: tuple[LayerSync, ...] = ("lazy", "wait-free", "prioritised")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raypipe.plan.online.tune_first_k import FirstKTuner, complete_at, layer_costs
+from raypipe.plan.online.tune_first_k import FirstKTuner, complete_at, layer_costs, layer_step_time
 from raypipe.schedule.families.out_of_order import HeldMemory, most_postponed, reverse_first_k
-from raypipe.simulate.layer_sync import layer_step_time
 
 READY = [16.0, 14.0, 12.0, 10.0, 8.0, 6.0, 4.0, 2.0]
 """Layers whose forward, input gradient and weight gradient take 1 each."""

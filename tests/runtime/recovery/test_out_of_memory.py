@@ -9,8 +9,7 @@ from ray.exceptions import ActorDiedError
 from raypipe.data import declared_fields, prepare_data
 from raypipe.errors import DeviceError
 from raypipe.models import build_model
-from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.observe.run_record import event_sentences
+from raypipe.observe.run_log import EVENTS, RunLog, event_sentences, read_rows
 from raypipe.plan.plan import load_plan
 from raypipe.runtime.recovery.failure import plan_with_less, ran_out
 from raypipe.train import make_plan

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from raypipe.observe.run_log import read_rows
 from tests.job_files import write_job
 from tests.processes import descendants
 from tests.ray_environment import start_ray, without_ray
@@ -44,10 +45,7 @@ class Outcome:
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """The complete rows of a log, none if there is no file."""
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    except FileNotFoundError:
-        return []
+    return read_rows(path)
 
 
 def events(directory: Path, kind: str) -> list[dict[str, Any]]:

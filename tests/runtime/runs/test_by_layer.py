@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from raypipe.data import prepare
-from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.observe.run_record import event_sentences
+from raypipe.observe.run_log import EVENTS, event_sentences, read_rows
 from tests.exhaustive import crossed, exhaustive
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job

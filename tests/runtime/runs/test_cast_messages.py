@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from raypipe.data import Corpus, prepare
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.plan.less_memory import less_memory
-from raypipe.plan.plan import build_schedule
+from raypipe.plan.plan import build_schedule, less_memory
 from raypipe.runtime.executor.casts import MessageCast, message_cast_of
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.train import make_plan

@@ -42,8 +42,8 @@ from raypipe.runtime.transport.process_groups import in_rounds, new_group
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
 EDGE_CTAS = 4
-"""Multiprocessors that a transfer between two stages may occupy. A receive is queued when its send is, which may be
-long before the data is ready, and spins meanwhile; NCCL alone would take up to 32 of an H100's 132. Not measured."""
+"""Most multiprocessors that a transfer between two stages occupies. A receive is queued when its send is, which may be
+long before the data is ready, and spins meanwhile. Chosen without a GPU: not measured."""
 
 
 class Nccl(Transport):

@@ -5,11 +5,10 @@ import random
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.online.tune_first_k import tune_first_k
+from raypipe.plan.online.tune_first_k import layer_step_time, tune_first_k
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.out_of_order import reverse_first_k
-from raypipe.simulate.layer_sync import layer_step_time
 from tests.exhaustive import exhaustive
 
 
