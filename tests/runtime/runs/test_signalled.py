@@ -34,8 +34,10 @@ def script_for(directory: Path, degrees: str) -> str:
 
 
 @contextmanager
-def signalled(words: list[str], number: int, there: Callable[[set[int]], bool]) -> Iterator[tuple[int, str, str]]:
-    """Start a Python, send the signal when it is ``there``, by its processes; yield status and both outputs."""
+def signalled(
+    words: list[str], number: int, there: Callable[[int], bool], every_s: float = 0.02
+) -> Iterator[tuple[int, str, str]]:
+    """Start a Python, send the signal when it is ``there``, by its pid; yield status and both outputs."""
     with subprocess.Popen(
         [sys.executable, *words],
         stdout=subprocess.PIPE,
@@ -46,9 +48,10 @@ def signalled(words: list[str], number: int, there: Callable[[set[int]], bool]) 
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         deadline = time.monotonic() + 240
-        while process.poll() is None and not there(family := session_of(process.pid)):
+        while process.poll() is None and not there(process.pid):
             assert time.monotonic() < deadline
-            time.sleep(0.02)
+            time.sleep(every_s)
+        family = session_of(process.pid)
         process.send_signal(number)
         out, err = process.communicate(timeout=120)
     yield process.returncode, out, err
@@ -73,7 +76,12 @@ def test_while_ray_starts(number: int, script: bool, status: int, said: str, tex
         if script
         else ["-m", "raypipe", "train", str(job), "--run-dir", str(directory)]
     )
-    with signalled(words, number, lambda pids: named(pids, "gcs_server") and not named(pids, "raylet")) as ended:
+
+    def starts(pid: int) -> bool:
+        family = session_of(pid)
+        return bool(named(family, "gcs_server")) and not named(family, "raylet")
+
+    with signalled(words, number, starts) as ended:
         assert (ended[0], ended[1]) == (status, "")
         assert ended[2].count(said) == 1, ended[2]
         assert "Traceback" not in ended[2]
@@ -83,7 +91,11 @@ def test_while_ray_starts(number: int, script: bool, status: int, said: str, tex
 def test_a_script_of_the_python_api(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     words = ["-c", script_for(directory, "pp=2")]
-    with signalled(words, signal.SIGTERM, lambda _: len(read_rows(directory / METRICS)) >= 3) as (status, out, err):
+
+    def trains(_: int) -> bool:
+        return len(read_rows(directory / METRICS)) >= 3
+
+    with signalled(words, signal.SIGTERM, trains, 0.2) as (status, out, err):
         assert status == 143, err
         assert "never" not in out
         (event,) = [row for row in read_rows(directory / EVENTS) if row["event"] == "interrupted"]
