@@ -366,6 +366,7 @@ def check_job(job: JobSpec, plan: Plan) -> None:
         ("train.optimizer", train.optimizer, "adamw", "AdamW"),
         ("train.compile", train.compile, "none", "stages eagerly"),
         ("train.cuda_graphs", train.cuda_graphs, "none", "stages eagerly"),
+        ("train.tokens_per_step", train.tokens_per_step, None, "the sequences of their calls"),
         ("train.label_smoothing", train.label_smoothing, 0, "the losses of their calls"),
         ("parallel.tensor", parallel.tensor, 1, "without tensor parallelism"),
         ("parallel.experts", parallel.experts, 1, "without expert parallelism"),

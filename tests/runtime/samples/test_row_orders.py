@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from raypipe.data import declared_fields, open_data, prepare_data, token_budget
+from raypipe.errors import SpecError
 from raypipe.job import JobSpec
 from raypipe.models import build_model
 from raypipe.plan.online.better_order import running_of
 from raypipe.runtime.samples.row_orders import RowOrders
+from raypipe.runtime.session.session import check_job
 from raypipe.train import make_plan
 from tests.runtime.compiled.pieces import assert_same, compiled_device, step_of
 from tests.runtime.runs.one_device import even_cut, one_device
@@ -92,3 +94,9 @@ def test_steps_of_samples_have_none(tmp_path: Path) -> None:
     job = prepared(tmp_path, tokens_per_step=None, microbatch_tokens="auto", batch=8)
     running = running_of(make_plan(job), job.train.batch, False)
     assert RowOrders(job, tmp_path / "data").of(running, range(4), 0, None) == {}
+
+
+def test_sessions_refuse_token_budgets(tmp_path: Path) -> None:
+    job = prepared(tmp_path)
+    with pytest.raises(SpecError, match=r"train\.tokens_per_step: sessions run the sequences of their calls"):
+        check_job(job, make_plan(job))
