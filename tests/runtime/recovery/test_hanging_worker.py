@@ -1,0 +1,53 @@
+"""A worker that does not answer when all part is ended, and counts as dead."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from raypipe.errors import TransportError
+from raypipe.runtime import in_place as module
+from raypipe.runtime.in_place import InPlace
+
+
+class Rays:
+    """A Ray of two workers, whose second one hangs; ``ends``: when it is killed."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self.killed = ends, list[str]()
+        self.actors = [
+            SimpleNamespace(name=name, part=SimpleNamespace(remote=partial(str, name))) for name in ("lives", "hangs")
+        ]
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor.name)
+
+    def wait(self, refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        there = [ref for ref in refs if ref == "lives" or (self.ends and self.killed)][:1]
+        return there, [ref for ref in refs if ref not in there]
+
+    def get(self, ref: str) -> str:
+        if ref == "hangs":
+            raise RayActorError()
+        return "standing"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_it_counts_as_dead(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rays = Rays(ends)
+    monkeypatch.setattr(module, "ray", rays)
+    monkeypatch.setattr(InPlace, "_told", lambda *_: "")
+    job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=0.01))
+    workers: Any = SimpleNamespace(actors=rays.actors, titles=["stage 0", "stage 1"])
+    recovery = InPlace(job, tmp_path, twins=True)
+    if not ends:
+        with pytest.raises(TransportError, match="stage 1: hangs, and its process does not end"):
+            recovery._part(workers)
+        return
+    standings, dead, hung = recovery._part(workers)
+    assert (standings, list(dead), hung, rays.killed) == ({0: "standing"}, [1], "stage 1", ["hangs"])
