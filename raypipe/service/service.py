@@ -371,15 +371,19 @@ class Service:
         Raises:
             SpecError: there is no such checkpoint.
         """
-        folder = self.saved(asked.path)
         if asked.model_id is None:
             if asked.session_id is None or asked.model_seq_id is None:
                 raise SpecError("load_weights", "names neither a model nor a session", "give model_id")
             self.heard(asked.session_id)
             self._check_base(asked.base_model)
             check_optimizer(asked.optimizer_config)
-            return self._make(asked, body, folder, asked.optimizer)
+            return self._make(asked, body, self.saved(asked.path), asked.optimizer)
         model, number = self.model(asked.model_id), self._number(asked.seq_id)
+        try:
+            folder = self.saved(asked.path)
+        except SpecError:
+            self.requests.refuse(model.id, number)
+            raise
         path, with_optimizer = asked.path, asked.optimizer
         one = self._accepted(
             model,
