@@ -31,7 +31,7 @@ from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
 from raypipe.runtime.hosts.node_files import clear
-from raypipe.runtime.in_place import RECOVERABLE, InPlace, Lost, Recovered, can_recover, can_replace
+from raypipe.runtime.in_place import RECOVERABLE, InPlace, LostWorkers, Recovered, can_recover, can_replace
 from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before, left_out_of
 from raypipe.runtime.run_metrics import RunMetrics
@@ -292,7 +292,7 @@ class Driver:
         self.log.event("recovered", step=done, **fields)
         self.metrics.event("recovered", fields)
 
-    def _go_back(self, workers: WorkerGroup, in_place: InPlace, lost: Lost, error: Exception, known: int) -> int:
+    def _go_back(self, workers: WorkerGroup, in_place: InPlace, lost: LostWorkers, error: Exception, known: int) -> int:
         """Go on from the newest copies in the nodes' memory, or a newer checkpoint, with others in place of the dead.
 
         Args:

@@ -23,7 +23,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.plan.online.better_order import Running
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
-from raypipe.runtime.recovery.flight_recorder import places_of, told
+from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.setup.tensor_ranks import expert_ranks
@@ -52,8 +52,8 @@ class Recovered:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """What is known of a death when all living workers have parted."""
+class LostWorkers:
+    """A death of workers, as it is known when all that live have parted."""
 
     standings: Mapping[int, Standing]
     """How far the living are, by rank; none where nobody keeps account."""
@@ -127,7 +127,7 @@ class InPlace:
         self._at: tuple[int, int] = (-1, 0)
         """The step after which the last recovery went on, and how many did so in a row."""
 
-    def part(self, workers: WorkerGroup, error: BaseException) -> Lost:
+    def part(self, workers: WorkerGroup, error: BaseException) -> LostWorkers:
         """Find who died, and have all others part; ``error`` is the failure that was noticed.
 
         Raises:
@@ -144,10 +144,16 @@ class InPlace:
         cause = root_cause(error if hung else dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
         if is_final(cause) or isinstance(cause, DeviceError):
             raise cause
-        return Lost(standings, tuple(sorted(dead)), describe(cause), stuck, began)
+        return LostWorkers(standings, tuple(sorted(dead)), describe(cause), stuck, began)
 
     def from_twins(
-        self, workers: WorkerGroup, running: Running, lost: Lost, error: BaseException, measures: bool, left_out: int
+        self,
+        workers: WorkerGroup,
+        running: Running,
+        lost: LostWorkers,
+        error: BaseException,
+        measures: bool,
+        left_out: int,
     ) -> Recovered | None:
         """Replace the workers that died, and bring all to the end of the same step; None if a stage has no twin left.
 
@@ -175,7 +181,7 @@ class InPlace:
         repeated = max(one.begun for one in standings) - done
         return Recovered(done, facts, from_pool, max(0, repeated))
 
-    def replace(self, workers: WorkerGroup, lost: Lost, done: int, error: BaseException) -> int:
+    def replace(self, workers: WorkerGroup, lost: LostWorkers, done: int, error: BaseException) -> int:
         """Put new workers in the places of the dead, to go on after ``done`` steps; return how many waited already.
 
         Raises:
@@ -191,7 +197,7 @@ class InPlace:
         return result
 
     def _told(self, workers: WorkerGroup) -> str:
-        return told(places_of(self._directory, workers.locations, workers.apart))
+        return stuck_message(places_of(self._directory, workers.locations, workers.apart))
 
     def _part(self, workers: WorkerGroup) -> tuple[dict[int, Standing], dict[int, RayActorError], str]:
         """Have all workers part; return how far the living are, the errors of the dead by rank, and what hung.

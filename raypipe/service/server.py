@@ -193,7 +193,7 @@ def make_app(service: Service, host: str, token: str | None, tokenizer: str | No
         why = f"{host} can be reached from other machines, and no token is set"
         raise SpecError("--host", why, "give one, or use 127.0.0.1")
     app = FastAPI(title="raypipe serve", openapi_url=None)
-    app.add_middleware(Guard, token=token, local=local)
+    app.add_middleware(RequestGuard, token=token, local=local)
     app.exception_handler(RaypipeError)(_answer)
     app.exception_handler(RequestValidationError)(_invalid)
     app.exception_handler(HTTPException)(_http)
@@ -211,8 +211,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-class Guard:
-    """What every request passes first: who may ask, and how much.
+class RequestGuard:
+    """The check that every request passes first: who may ask, and how much.
 
     It is no ``app.middleware("http")``, whose streams between two tasks cost as much as all else that a request costs.
     """

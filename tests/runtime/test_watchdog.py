@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from raypipe.errors import TransportError
-from raypipe.runtime.recovery.flight_recorder import places_of, told
+from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from tests.exhaustive import crossed
 from tests.runtime.runs.small_runs import drive, new_driver, small_job
 from tests.runtime.transport.kinds import BETWEEN_CPUS
@@ -58,7 +58,7 @@ def test_a_device_that_stands_still_ends_the_run_and_its_name_is_told(stage_pool
             driver._loop(workers, 0)
         assert caught.value.cause.where == "1F0 of step 1, stage actor 0 (rank 0)"
         assert caught.value.cause.why.startswith("activation of micro-batch 0, stage 0 -> 1")
-        first, *others = told(places_of(tmp_path, workers.locations, {})).split("\n  ")
+        first, *others = stuck_message(places_of(tmp_path, workers.locations, {})).split("\n  ")
         assert first.startswith("first stuck: stage actor 0 · device 0 has not begun a step")
         assert first.endswith("its process is stopped")
         waits = (

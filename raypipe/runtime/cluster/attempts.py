@@ -44,7 +44,7 @@ from raypipe.runtime.recovery.failure import (
     ran_out,
     root_cause,
 )
-from raypipe.runtime.recovery.flight_recorder import places_of, told
+from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, index_of
 from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
 from raypipe.runtime.validation.metrics import ValidationMetrics, validation_metrics
@@ -269,7 +269,7 @@ def _attempt(
     except Exception as error:
         # Look for the cause before the workers are stopped, while they can still report their errors.
         cause = root_cause(error, workers.calls)
-        if stuck := told(places_of(directory, workers.locations, workers.apart)):
+        if stuck := stuck_message(places_of(directory, workers.locations, workers.apart)):
             log.event("stuck", message=stuck)
             if not is_final(cause):
                 cause.add_note(stuck.partition("\n")[0])

@@ -93,7 +93,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DevicePlace:
     """Where a device is, or was when its process ended."""
 
     rank: int
@@ -128,7 +128,7 @@ class Place:
         return f"{self.title} · device {self.device} {doing}, for {max(0.0, self.seconds):.1f} s{last}{process}"
 
 
-def read_places(folder: Path, pids: Mapping[int, int]) -> list[Place]:
+def read_places(folder: Path, pids: Mapping[int, int]) -> list[DevicePlace]:
     """Read the places of some ranks on the node where they are; those that have left none are not there.
 
     ``pids``: by rank, the processes that are to have them; what others have left is not read.
@@ -138,20 +138,22 @@ def read_places(folder: Path, pids: Mapping[int, int]) -> list[Place]:
         try:
             held = _path(folder, rank).read_bytes()
             step, position, awaits, since, size = _PLACE.unpack_from(held)
-            told = json.loads(held[_PAGE : _PAGE + size])
+            left = json.loads(held[_PAGE : _PAGE + size])
         except (OSError, ValueError, struct.error):
             continue  # it has not come so far, or was writing when it was killed
-        if told["pid"] != pid:
+        if left["pid"] != pid:
             continue
-        tasks = told["tasks"]
+        tasks = left["tasks"]
         task, kind, receives = tasks[position] if position < len(tasks) else ("", "", [])
         peer, message = receives[awaits - 1] if awaits else (-1, "")
         finished = tasks[position - 1][0] if position else ""
         collective = not awaits and (kind == "U" or kind in NETWORK)
         seconds = time.time() - since
-        title, device = told["title"], told["device"]
+        title, device = left["title"], left["device"]
         result.append(
-            Place(rank, device, title, step + 1, task, collective, finished, message, peer, seconds, _process(pid))
+            DevicePlace(
+                rank, device, title, step + 1, task, collective, finished, message, peer, seconds, _process(pid)
+            )
         )
     return result
 
@@ -164,12 +166,12 @@ def _process(pid: int) -> str:
     return {"T": "is stopped", "t": "is stopped", "Z": "is gone"}.get(state, "")
 
 
-def _read_apart(key: str, pids: Mapping[int, int]) -> list[Place]:
+def _read_apart(key: str, pids: Mapping[int, int]) -> list[DevicePlace]:
     """Read those of a node that does not share the run's directory."""
     return read_places(node_folder(key) / FOLDER, pids)
 
 
-def places_of(directory: Path, locations: Sequence[Location], apart: Mapping[str, str]) -> list[Place]:
+def places_of(directory: Path, locations: Sequence[Location], apart: Mapping[str, str]) -> list[DevicePlace]:
     """Return where all devices of a run are, by rank; those of nodes that do not answer are not there.
 
     Args:
@@ -199,14 +201,14 @@ def places_of(directory: Path, locations: Sequence[Location], apart: Mapping[str
     return sorted(result, key=lambda one: one.rank)
 
 
-def first_stuck(places: Sequence[Place]) -> Place | None:
+def first_stuck(places: Sequence[DevicePlace]) -> DevicePlace | None:
     """Return the device that the others wait for, directly or through one another; None if that cannot be told.
 
     One that waits for a message waits for its sender, one in a collective for those that are not in theirs. Of several
     at the end of such a chain, those whose process does not run come first, then the one that is furthest behind.
 
-    >>> behind = Place(1, 1, "stage 1", 4, "1F0", False, "", "", -1, 9.0)
-    >>> waits = Place(0, 0, "stage 0", 4, "0BW0", False, "0F3", "grad 1->0 of 0", 1, 8.0)
+    >>> behind = DevicePlace(1, 1, "stage 1", 4, "1F0", False, "", "", -1, 9.0)
+    >>> waits = DevicePlace(0, 0, "stage 0", 4, "0BW0", False, "0F3", "grad 1->0 of 0", 1, 8.0)
     >>> first_stuck([waits, behind]).title
     'stage 1'
     """
@@ -216,7 +218,7 @@ def first_stuck(places: Sequence[Place]) -> Place | None:
     return min(ends, key=lambda one: (not one.process, one.step, -one.seconds), default=None)
 
 
-def told(places: Sequence[Place]) -> str:
+def stuck_message(places: Sequence[DevicePlace]) -> str:
     """Return what the places say: a sentence about the first stuck task, then one about each other device."""
     first = first_stuck(places)
     if first is None or not any(one.task or one.process for one in places):  # all have done what they were asked for

@@ -34,7 +34,7 @@ from raypipe.runtime.recovery.failure import own_error
 from raypipe.runtime.session.call_data import CallData, Datum, Limits, check, pack
 from raypipe.runtime.session.call_programs import KEPT, CallPrograms, Key, Kind
 from raypipe.runtime.session.pending import Log, PendingCall, Refs
-from raypipe.runtime.session.session_worker import AdamW, CallPart, UpdatePart
+from raypipe.runtime.session.session_worker import AdamW, CallPart, WorkerUpdate
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.setup.communicators import check_devices
@@ -165,7 +165,7 @@ class Session:
             self._updates[slot] += 1
             key, step = Key("update", 0), self._updates[slot]
 
-            def read(parts: list[UpdatePart]) -> Updated:
+            def read(parts: list[WorkerUpdate]) -> Updated:
                 seconds = math.fsum(part.seconds for part in parts)
                 idle, between = (
                     1 - math.fsum(each) / seconds

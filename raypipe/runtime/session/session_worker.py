@@ -55,7 +55,7 @@ class CallPart(NamedTuple):
     """By the number of a sequence in its call: ``[padded length]``."""
 
 
-class UpdatePart(NamedTuple):
+class WorkerUpdate(NamedTuple):
     """One device's report of an update, and of the time since the update before it, of whatever slot."""
 
     norm_squared: float
@@ -152,7 +152,7 @@ class StageSession(StageWorker):
 
     @raises_device_errors
     @parts_when_lost
-    def update(self, slot: int, number: int, key: Key, adam: AdamW) -> UpdatePart:
+    def update(self, slot: int, number: int, key: Key, adam: AdamW) -> WorkerUpdate:
         """Sum the gradients since the last update, clip them and update."""
         self.slots.use(slot)
         for optimizer in self.optimizers.values():
@@ -165,7 +165,7 @@ class StageSession(StageWorker):
         updates.limit = adam.clip
         norm_squared = self._run(key, number, adam.lr).norm_squared
         began, self._since = self._since, time.monotonic()
-        part = UpdatePart(norm_squared, self._since - began, self._called_s, self._computed_s)
+        part = WorkerUpdate(norm_squared, self._since - began, self._called_s, self._computed_s)
         self._called_s = self._computed_s = 0.0
         return part
 

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.runtime.recovery.flight_recorder import FlightRecorder, Place, first_stuck, read_places, told
+from raypipe.runtime.recovery.flight_recorder import (
+    DevicePlace,
+    FlightRecorder,
+    first_stuck,
+    read_places,
+    stuck_message,
+)
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.programs import programs
 
@@ -52,10 +58,10 @@ def test_a_killed_process_leaves_its_place(tmp_path: Path) -> None:
     assert read_places(tmp_path / "flight", {1: child.pid + 1}) == []  # what another process has left
 
 
-def place(device: int, step: int, peer: int = -1, process: str = "", collective: bool = False) -> Place:
+def place(device: int, step: int, peer: int = -1, process: str = "", collective: bool = False) -> DevicePlace:
     """A device that waits for ``peer``, or for a collective, or is in a task."""
     awaits = "" if peer < 0 else "message"
-    return Place(device, device, f"stage {device}", step, "0F1", collective, "0F0", awaits, peer, 1.0, process)
+    return DevicePlace(device, device, f"stage {device}", step, "0F1", collective, "0F0", awaits, peer, 1.0, process)
 
 
 @pytest.mark.parametrize(
@@ -69,16 +75,16 @@ def place(device: int, step: int, peer: int = -1, process: str = "", collective:
         ([place(0, 3, collective=True), place(1, 2, collective=True)], 1),
     ],
 )
-def test_the_first_stuck_task(places: list[Place], first: int) -> None:
+def test_the_first_stuck_task(places: list[DevicePlace], first: int) -> None:
     found = first_stuck(places)
     assert found is not None
     assert found.device == first
-    assert told(places).startswith(f"first stuck: stage {first} · device {first} ")
+    assert stuck_message(places).startswith(f"first stuck: stage {first} · device {first} ")
 
 
 def test_devices_that_wait_for_one_another() -> None:
-    assert told([place(0, 3, peer=1), place(1, 3, peer=0)]).startswith("all devices wait for one another: ")
-    assert told([]) == ""
+    assert stuck_message([place(0, 3, peer=1), place(1, 3, peer=0)]).startswith("all devices wait for one another: ")
+    assert stuck_message([]) == ""
 
 
 def test_a_place_costs_next_to_nothing(tmp_path: Path) -> None:
