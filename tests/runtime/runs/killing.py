@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from raypipe.observe.run_log import read_rows
+from tests.forked_workers.setup_worker import SERVER
 from tests.job_files import write_job
 from tests.processes import descendants
 from tests.ray_environment import start_ray, without_ray
@@ -73,10 +74,14 @@ def run_killing(
     The run brings up its own Ray, unless ``root`` is the process that has started the one of RAY_ADDRESS.
     """
     program = "tests.runtime.runs.killing" if root is None else "raypipe"
+    environment = dict(os.environ)
+    if root is None:
+        environment = without_ray()
+        environment.pop(SERVER, None)  # it forks its workers itself: they are among its descendants
     process = subprocess.Popen(
         [sys.executable, "-m", program, "train", str(job), "--run-dir", str(directory), "--json", *extra],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=without_ray() if root is None else dict(os.environ),
+        env=environment,
     )  # fmt: skip
     seconds = float("nan")
     try:
