@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -147,3 +148,16 @@ def command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
         return status, said.out, said.err
 
     return call
+
+
+@pytest.fixture
+def pythons_own_handlers() -> Iterator[None]:
+    """Begin with Python's handlers of signals.
+
+    Ray, and other tests in this process, leave theirs; whoever starts the tests in the background has SIGINT ignored.
+    """
+    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler or signal.SIG_DFL)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,23 +15,14 @@ from raypipe.errors import TerminationError
 from raypipe.observe.run_dir import INTERRUPT, PAUSE, ask, asked_to_stop, go_on
 from raypipe.signals import Interrupted, Terminated, end_on_signals, held, waiting
 
+pytestmark = pytest.mark.usefixtures("pythons_own_handlers")
+
 
 def _answer(error: Exception) -> None:
     """Raise an error after a signal, whether that is raised or only noted."""
     with suppress(Terminated):
         signal.raise_signal(signal.SIGTERM)
     raise error
-
-
-@pytest.fixture(autouse=True)
-def pythons_own_handlers() -> Iterator[None]:
-    """Begin with Python's handlers: a Ray that an earlier test started in this process has left its own."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler or signal.SIG_DFL)
 
 
 @pytest.mark.parametrize(

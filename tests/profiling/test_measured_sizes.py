@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -18,16 +18,7 @@ from raypipe.profiling.profile_job import measure_sizes
 from raypipe.signals import Interrupted, Terminated, end_on_signals
 
 SIZES = [1, 2, 4, 8]
-
-
-@pytest.fixture(autouse=True)
-def default_handlers() -> Iterator[None]:
-    """Whoever starts the tests in the background has SIGINT ignored, and tests before these leave handlers."""
-    defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in defaults.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler or signal.SIG_DFL)
+pytestmark = pytest.mark.usefixtures("pythons_own_handlers")
 
 
 class Bench:
