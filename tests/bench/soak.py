@@ -89,6 +89,10 @@ def fill(disk: Path) -> None:
     blob.unlink()
 
 
+OF_RAY_TRAIN = {"AutoscalingCoordinator", "train_v2_state_actor"}
+"""Named actors that Ray Train starts once on a cluster, and that stay as long as it."""
+
+
 def happen(fault: str, directory: Path) -> bool:
     """Have a fault happen; return whether there was something that it could happen to."""
     pids = [pid for pid in pids_of(directory) if alive(pid)]
@@ -113,7 +117,7 @@ def left(directory: Path, shared: set[str]) -> list[str]:
     while True:
         titles = [title for title in descendants(os.getpid()).values() if title.startswith((WORKERS, "ray::Keeper"))]
         groups = [one["name"] for one in placement_group_table().values() if one["state"] not in ("REMOVED",)]
-        actors = [one["name"] for one in list_named_actors(all_namespaces=True)]
+        actors = {one["name"] for one in list_named_actors(all_namespaces=True)} - OF_RAY_TRAIN
         files = [str(path) for path in directory.rglob("*") if path.suffix in (".partial", ".tmp")]
         result = [*titles, *(shared_names() - shared), *map(str, groups), *map(str, actors), *files]
         if not result or time.monotonic() > deadline:
