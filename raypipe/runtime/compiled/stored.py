@@ -175,8 +175,13 @@ class StoredStages:
         return bool(self._tasks)
 
     def close(self) -> None:
-        """End the tasks that still compile."""
-        for task in self._tasks.values():
+        """End the tasks that still compile.
+
+        Those alone: to cancel a task that has just ended may end this process, by a failed check in Ray's own code.
+        """
+        tasks = [task for path, task in self._tasks.items() if path not in self._stored]
+        _, running = ray.wait(tasks, num_returns=len(tasks), timeout=0) if tasks else ((), ())
+        for task in running:
             ray.cancel(task, force=True)
 
     def _load(self, key: StageKey, needs: StageNeeds, stored: Stored | str) -> tuple[CompiledStage | None, StageReport]:

@@ -231,4 +231,19 @@ def test_a_task_that_fails_or_takes_too_long_leaves_the_stage_eager(
     if compiler is takes_long:
         with pytest.raises(ray.exceptions.RayError):
             ray.get(task, timeout=30)
-    source.close()  # nothing is left to end
+    monkeypatch.setattr(ray, "cancel", lambda *_, **__: pytest.fail("it has ended: Ray may fail a check of its own"))
+    source.close()
+
+
+@pytest.mark.runs
+def test_a_task_that_still_compiles_ends_with_the_run(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(stored, "compile_stage", takes_long)
+    source = stages_of(device(), stored.begin_task, 60.0)
+    assert source.begin([(0, 0)]) == []
+    (task,) = source._tasks.values()
+    source.close()
+    with pytest.raises(ray.exceptions.RayError):
+        ray.get(task, timeout=30)
