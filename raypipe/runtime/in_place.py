@@ -138,7 +138,7 @@ class InPlace:
         if is_final(own_error(error)):
             raise error
         standings, dead, hung = self._part(workers)
-        stuck = hung or self._told(workers)
+        stuck = hung or self._stuck(workers)
         if not dead:
             raise error
         cause = root_cause(error if hung else dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
@@ -196,7 +196,7 @@ class InPlace:
         workers.calls.clear()  # they failed because of what is mended now
         return result
 
-    def _told(self, workers: WorkerGroup) -> str:
+    def _stuck(self, workers: WorkerGroup) -> str:
         return stuck_message(places_of(self._directory, workers.locations, workers.apart))
 
     def _part(self, workers: WorkerGroup) -> tuple[dict[int, Standing], dict[int, RayActorError], str]:
@@ -218,7 +218,7 @@ class InPlace:
                 first = workers.titles[asked[waiting[0]]]
                 if hung:
                     raise TransportError(first, "hangs, and its process does not end", "end it, or look at its node")
-                hung = self._told(workers) or first
+                hung = self._stuck(workers) or first
                 for ref in waiting:
                     ray.kill(workers.actors[asked[ref]])
                 deadline = time.monotonic() + ENDED_S

@@ -41,7 +41,7 @@ class Rays:
 def test_it_counts_as_dead(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rays = Rays(ends)
     monkeypatch.setattr(module, "ray", rays)
-    monkeypatch.setattr(InPlace, "_told", lambda *_: "")
+    monkeypatch.setattr(InPlace, "_stuck", lambda *_: "")
     job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=0.01))
     workers: Any = SimpleNamespace(actors=rays.actors, titles=["stage 0", "stage 1"])
     recovery = InPlace(job, tmp_path, twins=True)
