@@ -27,7 +27,7 @@ from raypipe.data.text import META as CORPUS
 from raypipe.errors import SpecError
 from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec
-from raypipe.job.token_budget import TokenBudget
+from raypipe.job.train_spec import TokenBudget
 from raypipe.models.layered import LayeredModel
 from raypipe.models.task import MASK, Task
 

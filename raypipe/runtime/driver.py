@@ -31,10 +31,9 @@ from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
 from raypipe.runtime.hosts.node_files import clear
 from raypipe.runtime.in_place import RECOVERABLE, InPlace, LostWorkers, Recovered, can_recover, can_replace
-from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before, left_out_of
-from raypipe.runtime.run_metrics import RunMetrics
-from raypipe.runtime.run_results import RunResults
+from raypipe.runtime.recovery.replacement import completed, outcomes
+from raypipe.runtime.run_metrics import RunMetrics, RunResults
 from raypipe.runtime.samples.sample_stream import samples_streamed
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.saves import RunCheckpoints, Saved, Saves

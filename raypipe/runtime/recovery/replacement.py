@@ -11,15 +11,20 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
+import ray
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayError
 from torch import Tensor, nn
 
-from raypipe.errors import TransportError
+from raypipe.errors import RaypipeError, TransportError
+from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.recovery.failure import breaks_device, kind_of
 from raypipe.runtime.setup.communicators import Communicators
-from raypipe.runtime.setup.tensor_ranks import rank_of
+from raypipe.runtime.setup.setup import rank_of
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.ledger import Facts, Standing
 from raypipe.runtime.update.optimizer import updated_tensor
@@ -247,3 +252,25 @@ def transfers(
                 sender, r = living[0]
                 result.append(Transfer((stage, r), (stage, replica), sender, rank))
     return result
+
+
+def outcomes(refs: Sequence[Any]) -> list[Any | None]:
+    """Return the results of calls that have ended, None for those that failed."""
+    result: list[Any | None] = []
+    for ref in refs:
+        try:
+            result.append(ray.get(ref))
+        except (RayError, RaypipeError):
+            result.append(None)
+    return result
+
+
+def completed(results: Sequence[StepResult | None], facts: Facts) -> list[StepResult]:
+    """Put what every device has told the others of a step in the place of results that were lost."""
+    told = zip(facts.loss_sum, facts.samples, facts.norm_squared, strict=True)
+    return [
+        one
+        if one is not None
+        else StepResult(loss, samples, norm, np.zeros((0, 2)), 0, 0, 0.0, 0, StepMemory(0, {}), False)
+        for one, (loss, samples, norm) in zip(results, told, strict=True)
+    ]

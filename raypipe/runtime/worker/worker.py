@@ -50,8 +50,15 @@ from raypipe.runtime.recovery.replacement import (
 )
 from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
-from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
-from raypipe.runtime.setup.tensor_ranks import EXPERT_GROUP, TENSOR_GROUP, own_channels, own_groups
+from raypipe.runtime.setup.setup import (
+    EXPERT_GROUP,
+    TENSOR_GROUP,
+    Setup,
+    build_stage,
+    io_specs_of,
+    own_channels,
+    own_groups,
+)
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Store, Write, put_snapshot, send_snapshot
@@ -65,8 +72,14 @@ from raypipe.runtime.update.shards import divide, read_shards
 from raypipe.runtime.update.side_stream import prefer_main_stream
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.runtime.validation.metrics import Preprocess
-from raypipe.runtime.worker.profiler_window import FOLDER, ProfilerWindow
-from raypipe.runtime.worker.settings import dtype_of_sums, first_k_tuner, norm_shares, step_settings
+from raypipe.runtime.worker.settings import (
+    FOLDER,
+    ProfilerWindow,
+    dtype_of_sums,
+    first_k_tuner,
+    norm_shares,
+    step_settings,
+)
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
 from raypipe.schedule.microbatch_order import Order
