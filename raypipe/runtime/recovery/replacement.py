@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -131,14 +130,9 @@ def send_stage(group: dist.ProcessGroup, to: int, module: StageModule, optimizer
         names.append([name, *keys])
         tensors += [state[key] for key in keys]
     tensors += _statistics(module)
-    head: dict[str, Any] = {
-        "names": names,
-        "specs": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors],
-    }
-    text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+    head = {"names": names, "specs": [(t.shape, t.dtype) for t in tensors]}
     try:
-        dist.send(torch.tensor([len(text)]), to, group=group)
-        dist.send(text, to, group=group)
+        dist.send_object_list([head], to, group=group)
         for tensor in tensors:
             dist.send(tensor.cpu().contiguous(), to, group=group)
     except RuntimeError as error:
@@ -154,14 +148,12 @@ def receive_stage(group: dist.ProcessGroup, source: int, module: StageModule, op
         TransportError: the sender is gone, or does not send in time, or has another stage.
     """
     try:
-        count = torch.zeros(1, dtype=torch.int64)
-        dist.recv(count, source, group=group)
-        text = torch.empty(int(count), dtype=torch.uint8)
-        dist.recv(text, source, group=group)
-        head = json.loads(bytes(text.tolist()))
+        headed: list[Any] = [None]
+        dist.recv_object_list(headed, source, group=group)
+        (head,) = headed
         arrived: list[Tensor] = []
         for shape, dtype in head["specs"]:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensor = torch.empty(shape, dtype=dtype)
             dist.recv(tensor, source, group=group)
             arrived.append(tensor)
     except RuntimeError as error:
@@ -176,13 +168,9 @@ def receive_stage(group: dist.ProcessGroup, source: int, module: StageModule, op
         if updated is not parameter:
             updated.copy_(next(left))
         if keys[name]:
-            optimizer.state[updated] = {key: next(left).to(_where(key, updated)) for key in keys[name]}
+            optimizer.state[updated] = {key: next(left).to(updated.device) for key in keys[name]}
     for held in _statistics(module):
         held.copy_(next(left))
-
-
-def _where(key: str, updated: Tensor) -> torch.device:
-    return updated.device
 
 
 def _parameters(module: StageModule, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
