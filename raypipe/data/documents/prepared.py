@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor, from_numpy
 
-from raypipe.data import Dataset
 from raypipe.data.documents import META
 from raypipe.data.documents.samples import BlockOrder, Encoder, Tokens, Windows, encoded, encoder_of, samples_in
 from raypipe.data.documents.sources import Block, Document, FilePart, blocks_of, documents_of, find_source, split_of
@@ -180,7 +180,7 @@ class PreparedDocuments:
 # Documents as a dataset that this process reads by itself, for profiling and for one device.
 #
 # A run reads them through Ray Data instead: ``runtime/samples``. Both give the same samples.
-class Documents(Dataset):
+class Documents:
     """Packed documents as the raw inputs of a task.
 
     Args:
@@ -202,6 +202,10 @@ class Documents(Dataset):
         """Return the samples of a step as the task's raw inputs."""
         rows = self._of(split, seed).rows(range(step * batch, (step + 1) * batch))
         return self._task.from_text(from_numpy(rows.astype(np.int64)), sample_keys(split, seed, step, batch))
+
+    def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
+        """Return nothing, because samples are equally long."""
+        return {}
 
     def samples(self, split: Split) -> int:
         """Return the number of samples of an epoch; reads all documents, the first time."""

@@ -8,7 +8,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -21,7 +21,7 @@ from raypipe.errors import RaypipeError, TransportError
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StepResult
-from raypipe.runtime.recovery.failure import breaks_device, kind_of
+from raypipe.runtime.recovery.failure import Method, P, R, breaks_device, kind_of, raises_device_errors
 from raypipe.runtime.setup.communicators import Communicators
 from raypipe.runtime.setup.setup import rank_of
 from raypipe.runtime.stage.stage import StageModule
@@ -77,18 +77,15 @@ def settle(executor: Executor, standing: Standing, target: int, facts: Facts | N
 
 # Let a worker whose call fails for the loss of another device leave its groups at once, so that no other one waits.
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def parts_when_lost(
-    method: Callable[Concatenate[Any, P], R],
-) -> Callable[Concatenate[Any, P], R]:
+def parts_when_lost(method: Method[P, R]) -> Method[P, R]:
     """Wrap a worker's method: where a connection is lost, the worker parts, and calls that are queued behind fail.
 
-    So each failure shows at once where it was, and workers that live on can be set up again.
+    So each failure shows at once where it was, and workers that live on can be set up again. Errors are raised as by
+    ``raises_device_errors``.
     """
 
+    @raises_device_errors
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.apart:

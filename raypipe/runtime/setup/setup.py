@@ -118,7 +118,7 @@ class Setup:
     device: int
     """Number of the device in the schedule."""
     tensor_rank: int
-    """Tensor rank of the process within its device (``tensor_ranks``)."""
+    """Tensor rank of the process within its device."""
     job: JobSpec
     """The job; of its ``parallel`` section the plan's counts."""
     parallel: ParallelSpec
@@ -142,7 +142,7 @@ class Setup:
     fields: dict[str, Field] | None
     """Per prepared array, the shape of one sample and its dtype; None for text."""
     checkpoint: Path | Checkpoint | None
-    """Where to read parameters and optimizer state from: a folder, or a copy in keepers' memory (``state.keeper``);
+    """Where to read parameters and optimizer state from: a folder, or a copy in keepers' memory (``shard_writer``);
     None to start afresh."""
     sends_shards: bool = False
     """Whether the node does not share the run's directory, so that shards of checkpoints are sent to the driver."""
