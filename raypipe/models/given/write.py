@@ -18,11 +18,11 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from raypipe.atomic_write import write_whole
 from raypipe.capture.captured import Captured, Notify, save, to_stderr
 from raypipe.capture.meta import stand_ins
 from raypipe.compat.torch_private import _BatchNorm
 from raypipe.errors import CaptureError, RaypipeError, SpecError
+from raypipe.files import write_whole
 from raypipe.job import GivenSpec, HfSpec
 from raypipe.models.build import example_of, match_arguments, with_made
 from raypipe.models.given.check import check_instance, check_state, foreign_method, state_of
