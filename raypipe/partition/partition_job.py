@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypipe.atomic_write import write_whole
 from raypipe.capture.captured import Notify, cache_folder, to_stderr
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, Product, TaskWork
@@ -19,7 +18,7 @@ from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import RequestError
-from raypipe.files import read_json
+from raypipe.files import read_json, write_whole
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
 from raypipe.job.cluster import load_cluster

@@ -25,8 +25,7 @@ from raypipe.plan.online.controller import MeasuredStep
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.sequence import ControllerSequence
 from raypipe.plan.plan import Plan
-from raypipe.runtime.calls import DoneStep, Due, Dues, StepsPerCall, Ticket
-from raypipe.runtime.compiled_swap import CompiledSwap
+from raypipe.runtime.calls import CompiledSwap, DoneStep, Due, Dues, RowOrders, StepsPerCall, Ticket
 from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
@@ -36,11 +35,9 @@ from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before, left_out_of
 from raypipe.runtime.run_metrics import RunMetrics
 from raypipe.runtime.run_results import RunResults
-from raypipe.runtime.samples.row_orders import RowOrders
 from raypipe.runtime.samples.sample_stream import samples_streamed
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
-from raypipe.runtime.saving.run_checkpoints import RunCheckpoints, Saved
-from raypipe.runtime.saving.saves import Saves
+from raypipe.runtime.saving.saves import RunCheckpoints, Saved, Saves
 from raypipe.runtime.set_up_workers import install, set_up
 from raypipe.runtime.validation.metrics import ValidationMetrics
 from raypipe.schedule.ir import Schedule

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypipe.atomic_write import write_whole
 from raypipe.errors import CheckpointError, RaypipeError, RunError, SpecError
+from raypipe.files import write_whole
 from raypipe.observe.run_log import RunLog
 from raypipe.observe.run_record import model_name
 from raypipe.runtime.recovery.failure import describe, own_error

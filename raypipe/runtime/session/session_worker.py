@@ -18,8 +18,7 @@ from raypipe.models import DTYPES, Inputs, LayeredModel, Lengths
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.replacement import parts_when_lost
-from raypipe.runtime.session.call_data import PADDING, CallData
-from raypipe.runtime.session.call_programs import Key
+from raypipe.runtime.session.call_data import PADDING, CallData, Key
 from raypipe.runtime.session.slots import Slots, read, write
 from raypipe.runtime.session.token_losses import ROW, TOKENS, CallTask, Options
 from raypipe.runtime.setup.setup import Setup

@@ -64,7 +64,7 @@ from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.update.shards import divide, read_shards
 from raypipe.runtime.update.side_stream import prefer_main_stream
 from raypipe.runtime.update.weight_versions import WeightVersions
-from raypipe.runtime.validation.predictions import Preprocess
+from raypipe.runtime.validation.metrics import Preprocess
 from raypipe.runtime.worker.profiler_window import FOLDER, ProfilerWindow
 from raypipe.runtime.worker.settings import dtype_of_sums, first_k_tuner, norm_shares, step_settings
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part

@@ -36,8 +36,7 @@ from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import PUSH_EVERY_S, Expected, Label, Peer, Progress
 from raypipe.runtime.transport.inbox import Allocate, Inbox, empty, gone, who
-from raypipe.runtime.transport.same_host.hand_over import answer, call, give, listen, take
-from raypipe.runtime.transport.same_host.ring import Ring, capacity_for, directory
+from raypipe.runtime.transport.same_host.ring import Ring, answer, call, capacity_for, directory, give, listen, take
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
 FRAME = struct.Struct("=IBq")
