@@ -240,6 +240,10 @@ class TrainSpec(Spec):
     label_smoothing: Share = 0.0
     """Share of each label's probability that is spread evenly over all classes; for losses that are cross-entropies of
     labels."""
+    loss_chunk_tokens: Positive | None = None
+    """Compute the logits of this many tokens of a micro-batch at a time, with their loss and gradients, so that the
+    logits never exist whole: the memory of one chunk, for four products with the head instead of three. For models that
+    end in a linear head and its cross-entropy. null: all logits of a micro-batch at once."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Gradients are clipped to this global norm (L2, over all stages); null for no clipping."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"

@@ -44,6 +44,9 @@ def problems(
     yield from _packed(model, train, parallel)
     yield from _graphs(train, parallel)
     yield from _experts(train, parallel)
+    if train.loss_chunk_tokens is not None and train.compile != "none":
+        why = f"compiled stages (compile: {train.compile}) keep their logits whole"
+        yield "train.loss_chunk_tokens", why, "leave it out, or use compile: none"
     if train.updates_whole:
         for key, wanted in (("shard", "none"), ("tensor", 1)):
             if getattr(parallel, key) != wanted:

@@ -379,6 +379,7 @@ def check_job(job: JobSpec, plan: Plan) -> None:
         ("train.cuda_graphs", train.cuda_graphs, "none", "stages eagerly"),
         ("train.tokens_per_step", train.tokens_per_step, None, "the sequences of their calls"),
         ("train.label_smoothing", train.label_smoothing, 0, "the losses of their calls"),
+        ("train.loss_chunk_tokens", train.loss_chunk_tokens, None, "whole logits"),
         ("parallel.tensor", parallel.tensor, 1, "without tensor parallelism"),
         ("parallel.experts", parallel.experts, 1, "without expert parallelism"),
         ("parallel.slices", parallel.slices, 1, "whole sequences"),

@@ -202,4 +202,5 @@ def build_stage(setup: Setup, plan: LayeredModel, specs: StageIOSpecs, stage: in
         setup.recomputed,
         setup.search_recompute or setup.parallel.by_layer,
         specs.ends_of(stage),
+        freed=setup.sharding is not None and setup.sharding.levels[stage] == 3,
     )
