@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from raypipe.data import Dataset, declared_fields, open_data, prepare_data
+from raypipe.data import Dataset, declared_fields, open_data, prepare_data, token_budget
 from raypipe.data.sample_order import Split
 from raypipe.errors import SpecError
 from raypipe.files import parse_json, read_regular, write_whole
@@ -43,7 +43,39 @@ class Reached:
     """Lowest validation loss seen, in the task's unit."""
 
 
-class OneDevice:
+class OwnData:
+    """A job's model and its data, on this process alone.
+
+    Args:
+        job: the job; its ``parallel`` is not read.
+        folder: an empty folder for the prepared data.
+
+    Raises:
+        SpecError: model or data cannot be used, or the loss of a sample depends on the other samples of its batch.
+    """
+
+    def __init__(self, job: JobSpec, folder: Path) -> None:
+        self.job = job
+        self.model: LayeredModel = build_model(job, declared_fields(job.data))
+        if self.model.batch_statistics:
+            why = "the loss of a sample depends on its micro-batch (batch norm, or the model's own loss)"
+            raise SpecError("model", why, "set model.batch_norm: frozen, or leave model.loss out")
+        prepare_data(job, self.model.task, folder)
+        budget = token_budget(job, 1, self.model)
+        self.data: Dataset = open_data(folder, self.model.task, job.data.pad_to_multiple_of, budget=budget)
+
+    def inputs(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
+        """Return a mini-batch in the model's precision."""
+        dtype = DTYPES[self.job.train.dtype]
+        rows = self.data.batch(split, seed, step, batch)
+        return {name: t.to(dtype) if t.is_floating_point() else t for name, t in rows.items()}
+
+    def autocast(self, device: str = "cpu") -> torch.autocast:
+        """Compute in bfloat16 inside the block, if the job says so."""
+        return torch.autocast(device, torch.bfloat16, enabled=self.job.train.dtype == "bfloat16")
+
+
+class OneDevice(OwnData):
     """A job's model and data, to be trained on this process alone again and again from its start.
 
     It computes the batches of N workers one after another and updates after the last (delayed gradient update), so the
@@ -59,16 +91,10 @@ class OneDevice:
     """
 
     def __init__(self, job: JobSpec, folder: Path) -> None:
-        self.job = job
-        self.model: LayeredModel = build_model(job, declared_fields(job.data))
-        if self.model.batch_statistics:
-            why = "the loss of a sample depends on its micro-batch (batch norm, or the model's own loss)"
-            raise SpecError("model", why, "set model.batch_norm: frozen, or leave model.loss out")
         if job.train.tokens_per_step is not None:
             why = "the batches that are tried are of samples, and a step of this job takes tokens"
             raise SpecError("train.tokens_per_step", why, "set it to null, and give train.batch")
-        prepare_data(job, self.model.task, folder)
-        self.data: Dataset = open_data(folder, self.model.task, job.data.pad_to_multiple_of)
+        super().__init__(job, folder)
         self.samples = self.data.samples("train")
 
     def train(self, batch: int, seed: int, lr: float, target: float, most_epochs: float, say: Say) -> Reached:
@@ -111,12 +137,12 @@ class OneDevice:
 
     def _gradients(self, stage: StageBody, seed: int, step: int, batch: int) -> None:
         """Accumulate the gradients of the mean loss over all targets of a step, a worker's batch at a time."""
-        whole = self._inputs("train", seed, step, batch)
+        whole = self.inputs("train", seed, step, batch)
         targets = self.model.task.targets(whole)
         for first in range(0, batch, self.job.train.batch):
             rows = range(first, min(batch, first + self.job.train.batch))
             inputs = {name: values[rows.start : rows.stop] for name, values in whole.items()}
-            with random_keys(seed, step, rows, training=True), self._autocast():
+            with random_keys(seed, step, rows, training=True), self.autocast():
                 output = stage((), inputs)[0]
             (self.model.task.loss(output, inputs) / max(1, targets)).backward()  # type: ignore[no-untyped-call]
 
@@ -125,21 +151,12 @@ class OneDevice:
         total, targets = 0.0, 0
         with torch.no_grad():
             for number in range(self.job.train.eval_batches):
-                inputs = self._inputs("val", 0, number, self.job.train.batch)
-                with random_keys(0, number, range(self.job.train.batch), training=False), self._autocast():
+                inputs = self.inputs("val", 0, number, self.job.train.batch)
+                with random_keys(0, number, range(self.job.train.batch), training=False), self.autocast():
                     output = stage((), inputs)[0]
                 total += float(self.model.task.loss(output, inputs))
                 targets += self.model.task.targets(inputs)
         return total / max(1, targets)
-
-    def _inputs(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
-        """Return a mini-batch in the model's precision."""
-        dtype = DTYPES[self.job.train.dtype]
-        rows = self.data.batch(split, seed, step, batch)
-        return {name: t.to(dtype) if t.is_floating_point() else t for name, t in rows.items()}
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.job.train.dtype == "bfloat16")
 
 
 Scaling = Literal["linear", "sqrt", "none"]

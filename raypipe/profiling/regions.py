@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import torch
 
 from raypipe.cost.profile import TakenFor
-from raypipe.data import declared_fields, open_data, prepare_data, token_budget
 from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
-from raypipe.models import Inputs, build_model, random_keys
-from raypipe.models.build import DTYPES
+from raypipe.models import Inputs, random_keys
 from raypipe.models.host_copies import runs_behind
 from raypipe.plan.cut.layers import cut_layers, line_of
 from raypipe.plan.regions.profile import LayerCost, Region, RegionProfile, Together
+from raypipe.profiling.epochs_to_target import OwnData
 from raypipe.profiling.profiled_steps import alike
 from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.process.memory import allocated_bytes
@@ -76,25 +75,15 @@ def measure_regions(
             stream.close()
 
 
-class _Bench:
+class _Bench(OwnData):
     """The layers of a model, each a stage of its own, with one micro-batch that has been through all of them."""
 
     def __init__(self, job: JobSpec, microbatch: int, repeats: int, device: torch.device, folder: Path) -> None:
-        self.job, self.device, self.repeats, self.microbatch = job, device, repeats, microbatch
-        self.model = build_model(job, declared_fields(job.data))
-        if self.model.batch_statistics:
-            why = "the loss of a sample depends on its micro-batch (batch norm, or the model's own loss)"
-            raise SpecError("model", why, "set model.batch_norm: frozen, or leave model.loss out")
+        super().__init__(job, folder)
+        self.device, self.repeats, self.microbatch = device, repeats, microbatch
         if self.model.count < 2:
             raise SpecError("model", "has one layer: nothing runs beside it", "use a deeper model")
-        prepare_data(job, self.model.task, folder)
-        budget = token_budget(job, 1, self.model)
-        data = open_data(folder, self.model.task, job.data.pad_to_multiple_of, budget=budget)
-        rows = data.batch("train", 0, 0, microbatch)
-        dtype = DTYPES[job.train.dtype]
-        self.inputs: Inputs = {
-            name: (t.to(dtype) if t.is_floating_point() else t).to(device) for name, t in rows.items()
-        }
+        self.read: Inputs = {name: t.to(device) for name, t in self.inputs("train", 0, 0, microbatch).items()}
         self.kinds = alike(self.model)
         self.stages = [StageModule(self.model, (n,), job.train.seed, device, True) for n in range(self.model.count)]
         self.optimizers: list[Any] = [
@@ -110,7 +99,7 @@ class _Bench:
         for n in range(len(self.stages)):
             states.append(self.forward(n))
             self._arrived.append(tuple(y.detach() for y in states[-1].outputs))
-        back: Payload = (torch.ones_like(states[-1].outputs[0]) / len(next(iter(self.inputs.values()))),)
+        back: Payload = (torch.ones_like(states[-1].outputs[0]) / len(next(iter(self.read.values()))),)
         for n, state in reversed([*enumerate(states)]):
             self._gradients.insert(0, back)
             back = self.stages[n].run_backward(state, back)
@@ -122,11 +111,10 @@ class _Bench:
         arrived = tuple(x.detach() for x in self._arrived[layer])
         stage.track(arrived)
         drawn = random_keys(self.job.train.seed, 0, range(self.microbatch), training=True)
-        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.job.train.dtype == "bfloat16")
-        with drawn, autocast:
-            outputs = stage(arrived, self.inputs if stage.reads else {})
+        with drawn, self.autocast(self.device.type):
+            outputs = stage(arrived, self.read if stage.reads else {})
             if layer == len(self.stages) - 1:
-                outputs = (self.model.task.loss(outputs[0], self.inputs),)
+                outputs = (self.model.task.loss(outputs[0], self.read),)
         return MicrobatchState(arrived, outputs)
 
     def backward(self, layer: int, state: MicrobatchState) -> None:

@@ -21,8 +21,7 @@ from raypipe.observe.run_dir import EVALUATE, SAVE, Stop, asked
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.online.measured_steps import StepClock
-from raypipe.runtime.executor.compile_report import StageReport
-from raypipe.runtime.executor.step import MOST_STEPS, StepResult
+from raypipe.runtime.executor.step import MOST_STEPS, StageReport, StepResult
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.saves import Save, Saves

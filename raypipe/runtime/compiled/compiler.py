@@ -25,8 +25,8 @@ from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, o
 from raypipe.runtime.compiled.program import CompiledStage, Outcome, StagePart, span_of
 from raypipe.runtime.compiled.toolchain import use_cache
 from raypipe.runtime.compiled.trace import JointGraph, prepare, register_fallbacks, trace, value
-from raypipe.runtime.executor.compile_report import CutReport, StageReport, first_line
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import CutReport, StageReport, first_line
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import StageKey

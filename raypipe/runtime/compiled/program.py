@@ -22,9 +22,9 @@ from raypipe.models.keyed_random import RandomKeys
 from raypipe.runtime.backward.deferred import Closure, accumulate
 from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.compiled.layout import Gradient, GraphLayout, Interface
-from raypipe.runtime.executor.compile_report import StageReport
 from raypipe.runtime.executor.computation import CompiledForward, Forward
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import StageReport
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import OwnGraph, StageModule
 from raypipe.runtime.transport.channel import Payload, TensorSpec

@@ -38,8 +38,8 @@ from raypipe.runtime.compiled.layout import Gradient, GraphLayout, InputSlot, In
 from raypipe.runtime.compiled.needs import Needs, StageNeeds, opaque
 from raypipe.runtime.compiled.program import Compiled, CompiledStage, Outcome, StagePart
 from raypipe.runtime.compiled.toolchain import VARIABLE, use_cache
-from raypipe.runtime.executor.compile_report import CutReport, StageReport, first_line
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import CutReport, StageReport, first_line
 from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec

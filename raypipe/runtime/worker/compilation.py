@@ -20,8 +20,8 @@ from raypipe.job.spec import compiles_first, needs_compiled
 from raypipe.runtime.compiled.program import CompiledStage, Outcome, swap_in
 from raypipe.runtime.compiled.stored import StoredStages
 from raypipe.runtime.compiled.toolchain import missing_toolchain
-from raypipe.runtime.executor.compile_report import CompileState, StageReport
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import CompileState, StageReport
 from raypipe.runtime.graphs.tasks import TaskGraphs, task_graphs
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.gradients import StageKey

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.errors import TransportError
 from raypipe.models import LayeredModel, build_model
-from raypipe.runtime.executor.compile_report import StageReport
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.executor.step import MOST_STEPS, StartedStep, StepResult, Written
+from raypipe.runtime.executor.step import MOST_STEPS, StageReport, StartedStep, StepResult, Written
 from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
 from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host

@@ -12,7 +12,7 @@ from raypipe.models import LayeredModel
 from raypipe.runtime.compiled.compiler import InProcess, TracedStage
 from raypipe.runtime.compiled.needs import Needs
 from raypipe.runtime.compiled.program import Compiled, swap_in
-from raypipe.runtime.executor.compile_report import StageReport
+from raypipe.runtime.executor.step import StageReport
 from tests.runtime.runs.one_device import LR, OneDevice, Outcome, one_device
 
 

@@ -24,7 +24,7 @@ from raypipe.runtime.compiled.needs import Needs
 from raypipe.runtime.compiled.program import CompiledStage, swap_in
 from raypipe.runtime.compiled.stored import StoredStages, function_of, read_stage, stage_key, write_stage
 from raypipe.runtime.compiled.toolchain import missing_toolchain
-from raypipe.runtime.executor.compile_report import CutReport
+from raypipe.runtime.executor.step import CutReport
 from tests.exhaustive import exhaustive
 from tests.runtime.compiled.pieces import assert_same, step_of
 from tests.runtime.runs.one_device import OneDevice, even_cut, one_device

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from raypipe.runtime.compiled.compiler import InProcess
-from raypipe.runtime.executor.compile_report import StageReport
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.step import StageReport
 from raypipe.runtime.graphs.step_executor import StepExecutor
 from raypipe.runtime.graphs.tasks import TaskGraphs
 from raypipe.runtime.setup.setup import Setup

@@ -18,7 +18,7 @@ from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compiler import InProcess, compile_graph
 from raypipe.runtime.compiled.program import Outcome
 from raypipe.runtime.compiled.toolchain import missing_toolchain
-from raypipe.runtime.executor.compile_report import StageReport
+from raypipe.runtime.executor.step import StageReport
 from raypipe.runtime.update.gradients import StageKey
 from raypipe.runtime.worker.compilation import MEASURED, Compilation, refusal
 from tests.runtime.compiled.pieces import compiled_device, interpreted
