@@ -54,6 +54,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1) -> Profile
             trained_tied=trained_tied,
             slicing=slicing,
             compiled=train.compile == "inductor" and experts == 1,  # with divided experts, runs are eager
+            loss_chunk=train.loss_chunk_tokens,
         ).model_copy(update={"experts": experts})
         for kind in cluster.kinds
     ]
@@ -106,6 +107,7 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
             momentum=train.momentum > 0,
             tied=tied,
             trained_tied=trained_tied,
+            loss_chunk=train.loss_chunk_tokens,
         )
         for kind in cluster.kinds
     ]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from raypipe.graph.liveness import between_parts
-from raypipe.models import BodyEnds, Chain, Inputs, LayeredModel, StageBody
+from raypipe.models import BodyEnds, Chain, CutTensor, Inputs, LayeredModel, StageBody
+from raypipe.runtime.backward.chunked_loss import ChunkedHead
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, parts_of, segments_of
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
-from raypipe.runtime.backward.stack import can_stack, stacked, unstacked
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.transport.channel import Payload
 from raypipe.tensor.experts import ExpertsParallel
@@ -94,6 +95,7 @@ class StageModule(nn.Module):
         recomputed: layers that an R task recomputes; None for all of them.
         finest: whether ``recomputed`` may change later (``set_recomputed``).
         ends: the results that it receives and sends on; None for consecutive layers, as a stage of a chain.
+        freed: whether its weights are freed after a backward (ZeRO level 3), so that W cannot read them.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class StageModule(nn.Module):
         recomputed: Collection[int] | None = None,
         finest: bool = False,
         ends: BodyEnds | None = None,
+        freed: bool = False,
     ) -> None:
         super().__init__()
         ends = ends or model.ends_in_chain(layers)
@@ -160,6 +163,10 @@ class StageModule(nn.Module):
             names = {id(parameter): name for name, parameter in self.named.items()}
             joint = [self.body.get_parameter(path) for path in defer_weight_gradients(self.body, self.queue)]
             self.joint_names += [names[id(parameter)] for parameter in joint if parameter.dim() > 1]
+        if last and model.loss_chunk is not None:
+            self.body.leave_head_to(
+                partial(ChunkedHead, tokens=model.loss_chunk, queue=self.queue, waits=split and not freed)
+            )
 
     def set_recomputed(self, recomputed: Collection[int] | None) -> None:
         """Choose the layers that R recomputes: any layers, if the stage was built with ``finest``; None for all."""
@@ -262,3 +269,28 @@ class StageModule(nn.Module):
                     for parameter in closure.parameters:
                         computed(parameter)
         saved.closures = []
+
+
+def can_stack(one: Sequence[CutTensor], two: Sequence[CutTensor]) -> bool:
+    """Return whether the tensors that cross a cut scale with the batch: for ``two`` samples, dimension 0 doubles."""
+    return all(a.shape and b.shape == (2 * a.shape[0], *a.shape[1:]) for a, b in zip(one, two, strict=True))
+
+
+def stacked(payloads: Sequence[Payload]) -> Payload:
+    """Concatenate the micro-batches' tensors along dimension 0."""
+    return payloads[0] if len(payloads) == 1 else tuple(torch.cat(parts) for parts in zip(*payloads, strict=True))
+
+
+def stacked_inputs(inputs: Sequence[Inputs]) -> Inputs:
+    """Concatenate the micro-batches' raw inputs along dimension 0."""
+    if len(inputs) == 1:
+        return inputs[0]
+    return {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
+
+
+def unstacked(payload: Payload, count: int) -> list[Payload]:
+    """Split stacked tensors into each micro-batch's rows; a scalar (a loss sum) is repeated for each."""
+    if count == 1:
+        return [payload]
+    parts = [y.chunk(count) if y.dim() else (y,) * count for y in payload]
+    return [tuple(rows) for rows in zip(*parts, strict=True)]
