@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from raypipe.atomic_write import write_whole
+from raypipe.files import write_whole
 from raypipe.observe.figures import gantt, memory_plot, save
 from raypipe.observe.terminal import folded
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of

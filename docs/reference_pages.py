@@ -21,8 +21,8 @@ from typing import Any, get_args
 import typer
 from pydantic import BaseModel
 
-from raypipe.atomic_write import write_whole
 from raypipe.cli import VERBS, verb_function
+from raypipe.files import write_whole
 from raypipe.job import DataSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec, ParallelSpec, TrainSpec
 from raypipe.job.cluster import (
     AttentionModel,

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from raypipe.atomic_write import write_whole
 from raypipe.errors import RunError, SpecError
+from raypipe.files import write_whole
 from raypipe.job.rules.no_effect import OUT, UNMASKED
 from raypipe.job.spec import JobSpec
 from raypipe.launch.elastic import DrainedNodes, Elastic, NamedNodes

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from raypipe.atomic_write import whole
 from raypipe.capture.meta import build_without_memory
 from raypipe.checkpoint import Checkpoint, at_step, buffer_key, open_checkpoint, outcome
 from raypipe.data import known_fields, reads_bytes
 from raypipe.errors import SpecError
-from raypipe.files import expanded, is_url
+from raypipe.files import expanded, is_url, whole
 from raypipe.job import CapturedSpec, GivenSpec, HfSpec, JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models import StageBody, build_model

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.atomic_write import whole, write_whole
 from raypipe.cli._shared.options import write
 from raypipe.errors import RaypipeError
+from raypipe.files import whole, write_whole
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.observe.figures import gantt, save
 from raypipe.observe.timelines import save_timelines, write_trace
@@ -86,7 +86,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_the_old_file(tmp_path: 
     file.write_bytes(b"before")
     script = f"""
 import os, signal, pathlib
-from raypipe.atomic_write import write_whole
+from raypipe.files import write_whole
 
 def half(path, data):
     with path.open("wb") as out:
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == [file]
 
 
-IN_PLACE = {"atomic_write.py": 1, "runtime/hosts/host_check.py": 1}
+IN_PLACE = {"files.py": 1, "runtime/hosts/host_check.py": 1}
 """Calls that write in place: to a pipe or a terminal, and a token that exists to be looked for."""
 
 

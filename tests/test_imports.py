@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "raypipe"
 LAYERS = [
-    "errors", "signals", "files", "atomic_write", "machine_code", "schedule", "simulate", "search", "job", "cost",
+    "errors", "signals", "files", "machine_code", "schedule", "simulate", "search", "job", "cost",
     "graph", "plan", "explain", "compat", "checkpoint", "tensor", "capture", "models", "data", "partition", "observe",
     "runtime", "profiling", "launch", "new_job", "train", "trained", "sample", "trainer", "service", "cli",
     "__main__",
@@ -22,7 +22,7 @@ RUNTIME = [
 ]  # fmt: skip
 """The rooms of ``runtime``, in their order; the files beside them are the driver's."""
 PLANNING = {
-    "errors", "signals", "files", "atomic_write", "machine_code", "schedule", "simulate", "search", "cost", "graph",
+    "errors", "signals", "files", "machine_code", "schedule", "simulate", "search", "cost", "graph",
     "plan",
     "explain", "job", "observe",
 }  # fmt: skip

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 
-from raypipe.atomic_write import write_whole
-from raypipe.files import open_regular, read_regular
+from raypipe.files import open_regular, read_regular, write_whole
 from raypipe.graph.operations import OperationGraph
 
 if TYPE_CHECKING:  # planning a described cluster from what is cached needs no torch

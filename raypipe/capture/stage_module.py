@@ -13,10 +13,11 @@ from torch import fx, nn
 
 from raypipe.capture.captured import Captured
 from raypipe.capture.meta import build_without_memory
-from raypipe.capture.opaque import TARGET, WHOLE, arguments, flat_results, keeps_tensors_alone
+from raypipe.capture.opaque import HOOKS, TARGET, WHOLE, arguments, flat_results, keeps_tensors_alone
 from raypipe.errors import CaptureError
 from raypipe.graph.liveness import inputs_read, runs_in
 from raypipe.graph.operations import Operation, OperationGraph, Plain
+from raypipe.tensor.experts import ExpertsParallel
 
 AS_IT_IS = "_as_it_is"
 """Path of the module that calls a whole model, where that cannot be captured."""
@@ -259,3 +260,48 @@ def _hold(root: nn.Module, name: str, captured: Captured, device: torch.device) 
     shape = [int(d) for d in source.type.shape]
     empty = torch.empty(shape, dtype=getattr(torch, source.type.dtype), device="meta")
     owner.register_parameter(leaf, nn.Parameter(empty, source.requires_grad))
+
+
+# What the results of experts do not depend on, such as shared experts, is computed while tokens travel: half of it on
+# their way there, the rest on the way back. Autograd runs the backward of operations in the opposite order of their
+# forwards, so it lies between the start and the end of the gradients' ways too.
+def compute_meanwhile(module: fx.GraphModule) -> None:
+    """Move operations of a graph, in place, to where the tokens of its divided experts travel.
+
+    Those move that an experts module neither reads nor is read by: shared experts and their gates.
+    """
+    parts, sizes = dict(module.named_modules()), {name: p.numel() for name, p in module.named_parameters()}
+    for node in list(module.graph.nodes):
+        experts = parts.get(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(experts, ExpertsParallel) or any(experts.__dict__[hooks] for hooks in HOOKS):
+            continue
+        beside = _independent(node)
+        read = [sum(sizes.get(str(x.target), 0) for x in one.all_input_nodes if x.op == "get_attr") for one in beside]
+        if not any(read) or any(one.op == "call_module" or one.is_impure() for one in beside):
+            continue
+        half = next(n for n in range(len(beside)) if 2 * sum(read[: n + 1]) >= sum(read)) + 1
+        with module.graph.inserting_before(node):
+            own = module.graph.create_node("get_attr", str(node.target))
+            sent = module.graph.call_method("dispatch", (own, *node.args), node.kwargs)
+            made = module.graph.call_method("compute", (own, sent))
+            back = module.graph.call_method("combine", (own, made))
+        for one in beside[:half]:
+            made.prepend(one)
+        for one in beside[half:]:
+            back.prepend(one)
+        node.replace_all_uses_with(back)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
+def _independent(call: fx.Node) -> list[fx.Node]:
+    """Return the operations that a call neither reads nor is read by, in order."""
+    before, after = {call}, {call}
+    for node in reversed(call.graph.nodes):
+        if not before.isdisjoint(node.users):
+            before.add(node)
+    for node in call.graph.nodes:
+        if not after.isdisjoint(node.all_input_nodes):
+            after.add(node)
+    fixed = ("placeholder", "get_attr", "output")
+    return [node for node in call.graph.nodes if node not in before | after and node.op not in fixed]

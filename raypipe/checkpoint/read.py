@@ -14,10 +14,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from raypipe.atomic_write import whole
 from raypipe.checkpoint.write import NAME, load_manifest, step_directory
 from raypipe.errors import CheckpointError, SpecError, nearest
-from raypipe.files import sha256
+from raypipe.files import sha256, whole
 
 
 @dataclass(frozen=True)

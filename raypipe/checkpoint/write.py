@@ -19,9 +19,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from raypipe.atomic_write import whole
 from raypipe.errors import CheckpointError
-from raypipe.files import parse_json, read_regular, short
+from raypipe.files import parse_json, read_regular, short, whole
 
 # A copy of tensors in host memory, laid out as the safetensors file that it will be written to.
 #

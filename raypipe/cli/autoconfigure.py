@@ -190,7 +190,7 @@ def autoconfigure(
         write(out, text)
         print(f"wrote {out}", file=sys.stderr)
     if html is not None:
-        from raypipe.observe.plans_page import plans_page
+        from raypipe.observe.pages import plans_page
 
         write(html, plans_page(decision, job.stem))
         print(f"wrote {html}", file=sys.stderr)

@@ -210,7 +210,7 @@ def graph(
         raise RequestError("--bytes-per-parameter", f"{bytes_per_parameter:g} is no size", "give a number from 0 up")
     check_writable(file)
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; standard output is for results
-        from raypipe.partition.graph_of_model import graph_of_model
+        from raypipe.partition.pieces import graph_of_model
 
         result = graph_of_model(model, input_, batch, cluster, dtype, backward, bytes_per_parameter, not every)
     text = result.model_dump_json(exclude_none=True)

@@ -123,8 +123,8 @@ def init(
     column: Annotated[str, typer.Option(help="The column of records that holds a document.")] = "text",
 ) -> None:
     """Write a job file for a model and data: commented, and checked with both."""
-    from raypipe.atomic_write import write_whole
     from raypipe.errors import RequestError
+    from raypipe.files import write_whole
     from raypipe.job.reading import parse_yaml
     from raypipe.job.spec import job_from
     from raypipe.launch.prepared import JobModel

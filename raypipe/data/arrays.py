@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raypipe.atomic_write import whole, write_whole
 from raypipe.data.ragged import (
     FILL,
     OFFSETS,
@@ -48,7 +47,7 @@ from raypipe.data.sample_order import (
     write_order,
 )
 from raypipe.errors import SpecError
-from raypipe.files import expanded, read_json, sha256
+from raypipe.files import expanded, read_json, sha256, whole, write_whole
 from raypipe.job import DataSpec
 from raypipe.models.task import MASK, POSITIONS, Field, FirstRows
 

@@ -15,9 +15,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from raypipe.atomic_write import whole
 from raypipe.errors import SpecError
-from raypipe.files import expanded
+from raypipe.files import expanded, whole
 from raypipe.models.keyed_random import fold64
 
 Split = Literal["train", "val"]

@@ -20,13 +20,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from raypipe.atomic_write import whole, write_whole
 from raypipe.data.arrays import Arrays, split_rows, write_arrays
 from raypipe.data.given_files import Format, check_content, check_object, find_files, kind_of, looks_like, read_text
 from raypipe.data.ragged import Ragged
 from raypipe.data.sample_order import SPLITS, Split, order_key, permuted
 from raypipe.errors import SpecError
-from raypipe.files import expanded, read_json, sha256
+from raypipe.files import expanded, read_json, sha256, whole, write_whole
 from raypipe.job import DataSpec
 
 STDLIB = "stdlib"

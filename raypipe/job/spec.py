@@ -20,8 +20,7 @@ from raypipe.job.model_spec import MODEL_KINDS, ModelSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.reading import describe, first_problem, parse_yaml, read_text
 from raypipe.job.rules.check import problems
-from raypipe.job.token_budget import with_rows
-from raypipe.job.train_spec import TrainSpec
+from raypipe.job.train_spec import TrainSpec, with_rows
 
 
 class JobSpec(Spec):

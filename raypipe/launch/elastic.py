@@ -54,7 +54,7 @@ class Elastic:
         self, prepared: Prepared, reservation: Reservation, reserve: Callable[[Prepared, str], Reservation]
     ) -> None:
         """Begin with a plan and its devices; ``reserve`` waits for those of another plan, under the run's id."""
-        from raypipe.runtime.hosts.autoscaler import requested
+        from raypipe.runtime.hosts.reserve import requested
 
         spec = prepared.job.train.elastic
         assert spec is not None
@@ -248,7 +248,7 @@ class Elastic:
 
     def _free(self) -> int:
         """Return how many more workers the cluster has room for now."""
-        from raypipe.runtime.hosts.autoscaler import free_workers
+        from raypipe.runtime.hosts.reserve import free_workers
 
         return free_workers(self._reservation.request)
 

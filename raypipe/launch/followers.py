@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from raypipe.atomic_write import write_whole
 from raypipe.errors import RunError, SpecError, install
+from raypipe.files import write_whole
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import STOP, ask
 from raypipe.observe.run_log import EVENTS, METRICS, Follower, log_event

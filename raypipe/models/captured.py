@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from raypipe.capture.captured import Captured
-from raypipe.capture.stage_module import build_subgraph
+from raypipe.capture.stage_module import build_subgraph, compute_meanwhile
 from raypipe.errors import RunError, SpecError
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.liveness import Result, between_spans, inputs_read
@@ -200,6 +200,7 @@ class CapturedModel(LayeredModel):
             self.build,
         )
         key_random_operations(part.module, self.sites)
+        compute_meanwhile(part.module)
         if self.packed:
             attend_by_document(part.module)
         if self.slices > 1:

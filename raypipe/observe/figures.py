@@ -19,8 +19,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from raypipe.atomic_write import write_whole
 from raypipe.errors import RequestError
+from raypipe.files import write_whole
 from raypipe.observe.palette import colour, grey, ink, oklch
 from raypipe.observe.terminal import folded
 from raypipe.plan.hybrid import Comparison

@@ -16,9 +16,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import yaml
 
-from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
-from raypipe.files import shipped
+from raypipe.files import shipped, write_whole
 from raypipe.job.reading import parse_yaml
 from raypipe.schedule.kinds import COMPUTE, NETWORK
 from raypipe.simulate.timeline import Span, Timeline

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from raypipe.atomic_write import write_whole
 from raypipe.errors import SpecError
-from raypipe.files import expanded, is_url, read_json, read_regular
+from raypipe.files import expanded, is_url, read_json, read_regular, write_whole
 from raypipe.observe.run_log import EVENTS, METRICS, aside, mend, read_rows
 
 CHECKPOINTS = "checkpoints"

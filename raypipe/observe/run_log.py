@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from raypipe.atomic_write import write_whole
-from raypipe.files import open_regular, parse_json, strict_json
+from raypipe.files import open_regular, parse_json, strict_json, write_whole
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"

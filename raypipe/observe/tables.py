@@ -22,8 +22,7 @@ from raypipe.simulate.timeline import Timeline, critical_path
 
 if TYPE_CHECKING:
     from raypipe.cost.profile import LayerProfile, LinkFit, Profile
-    from raypipe.graph.placement.placement import Placement
-    from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
+    from raypipe.graph.placement.problem import HardwareGraph, Placement, PlacementGraph
     from raypipe.plan.hybrid import ByTime, Comparison
     from raypipe.plan.regions.joint import Joint
     from raypipe.plan.regions.profile import RegionProfile

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raypipe.atomic_write import write_whole
 from raypipe.errors import RaypipeError, RequestError
-from raypipe.files import strict_json
+from raypipe.files import strict_json, write_whole
 from raypipe.observe.palette import LOOKS
 from raypipe.plan.online.recorded_steps import FEWEST, RecordedSteps
 from raypipe.schedule.deps import TaskGraph, link

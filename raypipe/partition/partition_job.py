@@ -10,9 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from raypipe.atomic_write import write_whole
 from raypipe.capture.captured import Notify, cache_folder, to_stderr
-from raypipe.capture.meta import build_without_memory
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, Product, TaskWork
 from raypipe.cost.profile import Slicing, load_profile
@@ -20,13 +18,12 @@ from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import RequestError
-from raypipe.files import read_json
+from raypipe.files import read_json, write_whole
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
 from raypipe.job.cluster import load_cluster
 from raypipe.job.field_types import FP8
 from raypipe.job.requested_schedule import base_schedule
-from raypipe.models.sources.hugging_face import HuggingFace, configuration
 from raypipe.partition.report import Crossing, ModelPiece, Partition, make_partition
 from raypipe.partition.this_machine import this_machine
 
@@ -277,6 +274,8 @@ def alike_blocks(job: JobSpec, capture: Callable[[JobSpec], tuple[Pieces, Works]
     """
     if not isinstance(job.model, HfSpec) or job.model.lora is not None:
         return None
+    from raypipe.models.sources.hugging_face import configuration  # transformers
+
     config = configuration(job.model.hf, job.model.config)
     depth = getattr(config, LAYERS, 0)
     if depth < DEEP or config.sub_configs:
@@ -316,6 +315,9 @@ def _of_each(value: object, depth: int) -> bool:
 @lru_cache(maxsize=4)
 def _alike_from(spec: str, depth: int) -> int:
     """Return the first layer that all later ones are like, of an ``HfSpec`` as JSON; ``depth`` if that is not known."""
+    from raypipe.capture.meta import build_without_memory  # torch
+    from raypipe.models.sources.hugging_face import HuggingFace
+
     source = HuggingFace(HfSpec.model_validate_json(spec))
     config = source.config
     lists = [value for value in config.to_dict().values() if _of_each(value, depth)]

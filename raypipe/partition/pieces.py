@@ -1,24 +1,37 @@
-"""From a job's model to pieces and their work."""
+"""From a job's model to pieces and their work, and from a script's to a graph that can be placed: what needs torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
-from raypipe.cost.gpt_work import gpt_work
+from raypipe.capture.capture import capture
+from raypipe.capture.meta import build_without_memory
+from raypipe.cost.gpt_work import RAYPIPE, gpt_work
+from raypipe.cost.kernels import Kernels
 from raypipe.cost.profile import Slicing
 from raypipe.cost.tensor import TensorRankWork
-from raypipe.errors import CaptureError, SpecError
+from raypipe.errors import CaptureError, RequestError, SpecError
 from raypipe.graph.operation_costs import ON_GPU, Autocast, split_flops
+from raypipe.graph.placement.from_model import Backward, placement_graph
+from raypipe.graph.placement.problem import PlacementGraph
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
+from raypipe.job.cluster import load_cluster
+from raypipe.job.field_types import WIDTH
+from raypipe.job.model_spec import ImportSpec
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
 from raypipe.models.gpt import make_layer, unset_parameters
+from raypipe.models.sources.imported import Imported
 from raypipe.models.task import Field
 from raypipe.partition.report import Crossing, ModelPiece
+from raypipe.partition.this_machine import this_machine
 
 
 def pieces_of(model: LayeredModel, microbatch: int) -> tuple[ModelPiece, ...]:
@@ -103,3 +116,72 @@ def slicing_of(job: JobSpec, model: LayeredModel, fields: Mapping[str, Field] | 
     if isinstance(model, CapturedModel) and model.drops_attention:
         return Slicing(positions=positions, refused=DROPPING)
     return Slicing(positions=positions, shortest=model.shortest_slice)
+
+
+TYPES = {"float": torch.float32, "int": torch.int64}
+LARGEST = 2**31
+
+
+def graph_of_model(
+    function: str,
+    inputs: Sequence[str],
+    batch: int,
+    cluster: Path | None,
+    dtype: str,
+    backward: Backward,
+    bytes_per_parameter: float,
+    merge: bool,
+) -> PlacementGraph:
+    """Capture the module that ``function`` returns and cost one step of it.
+
+    Args:
+        function: ``package.module:function``.
+        inputs: ``name=SHAPE`` without the batch, as ``image=3x299x299``; ``tokens=128:int`` for whole numbers.
+        batch: samples of a step.
+        cluster: file that describes the device; None for this machine.
+        dtype: arithmetic, of those that the device has a peak for.
+        backward, bytes_per_parameter, merge: as ``placement_graph``.
+
+    Raises:
+        SpecError, RequestError: no such function, an input that cannot be read, or no such peak.
+        CaptureError: the model cannot be captured.
+    """
+    machine = this_machine(dtype, 1) if cluster is None else load_cluster(cluster).of_one_kind(str(cluster))
+    device = machine.device
+    peaks = [name for name in map(str, device.peak_tflops) if name in WIDTH]
+    if dtype not in peaks:
+        raise SpecError("--dtype", f"{device.name} has no peak_tflops for {dtype}", f"use {' or '.join(peaks)}")
+    kernels = Kernels.of(device, dtype, RAYPIPE)
+    try:
+        build = Imported(ImportSpec.model_validate({"import": function})).build
+    except ValidationError:
+        raise RequestError(
+            "MODEL", f'"{function}" is not package.module:function', "write for example jobs.inception_v3:build"
+        ) from None
+    read = dict(map(_input, inputs))
+    module = build_without_memory(build)
+    try:
+        inspect.signature(module.forward).bind(**read)
+    except TypeError as error:
+        taken = ", ".join(inspect.signature(module.forward).parameters)
+        raise RequestError("--input", f"{function}'s forward has {error}", f"its arguments are {taken}") from None
+    captured = capture(module, {name: torch.zeros(2, *shape, dtype=kind) for name, (shape, kind) in read.items()})
+    one = captured.graph.sizes(
+        {name: (1, *shape) for name, (shape, _) in read.items() if name in captured.graph.inputs}
+    )
+    return placement_graph(captured.graph, one, batch, kernels, bytes_per_parameter, backward, merge)
+
+
+def _input(text: str) -> tuple[str, tuple[tuple[int, ...], torch.dtype]]:
+    name, equals, rest = text.partition("=")
+    shape, _, kind = rest.partition(":")
+    sizes = shape.split("x") if shape else []
+    whole = all(size.isascii() and size.isdecimal() and int(size) > 0 for size in sizes)
+    if not (name and equals and whole) or kind not in ("", *TYPES):
+        raise RequestError(
+            f"--input {text}", "is not NAME=SHAPE", "write for example image=3x299x299 or tokens=128:int"
+        )
+    result = tuple(map(int, sizes))
+    if torch.Size(result).numel() > LARGEST:
+        raise RequestError(f"--input {text}", "is larger than any sample", "check the shape")
+    return name, (result, TYPES[kind or "float"])

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from raypipe.atomic_write import write_whole
 from raypipe.cost.hosts import Numbering
 from raypipe.errors import RaypipeError, ScheduleError, SpecError
+from raypipe.files import write_whole
 from raypipe.job.field_types import Devices, Spec
 from raypipe.job.parallel_spec import JOBS_OWN, ParallelSpec, zero_level
 from raypipe.job.reading import load_json

@@ -26,15 +26,18 @@ from raypipe.plan.predict.form import form_of
 from raypipe.plan.predict.oom_fallback import by_device
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.tensor_groups import ALONE, Judges
+from raypipe.schedule import SCHEDULES
 from raypipe.schedule.shape import Grid
 
 GIB = 2**30
 SMALLEST = 60
 """Of the plans that need least memory by closed forms, those whose memory is played."""
-MOST_S, LEAST_MOST_S = 0.2, 0.8
+MOST_S, LEAST_MOST_S = 0.2, 0.3
 """Seconds that making these orders takes at most, by estimate: for a way out, and for the least memory of all."""
 ONE_IN_FLIGHT = "model-parallel"
 """The schedule that begins a micro-batch when the one before has ended."""
+FEW = 4
+"""Micro-batches of which the memory of a plan is played that has one at a time."""
 FEW_GRIDS = 40
 """Of more grids with the smallest micro-batches, only those whose copies have one device or as many as there are."""
 NAMED = 3
@@ -68,7 +71,7 @@ def nothing_fits(choice: PlanChoice, found: Ranking) -> SpecError:
         found: what the search found, none of which fits.
     """
     tried = sorted(found.too_large, key=lambda p: p.excess)[:1]
-    for lacks, p in _smallest(choice, [c for c in found.unmade if c.shard != "none"], LEAST_MOST_S):
+    for lacks, p in _smallest(choice, [c for c in found.unmade if c.shard != "none"], LEAST_MOST_S, every=True):
         tried.append(p)
         if min(one.excess for one in tried) <= lacks:
             break
@@ -103,7 +106,7 @@ def _place(p: Prediction, device: int) -> str:
 
 
 def _smallest(
-    choice: PlanChoice, known: Sequence[Candidate] = (), most_s: float = MOST_S
+    choice: PlanChoice, known: Sequence[Candidate] = (), most_s: float = MOST_S, every: bool = False
 ) -> Iterator[tuple[float, Prediction]]:
     """Yield the plans that may need least memory, each after the least bytes that it and all later ones lack.
 
@@ -114,21 +117,38 @@ def _smallest(
         choice: what they are chosen from.
         known: candidates that are considered beside these.
         most_s: seconds that making orders takes at most, by estimate.
+        every: of few grids, consider all schedules.
     """
     judge = choice.judge
     grids = _small(choice.grids)
     few = len(grids) <= FEW_GRIDS
-    made = (c for grid in (grids if few else _ends(grids)) for c in _in_turn(choice, grid, every=few))
+    made = (c for grid in (grids if few else _ends(grids)) for c in _in_turn(choice, grid, every=every and few))
     ways = dict.fromkeys(way for c in itertools.chain(known, made) for way in _least_ways(choice, c))
+    bounds: dict[object, float] = {}
+    ranked = ((_lacks(judge, c, bounds), not _one_in_flight(c), n, c) for n, c in enumerate(ways))
     spent_s = 0.0
-    for lacks, _, way in heapq.nsmallest(SMALLEST, ((_lacks(judge, c), n, c) for n, c in enumerate(ways))):
-        spent_s += effort_s(way)
+    for lacks, _, _, way in heapq.nsmallest(SMALLEST, ranked):
+        played = _shortest(judge, way)
+        spent_s += effort_s(played)
         try:
-            yield lacks, judge.predict(way)
+            yield lacks, judge.predict(played)
         except ScheduleError:
             continue
         if spent_s > most_s:
             return
+
+
+def _one_in_flight(c: Candidate) -> bool:
+    """Return whether micro-batches follow one another, so that no schedule of these stages holds less."""
+    return c.schedule == ONE_IN_FLIGHT or (c.stages == 1 and c.schedule.endswith("1f1b"))
+
+
+def _shortest(judge: Judges, c: Candidate) -> Candidate:
+    """Return the candidate with few micro-batches, where these hold as much as many do."""
+    once = c.level < 3 or c.gather == "microbatch"
+    if not (once and _one_in_flight(c)) or any(layer.read_bytes for layer in judge.of(c).profile.layers):
+        return c
+    return c.sized(c.microbatch, min(c.microbatches, FEW))
 
 
 def _in_turn(choice: PlanChoice, grid: Grid, every: bool) -> list[Candidate]:
@@ -143,13 +163,22 @@ def _in_turn(choice: PlanChoice, grid: Grid, every: bool) -> list[Candidate]:
     return list(filter(None, map(choice.pick, made or choice.judge.on(grid))))
 
 
-def _lacks(judge: Judges, c: Candidate) -> float:
-    """Return the bytes that a device lacks at least: in a backward, or before its update, when it has all gradients."""
-    predictor, form = judge.of(c), c.form
-    stage, place = predictor.stage_bytes(c, form, c.level, c.shard_group), np.array(form.placement)
-    held = by_device(place, stage["weights"] + stage["frozen"] + stage["optimizer"] + stage["gradients"])
-    lacks = float((held - room_bytes(predictor.profile, c.stages, c.replicas)).max())
-    return max(lacks, judge.least_excess(c))
+def _lacks(judge: Judges, c: Candidate, known: dict[object, float]) -> float:
+    """Return the bytes that a device lacks at least: in a backward, or before its update, when it has all gradients.
+
+    ``known`` keeps what was found: most schedules of a grid place the same stages on the same devices.
+    """
+    form = c.form
+    waiting = (c.unit, c.microbatches) if SCHEDULES[c.schedule].fills else None
+    way = (form.placement, form.joint, form.size, c.level, c.shard_group, c.balance, waiting)
+    key = (c.stages, c.replicas, c.microbatch, c.tensor, c.sub_pipelined, c.experts, way)
+    if key not in known:
+        predictor = judge.of(c)
+        stage, place = predictor.stage_bytes(c, form, c.level, c.shard_group), np.array(form.placement)
+        held = by_device(place, stage["weights"] + stage["frozen"] + stage["optimizer"] + stage["gradients"])
+        lacks = float((held - room_bytes(predictor.profile, c.stages, c.replicas)).max())
+        known[key] = max(lacks, judge.least_excess(c))
+    return known[key]
 
 
 def _small(grids: Sequence[Grid]) -> list[Grid]:
@@ -170,11 +199,14 @@ def _ends(grids: Sequence[Grid]) -> list[Grid]:
 
 
 def _least_ways(choice: PlanChoice, c: Candidate) -> list[Candidate]:
-    """Return a candidate as it takes most memory, and least."""
+    """Return a candidate and what its copies may divide, each as it takes least memory."""
     judge = choice.judge
-    ways = [c, *(judge.shard_ways(c) if c.shard == "none" else ())]
-    less = [replace(way, update="wait") for way in ways]
-    return [c, *(replace(way, recompute="full") if judge.of(c).recompute else way for way in less)]
+    ways = dict.fromkeys([c, *(judge.shard_ways(c) if c.shard == "none" else ())])
+    by_microbatch = "microbatch"  # nothing stays gathered for longer otherwise
+    least = [
+        replace(way, update="wait") for way in ways if replace(way, gather=by_microbatch) not in ways.keys() - {way}
+    ]
+    return [replace(way, recompute="full") if judge.of(c).recompute else way for way in least]
 
 
 def _ways_out(choice: PlanChoice, least: Prediction) -> Iterator[str]:

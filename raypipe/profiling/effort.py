@@ -13,11 +13,11 @@ from pathlib import Path
 import ray
 import torch
 
-from raypipe.atomic_write import write_whole
 from raypipe.capture.captured import cache_folder
 from raypipe.cost.collectives import Kind
 from raypipe.cost.profile import Profile, load_profile
 from raypipe.errors import SpecError
+from raypipe.files import write_whole
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 

@@ -18,11 +18,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from raypipe.atomic_write import write_whole
 from raypipe.data import Dataset, declared_fields, open_data, prepare_data
 from raypipe.data.sample_order import Split
 from raypipe.errors import SpecError
-from raypipe.files import parse_json, read_regular
+from raypipe.files import parse_json, read_regular, write_whole
 from raypipe.job import JobSpec
 from raypipe.models import LayeredModel, StageBody, build_model
 from raypipe.models.build import DTYPES

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import ray
 
-from raypipe.atomic_write import write_whole
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
+from raypipe.files import write_whole
 from raypipe.job.parallel_spec import BUDGET
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import PROFILE

@@ -25,7 +25,7 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BOOKKEEPING, NETWORK, WEIGHT_GRADIENTS, Kind
 from raypipe.schedule.live_activations import unroll
 from raypipe.schedule.lowering.norm_policy import NormPolicy
-from raypipe.schedule.lowering.run_ahead import tasks_ahead
+from raypipe.schedule.lowering.programs import tasks_ahead
 from raypipe.schedule.sharding import Collective
 from raypipe.schedule.sharding import collectives as collectives_of
 from raypipe.schedule.verify import check_links, check_ran

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
-from raypipe.tensor.group import current_group, exchanged
+from raypipe.tensor.group import current_group, exchanged, start_exchange
 
 EXPERTS = "experts"
 """The kind of division, among those of feature tables."""
@@ -67,6 +68,20 @@ def experts_of(model: nn.Module, size: int) -> dict[str, nn.Module]:
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The tokens of one call of divided experts, between the parts of its forward."""
+
+    tokens: Tensor
+    """This copy's own, ``[tokens, hidden]``."""
+    rows: tuple[Tensor, ...]
+    """What travels: numbers of experts, tokens and weights, then their results."""
+    token: Tensor | None = None
+    """int64: the number of this copy's token that each row sent is of."""
+    travel: _Travel | None = None
+    """None where nothing travels."""
+
+
 class ExpertsParallel(nn.Module):
     """The experts that one copy holds of a layer; its forward takes this copy's tokens, as the whole layer's does."""
 
@@ -80,9 +95,15 @@ class ExpertsParallel(nn.Module):
 
         ``top_k_index``: int64 ``[tokens, k]``, numbers among all experts; ``top_k_weights``: ``[tokens, k]``.
         """
+        return self.combine(self.compute(self.dispatch(hidden_states, top_k_index, top_k_weights)))
+
+    # The three parts of the forward: other computations may run between them, while tokens travel.
+
+    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Routed:
+        """Start to send tokens to the copies that hold their experts."""
         group, held = current_group("experts"), self.num_experts
         if group.size == 1:  # while it is captured or measured alone: as many tokens as with an even load
-            return self.product(hidden_states, top_k_index % held, top_k_weights)
+            return Routed(hidden_states, (top_k_index % held, hidden_states, top_k_weights))
         if torch.is_grad_enabled():  # once for a micro-batch: neither in a validation nor in what R repeats
             loads = torch.bincount(top_k_index.flatten(), minlength=held * group.size)
             self.loads = loads if self.loads is None else self.loads + loads
@@ -92,17 +113,33 @@ class ExpertsParallel(nn.Module):
         counts = wanted.sum(0)
         ones = [1] * group.size
         (received,) = exchanged(ones, ones, counts)
-        sends, receives = counts.tolist(), received.tolist()
+        travel = _Travel(counts.tolist(), received.tolist())
         numbers = torch.where(holder[token] == to.unsqueeze(-1), top_k_index[token] % held, held)  # held: not there
-        numbers, rows, weights = _exchanged(sends, receives, numbers, hidden_states[token], top_k_weights[token])
-        row, place = (numbers < held).nonzero(as_tuple=True)
+        return Routed(hidden_states, travel.start(numbers, hidden_states[token], top_k_weights[token]), token, travel)
+
+    def compute(self, routed: Routed) -> Routed:
+        """Compute the tokens that arrive, and start to send their results back."""
+        if routed.travel is None:
+            numbers, rows, weights = routed.rows
+            return replace(routed, rows=(self.product(rows, numbers, weights),))
+        numbers, rows, weights = routed.travel.end(*routed.rows)
+        row, place = (numbers < self.num_experts).nonzero(as_tuple=True)
         if len(row):
             of_experts = self.product(rows[row], numbers[row, place, None], weights[row, place, None])
             made = torch.zeros_like(rows).index_add(0, row, of_experts.to(rows.dtype))
         else:
             made = _Unused.apply(rows, weights, *self.parameters())  # type: ignore[no-untyped-call]
-        (returned,) = _exchanged(receives, sends, made)
-        return torch.zeros_like(hidden_states).index_add(0, token, returned)
+        back = _Travel(routed.travel.receives, routed.travel.sends)
+        return replace(routed, rows=back.start(made), travel=back)
+
+    @staticmethod
+    def combine(routed: Routed) -> Tensor:
+        """Add up the results that come back."""
+        if routed.travel is None:
+            return routed.rows[0]
+        (returned,) = routed.travel.end(*routed.rows)
+        assert routed.token is not None
+        return torch.zeros_like(routed.tokens).index_add(0, routed.token, returned)
 
     def take_loads(self) -> Tensor | None:
         """Return ``loads``, and begin to count anew."""
@@ -118,25 +155,69 @@ class ExpertsParallel(nn.Module):
         return y
 
 
-def _exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Exchange rows of several tensors, and their gradients back."""
-    result: tuple[Tensor, ...] = _Exchange.apply(sends, receives, *tensors)  # type: ignore[no-untyped-call]
-    return result
+def _nothing() -> None:
+    """Wait for nothing."""
 
 
-class _Exchange(torch.autograd.Function):
+class _Travel:
+    """Rows on their way to other copies, and their gradients on the way back."""
+
+    def __init__(self, sends: Sequence[int], receives: Sequence[int]) -> None:
+        self.sends, self.receives = sends, receives
+        self.wanted: Sequence[bool] = ()
+        """Per tensor, whether its gradient is."""
+        self.gradients: list[Tensor] = []
+        self.wait = _nothing
+
+    def arrive(self) -> None:
+        """Wait for what was started last."""
+        wait, self.wait = self.wait, _nothing
+        wait()
+
+    def start(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Start to send; the result is filled once ``end`` has returned."""
+        result: tuple[Tensor, ...] = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return result
+
+    def end(self, *started: Tensor) -> tuple[Tensor, ...]:
+        """Wait for the rows that ``start`` returned."""
+        result: tuple[Tensor, ...] = _End.apply(self, *started)  # type: ignore[no-untyped-call]
+        return result
+
+
+class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.sends, ctx.receives = sends, receives
-        made = exchanged(sends, receives, *tensors)
+    def forward(ctx: Any, travel: _Travel, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.travel, travel.wanted = travel, ctx.needs_input_grad[1:]
+        made, travel.wait = start_exchange(travel.sends, travel.receives, *tensors)
         ctx.mark_non_differentiable(*(x for x in made if not x.is_floating_point()))
         return tuple(made)
 
     @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        travel: _Travel = ctx.travel
+        travel.arrive()
+        back = iter(travel.gradients)
+        result = [next(back) if wanted else None for wanted in travel.wanted]
+        travel.gradients = []
+        return None, *result
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, travel: _Travel, *started: Tensor) -> tuple[Tensor, ...]:
+        ctx.travel = travel
+        travel.arrive()
+        ctx.mark_non_differentiable(*(x for x in started if not x.is_floating_point()))
+        return started
+
+    @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        wanted = ctx.needs_input_grad[2:]
-        back = iter(exchanged(ctx.receives, ctx.sends, *(g for g, need in zip(gradients, wanted, strict=True) if need)))
-        return None, None, *(next(back) if need else None for need in wanted)
+        """Start to send the gradients back; autograd runs what was computed meanwhile before ``_Start.backward``."""
+        travel: _Travel = ctx.travel
+        chosen = [g for g, wanted in zip(gradients, travel.wanted, strict=True) if wanted]
+        travel.gradients, travel.wait = start_exchange(travel.receives, travel.sends, *chosen)
+        return None, *gradients
 
 
 class _Unused(torch.autograd.Function):

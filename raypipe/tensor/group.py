@@ -166,17 +166,30 @@ def all_reduced(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
     return x
 
 
-def exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> list[Tensor]:
-    """Exchange rows of several tensors over the experts' group (``start_all_to_all``); all members name them in order.
+def start_exchange(
+    sends: Sequence[int], receives: Sequence[int], *tensors: Tensor
+) -> tuple[list[Tensor], Callable[[], None]]:
+    """Start to exchange rows of several tensors over the experts' group; all members name them in order.
 
-    The function that ``meanwhile`` set is called while they travel.
+    Returns the rows received (``TensorGroup.start_all_to_all``), and what waits for them. It first calls the function
+    that ``meanwhile`` set.
     """
     group = current_group("experts")
     started = [group.start_all_to_all(x.contiguous(), sends, receives) for x in tensors]
-    _meanwhile()
-    for _, wait in started:
-        wait()
-    return [result for result, _ in started]
+
+    def wait() -> None:
+        _meanwhile()
+        for _, arrive in started:
+            arrive()
+
+    return [result for result, _ in started], wait
+
+
+def exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> list[Tensor]:
+    """Exchange rows of several tensors over the experts' group, and wait for them (``start_exchange``)."""
+    result, wait = start_exchange(sends, receives, *tensors)
+    wait()
+    return result
 
 
 def _meanwhile() -> None:

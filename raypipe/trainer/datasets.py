@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raypipe.atomic_write import whole
 from raypipe.data.ragged import Collator, Rows, fill_of, is_packed
 from raypipe.errors import SpecError
+from raypipe.files import whole
 from raypipe.models.task import MASK, POSITIONS
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import yaml
 from raypipe.compat import PrivateName, ray_private
 from raypipe.compat.ray_private import CHECKED, JOB_CONFIG, NAMES, find
 from raypipe.launch.run_directory import check_snapshot
-from raypipe.runtime.hosts import autoscaler, reserve
+from raypipe.runtime.hosts import reserve
 from raypipe.runtime.hosts.devices import DeviceRequest
 
 ROOT = Path(__file__).parents[2]
@@ -67,9 +67,9 @@ def test_without_them_ray_is_asked_in_public(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "NodeID": "a", "Labels": {"ray.io/node-group": "w"}}])
     monkeypatch.setattr(ray, "get_runtime_context", lambda: type("Context", (), {"gcs_address": ""}))
     assert ray_private.draining_nodes() == set()
-    assert autoscaler.free_workers(CPU) == 3
+    assert reserve.free_workers(CPU) == 3
     assert reserve._by_node(1, CPU.bundle(), "0123abcd") is None  # the caller reserves one group instead
-    assert not autoscaler.autoscales()
+    assert not reserve.autoscales()
     with ray_private.on_loopback(), ray_private.no_signal_handlers():
         pass
     snapshot = tmp_path / "checkpoint_manager_snapshot.json"

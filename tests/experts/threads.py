@@ -34,6 +34,6 @@ class Member:
         return torch.cat(parts), lambda: None
 
 
-def run_copies(size: int, work: Callable[[int, Member], T]) -> list[T]:
+def run_copies(size: int, work: Callable[[int, Member], T], kind: type[Member] = Member) -> list[T]:
     """Return what ``work(rank, member)`` returns on every member of a group, each in its thread."""
-    return run_members(size, Member, "experts", work)
+    return run_members(size, kind, "experts", work)

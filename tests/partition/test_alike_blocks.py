@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -63,3 +65,9 @@ def test_they_are_those_of_the_whole_model(kind: str, config: dict[str, Any]) ->
 )
 def test_others_are_captured_whole(one: JobSpec) -> None:
     assert alike_blocks(one, captured) is None
+
+
+def test_costs_of_pieces_that_are_kept_load_neither_torch_nor_transformers() -> None:
+    """Both take a second or more, which a plan from the cache does without."""
+    code = "import sys, raypipe.partition.job_costs; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

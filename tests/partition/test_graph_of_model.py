@@ -11,7 +11,7 @@ from jobs.inception_v3 import InceptionV3
 from raypipe.cli import run
 from raypipe.graph.placement.place import place
 from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph
-from raypipe.partition.graph_of_model import graph_of_model
+from raypipe.partition.pieces import graph_of_model
 
 ROOT = Path(__file__).parents[2]
 V100 = ROOT / "cluster" / "devices" / "v100.yaml"

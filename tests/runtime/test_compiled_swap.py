@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.runtime.compiled_swap import CompiledSwap
+from raypipe.runtime.calls import CompiledSwap
 
 
 class Workers:

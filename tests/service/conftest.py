@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -28,6 +28,7 @@ class Serving:
         from raypipe.service.server import make_app
 
         self.service = service
+        self.clients: list[Any] = []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -45,6 +46,8 @@ class Serving:
         return f"http://127.0.0.1:{self.port}"
 
     def stop(self) -> None:
+        for client in self.clients:  # whose threads would go on trying to reach the server
+            client.close("success").result(10)
         self._server.should_exit = True
         self._thread.join(10)
 

@@ -47,7 +47,8 @@ def rounded(data: list[Datum]) -> list[Datum]:
 
 
 def client_of(serving: Serving) -> Any:
-    return tinker.ServiceClient(base_url=serving.url, api_key="tml-local")
+    serving.clients.append(tinker.ServiceClient(base_url=serving.url, api_key="tml-local"))
+    return serving.clients[-1]
 
 
 def test_a_script_for_tinker_trains(serving: Serving) -> None:
@@ -118,7 +119,7 @@ def test_two_clients_at_once_train_a_model_each(serving: Serving) -> None:
             assert update.result().metrics["grad_norm"] == pytest.approx(norm, abs=1e-9)
     with pytest.raises(tinker.BadRequestError, match="this server has 2 models at once"):
         clients[0].create_lora_training_client(base_model=BASE, rank=0).result()
-    serving.service.end_session(clients[1].holder.get_session_id())
+    clients[1].close("success").result()
     assert clients[0].create_lora_training_client(base_model=BASE, rank=0).result().model_id
 
 
@@ -183,7 +184,7 @@ def test_a_policy_learns_from_its_own_samples(sampling: Serving) -> None:
     assert greedy[0].result().sequences[0].tokens == greedy[1].result().sequences[0].tokens
     written = sampling.service.directory / "checkpoints"
     assert list(written.rglob("about.json"))
-    sampling.service.end_session(training.holder.get_session_id())
+    sampling.clients[0].close("success").result()
     assert not list(written.rglob("about.json"))
 
 
@@ -198,6 +199,8 @@ def test_a_client_that_goes_away_frees_its_model(serving: Serving) -> None:
     service.expire()
     assert list(service._clients) == [stays.holder.get_session_id()]
     assert stays.create_lora_training_client(base_model=BASE, rank=0).result().model_id
+    with pytest.raises(tinker.NotFoundError, match="there is no such session, or it has ended"):
+        gone.close("success").result()
 
 
 def test_what_the_server_has_not_is_refused_in_a_sentence(serving: Serving) -> None:

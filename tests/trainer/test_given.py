@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 
 import raypipe
 from raypipe.errors import SpecError
-from raypipe.models.given.check import check_state
 from raypipe.models.keyed_operations import keyed_uniform
 from raypipe.models.keyed_random import RandomKeys, with_keys
 from raypipe.trainer.given_model import model_section
@@ -374,14 +374,14 @@ def test_what_cannot_be_carried_is_refused_by_name(name: str, tmp_path: Path) ->
 def test_numbers_that_another_thread_draws_are_not_the_forwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draws = [random.random]
+    draws, state = [np.random.random] * 5, np.random.get_state
 
-    def beside(*given: Any) -> None:  # what Ray's threads may do while a model is traced
-        check_state(*given)
+    def drawing_beside() -> Any:  # what the thread of a server's client may do while a model is traced
         if draws:
             draws.pop()()
+        return state()
 
-    monkeypatch.setattr("raypipe.models.given.write.check_state", beside)
+    monkeypatch.setattr(np.random, "get_state", drawing_beside)
     mine = pipelined(head(), ROWS, tmp_path / "run", 8)
     assert not draws
     assert_alike(mine, plain(head(), by_loss), 1e-9)

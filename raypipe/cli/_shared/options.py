@@ -14,9 +14,8 @@ from typing import Annotated, Any, Optional, TypeVar
 import typer
 from typing_extensions import get_type_hints
 
-from raypipe.atomic_write import write_whole
 from raypipe.errors import RequestError, SpecError, nearest
-from raypipe.files import is_url, short, strict_json
+from raypipe.files import is_url, short, strict_json, write_whole
 from raypipe.schedule.shape import OPTIONS, Shape
 
 Text = Optional[str]  # noqa: UP045 - Typer reads annotations at run time, on Python 3.10 too

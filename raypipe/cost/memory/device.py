@@ -26,7 +26,7 @@ from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import BACKWARD, SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs, weight_versions
 from raypipe.schedule.lowering.messages_in_flight import held_messages
-from raypipe.schedule.lowering.run_ahead import tasks_ahead
+from raypipe.schedule.lowering.programs import tasks_ahead
 from raypipe.schedule.passes.sync import held
 from raypipe.schedule.sharding import LiveShards
 

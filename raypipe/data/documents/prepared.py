@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, from_numpy
 
-from raypipe.atomic_write import write_whole
 from raypipe.data.documents import META
 from raypipe.data.documents.samples import BlockOrder, Encoder, Tokens, Windows, encoded, encoder_of, samples_in
 from raypipe.data.documents.sources import Block, Document, FilePart, blocks_of, documents_of, find_source, split_of
 from raypipe.data.given_files import Format
 from raypipe.data.sample_order import SPLITS, Split, sample_keys
 from raypipe.errors import SpecError
-from raypipe.files import expanded, read_json
+from raypipe.files import expanded, read_json, write_whole
 from raypipe.job import DataSpec, GptSpec, JobSpec
 from raypipe.models.task import Task
 

@@ -15,8 +15,7 @@ from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, PLANNED, SHAP
 from raypipe.job.requested_schedule import is_file
 from raypipe.job.rules.no_effect import BrokenRule, Parts, without_effect
 from raypipe.job.rules.schedule import alphas_rules, depth, schedule_rules
-from raypipe.job.token_budget import rows_needed
-from raypipe.job.train_spec import TrainSpec
+from raypipe.job.train_spec import TrainSpec, rows_needed
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.passes.sync import BY_BUCKET, BY_LAYER
 

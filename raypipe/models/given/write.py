@@ -18,11 +18,11 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor, nn
 
-from raypipe.atomic_write import write_whole
 from raypipe.capture.captured import Captured, Notify, save, to_stderr
 from raypipe.capture.meta import stand_ins
 from raypipe.compat.torch_private import _BatchNorm
 from raypipe.errors import CaptureError, RaypipeError, SpecError
+from raypipe.files import write_whole
 from raypipe.job import GivenSpec, HfSpec
 from raypipe.models.build import example_of, match_arguments, with_made
 from raypipe.models.given.check import check_instance, check_state, foreign_method, state_of
@@ -101,10 +101,13 @@ def write_given(
     folder = Path(spec.given)
     packed = is_packed(fields) and any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__)
     seen = apart(fields) if packed else fields
-    try:
-        captured, about = _captured(model, spec, seen, dtype, script, notify)
-    except DrawnError:  # another thread, one of Ray's, may have drawn meanwhile; a forward that draws does it again
-        captured, about = _captured(model, spec, seen, dtype, script, notify)
+    for tries_left in reversed(range(TRIES)):
+        try:
+            captured, about = _captured(model, spec, seen, dtype, script, notify)
+            break
+        except DrawnError:  # another thread may have drawn meanwhile; a forward that draws does it again
+            if not tries_left:
+                raise
     if packed:
         check_apart(captured)
     if resume and (folder / ABOUT).exists():
@@ -150,7 +153,9 @@ def _captured(
             example = {name: example_of(fields[name], dtype) for name in names}
             with as_trained(model, dtype, frozen):
                 root = Root(model, names, lambda model, given: model(**given))
-                return capture(root, example, outputs=("logits",), whole=True, notify=notify), about
+                result = capture(root, example, outputs=("logits",), whole=True, notify=notify)
+                root.check_draws()
+                return result, about
         names = _names(model, fields, script)
         loss = models_own if script is None else script.of
 
@@ -161,7 +166,9 @@ def _captured(
         example = {name: example_of(fields[name], dtype) for name in names}
         example[ITEMS] = torch.tensor(2)
         with as_trained(model, dtype, frozen):
-            result = capture(Root(model, [*names, ITEMS], end), example, whole=True, notify=notify)
+            root = Root(model, [*names, ITEMS], end)
+            result = capture(root, example, whole=True, notify=notify)
+            root.check_draws()
     except CaptureError as error:
         where = where if error.where == where else f"{where}, {error.where}".removesuffix(", ")
         raise SpecError(where, f"{CANNOT}: {error.why}", error.fix) from error
@@ -234,17 +241,39 @@ class Root(nn.Module):
         for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[kind] = vars(model)[kind]
         self.__dict__["training"] = model.training
+        drew: list[bool] = []
 
         def forward(**given: Any) -> Any:
-            return end(model, given)
+            before = _generators()
+            result = end(model, given)
+            drew.append(before != _generators())
+            return result
 
         kinds = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
         forward.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
         self.forward = forward
+        self.drawn: Callable[[], bool] = lambda: any(drew)  # torch.export puts attributes back that a forward changes
+
+    def check_draws(self) -> None:
+        """Raise :class:`DrawnError` if Python's or numpy's generator went on during a forward."""
+        if self.drawn():
+            why = "draws numbers from Python's or numpy's generator in its forward, which would always be the same ones"
+            raise DrawnError("model", why, "draw them with torch")
+
+
+def _generators() -> tuple[object, str]:
+    return random.getstate(), repr(np.random.get_state())
 
 
 class DrawnError(SpecError):
-    """The generators of Python or of numpy went on while a forward ran."""
+    """The generators of Python or of numpy went on while a forward ran.
+
+    They are the process's: other threads, such as those of clients of a server, draw from them as well.
+    """
+
+
+TRIES = 4
+"""Captures of a model before numbers that are drawn in all of them are taken for its forward's."""
 
 
 @contextmanager
@@ -260,7 +289,6 @@ def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False)
         frozen_norms: put batch norms in evaluation mode.
 
     Raises:
-        DrawnError: the forward, or another thread beside it, draws from Python's or numpy's generators.
         SpecError: the forward changes an attribute.
     """
     modes = [(part, part.training) for part in model.modules()]
@@ -287,12 +315,9 @@ def as_trained(model: nn.Module, dtype: torch.dtype, frozen_norms: bool = False)
             return value.detach().to("cpu", kind, copy=True)
 
         stack.enter_context(stand_ins(model, shaped, buffers=True))
-        state, numbers, arrays = state_of(model), random.getstate(), repr(np.random.get_state())
+        state = state_of(model)
         yield
         check_state(state, model)
-        if random.getstate() != numbers or repr(np.random.get_state()) != arrays:
-            why = "draws numbers from Python's or numpy's generator in its forward, which would always be the same ones"
-            raise DrawnError("model", why, "draw them with torch")
 
 
 def _caching(model: nn.Module) -> list[Any]:

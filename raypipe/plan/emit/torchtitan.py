@@ -8,9 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from raypipe.atomic_write import write_whole
 from raypipe.errors import RequestError
-from raypipe.files import expanded
+from raypipe.files import expanded, write_whole
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.spec import JobSpec
 from raypipe.plan.emit.layout import DecoderShape, Settings, TrainerLayout, even_cut, layer_by_layer

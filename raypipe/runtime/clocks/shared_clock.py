@@ -22,8 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from raypipe.errors import TransportError
-from raypipe.runtime.transport.same_host.hand_over import answer, call, give, listen, take
-from raypipe.runtime.transport.same_host.ring import shared_file
+from raypipe.runtime.transport.same_host.ring import answer, call, give, listen, shared_file, take
 
 DRIFT = 15e-6
 """How far two clocks may drift apart, in seconds per second: RFC 5905's PHI."""

@@ -46,7 +46,7 @@ from raypipe.runtime.recovery.failure import (
 )
 from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, index_of
-from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
+from raypipe.runtime.saving.saves import RunCheckpoints
 from raypipe.runtime.validation.metrics import ValidationMetrics, validation_metrics
 
 DRIVER_DIED = "the driver's process died"

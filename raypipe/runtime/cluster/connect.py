@@ -24,8 +24,8 @@ import ray
 
 from raypipe.compat.ray_private import CURRENT_CLUSTER, NODE_ADDRESS, no_signal_handlers, on_loopback
 from raypipe.errors import RunError, SpecError
-from raypipe.runtime.hosts.autoscaler import autoscales
 from raypipe.runtime.hosts.devices import DeviceRequest, check_room, local_cpus, request_devices
+from raypipe.runtime.hosts.reserve import autoscales
 from raypipe.signals import held
 
 UNREACHABLE = "start the cluster (ray start --head), or unset RAY_ADDRESS"

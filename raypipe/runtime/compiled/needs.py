@@ -222,5 +222,6 @@ def opaque(module: StageModule) -> str | None:
             continue
         for node in part.graph.nodes:
             if node.target is flat_results:
-                return f"{node.args[0].target} could not be captured and runs as it is"
+                called = node.args[0] if node.args[0].op == "call_module" else node.args[0].args[0]
+                return f"{called.target} could not be captured and runs as it is"
     return None

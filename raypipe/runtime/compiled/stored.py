@@ -30,8 +30,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import fx, nn
 
 import raypipe
-from raypipe.atomic_write import write_whole
 from raypipe.compat import torch_private
+from raypipe.files import write_whole
 from raypipe.models import build_model
 from raypipe.models.task import Task
 from raypipe.runtime.compiled.layout import Gradient, GraphLayout, InputSlot, Interface, RandomPlaces

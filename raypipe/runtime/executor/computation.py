@@ -15,14 +15,21 @@ from raypipe.models.current_slice import SliceCache, SliceRun, slice_run
 from raypipe.models.keyed_random import RandomKeys, with_keys
 from raypipe.runtime.backward.deferred import Closure
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
-from raypipe.runtime.backward.stack import stacked, stacked_inputs
 from raypipe.runtime.executor.casts import Casts
 from raypipe.runtime.executor.step import StepSettings
 from raypipe.runtime.stage.alternate import Alternation
-from raypipe.runtime.stage.stage import HalfBatch, HalfBatches, MicrobatchState, OwnGraph, StageModule
+from raypipe.runtime.stage.stage import (
+    HalfBatch,
+    HalfBatches,
+    MicrobatchState,
+    OwnGraph,
+    StageModule,
+    stacked,
+    stacked_inputs,
+)
 from raypipe.runtime.transport.channel import Payload
 from raypipe.runtime.update.weight_versions import Snapshot, run_with
-from raypipe.runtime.validation.predictions import KeepsPredictions, MicrobatchPredictions, Preprocess
+from raypipe.runtime.validation.metrics import KeepsPredictions, MicrobatchPredictions, Preprocess
 from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.lowering.programs import Program
 

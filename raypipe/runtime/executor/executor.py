@@ -21,7 +21,6 @@ from raypipe.models import Inputs, Lengths, Task
 from raypipe.models.host_copies import runs_behind, to_host
 from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.backward.segments import RecomputeBoundaries
-from raypipe.runtime.backward.stack import stacked, unstacked
 from raypipe.runtime.executor.casts import Casts
 from raypipe.runtime.executor.computation import Microbatches, PostponedGradients, StageComputation
 from raypipe.runtime.executor.runner import Handler, ProgramRunner
@@ -30,7 +29,7 @@ from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.shapes import Ports, StageIOSpecs
-from raypipe.runtime.stage.stage import MicrobatchState, StageModule
+from raypipe.runtime.stage.stage import MicrobatchState, StageModule, stacked, unstacked
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.buckets import BucketedAllReduce
 from raypipe.runtime.update.gradients import GradientSync, StageKey

@@ -21,7 +21,7 @@ from raypipe.runtime.executor.casts import MessageCast
 from raypipe.runtime.executor.compile_report import CompileState, StageReport
 from raypipe.runtime.hosts.node_files import SentShard
 from raypipe.runtime.process.memory import MeasuredMemory
-from raypipe.runtime.validation.predictions import MicrobatchPredictions
+from raypipe.runtime.validation.metrics import MicrobatchPredictions
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
 MOST_STEPS = 8

@@ -23,12 +23,11 @@ import pyarrow as pa
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypipe.atomic_write import write_whole
 from raypipe.data.documents.prepared import Blocks, PreparedDocuments
 from raypipe.data.documents.samples import BlockOrder, Tokens, Windows
 from raypipe.data.sample_order import SPLITS, Split
 from raypipe.errors import SpecError
-from raypipe.files import read_json
+from raypipe.files import read_json, write_whole
 from raypipe.job.spec import JobSpec
 
 # Blocks of documents, read, tokenised and packed by Ray Data while training goes on.

@@ -32,9 +32,8 @@ from raypipe.runtime.executor.step import StepResult, Written
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.node_files import SentShard, received
 from raypipe.runtime.recovery.nonfinite import LEFT_OUT, NonFiniteError
-from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.state.keeper import Keeper, KeptCopy, KeptShard
-from raypipe.runtime.state.shard_writer import SaveBegun, shard_name, writes_of
+from raypipe.runtime.saving.saves import RunCheckpoints
+from raypipe.runtime.state.shard_writer import Keeper, KeptCopy, KeptShard, SaveBegun, shard_name, writes_of
 
 NUMBERS = 1 << 32
 """Copies that each driver may number."""

@@ -31,9 +31,20 @@ from raypipe.plan.plan import Plan
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.recovery.failure import own_error
-from raypipe.runtime.session.call_data import CallData, Datum, Limits, check, pack
-from raypipe.runtime.session.call_programs import KEPT, CallPrograms, Key, Kind
-from raypipe.runtime.session.pending import Log, PendingCall, Refs
+from raypipe.runtime.session.call_data import (
+    KEPT,
+    CallData,
+    CallPrograms,
+    Datum,
+    Key,
+    Kind,
+    Limits,
+    Log,
+    PendingCall,
+    Refs,
+    check,
+    pack,
+)
 from raypipe.runtime.session.session_worker import AdamW, CallPart, WorkerUpdate
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.runtime.set_up_workers import setups_of

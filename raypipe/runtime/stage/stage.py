@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.graph.liveness import between_parts
-from raypipe.models import BodyEnds, Chain, Inputs, LayeredModel, StageBody
+from raypipe.models import BodyEnds, Chain, CutTensor, Inputs, LayeredModel, StageBody
 from raypipe.runtime.backward.chunked_loss import ChunkedHead
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, parts_of, segments_of
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
-from raypipe.runtime.backward.stack import can_stack, stacked, unstacked
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.transport.channel import Payload
 from raypipe.tensor.experts import ExpertsParallel
@@ -270,3 +269,28 @@ class StageModule(nn.Module):
                     for parameter in closure.parameters:
                         computed(parameter)
         saved.closures = []
+
+
+def can_stack(one: Sequence[CutTensor], two: Sequence[CutTensor]) -> bool:
+    """Return whether the tensors that cross a cut scale with the batch: for ``two`` samples, dimension 0 doubles."""
+    return all(a.shape and b.shape == (2 * a.shape[0], *a.shape[1:]) for a, b in zip(one, two, strict=True))
+
+
+def stacked(payloads: Sequence[Payload]) -> Payload:
+    """Concatenate the micro-batches' tensors along dimension 0."""
+    return payloads[0] if len(payloads) == 1 else tuple(torch.cat(parts) for parts in zip(*payloads, strict=True))
+
+
+def stacked_inputs(inputs: Sequence[Inputs]) -> Inputs:
+    """Concatenate the micro-batches' raw inputs along dimension 0."""
+    if len(inputs) == 1:
+        return inputs[0]
+    return {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
+
+
+def unstacked(payload: Payload, count: int) -> list[Payload]:
+    """Split stacked tensors into each micro-batch's rows; a scalar (a loss sum) is repeated for each."""
+    if count == 1:
+        return [payload]
+    parts = [y.chunk(count) if y.dim() else (y,) * count for y in payload]
+    return [tuple(rows) for rows in zip(*parts, strict=True)]

@@ -16,9 +16,9 @@ from math import exp, log
 from pathlib import Path
 from statistics import median
 
-from raypipe.atomic_write import write_whole
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.errors import ScheduleError
+from raypipe.files import write_whole
 from raypipe.job.spec import job_from
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.instance import Resource

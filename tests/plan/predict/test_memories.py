@@ -8,8 +8,9 @@ import pytest
 
 import raypipe.plan.predict.memories as memories
 from raypipe.plan.candidate import Candidate
-from raypipe.plan.choice import deepest
+from raypipe.plan.choice import choice_of, deepest
 from raypipe.plan.predict.predictor import Predictor
+from raypipe.plan.remedies import _in_turn, _least_ways, _shortest
 from raypipe.schedule.shape import Grid
 from tests.plan.conftest import MIB, make_job, make_profile
 
@@ -38,3 +39,20 @@ def test_ways_of_recomputing_that_keep_nothing_share_their_memory(monkeypatch: p
         assert (alone.memory, alone.step_s) == (p.memory, p.step_s)
     judge.predict(replace(plain, update="wait"))
     assert len(played) == 2 + 4 + 1, "four judges of their own, and another norm policy, which keeps no copies"
+
+
+def test_few_micro_batches_that_follow_one_another_hold_as_much_as_many() -> None:
+    """Which is why no more of them are played to say how much memory any plan needs at least."""
+    job, profile = make_job(batch=64), make_profile(layers=8)
+    choice = choice_of(job, profile, 4)
+    ways = {
+        way
+        for grid in choice.grids
+        for c in _in_turn(choice, grid, every=False)
+        for way in _least_ways(choice, c)
+        if _shortest(choice.judge, way) != way
+    }
+    assert {way.level for way in ways} == {0, 1, 2, 3}
+    for way in ways:
+        few = Predictor(profile, job.train, deepest(job, profile)).predict(_shortest(choice.judge, way))
+        assert choice.judge.predict(way).memory_bytes == pytest.approx(few.memory_bytes, rel=1e-9)

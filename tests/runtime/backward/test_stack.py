@@ -7,8 +7,7 @@ import torch
 
 from raypipe.job import GptSpec
 from raypipe.models import CutTensor, GptLayers
-from raypipe.runtime.backward.stack import can_stack, stacked, stacked_inputs, unstacked
-from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.stage.stage import StageModule, can_stack, stacked, stacked_inputs, unstacked
 from tests.runtime.runs.one_device import Outcome, even_cut, run_step
 from tests.runtime.runs.test_any_model import CASES, MICROBATCH, model_of
 

@@ -12,7 +12,7 @@ from ray.experimental import internal_kv
 from raypipe.compat import ray_private
 from raypipe.errors import SpecError
 from raypipe.runtime.cluster import connect as cluster
-from raypipe.runtime.hosts import autoscaler
+from raypipe.runtime.hosts import reserve
 from raypipe.runtime.hosts.devices import DeviceRequest, request_devices
 
 BY_ID = "node_902f9706ec739e1f143b0c9c8f2f29dcfea95b0ef391054a9d88e25a"
@@ -31,7 +31,7 @@ BY_ID = "node_902f9706ec739e1f143b0c9c8f2f29dcfea95b0ef391054a9d88e25a"
 def test_first_version(report: dict[str, object] | None, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     published = json.dumps({"autoscaler_report": report}).encode()
     monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda _key: published)
-    assert autoscaler.autoscales() is grows
+    assert reserve.autoscales() is grows
 
 
 @pytest.mark.parametrize(("label", "version", "grows"), [("workers", 3, True), ("workers", 0, False), ("", 3, False)])
@@ -41,7 +41,7 @@ def test_second_version(label: str, version: int, grows: bool, monkeypatch: pyte
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Labels": labels}])
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
     monkeypatch.setattr(ray_private, "second_autoscaler_runs", lambda _: version > 0)
-    assert autoscaler.autoscales() is grows
+    assert reserve.autoscales() is grows
 
 
 def test_only_a_cluster_that_grows_is_asked_for_more_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,4 +59,4 @@ def test_only_a_cluster_that_grows_is_asked_for_more_than_it_has(monkeypatch: py
 
 @pytest.mark.runs
 def test_rays_own_local_cluster_does_not_grow(local_ray) -> None:
-    assert autoscaler.autoscales() is False
+    assert reserve.autoscales() is False

@@ -12,7 +12,7 @@ from raypipe.errors import SpecError
 from raypipe.job import JobSpec
 from raypipe.models import build_model
 from raypipe.plan.online.better_order import running_of
-from raypipe.runtime.samples.row_orders import RowOrders
+from raypipe.runtime.calls import RowOrders
 from raypipe.runtime.session.session import check_job
 from raypipe.train import make_plan
 from tests.runtime.compiled.pieces import assert_same, compiled_device, step_of

@@ -17,7 +17,7 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.executor.step import Written
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, start_index
-from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
+from raypipe.runtime.saving.saves import RunCheckpoints
 from raypipe.runtime.state.shard_writer import SaveBegun, send_snapshot
 from tests.runtime.runs.small_runs import small_job
 

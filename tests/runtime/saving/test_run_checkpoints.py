@@ -9,7 +9,7 @@ import torch
 
 from raypipe.checkpoint import LOSS, open_checkpoint, step_directory, write_shard
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
+from raypipe.runtime.saving.saves import RunCheckpoints
 from tests.runtime.runs.small_runs import small_job
 
 

@@ -15,8 +15,7 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.calls import Ticket
 from raypipe.runtime.executor.step import Written
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
-from raypipe.runtime.saving.run_checkpoints import RunCheckpoints
-from raypipe.runtime.saving.saves import Save, Saves
+from raypipe.runtime.saving.saves import RunCheckpoints, Save, Saves
 from raypipe.runtime.state.shard_writer import SaveBegun
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from tests.runtime.runs.small_runs import small_job

@@ -15,7 +15,7 @@ import torch
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import Expected, Label, Peer, Progress, TensorSpec
-from raypipe.runtime.transport.same_host import hand_over, ring, shm
+from raypipe.runtime.transport.same_host import ring, shm
 from raypipe.runtime.transport.same_host.ring import directory
 from raypipe.runtime.transport.same_host.shm import (
     INLINE_LIMIT,
@@ -223,7 +223,7 @@ def test_a_sender_that_dies_while_opening_is_named(run_id: str, connected: bool)
     process = os.fork()
     if process == 0:
         if connected:
-            hand_over.call(edge_name(run_id, 0, 1), 5)
+            ring.call(edge_name(run_id, 0, 1), 5)
         os._exit(9)  # as a killed process: nothing is closed in order
     os.waitpid(process, 0)
     begun = time.monotonic()

@@ -18,8 +18,7 @@ from raypipe.models.task import NextToken
 from raypipe.observe.run_dir import RECORD
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.early_stop import Patience, score
-from raypipe.runtime.validation.metrics import ValidationMetrics
-from raypipe.runtime.validation.predictions import MicrobatchPredictions, Predictions, together
+from raypipe.runtime.validation.metrics import MicrobatchPredictions, Predictions, ValidationMetrics, together
 from raypipe.trained import load_body
 from tests.runtime.runs.small_runs import drive, small_job
 

@@ -12,8 +12,7 @@ from raypipe.schedule.deps import link
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.lowering.asynchronous import parts
-from raypipe.schedule.lowering.programs import programs
-from raypipe.schedule.lowering.run_ahead import tasks_ahead
+from raypipe.schedule.lowering.programs import programs, tasks_ahead
 from raypipe.schedule.walk import walk
 
 SYNCHRONOUS = sorted(set(SCHEDULES) - {"pipedream", "pipedream-2bw", "auto"})

@@ -1,6 +1,6 @@
 """Same-host channel for CPU tensors: payload in shared memory, headers in a pipe that also wakes the reader.
 
-One pipe and one buffer (``ring``) per directed edge. The reader listens (``hand_over``); the writer makes both, and
+One pipe and one buffer (``ring``) per directed edge. The reader listens (``ring.listen``); the writer makes both, and
 hands over the pipe's other end and the buffer's file. Neither has a name in a file system, so a run that is killed
 leaves nothing behind. A pipe whose other end is closed says so at once: so either side learns of its peer's death.
 
@@ -36,8 +36,7 @@ from raypipe.errors import TransportError
 from raypipe.runtime.transport import message_header as wire
 from raypipe.runtime.transport.channel import PUSH_EVERY_S, Expected, Label, Peer, Progress
 from raypipe.runtime.transport.inbox import Allocate, Inbox, empty, gone, who
-from raypipe.runtime.transport.same_host.hand_over import answer, call, give, listen, take
-from raypipe.runtime.transport.same_host.ring import Ring, capacity_for, directory
+from raypipe.runtime.transport.same_host.ring import Ring, answer, call, capacity_for, directory, give, listen, take
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
 FRAME = struct.Struct("=IBq")
