@@ -89,8 +89,9 @@ class OptimizerKind(NamedTuple):
     """Values of its state per parameter; ``momentum`` adds one."""
     fused: bool = True
     """Whether it has fused kernels on CPU and CUDA alike."""
-    divides: bool = True
-    """Whether it updates each value of a parameter by itself, so that devices may divide parameters."""
+    divides: Literal["values", "matrices", "nothing"] = "values"
+    """What of a parameter may be updated by itself: each value, so that devices may divide parameters; a whole matrix,
+    so that copies may divide them among themselves; or only what all copies have."""
 
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor", "muon"]
@@ -101,14 +102,14 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "adagrad": OptimizerKind("torch.optim.Adagrad", ("eps",), values=1, fused=False),
     "rmsprop": OptimizerKind("torch.optim.RMSprop", ("alpha", "eps", "momentum"), values=1, fused=False),
     # A row and a column of each matrix are next to nothing.
-    "adafactor": OptimizerKind("transformers.optimization.Adafactor", fused=False, divides=False),
+    "adafactor": OptimizerKind("transformers.optimization.Adafactor", fused=False, divides="nothing"),
     # Momentum of matrices, and AdamW's two moments of the rest.
     "muon": OptimizerKind(
         "raypipe.runtime.update.optimizer.MuonAndAdamW",
         ("betas", "eps", "momentum", "muon_rate", "muon_excludes"),
         values=1,
         fused=False,
-        divides=False,
+        divides="matrices",
     ),
 }
 """What planner, rules and workers know of each ``train.optimizer``."""
@@ -201,7 +202,8 @@ class TrainSpec(Spec):
     matrices, and AdamW for all else, embeddings and heads. ``adamw``, ``adafactor`` and ``muon`` decouple weight decay
     from the gradient; the others add it to the gradient. ``adagrad``, ``rmsprop``, ``adafactor`` and ``muon`` have no
     fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no ``cuda_graphs: step`` or ``auto``.
-    ``adafactor`` and ``muon`` read whole matrices: no ``shard`` and no ``tensor``."""
+    ``adafactor`` and ``muon`` read whole matrices: no ``tensor``, and ``adafactor`` no ``shard``; ``shard`` divides
+    ``muon``'s matrices whole among the copies, about as much work to each, and the planner does so only if asked."""
     lr: Annotated[float, Field(gt=0)] = 0.001
     """Peak learning rate."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
@@ -364,7 +366,12 @@ class TrainSpec(Spec):
     @property
     def updates_whole(self) -> bool:
         """Return whether the optimizer reads whole rows and columns of a parameter, so that nothing may divide it."""
-        return not OPTIMIZERS[self.optimizer].divides
+        return OPTIMIZERS[self.optimizer].divides != "values"
+
+    @property
+    def updates_alone(self) -> bool:
+        """Return whether each copy updates all parameters of its stages."""
+        return OPTIMIZERS[self.optimizer].divides == "nothing"
 
     @property
     def crossing_dtype(self) -> str:

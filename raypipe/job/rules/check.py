@@ -48,7 +48,7 @@ def problems(
         why = f"compiled stages (compile: {train.compile}) keep their logits whole"
         yield "train.loss_chunk_tokens", why, "leave it out, or use compile: none"
     if train.updates_whole:
-        for key, wanted in (("shard", "none"), ("tensor", 1)):
+        for key, wanted in (("tensor", 1), *([("shard", "none")] if train.updates_alone else [])):
             if getattr(parallel, key) != wanted:
                 divides = f"{getattr(parallel, key)} divides parameters"
                 why = f"{divides}, of which {train.optimizer} reads whole rows and columns"

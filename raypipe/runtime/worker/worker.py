@@ -268,7 +268,6 @@ class StageWorker:
     def _build(self, setup: Setup) -> None:
         """Build the stages and their optimizers."""
         job = setup.job
-        groups = self._own_groups(setup)
         self.plan = plan = self._model(setup)
         plan.slices = setup.slices
         self.io_specs = specs = io_specs_of(setup, plan)
@@ -278,9 +277,10 @@ class StageWorker:
             for stage, device in enumerate(devices)
             if device == setup.device
         }
-        whole = tied_over_devices(setup.tied)
-        whole |= {name for module in self.modules.values() for name in module.experts}  # divided already
-        self.shards = divide(self.modules, setup.sharding, setup.placement, whole, groups, dtype_of_sums(setup))
+        experts = {name for module in self.modules.values() for name in module.experts}  # divided already
+        whole = tied_over_devices(setup.tied) | experts
+        sharding, sums = setup.sharding, dtype_of_sums(setup)
+        self.shards = divide(self.modules, sharding, setup.placement, whole, self._own_groups(setup), sums, job.train)
         updated = {key: self.shards.updated(key, module) for key, module in self.modules.items()}
         self.optimizers = {key: make_optimizer(job.train, *of) for key, of in updated.items()}
 

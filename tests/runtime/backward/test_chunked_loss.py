@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,10 @@ from raypipe.errors import SpecError
 from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
 from raypipe.models.losses import OwnLoss
-from raypipe.models.task import IGNORED, cross_entropy
+from raypipe.models.task import IGNORED, NextToken, cross_entropy
 from raypipe.runtime.backward.chunked_loss import ChunkedHead
 from raypipe.runtime.backward.deferred import Closure, WeightQueue
+from raypipe.runtime.validation.metrics import KeepsPredictions
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.one_device import even_cut, run_step
 
@@ -60,6 +62,14 @@ def test_a_frozen_head_and_a_frozen_body_get_no_gradient() -> None:
     assert x.grad is not None
     with torch.no_grad():
         assert not cross_entropy(ChunkedHead(x, weight, None, 4, WeightQueue(), False), labels).requires_grad
+
+
+def test_predictions_of_a_validation_are_whole_logits() -> None:
+    x, weight = torch.randn(2, TOKENS, WIDTH), torch.randn(VOCABULARY, WIDTH)
+    keeps = KeepsPredictions(NextToken(), None)
+    head = ChunkedHead(x, weight, None, 4, WeightQueue(), False).then(torch.tanh)
+    keeps.add([0, 1], head, {"shift_labels": torch.zeros(2, TOKENS, dtype=torch.int64)})
+    assert np.array_equal(keeps.kept[0].predictions, torch.tanh(F.linear(x, weight)).numpy())
 
 
 MODELS: dict[str, dict[str, Any]] = {
