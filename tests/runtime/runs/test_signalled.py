@@ -19,7 +19,10 @@ from tests.runtime.runs.test_train_command import small_job
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
 SCRIPT = """
+from tests.ray_environment import small_rays
 import raypipe
+forks = small_rays()
+forks.__enter__()
 rows = [{{"input_ids": [n % 7, 3, 5, n % 5], "labels": [n % 7, 3, 5, n % 5]}} for n in range(32)]
 config = {{"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 8, "vocab_size": 16}}
 args = {{"output_dir": {directory!r}, "max_steps": 100000, "per_device_train_batch_size": 8, "save_strategy": "no"}}
