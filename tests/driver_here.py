@@ -6,8 +6,10 @@ for a run is tested with it: ``tests/runtime/runs/test_train_command.py``, ``tes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 
 def without_ray_train(replace: Callable[[object, str, object], None] = setattr) -> None:
@@ -20,6 +22,7 @@ def without_ray_train(replace: Callable[[object, str, object], None] = setattr) 
     replace(ray.train, "report", lambda *_args, **_options: None)
 
 
+@mock.patch.dict(os.environ)  # a driver hides GPUs from its own process, which ends with it where Ray Train starts it
 def _start_run(request: Any, _callbacks: Sequence[Any] = ()) -> None:
     """The driver's attempts, one after another while it raises, as Ray Train makes them."""
     from raypipe.runtime.cluster.attempts import ATTEMPTED, driver_loop

@@ -25,6 +25,7 @@ from raypipe.compat.torch_private import _pytree as pytree
 from raypipe.errors import CaptureError
 from raypipe.files import short
 from raypipe.graph.operations import Operation
+from raypipe.tensor.experts import is_experts
 
 TARGET = "raypipe.module.default"
 WHOLE = ""
@@ -133,6 +134,7 @@ def _traced(path: str, part: nn.Module, real: nn.Module, rows: Mapping[str, Tens
             "draws": noticed.found,
             "learns": _learns(part),
             "alone": alone,
+            "by_row": is_experts(part),
         }
         found = torch.ops.raypipe.module(path, json.dumps(call), tensors, list(part.parameters()))
         results_in_order = iter([None if r.shape is None else t for r, t in zip(results, found, strict=True)])

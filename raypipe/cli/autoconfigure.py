@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raypipe.cli._shared.options import DAY_S, check_writable, described_cluster, output, write
-from raypipe.errors import RequestError, nearest
+from raypipe.errors import RequestError, check_known
 from raypipe.files import strict_json
 
 if TYPE_CHECKING:
@@ -116,10 +116,8 @@ def autoconfigure(
     from raypipe.search.budget import Budget
 
     for word in allow or ():
-        if word not in ALLOWED:
-            raise RequestError("--allow", f'"{word}" is unknown', nearest(word, ALLOWED))
-    if policy not in POLICIES:
-        raise RequestError("--policy", f'"{policy}" is unknown', nearest(policy, POLICIES))
+        check_known(RequestError, "--allow", word, ALLOWED)
+    check_known(RequestError, "--policy", policy, POLICIES)
     if cluster is not None and profile is not None:
         raise RequestError("--cluster", "a profile already describes its cluster", "give either --cluster or --profile")
     for name, given_s in (("--search", search), ("--budget", budget)):
@@ -128,8 +126,7 @@ def autoconfigure(
     if emit is not None:
         from raypipe.plan.emit.trainers import TRAINERS
 
-        if emit not in TRAINERS:
-            raise RequestError("--emit", f'"{emit}" is unknown', nearest(emit, TRAINERS))
+        check_known(RequestError, "--emit", emit, TRAINERS)
         if json and out is None:
             raise RequestError("--emit", "its file and --json both go to standard output", "give -o FILE")
     for file in (out, html):

@@ -32,6 +32,7 @@ def analytic_profile(
     trained_tied: int | None = None,
     slicing: Slicing | None = None,
     compiled: bool = False,
+    loss_chunk: int | None = None,
 ) -> Profile:
     """Compute the costs of a model's layers on a cluster's devices.
 
@@ -46,6 +47,7 @@ def analytic_profile(
         trained_tied: those of ``tied`` that are trained; None: all.
         slicing: how the model runs in slices of a sequence; ignored for a GPT, which does.
         compiled: ``train.compile`` fuses kernels.
+        loss_chunk: ``train.loss_chunk_tokens``; of a GPT, others' work says it itself.
 
     Raises:
         SpecError: the device has no peak for this dtype, or there are no layers or sizes to profile.
@@ -53,10 +55,11 @@ def analytic_profile(
     device = cluster.device
     if not sizes or min(sizes) < 1:
         raise SpecError("sizes", f"{list(sizes)} are not valid micro-batch sizes", "give whole numbers from 1")
-    works = tuple(model) if isinstance(model, Sequence) else gpt_work(model, dtype, SOFTWARE[cluster.software])
+    software = SOFTWARE[cluster.software]
+    works = tuple(model) if isinstance(model, Sequence) else gpt_work(model, dtype, software, loss_chunk)
     if not works:
         raise SpecError("model", "has no layers", "give at least one")
-    kernels = Kernels.of(device, dtype, SOFTWARE[cluster.software], compiled)
+    kernels = Kernels.of(device, dtype, software, compiled)
     if isinstance(model, GptSpec):
         slicing = Slicing(positions=model.sequence)
     base_bytes, reserved = _reserved(device)
@@ -163,6 +166,7 @@ def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int]) -> LayerProf
         workspace_bytes=workspace,
         workspace_fixed_bytes=work.workspace_fixed_bytes,
         split_workspace_bytes=work.split_workspace_bytes,
+        chunk_bytes=work.chunk_bytes,
         attention_share=kernels.attention_share(work.forward, max(sizes)),
         attention_grad_share=kernels.attention_share(work.input_grad, max(sizes), backward=True),
         key_value_bytes=work.key_value_bytes,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raypipe.cost.layer_work import LayerWork, TaskWork, linear_products
+from raypipe.cost.layer_work import LayerWork, LinearHead, TaskWork, linear_products, with_head, without_head
 from raypipe.job.field_types import FP8, WEIGHT_WIDTH, WIDTH
 from raypipe.job.model_spec import GptSpec
 
@@ -56,17 +56,20 @@ SOFTWARE: dict[str, Software] = {"raypipe": RAYPIPE, "pytorch-2020": PYTORCH_202
 """Software by the name that a cluster file uses."""
 
 
-def gpt_work(model: GptSpec, dtype: str, software: Software = RAYPIPE) -> Sequence[LayerWork]:
+def gpt_work(
+    model: GptSpec, dtype: str, software: Software = RAYPIPE, loss_chunk: int | None = None
+) -> Sequence[LayerWork]:
     """Return the work of a GPT's ``layers + 2`` layers: ``embedding``, ``block.0``, ..., ``head``.
 
     Args:
         model: the model's shape.
         dtype: ``train.dtype``; ``bfloat16`` and ``float16`` are autocast over float32 weights.
         software: the framework that runs the model.
+        loss_chunk: ``train.loss_chunk_tokens``.
     """
     block = _block(model, dtype, software)
     blocks = [replace(block, name=f"block.{i}") for i in range(model.layers)]
-    return (_embedding(model, dtype, software), *blocks, _head(model, dtype, software))
+    return (_embedding(model, dtype, software), *blocks, _head(model, dtype, software, loss_chunk))
 
 
 def master_width(dtype: str, software: Software) -> int:
@@ -203,18 +206,25 @@ def _embedding(model: GptSpec, dtype: str, software: Software) -> LayerWork:
     )
 
 
-def _head(model: GptSpec, dtype: str, software: Software) -> LayerWork:
+def _head(model: GptSpec, dtype: str, software: Software, loss_chunk: int | None) -> LayerWork:
     s, h, logits = model.sequence, model.hidden, model.sequence * model.vocabulary
     e, m, stat = WIDTH[dtype], master_width(dtype, software), STATISTIC[dtype]
     narrow = e != m
     matrix = model.vocabulary * h
+    norm = 2 * m * s * h + ((m + e) * s * h if narrow else 0)
+    if loss_chunk is not None:
+        kept = m * s * h + e * s * h + 2 * stat * s
+        rest = without_head("head", matrix + 2 * h, kept, float(norm), 3.0 * m * s * h)
+        sizes = LinearHead(
+            chunk=loss_chunk, tokens=s, inputs=h, outputs=model.vocabulary, width=e, master=m, statistic=stat
+        )
+        return with_head(rest, sizes)
     ahead, inputs, grads = linear_products(s, h, model.vocabulary, linear=False)
     product = TaskWork(
         flops=2.0 * s * h * model.vocabulary,
         operands=float(e * (s * h + logits)),
         weights=float(matrix * e + (matrix * (m + e) if narrow else 0)),
     )
-    norm = 2 * m * s * h + ((m + e) * s * h if narrow else 0)
     loss = (e + stat if narrow else 0) * logits + 2 * stat * logits  # widen, then log-softmax
     return LayerWork(
         name="head",

@@ -6,7 +6,7 @@ fields named fixed or weights. ``cost.kernels`` says how long a device takes for
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 
@@ -152,7 +152,92 @@ class LayerWork:
     """``workspace_bytes`` where kernels are fused; None: as much."""
     workspace_fixed_bytes: float = 0.0
     split_workspace_bytes: float | None = None
+    chunk_bytes: float = 0.0
     key_value_bytes: float = 0.0
     experts: ExpertsWork | None = None
     """The layer's experts, if it is a mixture of them: those that are here."""
     exchanged_bytes: float = 0.0
+
+
+# A linear head whose loss is computed chunk by chunk (``runtime/backward/chunked_loss.py``).
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearHead:
+    """The sizes of a linear head and of its loss."""
+
+    chunk: int
+    """Tokens whose logits are there at once."""
+    tokens: int
+    """Of one sample."""
+    inputs: int
+    outputs: int
+    width: int
+    """Bytes of a value that the product reads or writes."""
+    master: int
+    """Bytes of a parameter."""
+    statistic: int
+    """Bytes of a value of the loss."""
+    scales: int = 0
+    """Operations that work on every logit by itself."""
+
+
+def with_head(rest: LayerWork, head: LinearHead) -> LayerWork:
+    """Add the head to the work of a last layer without its product and loss.
+
+    ``rest`` keeps what the head reads, and has the head's parameters. The forward makes logits and the gradient of what
+    the head reads, the weight gradient makes the logits again.
+    """
+    e, stat, stream = head.width, head.statistic, head.tokens * head.inputs
+    logits, matrix = head.tokens * head.outputs, head.inputs * head.outputs
+    ahead, inputs, grads = linear_products(head.tokens, head.inputs, head.outputs, linear=False)
+    narrow = e != head.master
+    weights = float(matrix * e + (matrix * (head.master + e) if narrow else 0))
+    scaled = 2 * head.scales * e * logits
+    forward = (e + stat if narrow else 0) * logits + 2 * stat * logits + scaled  # widen, then log-softmax
+    backward = 4 * stat * logits + scaled
+    operands = 2.0 * e * (stream + logits)
+    ahead_work, weight_work = rest.forward, rest.weight_grad
+    return replace(
+        rest,
+        forward=replace(
+            ahead_work,
+            flops=ahead_work.flops + 2 * ahead.flops,
+            operands=ahead_work.operands + operands,
+            weights=ahead_work.weights + 2 * weights,
+            traffic=ahead_work.traffic + forward + backward,
+            overhead=ahead_work.overhead + 0.8,
+            products=(*ahead_work.products, ahead, inputs),
+        ),
+        input_grad=replace(rest.input_grad, traffic=rest.input_grad.traffic + 3 * e * stream),
+        weight_grad=replace(
+            weight_work,
+            flops=weight_work.flops + 2 * ahead.flops,
+            operands=weight_work.operands + operands,
+            weights=weight_work.weights + weights + 3.0 * head.master * matrix,
+            traffic=weight_work.traffic + forward + backward,
+            overhead=weight_work.overhead + 0.8,
+            products=(*weight_work.products, ahead, grads),
+        ),
+        kept_bytes=rest.kept_bytes + e * stream + 8 * head.tokens,
+        cast_bytes=rest.cast_bytes + (matrix * e if narrow else 0),
+        waiting_bytes=(rest.waiting_bytes or 0.0) + e * stream + 8 * head.tokens,
+        workspace_fixed_bytes=max(rest.workspace_fixed_bytes, float(matrix * (head.master + (e if narrow else 0)))),
+        # Logits, log-probabilities, and the gradients of both.
+        chunk_bytes=float(head.chunk * head.outputs * (e * (1 + head.scales) + 3 * stat)),
+    )
+
+
+def without_head(name: str, parameters: int, kept_bytes: float, forward: float, backward: float) -> LayerWork:
+    """Return the work of what stands before a head: bytes that it keeps, and moves in the forward and the backward."""
+    return LayerWork(
+        name=name,
+        parameters=parameters,
+        forward=TaskWork(traffic=forward, overhead=0.0),
+        input_grad=TaskWork(traffic=backward, overhead=0.4),
+        weight_grad=TaskWork(overhead=0.0),
+        kept_bytes=kept_bytes,
+        output_bytes=0,
+        waiting_bytes=0.0,
+        split_workspace_bytes=0.0,
+    )

@@ -128,6 +128,9 @@ class LayerProfile(Spec):
     """The part that does not depend on the micro-batch size: a matrix's gradient before it is accumulated."""
     split_workspace_bytes: Bytes | None = None
     """``workspace_bytes`` of B with a split backward; None: the same as for the joint backward."""
+    chunk_bytes: Bytes = 0.0
+    """Temporary memory of the chunk of tokens whose loss is computed at once, whatever the size of the micro-batch. W
+    needs it, if the backward is split."""
 
     attention_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the forward's time that is causal attention, and so grows along the slices of a sequence."""

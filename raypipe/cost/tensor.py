@@ -40,8 +40,10 @@ class TensorRankWork(NamedTuple):
     """Bytes of each tensor that is all-gathered in the forward of one sample."""
 
 
-def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYPIPE) -> tuple[TensorRankWork, ...]:
-    """Return a tensor rank's share of each layer of a GPT, in a group of ``size``.
+def divided_gpt(
+    model: GptSpec, dtype: str, size: int, software: Software = RAYPIPE, loss_chunk: int | None = None
+) -> tuple[TensorRankWork, ...]:
+    """Return a tensor rank's share of each layer of a GPT, in a group of ``size``; ``loss_chunk``: as ``gpt_work``.
 
     Norms, residual sums and dropout on the residual stream are replicated on every rank; so are the inputs of the
     first product of each pair and the outputs of the second.
@@ -69,7 +71,7 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
         waiting_bytes=4 * e * stream,
         output_bytes=m * stream,
     )
-    embedding, *blocks, head = gpt_work(model, dtype, software)
+    embedding, *blocks, head = gpt_work(model, dtype, software, loss_chunk)
     # Only the embedding's table is divided.
     replicated_embedding = replace(
         embedding, parameters=s * h, weight_grad=replace(embedding.weight_grad, weights=0.0), workspace_fixed_bytes=0.0
@@ -80,7 +82,7 @@ def divided_gpt(model: GptSpec, dtype: str, size: int, software: Software = RAYP
         forward=TaskWork(operands=e * stream, traffic=2 * m * stream + cast / 2),
         input_grad=TaskWork(operands=e * stream, traffic=3 * m * stream),
         weight_grad=TaskWork(operands=e * stream),
-        kept_bytes=(m + e) * stream + (2 * STATISTIC[dtype] + 8) * s,
+        kept_bytes=(m + e * (1 if loss_chunk is None else 2)) * stream + (2 * STATISTIC[dtype] + 8) * s,
         waiting_bytes=e * stream,
         output_bytes=0.0,
     )
@@ -139,6 +141,7 @@ def tensor_profile(
     trained_tied: int | None = None,
     compiled: bool = False,
     overlapped: bool = False,
+    loss_chunk: int | None = None,
 ) -> Profile:
     """Compute the profile of a cluster whose devices are tensor-parallel groups; see ``analytic_profile``.
 
@@ -161,6 +164,7 @@ def tensor_profile(
         overlapped: exchanges run beside the products that read or make their tensors, in as many parts as the group
             has devices, of which one has nothing beside it: user buffers of TransformerEngine, asynchronous tensor
             parallelism of PyTorch (Wang et al. 2023). Raypipe's own runtime has none of that.
+        loss_chunk: ``train.loss_chunk_tokens``; of a GPT.
 
     Raises:
         SpecError: the heads or the devices are not divisible by ``size``, or ``sub_pipelined`` without an even
@@ -172,9 +176,8 @@ def tensor_profile(
             f"{cluster.devices} devices do not divide into groups of {size}",
             f"use a divisor of {cluster.devices}",
         )
-    tensor_ranks = (
-        divided_gpt(model, dtype, size, SOFTWARE[cluster.software]) if isinstance(model, GptSpec) else tuple(model)
-    )
+    software = SOFTWARE[cluster.software]
+    tensor_ranks = divided_gpt(model, dtype, size, software, loss_chunk) if isinstance(model, GptSpec) else tuple(model)
     if isinstance(model, GptSpec) and model.tie_embeddings:
         tied = tensor_ranks[-1].work.parameters - 2 * model.hidden
     if sub_pipelined:

@@ -27,7 +27,7 @@ from raypipe.data.text import META as CORPUS
 from raypipe.errors import SpecError
 from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec
-from raypipe.job.token_budget import TokenBudget
+from raypipe.job.train_spec import TokenBudget
 from raypipe.models.layered import LayeredModel
 from raypipe.models.task import MASK, Task
 
@@ -76,12 +76,13 @@ class Dataset(Protocol):
 
         A micro-batch is padded to the largest of its samples' lengths. Empty if all samples are equally long.
         """
+        return {}
 
     def samples(self, split: Split) -> int:
         """Return the number of samples of an epoch."""
 
 
-class Text:
+class Text(Dataset):
     """Text as the raw inputs of a task."""
 
     def __init__(self, corpus: Corpus, task: Task) -> None:
@@ -91,10 +92,6 @@ class Text:
         """Return windows of the text as the task's raw inputs."""
         rows = self.corpus.rows(split, seed, step, 0, batch, batch)
         return self.task.from_text(rows, sample_keys(split, seed, step, batch))
-
-    def lengths(self, split: Split, seed: int, step: int, batch: int) -> dict[str, npt.NDArray[np.int64]]:
-        """Return nothing, because windows are equally long."""
-        return {}
 
     def samples(self, split: Split) -> int:
         """Return the number of windows."""
@@ -123,11 +120,11 @@ class Table:
         return self.arrays.rows(split)
 
 
-class Lines:
+class Lines(Table):
     """Lines of text as the raw inputs of a task; each line is a sample of its own length."""
 
     def __init__(self, arrays: Arrays, task: Task, multiple: int = 1) -> None:
-        self.arrays, self.task, self.multiple = arrays, task, multiple
+        super().__init__(arrays, task, multiple)
         self.names = (*task.text_fields(1), MASK)
 
     def batch(self, split: Split, seed: int, step: int, batch: int) -> dict[str, Tensor]:
@@ -146,10 +143,6 @@ class Lines:
         """Return the number of bytes of each line, rounded up."""
         own = self.arrays.lengths(split, seed, step, batch, self.multiple)[LINE]
         return dict.fromkeys(self.names, own)
-
-    def samples(self, split: Split) -> int:
-        """Return the number of lines."""
-        return self.arrays.rows(split)
 
 
 def _once(made: dict[str, Tensor], task: Task, repeated: Tensor | None) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from raypipe.data.arrays import Arrays
 from raypipe.data.ragged import TOKENS, classes, fill_of, ragged
 from raypipe.data.sample_order import Split, order_key, permutation
 from raypipe.errors import SpecError
-from raypipe.job.token_budget import TokenBudget
+from raypipe.job.train_spec import TokenBudget
 from raypipe.models.task import BY_TOKEN, IGNORED, POSITIONS, NextToken, Task
 
 Numbers = npt.NDArray[np.int64]

@@ -32,6 +32,17 @@ GETITEM = "operator.getitem"
 DETACHED = {"aten.detach.default", "aten.argmax.default", "aten.zeros_like.default", "aten.ones_like.default"}
 """Operations through which no gradient flows, although their result may be floating-point."""
 
+SCALES = (
+    "aten.mul.",
+    "aten.div.",
+    "aten.tanh.",
+    "aten.add.",
+    "aten.to.",
+    "aten._to_copy.",
+    "raypipe.gather_from_group.",
+)
+"""How the names of operations begin that, with one tensor, work on every value by itself, or gather whole rows."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
@@ -192,6 +203,28 @@ class OperationGraph:
             floating = operation.type is None or operation.type.floating
             result.append(reads and floating and operation.target not in DETACHED)
         return tuple(result)
+
+    @cached_property
+    def linear_head(self) -> tuple[int, ...]:
+        """The operations of a linear head: its product, and what works on every logit by itself; () if there is none.
+
+        >>> y = Operation("y", "aten.linear.default", ({"of": "input"}, {"of": "parameter"}))
+        >>> bound = Operation("z", "aten.tanh.default", ({"op": 0},))
+        >>> sources = {name: Source(name, TensorType((4, 4), "float32")) for name in ("input", "parameter")}
+        >>> OperationGraph((y, bound), sources, {"logits": 1}).linear_head
+        (0, 1)
+        """
+        found: list[int] = []
+        number = next(iter(self.outputs.values())) if len(self.outputs) == 1 else None
+        while number is not None and self.users[number] == tuple(found[:1]):
+            operation = self.operations[number]
+            found.insert(0, number)
+            if operation.target == "aten.linear.default":
+                parameters = {name for name, source in self.sources.items() if source.kind == "parameter"}
+                return tuple(found) if set(operation.operands[1:]) <= parameters else ()
+            scales = operation.target.startswith(SCALES) and len(operation.operands) == 1
+            number = operation.inputs[0] if scales and operation.args[0] == {"op": operation.inputs[0]} else None
+        return ()
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:

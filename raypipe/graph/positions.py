@@ -7,6 +7,7 @@ large ones, and it is constant along every dimension in which no range enters. A
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -210,13 +211,18 @@ _RULES: dict[str, _Rule] = {
 Flow = dict[str, int | None]
 """Per operation, the dimension of its result along which the sequence lies; None: it has none."""
 _ROW_WISE = POINTWISE | {"pow", "tanh", "gelu", "silu", "relu", "sigmoid", "exp", "log", "sqrt", "rsqrt", "sin", "cos"}
-_ROW_WISE |= {"square", "erf", "softplus", "reciprocal", "leaky_relu", "hardtanh", "dropout"}
+_ROW_WISE |= {"square", "erf", "softplus", "reciprocal", "leaky_relu", "hardtanh", "dropout", "polar"}
 _MOVES = {"transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "split"}
-_MOVES |= {"split_with_sizes", "chunk", "unbind", "getitem", "slice", "select", "cat", "stack"}
+_MOVES |= {"split_with_sizes", "chunk", "unbind", "getitem", "slice", "select", "cat", "stack", "repeat_interleave"}
+_MOVES |= {"slice_scatter", "view_as_complex", "view_as_real"}
 """Operations that move values without changing any; along a sequence that stays as long as it is, they move none."""
 _FOLDS = {"reshape", "view", "flatten", "unflatten"}
 _REDUCTIONS = {"mean": 1, "sum": 1, "amax": 1, "var": 1, "softmax": 1, "_softmax": 1, "log_softmax": 1}
 """Operations over some dimensions -> the place of these among the arguments."""
+_MADE = {*CONSTANT, "new_empty"}
+"""Operations that read no more than sizes; what is in a new tensor without values is written before it is read."""
+_CHOICES = {"topk", "gather", "scatter"}
+"""Operations that choose values of a row by number, as routers to experts do."""
 _PRODUCTS = {"linear", "addmm", "mm", "matmul"}
 
 
@@ -271,7 +277,7 @@ class _FlowReader:
         if operation.target == ATTENTION:
             return self.attention(operation, operands)
         places = [self.along(kind, where) for kind in operands]
-        if not any(place is not None for place in places) and name not in ("arange", *CONSTANT):
+        if not any(place is not None for place in places) and name not in ("arange", *_MADE):
             return None if along is None or name == "expand" else "it makes a sequence of its own"
         if operation.random:
             straight = along is not None and operation.type is not None and operation.type.shape[along] == self.length
@@ -280,7 +286,7 @@ class _FlowReader:
         if name == "arange":
             starts = len(operation.args) == 1 or (len(operation.args) == 2 and operation.args[0] == 0)
             return None if starts and along == 0 else "it numbers something else than the positions"
-        if name in CONSTANT:
+        if name in _MADE:
             return (
                 None
                 if all(isinstance(v, list) or not self.sized(v) for v in values[:2])
@@ -294,9 +300,17 @@ class _FlowReader:
             aligned = {p + rank - len(k.shape) for k, p in zip(operands, places, strict=True) if p is not None}
             return None if aligned == {along} else "its operands' positions do not lie side by side"
         if name in _MOVES:
-            kept = operation.type is None or (along is not None and operation.type.shape[along] == self.length)
-            whole = all(k.shape[p] == self.length for k, p in zip(operands, places, strict=True) if p is not None)
-            return None if kept and whole else "it takes or joins parts of the sequence"
+            sizes = {k.shape[p] for k, p in zip(operands, places, strict=True) if p is not None}
+            if operation.type is not None:
+                sizes.add(0 if along is None else operation.type.shape[along])
+            return None if len(sizes) == 1 else "it takes or joins parts of the sequence"
+        if name in _CHOICES:
+            at = 2 if name == "topk" else 1
+            apart = len(operands[0].shape) > 1 and int(operation.argument(at, "dim", -1)) % len(operands[0].shape)
+            return None if apart and set(places) == {0} else "it chooses among positions"
+        if operation.target == "raypipe.module.default" and json.loads(operation.args[1])["by_row"]:
+            given = {self.along(kind, where) for kind in self.kinds(operation.args[2])}
+            return None if given == {0} else "it is not given rows of positions"
         if name in _FOLDS:
             assert operation.type is not None
             same = along is not None and self.stride(operands[0], places[0]) == self.stride(operation.type, along)

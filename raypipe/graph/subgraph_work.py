@@ -13,7 +13,7 @@ from math import prod
 
 from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
 from raypipe.cost.kernels import BLOCK
-from raypipe.cost.layer_work import ExpertsWork, LayerWork, Product, TaskWork, linear_products
+from raypipe.cost.layer_work import ExpertsWork, LayerWork, LinearHead, Product, TaskWork, linear_products, with_head
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.graph.counted import Counted
 from raypipe.graph.dims import Sizes, evaluate_all
@@ -47,7 +47,11 @@ LABEL = 8
 
 
 def captured_work(
-    graph: OperationGraph, sharding: Subgraphs, one: Sizes, autocast: Autocast | None = None
+    graph: OperationGraph,
+    sharding: Subgraphs,
+    one: Sizes,
+    autocast: Autocast | None = None,
+    loss_chunk: int | None = None,
 ) -> tuple[TensorRankWork, ...]:
     """Count the work of every sub-graph, with the collectives of tensor parallelism inside it.
 
@@ -56,9 +60,13 @@ def captured_work(
         sharding: its sub-graphs.
         one: sizes for inputs of one sample.
         autocast: that of the device, if it runs under 16-bit autocast.
+        loss_chunk: ``train.loss_chunk_tokens``.
     """
     counted, unread = Counted(graph, one, autocast), unread_bytes(graph, sharding, one)
-    return tuple(_tensor_rank(counted, sharding, i, unread[i]) for i in range(sharding.count))
+    made = [_tensor_rank(counted, sharding, i, unread[i], loss_chunk is not None) for i in range(sharding.count)]
+    if loss_chunk is not None:
+        made[-1] = made[-1]._replace(work=with_head(made[-1].work, _head(counted, loss_chunk)))
+    return tuple(made)
 
 
 @dataclass
@@ -132,17 +140,39 @@ class _Sums:
         self.tables |= other.tables
 
 
-def _tensor_rank(counted: Counted, sharding: Subgraphs, number: int, unread: float) -> TensorRankWork:
+def _head(c: Counted, chunk: int) -> LinearHead:
+    product, *scales = c.graph.linear_head
+    outputs, inputs = evaluate_all(c.graph.sources[str(c.graph.operations[product].operands[1])].type.shape, c.one)
+    return LinearHead(
+        chunk=chunk,
+        tokens=c.values(product) // outputs,
+        inputs=inputs,
+        outputs=outputs,
+        width=c.widths[product],
+        master=ITEM_BYTES[c.graph.sources[str(c.graph.operations[product].operands[1])].type.dtype],
+        statistic=_statistic(c, product),
+        scales=len(scales),
+    )
+
+
+def _tensor_rank(
+    counted: Counted, sharding: Subgraphs, number: int, unread: float, headless: bool = False
+) -> TensorRankWork:
+    """Return the work of a sub-graph; ``headless``: without the linear head and the loss, but with what it reads."""
     graph = counted.graph
     span = sharding.operations(range(number, number + 1))
-    sums = _Sums()
-    for i in span:
-        _count(counted, i, sums)
-    fused = fused_work(_fusion(counted), span)
-    fused_traffic, fused_back, fused_kept = fused.forward, fused.backward, fused.kept
     last = number == sharding.count - 1
+    sums = _Sums()
+    headless = headless and last
+    counts = range(span.start, graph.linear_head[0]) if headless else span
+    for i in counts:
+        _count(counted, i, sums)
+    if headless:
+        _keep(counted, counts.stop, graph.operations[counts.stop].inputs, sums, counted.autocast is not None)
+    fused = fused_work(_fusion(counted), counts)
+    fused_traffic, fused_back, fused_kept = fused.forward, fused.backward, fused.kept
     aside, largest = sums.aside, max(sums.largest, sums.scores)
-    if last:
+    if last and not headless:
         logits = _loss(counted, sums)
         # One kernel reads the logits twice; one of the backward writes their gradient.
         fused_traffic, fused_back, fused_kept = fused_traffic + 2 * logits, fused_back + 2 * logits, fused_kept + logits

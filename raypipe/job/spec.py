@@ -20,8 +20,7 @@ from raypipe.job.model_spec import MODEL_KINDS, ModelSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.reading import describe, first_problem, parse_yaml, read_text
 from raypipe.job.rules.check import problems
-from raypipe.job.token_budget import with_rows
-from raypipe.job.train_spec import TrainSpec
+from raypipe.job.train_spec import TrainSpec, with_rows
 
 
 class JobSpec(Spec):
@@ -55,7 +54,8 @@ class JobSpec(Spec):
         for key, why, fix in problems(self.model, self.data, self.train, self.parallel, info.context):
             raise SpecError(key, why, fix)  # pydantic does not wrap this exception
         if self.parallel.auto and self.train.updates_whole:  # asked of the planner, as if the file said so
-            whole = self.parallel.model_copy(update={"shard": "none", "tensor": 1})
+            divided = {} if "shard" in self.parallel.given else {"shard": "none"}
+            whole = self.parallel.model_copy(update={**divided, "tensor": 1})
             object.__setattr__(self, "parallel", whole)
         return self
 

@@ -1,12 +1,81 @@
-"""The ``train`` section of a job file."""
+"""The ``train`` section of a job file.
+
+Token budgets say how many tokens a step takes, how many a row of packed documents holds, and how many rows that makes.
+The documents of a step follow from the seed, the step and ``train.tokens_per_step`` alone; rows, micro-batches and
+copies divide them afterwards. So the number of rows has to be enough for any documents, before any is read.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from raypipe.job.field_types import Count, Positive, Share, Spec
+
+PER_STAGE = 4
+"""Rows of a step for each stage of a copy, where nobody says how many tokens one holds: a bubble of at most a fifth,
+(stages - 1) / (rows + stages - 1)."""
+PLANNED_ROWS = 32
+"""Rows of a step where the planner chooses the stages: any power of two of copies and micro-batches up to it fits."""
+
+
+class TokenBudget(NamedTuple):
+    """How the documents of a step are taken and packed."""
+
+    tokens: int
+    """Most tokens of a step."""
+    row_tokens: int
+    """Most tokens of a row."""
+    rows: int
+    """Rows of a step."""
+    copies: int
+    """Data-parallel copies, among which the rows of a step are divided."""
+    even: int
+    """Length at which a document's attention takes as long as all else, in tokens."""
+
+
+def rows_needed(tokens: int, row_tokens: int) -> int:
+    """Return a number of rows into which first fit packs any documents of at most ``tokens`` together.
+
+    No document is longer than a row. First fit leaves no two rows that would fit into one, so k rows hold more than
+    ``k * row_tokens / 2`` tokens (Johnson 1973).
+
+    >>> rows_needed(65536, 8192), rows_needed(100, 100), rows_needed(100, 60)
+    (15, 1, 3)
+    """
+    return max(1, -(-2 * tokens // row_tokens) - 1)
+
+
+def with_rows(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a job file's content with the rows and the tokens of a row that its token budget implies.
+
+    What is no number, or missing, stays for the job's own checks.
+    """
+    train, parallel = job.get("train"), job.get("parallel")
+    if not isinstance(train, Mapping) or not _count(train.get("tokens_per_step")):
+        return job
+    tokens: int = train["tokens_per_step"]
+    parallel = parallel if isinstance(parallel, Mapping) else {"auto": parallel == "auto"}
+    stages, copies, each = (parallel.get(key, 1) for key in ("stages", "replicas", "microbatch"))
+    row: Any = train.get("microbatch_tokens", "auto")
+    rows: Any = train.get("batch")
+    if not all(map(_count, (stages, copies, each))) or not (row == "auto" or _count(row)):
+        return job
+    unit = copies * each
+    if rows is None and row == "auto":
+        rows = PLANNED_ROWS if parallel.get("auto") else PER_STAGE * stages
+        rows = -(-rows // each) * unit if not parallel.get("auto") else -(-rows // unit) * unit
+    elif rows is None:
+        rows = -(-rows_needed(tokens, row) // unit) * unit
+    if row == "auto" and _count(rows):
+        row = min(tokens, -(-2 * tokens // (rows + 1)))
+    return {**job, "train": {**train, "batch": rows, "microbatch_tokens": row}}
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 class OptimizerKind(NamedTuple):
@@ -20,8 +89,9 @@ class OptimizerKind(NamedTuple):
     """Values of its state per parameter; ``momentum`` adds one."""
     fused: bool = True
     """Whether it has fused kernels on CPU and CUDA alike."""
-    divides: bool = True
-    """Whether it updates each value of a parameter by itself, so that devices may divide parameters."""
+    divides: Literal["values", "matrices", "nothing"] = "values"
+    """What of a parameter may be updated by itself: each value, so that devices may divide parameters; a whole matrix,
+    so that copies may divide them among themselves; or only what all copies have."""
 
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor", "muon"]
@@ -32,14 +102,14 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "adagrad": OptimizerKind("torch.optim.Adagrad", ("eps",), values=1, fused=False),
     "rmsprop": OptimizerKind("torch.optim.RMSprop", ("alpha", "eps", "momentum"), values=1, fused=False),
     # A row and a column of each matrix are next to nothing.
-    "adafactor": OptimizerKind("transformers.optimization.Adafactor", fused=False, divides=False),
+    "adafactor": OptimizerKind("transformers.optimization.Adafactor", fused=False, divides="nothing"),
     # Momentum of matrices, and AdamW's two moments of the rest.
     "muon": OptimizerKind(
         "raypipe.runtime.update.optimizer.MuonAndAdamW",
         ("betas", "eps", "momentum", "muon_rate", "muon_excludes"),
         values=1,
         fused=False,
-        divides=False,
+        divides="matrices",
     ),
 }
 """What planner, rules and workers know of each ``train.optimizer``."""
@@ -132,7 +202,8 @@ class TrainSpec(Spec):
     matrices, and AdamW for all else, embeddings and heads. ``adamw``, ``adafactor`` and ``muon`` decouple weight decay
     from the gradient; the others add it to the gradient. ``adagrad``, ``rmsprop``, ``adafactor`` and ``muon`` have no
     fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no ``cuda_graphs: step`` or ``auto``.
-    ``adafactor`` and ``muon`` read whole matrices: no ``shard`` and no ``tensor``."""
+    ``adafactor`` and ``muon`` read whole matrices: no ``tensor``, and ``adafactor`` no ``shard``; ``shard`` divides
+    ``muon``'s matrices whole among the copies, about as much work to each, and the planner does so only if asked."""
     lr: Annotated[float, Field(gt=0)] = 0.001
     """Peak learning rate."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)
@@ -171,6 +242,10 @@ class TrainSpec(Spec):
     label_smoothing: Share = 0.0
     """Share of each label's probability that is spread evenly over all classes; for losses that are cross-entropies of
     labels."""
+    loss_chunk_tokens: Positive | None = None
+    """Compute the logits of this many tokens of a micro-batch at a time, with their loss and gradients, so that the
+    logits never exist whole: the memory of one chunk, for four products with the head instead of three. For models that
+    end in a linear head and its cross-entropy. null: all logits of a micro-batch at once."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """Gradients are clipped to this global norm (L2, over all stages); null for no clipping."""
     on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
@@ -291,7 +366,12 @@ class TrainSpec(Spec):
     @property
     def updates_whole(self) -> bool:
         """Return whether the optimizer reads whole rows and columns of a parameter, so that nothing may divide it."""
-        return not OPTIMIZERS[self.optimizer].divides
+        return OPTIMIZERS[self.optimizer].divides != "values"
+
+    @property
+    def updates_alone(self) -> bool:
+        """Return whether each copy updates all parameters of its stages."""
+        return OPTIMIZERS[self.optimizer].divides == "nothing"
 
     @property
     def crossing_dtype(self) -> str:

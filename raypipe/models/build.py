@@ -75,6 +75,15 @@ def build_model(
         SpecError: the model does not exist, does not fit its data, or cannot be divided.
         CaptureError: the model cannot be captured.
     """
+    model = _whole_loss(job, fields, tensor_rank, parallel, expert_rank)
+    chunk = job.train.loss_chunk_tokens
+    return model if chunk is None else model.in_chunks(chunk)
+
+
+def _whole_loss(
+    job: JobSpec, fields: Fields | None, tensor_rank: int | None, parallel: ParallelSpec | None, expert_rank: int
+) -> LayeredModel:
+    """See ``build_model``; the loss reads all logits at once."""
     if job.train.dtype not in DTYPES:
         raise SpecError("train.dtype", f"{job.train.dtype} is for planning alone", "train with bfloat16-true")
     if job.train.tokens_per_step is not None:

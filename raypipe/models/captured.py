@@ -25,7 +25,7 @@ from raypipe.models.current_slice import current_slice
 from raypipe.models.document_attention import attend_by_document
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
-from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
+from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, Project, StageBody, TiedGroup, equal_slices
 from raypipe.models.running_statistics import (
     RunningStatistics,
     check_buffers,
@@ -34,7 +34,7 @@ from raypipe.models.running_statistics import (
 )
 from raypipe.models.slice_attention import causal_attention
 from raypipe.models.start_values import StartValues
-from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task
+from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task, Unprojected
 from raypipe.tensor import Division, Shard
 
 
@@ -118,6 +118,8 @@ class CapturedModel(LayeredModel):
             for name in graph.parameters
             if len(holders := [i for i, names in enumerate(self.held) if name in names]) > 1
         )
+        head = graph.linear_head
+        self.linear_head = bool(head) and head[0] >= sharding.starts[-1]
         self.flops = tuple(sum(forward_flops(graph, i, one) for i in range(a, b)) for a, b in pairwise(self.edges))
 
     def sizes(self, samples: int, graph: OperationGraph | None = None, lengths: Lengths = ANY_LENGTH) -> Sizes:
@@ -216,6 +218,8 @@ class CapturedModel(LayeredModel):
                     stage.shortest[self.fields[name][0]] = self.graph.at_least[dim]
                 if isinstance(dim, str) and dim in self.graph.at_most:
                     stage.longest[self.fields[name][0]] = self.graph.at_most[dim]
+        if self.linear_head and layers[-1] == self.count - 1:
+            stage.head = tuple(self.graph.operations[n].name for n in self.graph.linear_head)
         stage.fill(self.values, seed, device, self._cut)
         return stage
 
@@ -269,6 +273,8 @@ class CapturedBody(StageBody):
         """Smallest lengths of raw inputs for which the captured branch of the model's code is valid."""
         self.longest: dict[str, int] = {}
         """Largest lengths of raw inputs for which the captured attention masks are valid."""
+        self.head: tuple[str, ...] = ()
+        """Names of the operations of the model's linear head, if it ends in one and the stage has its end."""
 
     def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
         """Run the sub-graphs; see ``StageBody.forward``.
@@ -298,6 +304,20 @@ class CapturedBody(StageBody):
         """Running statistics of the stage's batch norms."""
         return self._statistics
 
+    def leave_head_to(self, project: Project) -> None:
+        """See ``StageBody.leave_head_to``; what follows the product is left to what stands for the logits, too."""
+        nodes = {node.name: node for node in self.graph.graph.nodes}
+        product, *scales = (nodes[name] for name in self.head)
+        setattr(self.graph, HEAD, project)
+        with self.graph.graph.inserting_before(product):
+            head = self.graph.graph.create_node("get_attr", HEAD)
+        # Where its weight's gradient waits, the product is another function, and the queue comes first.
+        read = product.args if product.target is aten.linear.default else product.args[1:]
+        product.target, product.args = _projected, (head, *read)
+        for node in scales:
+            node.target, node.args = _scaled, (node.args[0], node.target, *node.args[1:])
+        self.graph.recompile()
+
     def fill(
         self, values: StartValues, seed: int, device: torch.device | str, cut: Callable[[str, Tensor], Tensor]
     ) -> None:
@@ -318,6 +338,18 @@ class CapturedBody(StageBody):
         for name, buffer in buffers.items():
             if name in start:
                 buffer.copy_(start[name])
+
+
+HEAD = "_head"
+"""Attribute of a stage's graph that holds what makes what stands for the logits."""
+
+
+def _projected(project: Project, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Unprojected:
+    return project(x, weight, bias)
+
+
+def _scaled(logits: Unprojected, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Unprojected:
+    return logits.then(lambda whole: function(whole, *args, **kwargs))
 
 
 def _type(operation: Operation) -> TensorType:

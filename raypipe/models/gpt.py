@@ -23,10 +23,12 @@ from torch.overrides import TorchFunctionMode
 from raypipe.job import GptSpec
 from raypipe.models.current_slice import current_slice
 from raypipe.models.keyed_random import KeyedDropout, fold64
-from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, StageBody, TiedGroup, equal_slices
+from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, Project, StageBody, TiedGroup, equal_slices
 from raypipe.models.slice_attention import causal_attention
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
 from raypipe.tensor import Division
+from raypipe.tensor.divide import HeadParallel
+from raypipe.tensor.group import entered
 
 INIT_STD = 0.02
 """Standard deviation of the start values of embeddings and matrices."""
@@ -176,6 +178,8 @@ class GptLayers(LayeredModel):
         SpecError: the model cannot be divided as ``division`` says.
     """
 
+    linear_head = True
+
     def __init__(
         self,
         model: GptSpec,
@@ -294,6 +298,12 @@ class GptStage(StageBody):
     def blocks(self) -> tuple[nn.Module, ...]:
         """The layers."""
         return tuple(self.layers)
+
+    def leave_head_to(self, project: Project) -> None:
+        """See ``StageBody.leave_head_to``."""
+        linear: Any = self.layers[-1].get_submodule("project")
+        enter = entered if isinstance(linear, HeadParallel) else nn.Identity()
+        linear.forward = lambda x: project(enter(x), linear.weight, linear.bias)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return the parameters as ``<layer>.<path>``; a tied one under its first name."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -21,7 +22,7 @@ from raypipe.errors import SpecError
 from raypipe.graph.liveness import Result, between_parts, live_after
 from raypipe.graph.placeholders import Placeholder
 from raypipe.models.running_statistics import RunningStatistics
-from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, Task
+from raypipe.models.task import ANY_LENGTH, Inputs, Labels, Lengths, Task, Unprojected
 from raypipe.plan.cut.layers import LayerCut, Placement, fastest_cut
 from raypipe.tensor import Division, Shard
 
@@ -66,6 +67,10 @@ def equal_slices(sequence: int, slices: int) -> int:
     return sequence // slices
 
 
+Project = Callable[[Tensor, Tensor, Tensor | None], Unprojected]
+"""From what a linear head reads, its weight and its bias to what stands for its logits."""
+
+
 class StageBody(nn.Module, ABC):
     """The layers of one stage, with their parameters."""
 
@@ -95,6 +100,10 @@ class StageBody(nn.Module, ABC):
         """Running statistics of the stage's layers, which are learnt without gradients."""
         return ()
 
+    def leave_head_to(self, project: Project) -> None:
+        """From now on return what ``project`` makes instead of logits; only of a model's end that is a linear head."""
+        raise NotImplementedError
+
 
 class LayeredModel(ABC):
     """A model as layers, in the precision that it runs in. Constructing one allocates no parameters."""
@@ -118,6 +127,24 @@ class LayeredModel(ABC):
     batch_statistics: bool = False
     """Whether the result for a sample depends on the other samples of its micro-batch (batch norm, or the model's own
     loss)."""
+
+    loss_chunk: int | None = None
+    """Tokens of whose logits the loss is computed at once; None for all."""
+    linear_head: bool = False
+    """Whether the last layer ends in a linear head."""
+
+    def in_chunks(self, tokens: int) -> LayeredModel:
+        """Return the same model with the loss of so many tokens at once.
+
+        Raises:
+            SpecError: its loss is not the cross-entropy of a linear head.
+        """
+        if not self.linear_head or not isinstance(self.task, Labels):
+            why = "is for models that end in a linear head, with the cross-entropy of its logits, and this one does not"
+            raise SpecError("train.loss_chunk_tokens", why, "leave it out")
+        other = copy(self)
+        other.loss_chunk = tokens
+        return other
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -274,6 +301,10 @@ class Chain(StageBody):
     def statistics(self) -> tuple[RunningStatistics, ...]:
         """Running statistics of all parts."""
         return self._statistics
+
+    def leave_head_to(self, project: Project) -> None:
+        """See ``StageBody.leave_head_to``."""
+        self._bodies[-1].leave_head_to(project)
 
 
 def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

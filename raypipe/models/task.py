@@ -353,7 +353,33 @@ def at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None, smoothing: float = 0.0) -> Tensor:
+class Unprojected(ABC):
+    """Logits that have not been computed: what the head reads stands for them (``train.loss_chunk_tokens``)."""
+
+    @abstractmethod
+    def __getitem__(self, at: Any) -> Unprojected:
+        """Return those of some positions; ``at`` leaves the last dimension alone."""
+
+    @abstractmethod
+    def then(self, scale: Callable[[Tensor], Tensor]) -> Unprojected:
+        """Return what a function makes of each logit by itself."""
+
+    def to(self, dtype: torch.dtype) -> Unprojected:
+        """Return them in another dtype."""
+        return self.then(lambda logits: logits.to(dtype))
+
+    @abstractmethod
+    def logits(self) -> Tensor:
+        """Compute all of them."""
+
+    @abstractmethod
+    def cross_entropy(self, labels: Tensor, classes: int | None, smoothing: float) -> Tensor:
+        """Return the same as the function ``cross_entropy``, of ``labels`` that are as many as the logits' rows."""
+
+
+def cross_entropy(
+    logits: Tensor | Unprojected, labels: Tensor, classes: int | None = None, smoothing: float = 0.0
+) -> Tensor:
     """Return the sum of ``-log p(label)`` in nats, a scalar, over the labels that are not ``IGNORED``.
 
     It is computed in float32, or in float64 if the logits are float64.
@@ -364,6 +390,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, classes: int | None = None, sm
         classes: number of all classes, if the logits are one tensor rank's share of them.
         smoothing: share of a label's probability that all classes have evenly.
     """
+    if isinstance(logits, Unprojected):
+        return logits.cross_entropy(labels, classes, smoothing)
     logits = at_least_float32(logits)
     if classes is not None:
         return divided_cross_entropy(logits.flatten(0, -2), labels.flatten(), classes, IGNORED, smoothing)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -60,6 +60,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1) -> Profile
             trained_tied=trained_tied,
             slicing=slicing,
             compiled=train.compile == "inductor" and experts == 1,  # with divided experts, runs are eager
+            loss_chunk=train.loss_chunk_tokens,
         ).model_copy(update={"experts": experts})
         for kind in cluster.kinds
     ]
@@ -112,6 +113,7 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
             momentum=train.momentum > 0,
             tied=tied,
             trained_tied=trained_tied,
+            loss_chunk=train.loss_chunk_tokens,
         )
         for kind in cluster.kinds
     ]
@@ -166,9 +168,10 @@ class SharedProfiles:
         given = job.parallel.given if job.parallel.auto else {}
         sizes = [n for n in group_sizes(cluster) if given.get("tensor", n) == n and given.get("experts", 1) == 1]
         missing = [one for one in (divided(job, n) for n in sizes) if to_capture(one)]
-        if missing and len(os.sched_getaffinity(0)) > 1:
+        if missing and (os.cpu_count() or 1) > 1:
             program = f"from {__name__} import {capture_given.__name__}; {capture_given.__name__}()"
-            self._capturing = start_apart(program, pickle.dumps(missing))
+            given_jobs = [one.model_dump_json(exclude_unset=True) for one in missing]
+            self._capturing = start_apart(program, json.dumps(given_jobs).encode())
 
     @property
     def ready(self) -> bool:
@@ -186,9 +189,9 @@ class SharedProfiles:
 
 def capture_given() -> None:
     """Capture the models of the jobs on standard input, so that their pieces are kept."""
-    for job in pickle.load(sys.stdin.buffer):
+    for job in json.load(sys.stdin):
         with suppress(SpecError, CaptureError):  # the process that asks for it says so
-            job_pieces(job, alike=True)
+            job_pieces(JobSpec.model_validate_json(job), alike=True)
 
 
 def _of_experts(job: JobSpec, cluster: ClusterSpec, given: Mapping[str, Any]) -> dict[Sharing, Profile]:

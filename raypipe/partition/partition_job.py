@@ -170,6 +170,8 @@ def pieces_key(job: JobSpec) -> str | None:
         "kept_as": KEPT_AS,
     }
     code = [*transformers_code(str(says.get("model_type"))), *sorted(MODEL_CODE.rglob("*.py"))]
+    if job.train.loss_chunk_tokens is not None:
+        asked["loss_chunk_tokens"] = job.train.loss_chunk_tokens
     if job.parallel.tensor > 1:
         asked["tensor"] = job.parallel.tensor
         own = job.parallel.tensor_table

@@ -76,9 +76,10 @@ def tensor_ranks_of(job: JobSpec, model: LayeredModel, autocast: Autocast = ON_G
     """
     if isinstance(model, CapturedModel):
         under = autocast if job.train.dtype == "bfloat16" else None
-        return captured_work(model.graph, model.sharding, model.sizes(1), under)
+        return captured_work(model.graph, model.sharding, model.sizes(1), under, job.train.loss_chunk_tokens)
     assert isinstance(job.model, GptSpec)
-    return tuple(TensorRankWork(work, (), ()) for work in gpt_work(job.model, job.train.dtype))
+    works = gpt_work(job.model, job.train.dtype, loss_chunk=job.train.loss_chunk_tokens)
+    return tuple(TensorRankWork(work, (), ()) for work in works)
 
 
 def _crossing(name: str, tensor: CutTensor) -> Crossing:

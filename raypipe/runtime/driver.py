@@ -31,10 +31,9 @@ from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
 from raypipe.runtime.hosts.node_files import clear
 from raypipe.runtime.in_place import RECOVERABLE, InPlace, LostWorkers, Recovered, can_recover, can_replace
-from raypipe.runtime.recovery.lost_results import completed, outcomes
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before, left_out_of
-from raypipe.runtime.run_metrics import RunMetrics
-from raypipe.runtime.run_results import RunResults
+from raypipe.runtime.recovery.replacement import completed, outcomes
+from raypipe.runtime.run_metrics import RunMetrics, RunResults
 from raypipe.runtime.samples.sample_stream import samples_streamed
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.saves import RunCheckpoints, Saved, Saves
@@ -137,7 +136,8 @@ class Driver:
             RaypipeError: a worker raised it; Ray has wrapped it.
         """
         self._store_plan()
-        self._begin(checkpoint, done, left_out_before(checkpoint))
+        self.checkpoints.resume(checkpoint, done)
+        self._begin(done, left_out_before(checkpoint))
         first = done + self.checkpoints.left_out
         with samples_streamed(self.job, self.directory, first, workers.run_id) as workers.samples:
             self._run(workers, checkpoint, done)
@@ -160,11 +160,10 @@ class Driver:
             self.saves.close()
             self.metrics.close()
 
-    def _begin(self, checkpoint: Path | None, done: int, left_out: int) -> None:
-        """Take up the state of a run at a checkpoint."""
+    def _begin(self, done: int, left_out: int) -> None:
+        """Take up the state of a run after ``done`` steps."""
         if self.job.train.early_stop is not None:
             self.results.patience = patience_of(self.directory, self.job.train, done)
-        self.checkpoints.resume(checkpoint, done)
         self.checkpoints.left_out = left_out
 
     def _setup(self, workers: WorkerGroup, checkpoint: Path | Checkpoint | None, done: int, recovers: bool) -> None:
@@ -217,23 +216,30 @@ class Driver:
             raise self.checkpoints.diverged(final.step, final.what) from None
         for message in to.notices:
             self._notice(message)
-        self._pending.clear()
-        self._unread = self._to_save = None
-        self._validated, self.saves.newest = -1, to.done
-        rewind(self.directory, to.done)
-        self.results.forget()
+        self.saves.newest = to.done
         self.copies.forget()
-        self._begin(to.checkpoint, to.done, to.left_out)
         self._orders.forget()
+        self.checkpoints.resume(to.checkpoint, to.done)
         self._rewinds += 1
         workers.run_id = f"{workers.run_id.partition('.r')[0]}.r{self._rewinds}"
         workers.locate()
-        self._setup(workers, to.checkpoint, to.done, self.in_place is not None and self.in_place.twins)
-        self._pause()
+        self._repeat_from(workers, to.checkpoint, to.done, to.left_out)
         fields = {"from_step": error.step, "left_out": error.step - to.done, "message": error.what}
         self.log.event("rewound", step=to.done, **fields)
         self.metrics.event("rewound", fields)
         return to.done
+
+    def _repeat_from(self, workers: WorkerGroup, checkpoint: Path | Checkpoint | None, done: int, left_out: int) -> int:
+        """Set the workers up at an earlier state, and forget what came after; return how many logged steps repeat."""
+        self._pending.clear()
+        self._unread = self._to_save = None
+        self._validated = min(self._validated, done)
+        repeated = rewind(self.directory, done)
+        self.results.forget()
+        self._begin(done, left_out)
+        self._setup(workers, checkpoint, done, self.in_place is not None and self.in_place.twins)
+        self._pause()
+        return repeated
 
     def _steps(self, workers: WorkerGroup, done: int) -> int:
         """Run everything, replacing workers that die; return the number of steps done."""
@@ -281,7 +287,6 @@ class Driver:
             raise error
         self._unread = None
         self._pause()
-        self.results.pause()
         self._tell_recovered(done, lost.event(workers, recovered.from_pool, recovered.repeated, "replica"))
         return done
 
@@ -325,17 +330,7 @@ class Driver:
                 raise error from None
         done = copy.step
         from_pool = in_place.replace(workers, lost, done, error)
-        self._pending.clear()
-        self._unread = self._to_save = None
-        self._validated = min(self._validated, done)
-        repeated = rewind(self.directory, done)
-        self.results.forget()
-        if self.job.train.early_stop is not None:
-            self.results.patience = patience_of(self.directory, self.job.train, done)
-        self.checkpoints.left_out = left_out_of(copy)
-        self._setup(workers, folder if saved else copy, done, in_place.twins)
-        self._pause()
-        self.results.pause()
+        repeated = self._repeat_from(workers, folder if saved else copy, done, left_out_of(copy))
         source = "checkpoint" if saved else "neighbour"
         self._tell_recovered(done, lost.event(workers, from_pool, repeated + running, source))
         return done
@@ -363,6 +358,7 @@ class Driver:
         """Note that the next step follows no other, and may take another time."""
         self.clock.pause()
         self._per_call.forget()
+        self.results.pause()
 
     def _stops(self, stop: Stop | None, done: int) -> bool:
         """Log that the run ends early, after ``done`` steps, if it was asked to; return whether it was."""

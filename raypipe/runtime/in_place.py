@@ -26,7 +26,7 @@ from raypipe.runtime.recovery.failure import describe, is_final, own_error, root
 from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.set_up_workers import setups_of
-from raypipe.runtime.setup.tensor_ranks import expert_ranks
+from raypipe.runtime.setup.setup import expert_ranks
 from raypipe.runtime.update.ledger import Facts, Standing, agreed_steps
 
 AT_ONE_STEP = 3

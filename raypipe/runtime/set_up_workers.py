@@ -21,8 +21,8 @@ from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.node_files import files_of_nodes
 from raypipe.runtime.setup.communicators import Topology, check_devices, rendezvous_of
-from raypipe.runtime.setup.setup import Setup
-from raypipe.runtime.setup.tensor_ranks import (
+from raypipe.runtime.setup.setup import (
+    Setup,
     expert_groups,
     expert_ranks,
     tensor_rank_edges,

@@ -13,7 +13,7 @@ from raypipe.observe.metrics import session_readings
 from raypipe.observe.run_log import log_event
 from raypipe.runtime.run_metrics import EVERY_S, exported
 from raypipe.runtime.session.session import Session
-from raypipe.service.opened import Say, opened
+from raypipe.service.actor import Say, opened
 from raypipe.service.sampling import Sampler
 from raypipe.service.service import Service
 from raypipe.train import Prepared

@@ -8,8 +8,9 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -236,10 +237,21 @@ class Service:
         self.heard(result.session)
         return result
 
-    def _number(self, number: int | None) -> int:
+    @contextmanager
+    def _numbered(self, asked: Any) -> Iterator[tuple[TrainedModel, int]]:
+        """Yield a request's model and number; one that the block refuses has used its number, and no other waits."""
+        model, number = self.model(asked.model_id), asked.seq_id
         if number is None or number < 1:
             raise SpecError("seq_id", f"is {number}", "number the requests of a model from 1")
-        return number
+        try:
+            yield model, number
+        except SpecError:
+            self.requests.refuse(model.id, number)
+            raise
+
+    def _accept(self, model: TrainedModel, number: int, body: bytes, start: Any, finish: Any) -> tuple[str, str]:
+        one = Accepted(f"{model.id}:{number}", model.session, digest_of(body), start, finish, len(body))
+        return self.requests.accept(model.id, number, one), model.id
 
     # Calls.
 
@@ -250,13 +262,9 @@ class Service:
             SpecError: the request is wrong; nothing of it runs.
         """
         request = read_request(body)
-        model, number = self.model(request.model_id), self._number(request.seq_id)
-        try:
+        with self._numbered(request) as (model, number):
             data, loss, options = data_of(request), request.loss_fn, options_of(request)
             check(data, loss, options, self.session.limits)
-        except SpecError:
-            self.requests.refuse(model.id, number)
-            raise
         queue = self.session.forward if request.forward_only else self.session.forward_backward
 
         def finish(outputs: Outputs) -> Answer:
@@ -266,8 +274,7 @@ class Service:
                 model.loss_sum += outputs.loss_sum
             return Answer(protobuf=output_bytes(outputs.logprobs, {"loss:sum": outputs.loss_sum}))
 
-        one = self._accepted(model, number, body, lambda: queue(data, loss, options, model.slot), finish)
-        return self.requests.accept(model.id, number, one), model.id
+        return self._accept(model, number, body, lambda: queue(data, loss, options, model.slot), finish)
 
     def optim_step(self, asked: Any, body: bytes) -> tuple[str, str]:
         """Accept an update; return the request's id and the model's.
@@ -275,23 +282,18 @@ class Service:
         Raises:
             SpecError: the request is wrong; nothing of it runs.
         """
-        model, number = self.model(asked.model_id), self._number(asked.seq_id)
         given = asked.adam_params
         clip = given.grad_clip_norm if given.grad_clip_norm > 0 else None
         adam = AdamW(given.learning_rate, (given.beta1, given.beta2), given.eps, given.weight_decay, clip)
-        try:
+        with self._numbered(asked) as (model, number):
             check_adam(adam)
-        except SpecError:
-            self.requests.refuse(model.id, number)
-            raise
 
         def finish(updated: Updated) -> Answer:
             model.steps += 1
             self._log_update(model, updated, adam.lr)
             return Answer({"type": "optim_step", "metrics": {"grad_norm": updated.grad_norm, "step": model.steps}})
 
-        one = self._accepted(model, number, body, lambda: self.session.optim_step(adam, model.slot), finish)
-        return self.requests.accept(model.id, number, one), model.id
+        return self._accept(model, number, body, lambda: self.session.optim_step(adam, model.slot), finish)
 
     def _log_update(self, model: TrainedModel, updated: Updated, rate: float) -> None:
         """Add a row to the run's metrics, with the keys of a training step: the calls since the model's last update."""
@@ -322,9 +324,6 @@ class Service:
         with self._lock:
             return {model_name(row): row for row in self._newest.values()}
 
-    def _accepted(self, model: TrainedModel, number: int, body: bytes, start: Any, finish: Any) -> Accepted:
-        return Accepted(f"{model.id}:{number}", model.session, digest_of(body), start, finish, len(body))
-
     # Checkpoints.
 
     def save(self, asked: Any, body: bytes, kind: str) -> tuple[str, str]:
@@ -333,9 +332,8 @@ class Service:
         Raises:
             SpecError: the name is none, or there is such a checkpoint.
         """
-        model, number = self.model(asked.model_id), self._number(asked.seq_id)
         sampler = getattr(asked, "sampling_session_seq_id", None)
-        try:
+        with self._numbered(asked) as (model, number):
             if kind == KINDS[1] and (sampler is None) == (asked.path is None):
                 raise SpecError("path", "and sampling_session_seq_id are for one of two uses", "give one of them")
             if sampler is not None:
@@ -347,9 +345,6 @@ class Service:
             folder = self._folder(model.id, kind, name)
             if folder.exists() and not getattr(asked, "overwrite", False):
                 raise SpecError("path", f"there is a checkpoint {name} already", "use another name, or overwrite")
-        except SpecError:
-            self.requests.refuse(model.id, number)
-            raise
         path = f"{SCHEME}{model.id}/{kind}/{name}"
 
         def finish(saved: Path) -> Answer:
@@ -362,8 +357,7 @@ class Service:
             made = self._sampler_of(model.session, sampler, saved, None)
             return Answer({"type": asked.type, "sampling_session_id": made.id})
 
-        one = self._accepted(model, number, body, lambda: self.session.save(folder, model.slot), finish)
-        return self.requests.accept(model.id, number, one), model.id
+        return self._accept(model, number, body, lambda: self.session.save(folder, model.slot), finish)
 
     def load(self, asked: Any, body: bytes) -> tuple[str, str]:
         """Accept a load, onto a model or as a new one; return the request's id and the model's.
@@ -378,21 +372,16 @@ class Service:
             self._check_base(asked.base_model)
             check_optimizer(asked.optimizer_config)
             return self._make(asked, body, self.saved(asked.path), asked.optimizer)
-        model, number = self.model(asked.model_id), self._number(asked.seq_id)
-        try:
+        with self._numbered(asked) as (model, number):
             folder = self.saved(asked.path)
-        except SpecError:
-            self.requests.refuse(model.id, number)
-            raise
         path, with_optimizer = asked.path, asked.optimizer
-        one = self._accepted(
+        return self._accept(
             model,
             number,
             body,
             lambda: self.session.load(folder, with_optimizer, model.slot),
             lambda _: Answer({"type": "load_weights", "path": path, "model_id": model.id}),
         )
-        return self.requests.accept(model.id, number, one), model.id
 
     # Samples.
 

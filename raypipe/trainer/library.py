@@ -50,6 +50,11 @@ def refused(name: str, words: str, only_if: Callable[[], bool] | None = None) ->
     return LibraryRow(name, REFUSED, words, only_if=only_if)
 
 
+def each(make: Callable[..., LibraryRow], words: str, *names: str) -> list[LibraryRow]:
+    """Return rows of several names of one fate: ``make`` is ``honoured``, ``without_effect`` or ``refused``."""
+    return [make(name, words) for name in names]
+
+
 def table(*rows: LibraryRow) -> dict[str, LibraryRow]:
     """Return the rows by name."""
     return {row.name: row for row in rows}
@@ -114,8 +119,7 @@ OPTIMIZER = table(
 COMPUTATION = table(
     honoured("bf16", "`train.dtype: bfloat16`", False),
     refused("fp16", "use bf16, which needs no loss scaling"),
-    refused("bf16_full_eval", "leave it out: a validation is in the type of training"),
-    refused("fp16_full_eval", "leave it out: a validation is in the type of training"),
+    *each(refused, "leave it out: a validation is in the type of training", "bf16_full_eval", "fp16_full_eval"),
     honoured("tf32", "`train.tf32`", None),
     honoured("activation_checkpointing", "`parallel.recompute: full`", None),
     honoured("gradient_checkpointing", "`parallel.recompute: full`", None),
@@ -215,9 +219,7 @@ ROWS = table(
     without_effect("dataloader_in_order", "rows always come in order"),
 )
 DEVICES = table(
-    refused("fsdp", 'shard by job={"parallel": {...}}: docs/guides/sharding.md'),
-    refused("fsdp_config", 'shard by job={"parallel": {...}}: docs/guides/sharding.md'),
-    refused("deepspeed", 'shard by job={"parallel": {...}}: docs/guides/sharding.md'),
+    *each(refused, 'shard by job={"parallel": {...}}: docs/guides/sharding.md', "fsdp", "fsdp_config", "deepspeed"),
     refused("parallelism_config", "use raypipe.init(dp=, tp=, pp=)"),
     without_effect("ddp_find_unused_parameters", "raypipe reduces gradients itself"),
     without_effect("ddp_bucket_cap_mb", "raypipe reduces gradients itself"),
@@ -228,9 +230,7 @@ DEVICES = table(
     without_effect("local_rank", "Ray starts the processes"),
 )
 SCRIPTS = table(
-    without_effect("do_train", "only scripts read it"),
-    without_effect("do_eval", "only scripts read it"),
-    without_effect("do_predict", "only scripts read it"),
+    *each(without_effect, "only scripts read it", "do_train", "do_eval", "do_predict"),
 )
 SECTIONS = {
     "Duration and mini-batch": DURATION_AND_BATCH,
@@ -309,30 +309,18 @@ METHODS: dict[str, LibraryRow] = table(
     honoured("compute_loss", "captured together with the model"),
     honoured("get_train_dataloader", "its sampler gives the rows of the whole run, its collator each row"),
     honoured("_get_train_sampler", "gives the rows of the whole run"),
-    honoured("create_optimizer", _OPTIMIZER),
-    honoured("get_optimizer_cls_and_kwargs", _OPTIMIZER),
+    *each(honoured, _OPTIMIZER, "create_optimizer", "get_optimizer_cls_and_kwargs"),
     honoured("get_decay_parameter_names", "weight decay by parameter (`train.groups`)"),
     honoured("create_scheduler", "asked once for the rates of the whole run"),
-    honoured("train", _SCRIPT),
-    honoured("predict", _SCRIPT),
-    honoured("log_metrics", _SCRIPT),
-    honoured("save_metrics", _SCRIPT),
-    honoured("metrics_format", _SCRIPT),
-    honoured("save_state", _SCRIPT),
+    *each(honoured, _SCRIPT, "train", "predict", "log_metrics", "save_metrics", "metrics_format", "save_state"),
     honoured("hyperparameter_search", _SCRIPT + "; without one of your own it is refused"),
     honoured("create_model_card", _SCRIPT),
     honoured("push_to_hub", _SCRIPT + "; without one of your own it is refused"),
     honoured("init_hf_repo", _SCRIPT),
-    honoured("add_callback", "before `train`"),
-    honoured("pop_callback", "before `train`"),
-    honoured("remove_callback", "before `train`"),
-    honoured("get_learning_rates", _SCRIPT),
-    honoured("get_num_trainable_parameters", _SCRIPT),
-    honoured("get_optimizer_group", _SCRIPT),
-    without_effect("floating_point_ops", "the cost model counts them"),
-    without_effect("store_flos", "the cost model counts them"),
-    without_effect("is_local_process_zero", "the script's process is the only one"),
-    without_effect("is_world_process_zero", "the script's process is the only one"),
+    *each(honoured, "before `train`", "add_callback", "pop_callback", "remove_callback"),
+    *each(honoured, _SCRIPT, "get_learning_rates", "get_num_trainable_parameters", "get_optimizer_group"),
+    *each(without_effect, "the cost model counts them", "floating_point_ops", "store_flos"),
+    *each(without_effect, "the script's process is the only one", "is_local_process_zero", "is_world_process_zero"),
     refused("training_step", _OWN_LOSS),
     refused("compute_loss_context_manager", 'use args.bf16, or job={"train": {"dtype": ...}}'),
     refused("autocast_smart_context_manager", 'use args.bf16, or job={"train": {"dtype": ...}}'),
@@ -342,28 +330,22 @@ METHODS: dict[str, LibraryRow] = table(
     refused("get_total_train_batch_size", "set args.per_device_train_batch_size and gradient_accumulation_steps"),
     refused("num_examples", "give datasets that have a length"),
     refused("evaluate", "name your method otherwise and call it after train; " + _FIGURES),
-    refused("evaluation_loop", _FIGURES),
-    refused("prediction_step", _FIGURES),
+    *each(refused, _FIGURES, "evaluation_loop", "prediction_step"),
     refused("get_eval_dataloader", "give eval_dataset in the order that you want; " + _COLLATE),
     refused("get_test_dataloader", "give predict the rows in the order that you want; " + _COLLATE),
     refused("load_generation_config", "give args.generation_config"),
     refused("log", "read logs by a callback's on_log"),
     refused("save_model", _SAVED),
     refused("call_model_init", "give model_init"),
-    refused("create_accelerator_and_postprocess", _MESH),
-    refused("get_cp_size", _MESH),
-    refused("get_sp_size", _MESH),
-    refused("get_tp_size", _MESH),
+    *each(refused, _MESH, "create_accelerator_and_postprocess", "get_cp_size", "get_sp_size", "get_tp_size"),
     refused("end", "run your code after train"),
     # Hooks that scripts are known to define, although their names begin with an underscore.
     refused("_get_eval_sampler", "give eval_dataset in the order that you want"),
-    refused("_prepare_inputs", _COLLATE),
-    refused("_prepare_input", _COLLATE),
+    *each(refused, _COLLATE, "_prepare_inputs", "_prepare_input"),
     refused("_remove_unused_columns", "choose columns in the dataset, or set args.remove_unused_columns"),
     refused("_inner_training_loop", _OWN_LOSS),
     refused("_maybe_log_save_evaluate", "set a callback's control flags"),
-    refused("_save_checkpoint", _SAVED),
-    refused("_save", _SAVED),
+    *each(refused, _SAVED, "_save_checkpoint", "_save"),
     refused("_load_from_checkpoint", "give the model with the weights that training starts from"),
     refused("_load_best_model", "set args.load_best_model_at_end"),
     refused("_wrap_model", "change the model before it is given"),

@@ -20,6 +20,8 @@ from raypipe.job.cluster import cluster_from
 from raypipe.job.spec import job_from
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import DTYPES, GptLayers, build_model
+from raypipe.partition.job_costs import tied_values
+from raypipe.partition.partition_job import job_pieces
 from raypipe.partition.pieces import tensor_ranks_of
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import StageGraph
@@ -172,6 +174,37 @@ def test_slices_keep_their_share_of_a_sequence(name, dtype, slices, chunks, reco
     (predicted,) = device_memory(analytic_profile(spec, MACHINE, dtype, [2]), cut, schedule, 2)
     result = measured(partial(executor, spec, schedule, cut, 2, dtype), schedule)
     assert predicted.total == pytest.approx(result, rel=0.04), predicted.terms()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "name", "dtype"),
+    [
+        ("gpt", "1f1b", "float32"), ("gpt", "zb-h1", "float32"), ("gpt", "1f1b", "bfloat16"),
+        ("gpt2", "1f1b", "float32"), *exhaustive(("llama", "zb-h1", "bfloat16"), ("gpt", "1f1b", "bfloat16-true")),
+    ],
+)  # fmt: skip
+def test_a_loss_in_chunks_keeps_no_logits(family, name, dtype):
+    """Of a vocabulary that takes most of the memory where its logits are whole."""
+    totals = []
+    shape = {"layers": 2, "hidden": 128, "heads": 4, "vocabulary": 8000}
+    if family != "gpt":
+        shape = {"hf": family, "config": {**CAPTURED[family], "vocab_size": 8000}}
+    for chunk in (None, 32):
+        job = job_from({
+            "name": "chunks", "model": {**shape, "sequence": 256}, "data": {"type": "bytes", "path": "stdlib"},
+            "train": {"steps": 1, "batch": 8, "dtype": dtype, "loss_chunk_tokens": chunk},
+            "parallel": {"schedule": name, "stages": 1, "microbatch": 2},
+        })  # fmt: skip
+        model, works, tied = build_model(job, None), job.model, 0
+        if family != "gpt":
+            works, tied = [rank.work for rank in tensor_ranks_of(job, model, ON_CPU)], tied_values(job_pieces(job))
+        cut, schedule = [range(model.count)], generate(name, Shape(devices=1, microbatches=4))
+        profile = analytic_profile(works, MACHINE, dtype, [2], tied=tied, loss_chunk=chunk)
+        (predicted,) = device_memory(profile, cut, schedule, 2)
+        totals.append(measured(partial(executor, model, schedule, cut, 2, dtype), schedule))
+        assert predicted.total == pytest.approx(totals[-1], rel=0.04), (chunk, predicted.terms())
+    assert totals[1] < 0.7 * totals[0]
 
 
 def sliced(family, dtype):

@@ -13,7 +13,7 @@ from raypipe.data import Arrays, Ragged, flat, open_data, prepare_arrays
 from raypipe.data.packed import Packed, balanced, dealt, step_documents, time_of
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
-from raypipe.job.token_budget import TokenBudget, rows_needed
+from raypipe.job.train_spec import TokenBudget, rows_needed
 from raypipe.models.task import IGNORED, MaskedToken, NextToken, Task
 from raypipe.runtime.stage.inputs import Feed
 

@@ -10,6 +10,7 @@ import torch
 
 from raypipe.checkpoint import open_checkpoint
 from raypipe.job.spec import JobSpec
+from raypipe.tensor import is_experts
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
 from tests.experts.test_divided_experts import model_of
@@ -46,6 +47,7 @@ PLANS = [
     {"schedule": "chimera", "stages": 2, **TWO, "microbatch": 1},
     {"schedule": "1f1b", "stages": 1, "shard": "zero3", **TWO},
     {"schedule": "dualpipev", "stages": 1, **TWO, "microbatch": 1},
+    {"schedule": "1f1b", "stages": 2, "slices": 2, **TWO},
     *exhaustive(
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 2},
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 4},
@@ -75,7 +77,7 @@ def test_the_losses_are_those_of_one_device(
     assert done.val_losses == pytest.approx(reference.val_losses, abs=1e-9, rel=0)
     # Per layer and micro-batch of a group: counts, numbers, tokens, weights and the way back; three of them backwards.
     recomputed = RECOMPUTED_LAYERS.get(str(parallel.get("recompute", parallel["schedule"])), 0)
-    microbatches = 8 // parallel.get("microbatch", 2) // parallel["experts"]
+    microbatches = 8 // parallel.get("microbatch", 2) // parallel["experts"] * parallel.get("slices", 1)
     assert done.driver.counts["expert_all_to_all"] == ((5 + 3) * 2 + 5 * recomputed) * microbatches
     loads = [row["expert_load"] for row in done.rows]  # of the whole mini-batch: the same for every plan
     assert all(1.0 < load < 4.0 for step in loads for load in step.values())
@@ -116,6 +118,27 @@ def test_families_through_capture_and_pipeline(family, stage_pool, text_folder, 
         plain = model_of(family)(input_ids=(ids := torch.arange(32).view(2, 16)), labels=ids).loss
         assert plain < float(model_of(family, **AUXILIARY)(input_ids=ids, labels=ids).loss) - 0.1  # they are there
     assert done.driver.counts["expert_all_to_all"] >= (5 + 3) * 2
+
+
+@pytest.mark.runs
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_oss"}))
+def test_families_in_slices(family, stage_pool, text_folder, tmp_path) -> None:
+    """Divided, and whole where they run as they are; a router chooses for each position by itself."""
+    model = {"hf": family, "config": FAMILIES[family], "sequence": 16}
+    names = {type(part).__name__ for part in model_of(family).modules() if is_experts(part)}
+    whole = {**model, "as_it_is": sorted(names)}
+    plans = [
+        ({}, model, {}),
+        ({"stages": 2, "slices": 2, **TWO}, model, {}),
+        ({"stages": 2, "slices": 2}, whole, {"dtype": "float32"}),  # torch's grouped products have no float64
+    ]
+    alone, divided, as_it_is = (
+        drive(job_of(text_folder, parallel, model=own, steps=2, **train), stage_pool, tmp_path / str(n))
+        for n, (parallel, own, train) in enumerate(plans)
+    )
+    assert divided.losses == pytest.approx(alone.losses, abs=1e-9, rel=0)
+    assert as_it_is.losses == pytest.approx(alone.losses, abs=1e-5, rel=0)
 
 
 TABLE = """

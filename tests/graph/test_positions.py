@@ -24,12 +24,23 @@ def folded(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(-1, WIDTH).view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1)
 
 
+def routed(x: Tensor, dim: int) -> Tensor:
+    """What routers to experts do: the largest of values, their places, and zero elsewhere."""
+    values, places = x.topk(2, dim)
+    return torch.zeros_like(x).scatter(dim, places, values) + x.gather(dim, places).sum(dim, keepdim=True)
+
+
 FINE = {
     "rows": lambda x: (x * 2).softmax(-1) + x.mean(-1, keepdim=True),
     "causal": lambda x: attention(x, True),
     "merged": lambda x: x.reshape(-1, WIDTH).relu().view(x.shape),
     "positions": lambda x: x + torch.arange(x.shape[1]).unsqueeze(-1) / 7.0,
     "halves": lambda x: torch.cat([x[..., 4:], -x[..., :4]], -1),
+    "routed": lambda x: routed(x.reshape(-1, WIDTH), -1).view(x.shape),
+    "repeated": lambda x: x.repeat_interleave(2, -1)[..., :WIDTH],
+    "parts": lambda x: torch.slice_scatter(
+        torch.slice_scatter(x.new_empty(x.shape), x[..., :4], 2, 0, 4), x[..., 4:], 2, 4
+    ),
 }
 WRONG = {
     "bidirectional": lambda x: attention(x, False),
@@ -44,6 +55,9 @@ WRONG = {
     "products of positions": lambda x: x @ (x.transpose(1, 2) @ x),
     "samples and positions exchanged": folded,
     "first position": lambda x: x + x[:, :1],
+    "routed among positions": lambda x: routed(x, 1),
+    "rows routed among positions": lambda x: routed(x.reshape(-1, WIDTH), 0).view(x.shape),
+    "repeated positions": lambda x: x.repeat_interleave(2, 1)[:, : x.shape[1]],
     "sorted": lambda x: x.sort(1).values,
     "convolution": lambda x: F.conv1d(x.transpose(1, 2), torch.ones(WIDTH, 1, 3), padding=1, groups=WIDTH).mT,
     "own attention": lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x,

@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from
-from raypipe.job.token_budget import rows_needed
+from raypipe.job.train_spec import rows_needed
 
 
 def job_of(train: dict[str, Any], parallel: object = None, **sections: dict[str, Any]) -> JobSpec:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-import pickle
+import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,8 +41,8 @@ def test_what_is_captured_elsewhere_is_found_here(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
     job = small_job()
     jobs = [divided(job, size) for size in (3, 2)]
-    given = SimpleNamespace(buffer=io.BytesIO(pickle.dumps(jobs)))
-    monkeypatch.setattr(sys, "stdin", given)
+    given = json.dumps([one.model_dump_json(exclude_unset=True) for one in jobs])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(given))
     assert all(map(to_capture, jobs))
     capture_given()
     assert [to_capture(one) for one in jobs] == [True, False]
@@ -51,7 +50,7 @@ def test_what_is_captured_elsewhere_is_found_here(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.exhaustive
 def test_they_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_costs.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(job_costs.os, "cpu_count", lambda: 2)
     cluster = load_cluster(ROOT / "cluster/devices/h100.yaml").resized(2)
     job = small_job()
     result = []

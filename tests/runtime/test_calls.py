@@ -17,7 +17,7 @@ from raypipe.plan.online.controller import StepMemory
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.runtime.calls import CALL_S, Due, Dues, StepsPerCall, Ticket
 from raypipe.runtime.executor.step import MOST_STEPS, StepResult, Written
-from raypipe.runtime.run_results import RunResults
+from raypipe.runtime.run_metrics import RunResults
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from tests.runtime.runs.small_runs import small_job

@@ -42,7 +42,7 @@ def test_the_command_serves_until_it_is_ended(tmp_path: Path, text_folder: Path)
 def test_the_planner_chooses_what_sessions_have() -> None:
     """Keys that the job gives stay, and are refused by name later."""
     pytest.importorskip("fastapi")
-    from raypipe.service.opened import SERVED, of_calls
+    from raypipe.service.actor import SERVED, of_calls
 
     quickstart = Path(__file__).parents[2] / "jobs" / "quickstart.yaml"
     asked = of_calls(load_job(quickstart)).parallel

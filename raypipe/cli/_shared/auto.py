@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from raypipe.cli._shared.options import DAY_S, comma_list
-from raypipe.errors import RequestError, nearest
+from raypipe.errors import RequestError, check_known
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.shape import Shape
 from raypipe.search import Found, search
@@ -31,34 +32,20 @@ def search_auto(
     placement = placed(options.get("placement") or "line", shape)
     costs = table(len(placement[0]))
     backward = options.get("backward") or "split"
-    if backward not in ("split", "joint"):
-        raise RequestError("--backward", f'"{backward}" is unknown', nearest(backward, ("split", "joint")))
+    check_known(RequestError, "--backward", backward, ("split", "joint"))
     budget = options.get("budget")
     objective: Any = options.get("objective") or "makespan"
     recompute = options.get("recompute_stages") or ("auto" if any(costs.recompute) else "none")
-    seconds = None if budget is None else _seconds(budget)
-    split = backward == "split"
-    if recompute == "auto":
-        result = search_recompute(
-            placement,
-            shape.microbatches,
-            costs,
-            memory_limit=shape.memory_limit,
-            objective=objective,
-            split=split,
-            budget_s=seconds,
-        )
-    else:
-        result = search(
-            placement,
-            shape.microbatches,
-            costs,
-            memory_limit=shape.memory_limit,
-            objective=objective,
-            split=split,
-            budget_s=seconds,
-            recompute=_stages(recompute, costs.stages),
-        )
+    find = search_recompute if recompute == "auto" else partial(search, recompute=_stages(recompute, costs.stages))
+    result = find(
+        placement,
+        shape.microbatches,
+        costs,
+        memory_limit=shape.memory_limit,
+        objective=objective,
+        split=backward == "split",
+        budget_s=None if budget is None else _seconds(budget),
+    )
     return result, costs
 
 

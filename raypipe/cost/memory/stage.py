@@ -173,10 +173,10 @@ def _workspace(
     for k, layer in enumerate(reversed(layers)):
         if split:
             own = layer.workspace_bytes if layer.split_workspace_bytes is None else layer.split_workspace_bytes
-            worst = max(worst, own * samples - freed)
+            worst = max(worst, own * samples + layer.chunk_bytes - freed)
             freed += (layer.kept_bytes - layer.waiting) * samples
         else:
-            fixed = layer.workspace_fixed_bytes
+            fixed = layer.workspace_fixed_bytes + layer.chunk_bytes
             if tied and k == len(layers) - 1:
                 fixed = max(fixed, 2 * tied)  # its own, and the sum
             worst = max(worst, layer.workspace_bytes * samples + fixed - freed)

@@ -19,8 +19,15 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from raypipe.graph.placement.placement import Event, Placement, TensorTransfer
-from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph, Route, Routes
+from raypipe.graph.placement.problem import (
+    Event,
+    HardwareGraph,
+    Placement,
+    PlacementGraph,
+    Route,
+    Routes,
+    TensorTransfer,
+)
 
 TICKS = 1 << 26
 """Number of ticks in the longest makespan searched, if times are rounded."""

@@ -10,15 +10,19 @@ from itertools import pairwise, product
 
 from raypipe.errors import RunError, SpecError
 from raypipe.graph.placement.cp_model import exchangeable, solve
-from raypipe.graph.placement.placement import Event, Placement, TensorTransfer, list_schedule, timed
 from raypipe.graph.placement.problem import (
     ORDER_ONLY,
+    Event,
     HardwareGraph,
     NodeSpec,
+    Placement,
     PlacementGraph,
     PlacementOperation,
     Route,
     Routes,
+    TensorTransfer,
+    list_schedule,
+    timed,
 )
 
 EXACT = 1e-12

@@ -15,8 +15,7 @@ from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, PLANNED, SHAP
 from raypipe.job.requested_schedule import is_file
 from raypipe.job.rules.no_effect import BrokenRule, Parts, without_effect
 from raypipe.job.rules.schedule import alphas_rules, depth, schedule_rules
-from raypipe.job.token_budget import rows_needed
-from raypipe.job.train_spec import TrainSpec
+from raypipe.job.train_spec import TrainSpec, rows_needed
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.passes.sync import BY_BUCKET, BY_LAYER
 
@@ -45,8 +44,11 @@ def problems(
     yield from _packed(model, train, parallel)
     yield from _graphs(train, parallel)
     yield from _experts(train, parallel)
+    if train.loss_chunk_tokens is not None and train.compile != "none":
+        why = f"compiled stages (compile: {train.compile}) keep their logits whole"
+        yield "train.loss_chunk_tokens", why, "leave it out, or use compile: none"
     if train.updates_whole:
-        for key, wanted in (("shard", "none"), ("tensor", 1)):
+        for key, wanted in (("tensor", 1), *([("shard", "none")] if train.updates_alone else [])):
             if getattr(parallel, key) != wanted:
                 divides = f"{getattr(parallel, key)} divides parameters"
                 why = f"{divides}, of which {train.optimizer} reads whole rows and columns"

@@ -6,20 +6,24 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
+import numpy as np
+import ray
 import torch
 import torch.distributed as dist
+from ray.exceptions import RayError
 from torch import Tensor, nn
 
-from raypipe.errors import TransportError
+from raypipe.errors import RaypipeError, TransportError
+from raypipe.plan.online.controller import StepMemory
 from raypipe.runtime.executor.executor import Executor
-from raypipe.runtime.recovery.failure import breaks_device, kind_of
+from raypipe.runtime.executor.step import StepResult
+from raypipe.runtime.recovery.failure import Method, P, R, breaks_device, kind_of, raises_device_errors
 from raypipe.runtime.setup.communicators import Communicators
-from raypipe.runtime.setup.tensor_ranks import rank_of
+from raypipe.runtime.setup.setup import rank_of
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.ledger import Facts, Standing
 from raypipe.runtime.update.optimizer import updated_tensor
@@ -73,18 +77,15 @@ def settle(executor: Executor, standing: Standing, target: int, facts: Facts | N
 
 # Let a worker whose call fails for the loss of another device leave its groups at once, so that no other one waits.
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def parts_when_lost(
-    method: Callable[Concatenate[Any, P], R],
-) -> Callable[Concatenate[Any, P], R]:
+def parts_when_lost(method: Method[P, R]) -> Method[P, R]:
     """Wrap a worker's method: where a connection is lost, the worker parts, and calls that are queued behind fail.
 
-    So each failure shows at once where it was, and workers that live on can be set up again.
+    So each failure shows at once where it was, and workers that live on can be set up again. Errors are raised as by
+    ``raises_device_errors``.
     """
 
+    @raises_device_errors
     @functools.wraps(method)
     def run(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.apart:
@@ -126,14 +127,9 @@ def send_stage(group: dist.ProcessGroup, to: int, module: StageModule, optimizer
         names.append([name, *keys])
         tensors += [state[key] for key in keys]
     tensors += _statistics(module)
-    head: dict[str, Any] = {
-        "names": names,
-        "specs": [[list(t.shape), str(t.dtype).removeprefix("torch.")] for t in tensors],
-    }
-    text = torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)
+    head = {"names": names, "specs": [(t.shape, t.dtype) for t in tensors]}
     try:
-        dist.send(torch.tensor([len(text)]), to, group=group)
-        dist.send(text, to, group=group)
+        dist.send_object_list([head], to, group=group)
         for tensor in tensors:
             dist.send(tensor.cpu().contiguous(), to, group=group)
     except RuntimeError as error:
@@ -149,14 +145,12 @@ def receive_stage(group: dist.ProcessGroup, source: int, module: StageModule, op
         TransportError: the sender is gone, or does not send in time, or has another stage.
     """
     try:
-        count = torch.zeros(1, dtype=torch.int64)
-        dist.recv(count, source, group=group)
-        text = torch.empty(int(count), dtype=torch.uint8)
-        dist.recv(text, source, group=group)
-        head = json.loads(bytes(text.tolist()))
+        headed: list[Any] = [None]
+        dist.recv_object_list(headed, source, group=group)
+        (head,) = headed
         arrived: list[Tensor] = []
         for shape, dtype in head["specs"]:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensor = torch.empty(shape, dtype=dtype)
             dist.recv(tensor, source, group=group)
             arrived.append(tensor)
     except RuntimeError as error:
@@ -171,13 +165,9 @@ def receive_stage(group: dist.ProcessGroup, source: int, module: StageModule, op
         if updated is not parameter:
             updated.copy_(next(left))
         if keys[name]:
-            optimizer.state[updated] = {key: next(left).to(_where(key, updated)) for key in keys[name]}
+            optimizer.state[updated] = {key: next(left).to(updated.device) for key in keys[name]}
     for held in _statistics(module):
         held.copy_(next(left))
-
-
-def _where(key: str, updated: Tensor) -> torch.device:
-    return updated.device
 
 
 def _parameters(module: StageModule, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
@@ -247,3 +237,25 @@ def transfers(
                 sender, r = living[0]
                 result.append(Transfer((stage, r), (stage, replica), sender, rank))
     return result
+
+
+def outcomes(refs: Sequence[Any]) -> list[Any | None]:
+    """Return the results of calls that have ended, None for those that failed."""
+    result: list[Any | None] = []
+    for ref in refs:
+        try:
+            result.append(ray.get(ref))
+        except (RayError, RaypipeError):
+            result.append(None)
+    return result
+
+
+def completed(results: Sequence[StepResult | None], facts: Facts) -> list[StepResult]:
+    """Put what every device has told the others of a step in the place of results that were lost."""
+    told = zip(facts.loss_sum, facts.samples, facts.norm_squared, strict=True)
+    return [
+        one
+        if one is not None
+        else StepResult(loss, samples, norm, np.zeros((0, 2)), 0, 0, 0.0, 0, StepMemory(0, {}), False)
+        for one, (loss, samples, norm) in zip(results, told, strict=True)
+    ]

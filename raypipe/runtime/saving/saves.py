@@ -30,8 +30,8 @@ from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.node_files import SentShard, received
-from raypipe.runtime.recovery.lost_results import outcomes
 from raypipe.runtime.recovery.nonfinite import LEFT_OUT, NonFiniteError
+from raypipe.runtime.recovery.replacement import outcomes
 from raypipe.runtime.state.shard_writer import SaveBegun, writes_of
 
 SCORE = "score"

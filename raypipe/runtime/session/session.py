@@ -31,8 +31,20 @@ from raypipe.plan.plan import Plan
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.recovery.failure import own_error
-from raypipe.runtime.session.call_data import KEPT, CallData, CallPrograms, Datum, Key, Kind, Limits, check, pack
-from raypipe.runtime.session.pending import Log, PendingCall, Refs
+from raypipe.runtime.session.call_data import (
+    KEPT,
+    CallData,
+    CallPrograms,
+    Datum,
+    Key,
+    Kind,
+    Limits,
+    Log,
+    PendingCall,
+    Refs,
+    check,
+    pack,
+)
 from raypipe.runtime.session.session_worker import AdamW, CallPart, WorkerUpdate
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.runtime.set_up_workers import setups_of
@@ -367,6 +379,7 @@ def check_job(job: JobSpec, plan: Plan) -> None:
         ("train.cuda_graphs", train.cuda_graphs, "none", "stages eagerly"),
         ("train.tokens_per_step", train.tokens_per_step, None, "the sequences of their calls"),
         ("train.label_smoothing", train.label_smoothing, 0, "the losses of their calls"),
+        ("train.loss_chunk_tokens", train.loss_chunk_tokens, None, "whole logits"),
         ("parallel.tensor", parallel.tensor, 1, "without tensor parallelism"),
         ("parallel.experts", parallel.experts, 1, "without expert parallelism"),
         ("parallel.slices", parallel.slices, 1, "whole sequences"),

@@ -16,7 +16,6 @@ from torch import Tensor
 from raypipe.data.sample_order import Split
 from raypipe.models import DTYPES, Inputs, LayeredModel, Lengths
 from raypipe.runtime.executor.step import StepResult
-from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.replacement import parts_when_lost
 from raypipe.runtime.session.call_data import PADDING, CallData, Key
 from raypipe.runtime.session.slots import Slots, read, write
@@ -129,7 +128,6 @@ class StageSession(StageWorker):
         """Drop a program."""
         del self.programs[key]
 
-    @raises_device_errors
     @parts_when_lost
     def run_call(self, slot: int, number: int, key: Key, call: CallData, loss: str, options: Options) -> CallPart:
         """Run the micro-batches of a call; with ``key.kind`` backward, their gradients add to those of earlier calls.
@@ -149,7 +147,6 @@ class StageSession(StageWorker):
         kept = {row: values.cpu().numpy() for row, values in self.task.take().items() if row != PADDING}
         return CallPart(result.loss_sum, result.samples, kept)
 
-    @raises_device_errors
     @parts_when_lost
     def update(self, slot: int, number: int, key: Key, adam: AdamW) -> WorkerUpdate:
         """Sum the gradients since the last update, clip them and update."""
@@ -177,13 +174,11 @@ class StageSession(StageWorker):
         self._called_s += time.monotonic() - began
         return result
 
-    @raises_device_errors
     @parts_when_lost
     def free(self, slot: int) -> None:
         """Give up what a slot has."""
         self.slots.free(slot)
 
-    @raises_device_errors
     @parts_when_lost
     def write_weights(self, slot: int, folder: Path) -> None:
         """Write the weights that this device is the first to hold, and their optimizer's state, into a folder."""
@@ -191,7 +186,6 @@ class StageSession(StageWorker):
         first = [key for key in self.modules if key[1] == 0]
         write(folder, self.rank, [(self.modules[key].trained, self.optimizers[key]) for key in first])
 
-    @raises_device_errors
     @parts_when_lost
     def read_weights(self, slot: int, folder: Path, with_optimizer: bool) -> None:
         """Read weights, and with them the optimizer's state or none; gradients since the last update are dropped.

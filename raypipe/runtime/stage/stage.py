@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from raypipe.graph.liveness import between_parts
 from raypipe.models import BodyEnds, Chain, CutTensor, Inputs, LayeredModel, StageBody
+from raypipe.runtime.backward.chunked_loss import ChunkedHead
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, parts_of, segments_of
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
 from raypipe.runtime.stage.alternate import Alternation
@@ -93,6 +95,7 @@ class StageModule(nn.Module):
         recomputed: layers that an R task recomputes; None for all of them.
         finest: whether ``recomputed`` may change later (``set_recomputed``).
         ends: the results that it receives and sends on; None for consecutive layers, as a stage of a chain.
+        freed: whether its weights are freed after a backward (ZeRO level 3), so that W cannot read them.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class StageModule(nn.Module):
         recomputed: Collection[int] | None = None,
         finest: bool = False,
         ends: BodyEnds | None = None,
+        freed: bool = False,
     ) -> None:
         super().__init__()
         ends = ends or model.ends_in_chain(layers)
@@ -159,6 +163,10 @@ class StageModule(nn.Module):
             names = {id(parameter): name for name, parameter in self.named.items()}
             joint = [self.body.get_parameter(path) for path in defer_weight_gradients(self.body, self.queue)]
             self.joint_names += [names[id(parameter)] for parameter in joint if parameter.dim() > 1]
+        if last and model.loss_chunk is not None:
+            self.body.leave_head_to(
+                partial(ChunkedHead, tokens=model.loss_chunk, queue=self.queue, waits=split and not freed)
+            )
 
     def set_recomputed(self, recomputed: Collection[int] | None) -> None:
         """Choose the layers that R recomputes: any layers, if the stage was built with ``finest``; None for all."""

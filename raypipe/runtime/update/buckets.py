@@ -16,7 +16,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -226,13 +226,13 @@ class FlatGradients:
 
     Args:
         parameters: in the order in which their gradients lie in the flat tensor.
-        size: elements of the flat tensor, if it is padded with zeros beyond the parameters' own.
+        size, offsets: elements of the flat tensor and each one's first, if there are zeros beside the parameters' own.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], size: int | None = None) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], size: int = 0, offsets: Sequence[int] = ()) -> None:
         self.parameters = tuple(parameters)
-        self._sizes = [p.numel() for p in parameters]
-        self._size = sum(self._sizes) if size is None else size
+        *first, end = accumulate((p.numel() for p in parameters), initial=0)
+        self._size, self._offsets = size or end, offsets or first
         self._views: list[Tensor] = []
         self.flat = torch.empty(0)
         self.lasting = False
@@ -257,8 +257,8 @@ class FlatGradients:
         elif not self._views:
             first = self.parameters[0]
             self.flat = torch.zeros(self._size, dtype=first.dtype, device=first.device)
-            parts = torch.split(self.flat[: sum(self._sizes)], self._sizes)
-            self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+            places = zip(self._offsets, self.parameters, strict=True)
+            self._views = [self.flat[at : at + p.numel()].view(p.shape) for at, p in places]
         for p, view in zip(self.parameters, self._views, strict=True):
             if p.grad is not view:
                 if p.grad is not None:

@@ -49,10 +49,13 @@ class FlatLayout:
     Args:
         sizes: elements of each parameter, by name; in this order they lie in the flat tensor.
         shards: number of members.
+        costs: where no parameter may be divided, what the update of each costs: each lies in one shard, those of a
+            shard cost about as much as another's, and shards are padded to the largest.
     """
 
     sizes: Mapping[str, int]
     shards: int
+    costs: Mapping[str, float] | None = None
 
     @property
     def shard(self) -> int:
@@ -61,7 +64,27 @@ class FlatLayout:
         >>> FlatLayout({"a": 3, "b": 2}, 2).shard
         3
         """
+        if self.costs is not None:
+            return max(sum(self.sizes[name] for name in names) for names in self.held)
         return -(-sum(self.sizes.values()) // self.shards)
+
+    @property
+    def held(self) -> list[list[str]]:
+        """Names of the parameters of each shard, where none is divided: the next most costly to the cheapest shard.
+
+        Source: Graham 1969 (LPT): the most costly shard is at most 4/3 of the best one.
+
+        >>> FlatLayout({"a": 4, "b": 6, "c": 6, "d": 2}, 2, {"a": 2.0, "b": 3.0, "c": 3.0, "d": 1.0}).held
+        [['b', 'a'], ['c', 'd']]
+        """
+        costs = self.costs or {}
+        loads = [0.0] * self.shards
+        result: list[list[str]] = [[] for _ in loads]
+        for name in sorted(costs, key=lambda name: -costs[name]):
+            least = loads.index(min(loads))
+            loads[least] += costs[name]
+            result[least].append(name)
+        return result
 
     @property
     def padded(self) -> int:
@@ -70,12 +93,17 @@ class FlatLayout:
 
     @property
     def offsets(self) -> dict[str, int]:
-        """First element of each parameter in the flat tensor.
+        """First element of each parameter in the flat tensor, in its order.
 
         >>> FlatLayout({"a": 3, "b": 2}, 2).offsets
         {'a': 0, 'b': 3}
         """
-        return dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
+        rows, first = ([list(self.sizes)], 0) if self.costs is None else (self.held, self.shard)
+        return {
+            name: number * first + at
+            for number, names in enumerate(rows)
+            for name, at in zip(names, accumulate((self.sizes[name] for name in names), initial=0), strict=False)
+        }
 
     def parts(self, index: int) -> list[FlatPart]:
         """Return what lies in shard ``index``, in order; together the parts cover it.
@@ -103,6 +131,7 @@ class FlatWeights:
         group: the members. Each owns the shard whose number is its rank in the group.
         level: ZeRO level: 1 divides optimizer state, 2 gradients too, 3 weights too.
         reduce_dtype: in which gradients are summed; None for their own.
+        costs: of the update of each parameter, where none may be divided (``FlatLayout``).
     """
 
     def __init__(
@@ -111,14 +140,17 @@ class FlatWeights:
         group: dist.ProcessGroup,
         level: int,
         reduce_dtype: torch.dtype | None = None,
+        costs: Mapping[str, float] | None = None,
     ) -> None:
         self.reduce_dtype = reduce_dtype
-        self.parameters, self.group, self.level = dict(parameters), group, level
-        self.layout = FlatLayout({name: p.numel() for name, p in parameters.items()}, group.size())
+        self.group, self.level = group, level
+        self.layout = FlatLayout({name: p.numel() for name, p in parameters.items()}, group.size(), costs)
+        offsets = self.layout.offsets
+        self.parameters = {name: parameters[name] for name in offsets}
         first = next(iter(parameters.values()))
         self.whole = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
         with torch.no_grad():
-            for name, offset in self.layout.offsets.items():
+            for name, offset in offsets.items():
                 p = parameters[name]
                 part = self.whole[offset : offset + p.numel()].view(p.shape)
                 part.copy_(p)
@@ -127,18 +159,26 @@ class FlatWeights:
         self.shard = own.clone() if level == 3 else own
         """This member's shard of the weights; below level 3 a view of the flat tensor."""
         self.parts = self.layout.parts(group.rank())
-        self.pieces = [nn.Parameter(self.shard[part.at : part.at + part.size]) for part in self.parts]
+        self.pieces = [nn.Parameter(self._shaped(self.shard, part)) for part in self.parts]
         """What this member's optimizer updates: its part of each parameter, as views of the shard."""
         self._bytes = self.whole.untyped_storage().nbytes()
         self.gathered = True
         """Whether the parameters have their values, up to the last ``gather``."""
-        self.gradients = FlatGradients(list(self.parameters.values()), self.layout.padded)
+        self.gradients = FlatGradients(list(self.parameters.values()), self.layout.padded, list(offsets.values()))
         self._gathering: dist.Work | None = None
         self._scattering: list[tuple[Pending, Tensor]] = []
         """Reduce-scatters that are under way, oldest first, each with its result: a part of the gradients, in place."""
         self._gradient_shard: Tensor | None = None
         if level == 3:
             self.release()
+
+    def _shaped(self, shard: Tensor, part: FlatPart) -> Tensor:
+        """Return a part of a tensor like the shard: flat, or where no parameter is divided in its shape; zeros at the
+        end are then a matrix of one row."""
+        flat = shard[part.at : part.at + part.size]
+        if self.layout.costs is None:
+            return flat
+        return flat.view((1, -1) if part.name is None else self.parameters[part.name].shape)
 
     def gather(self) -> None:
         """Start to gather all shards; ``take_gathering`` is what to wait for before the weights are read."""
@@ -207,7 +247,7 @@ class FlatWeights:
     def set_gradients(self) -> None:
         """Make the gradient's shard the gradients of ``pieces``."""
         for part, piece in zip(self.parts, self.pieces, strict=True):
-            piece.grad = self.gradient_shard[part.at : part.at + part.size]
+            piece.grad = self._shaped(self.gradient_shard, part)
 
     def drop_gradients(self) -> None:
         """Drop all gradients, after the update."""

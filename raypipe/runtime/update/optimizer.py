@@ -41,7 +41,7 @@ SCALE = "scale"
 
 
 class ParameterPiece(NamedTuple):
-    """A part of a parameter that an optimizer updates, flat."""
+    """A part of a parameter that an optimizer updates: flat, or a whole matrix."""
 
     values: nn.Parameter
     name: str
@@ -261,6 +261,23 @@ def takes_muon(train: TrainSpec, name: str, dims: int) -> bool:
     ([True, False], False)
     """
     return dims == 2 and not any(fnmatchcase(name, pattern) for pattern in train.muon_excludes)
+
+
+def whole_costs(train: TrainSpec, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """Return the FLOPs of the update of each parameter that the optimizer reads whole, by name."""
+    if train.optimizer != "muon":
+        return {}
+    return {n: newton_schulz_flops(*p.shape) for n, p in parameters.items() if takes_muon(train, n, p.dim())}
+
+
+def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:
+    """Return the operations of Muon's iteration on a matrix: three products in each of torch's five steps.
+
+    >>> newton_schulz_flops(2, 4)
+    400.0
+    """
+    short, long = sorted((rows, columns))
+    return float(steps * (4 * short**2 * long + 2 * short**3))
 
 
 class MuonAndAdamW(torch.optim.AdamW):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,18 @@ from torch import Tensor, nn
 
 from raypipe.checkpoint import Checkpoint
 from raypipe.errors import CheckpointError
+from raypipe.job.train_spec import TrainSpec
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.collectives import Push, start_all_reduce, wait_for
-from raypipe.runtime.update.flat_weights import FlatWeights
-from raypipe.runtime.update.optimizer import ParameterPiece, load_master, updated_tensor
+from raypipe.runtime.update.flat_weights import FlatPart, FlatWeights
+from raypipe.runtime.update.optimizer import ParameterPiece, load_master, updated_tensor, whole_costs
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.sharding import ShardMember, StageKey, shard_members
 
 # One stage replica whose weights, gradients or optimizer state its data-parallel copies divide.
+
+
+NONE: Mapping[str, float] = MappingProxyType({})
 
 
 class ShardedStage:
@@ -33,6 +38,7 @@ class ShardedStage:
         undivided: names of parameters that stay whole, e.g. those tied to another stage.
         reduce_dtype: in which gradients are summed; None for their own.
         counts: whether this shard counts in the global norm; the other holders of the same shard say no.
+        costs: of the update of each parameter that must lie in one shard, by name.
     """
 
     def __init__(
@@ -45,14 +51,18 @@ class ShardedStage:
         undivided: Collection[str] = (),
         counts: bool = True,
         reduce_dtype: torch.dtype | None = None,
+        costs: Mapping[str, float] = NONE,
     ) -> None:
         self._reduce_dtype = reduce_dtype
         self.stage, self.level, self.group, self.others, self.counts = stage, level, group, others, counts
-        by_dtype: dict[torch.dtype, dict[str, nn.Parameter]] = {}
+        alike: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
         for name, p in module.trained.items():
             if name not in undivided:
-                by_dtype.setdefault(p.dtype, {})[name] = p
-        self.flats = [FlatWeights(parameters, group, level, reduce_dtype) for parameters in by_dtype.values()]
+                alike.setdefault((p.dtype, name in costs), {})[name] = p
+        self.flats = [
+            FlatWeights(some, group, level, reduce_dtype, {name: costs[name] for name in some} if whole else None)
+            for (_, whole), some in alike.items()
+        ]
         self.names = frozenset(name for flat in self.flats for name in flat.parameters)
         """The parameters that are divided."""
         self.all_gathers = self.reduce_scatters = self.all_reduces = 0.0
@@ -67,7 +77,7 @@ class ShardedStage:
     def named_pieces(self) -> list[ParameterPiece]:
         """The same, each with the parameter that it is a part of."""
         return [
-            ParameterPiece(piece, "", 1)
+            ParameterPiece(piece, "", piece.dim())
             if part.name is None
             else ParameterPiece(piece, part.name, flat.parameters[part.name].dim())
             for flat in self.flats
@@ -239,11 +249,12 @@ def divide(
     undivided: Collection[str],
     groups: Mapping[str, dist.ProcessGroup],
     reduce_dtype: torch.dtype | None = None,
+    train: TrainSpec | None = None,
 ) -> DeviceShards:
     """Divide a device's stages as the schedule says; their parameters become views of flat tensors.
 
     ``undivided``: names of parameters that stay whole, which others hold as well; ``reduce_dtype``: in which gradients
-    are summed; None for their own.
+    are summed; None for their own; ``train``: says the optimizer, which may read whole matrices.
     """
     if sharding is None:
         return DeviceShards({})
@@ -263,6 +274,7 @@ def divide(
             undivided,
             counts=placement[0][stage] in member.group,
             reduce_dtype=reduce_dtype,
+            costs={} if train is None else whole_costs(train, module.trained),
         )
     return DeviceShards(result)
 
@@ -317,8 +329,12 @@ def read_shards(checkpoint: Checkpoint, stage: ShardedStage, optimizer: torch.op
             if part.name is not None:
                 saved = tensors[f"param/{part.name}"]
                 _check(checkpoint, f"param/{part.name}", saved, flat.parameters[part.name])
-                load_master(optimizer, piece, saved.reshape(-1)[part.begin : part.begin + part.size])
+                load_master(optimizer, piece, _part_of(saved, part, piece))
         _read_optimizer(checkpoint, flat, optimizer)
+
+
+def _part_of(whole: Tensor, part: FlatPart, piece: Tensor) -> Tensor:
+    return whole.reshape(-1)[part.begin : part.begin + part.size].view(piece.shape)
 
 
 def _check(checkpoint: Checkpoint, key: str, saved: Tensor, parameter: Tensor) -> None:
@@ -345,7 +361,7 @@ def _read_optimizer(checkpoint: Checkpoint, flat: FlatWeights, optimizer: torch.
             elif part.name is None:
                 state[field] = torch.zeros_like(updated_tensor(optimizer, piece))
             else:
-                state[field] = saved.reshape(-1)[part.begin : part.begin + part.size].clone().to(piece.device)
+                state[field] = _part_of(saved, part, piece).clone().to(piece.device)
         if state:
             optimizer.state[updated_tensor(optimizer, piece)] = state
 

@@ -19,7 +19,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import Inputs, Task
 from raypipe.models.sources.imported import find_function
-from raypipe.models.task import IGNORED
+from raypipe.models.task import IGNORED, Unprojected
 from raypipe.tensor.group import gather_from_group
 
 Array = NDArray[Any]
@@ -53,12 +53,13 @@ class KeepsPredictions:
     preprocess: Preprocess | None
     kept: list[MicrobatchPredictions] = field(default_factory=list)
 
-    def add(self, samples: Sequence[int], output: Tensor, inputs: Inputs) -> None:
+    def add(self, samples: Sequence[int], output: Tensor | Unprojected, inputs: Inputs) -> None:
         """Keep the output of a micro-batch."""
         labels, classes = self.task.labels(inputs), self.task.classes
+        made = output.logits() if isinstance(output, Unprojected) else output
         if classes is not None:  # this rank's share of them
-            output = gather_from_group(output, classes)
-        made = output if self.preprocess is None else self.preprocess(output, labels)
+            made = gather_from_group(made, classes)
+        made = made if self.preprocess is None else self.preprocess(made, labels)
         self.kept.append(MicrobatchPredictions(tuple(samples), _array(made), _array(labels)))
 
 

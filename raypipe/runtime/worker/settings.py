@@ -1,23 +1,29 @@
-"""Derive the executor's settings from a worker's setup: those of a step, and how gradients and norms are summed."""
+"""Derive from a worker's setup the settings of a step, how gradients and norms are summed, and what is profiled."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from raypipe.job.spec import reduce_dtype
+from raypipe.job.train_spec import ProfileSpec
 from raypipe.models.host_copies import runs_behind
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.executor.casts import message_cast_of
+from raypipe.runtime.executor.runner import Handler
 from raypipe.runtime.executor.step import StepSettings
 from raypipe.runtime.process.memory import host_memory_bytes
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
+from raypipe.schedule.lowering.programs import Action
 
 
 def step_settings(setup: Setup, device: torch.device, batch_statistics: bool, divides: bool) -> StepSettings:
@@ -95,3 +101,56 @@ def first_k_tuner(setup: Setup, device: torch.device) -> Callable[[int], FirstKT
         node = setup.topology.peers[setup.rank].node
         memory = host_memory_bytes() / sum(peer.node == node for peer in setup.topology.peers)
     return partial(FirstKTuner, fixed=given.first_k, memory=memory)
+
+
+FOLDER = "profiles"
+"""Folder of the run's directory that gets a trace per worker."""
+
+
+class ProfilerWindow:
+    """Profiles a worker's steps ``start_step`` to ``start_step + steps - 1`` and writes a Chrome trace.
+
+    Every task of the schedule is a span of the trace, by its name, such as ``1F0``.
+
+    Args:
+        spec: which steps; None for none.
+        folder: the run's folder of traces.
+        rank: the worker's.
+        device: its device.
+    """
+
+    def __init__(self, spec: ProfileSpec | None, folder: Path, rank: int, device: torch.device) -> None:
+        self._spec, self._folder, self._rank, self._device = spec, folder, rank, device
+        self._profiler: Any = None
+
+    def begin(self, step: int, executor: Any) -> None:
+        """Start where ``step``, counted from 1, is in the window and nothing is profiled yet."""
+        spec = self._spec
+        if spec is None or self._profiler is not None or not 0 <= step - spec.start_step < spec.steps:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._first = step
+        self._profiler = profile(activities=activities, acc_events=True)
+        self._profiler.start()
+        self._plain = executor.handlers
+        executor.surround(_named)
+
+    def end(self, step: int, executor: Any) -> None:
+        """Stop, and write the trace, where ``step`` is the last of the window."""
+        if self._profiler is None or self._spec is None or step < self._spec.start_step + self._spec.steps - 1:
+            return
+        profiler, self._profiler = self._profiler, None
+        executor.handlers = self._plain
+        profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(self._folder / f"steps-{self._first}-{step}-rank-{self._rank}.json.gz"))
+
+
+def _named(handler: Handler) -> Handler:
+    def run(executor: Any, action: Action) -> None:
+        with record_function(str(action.task)):
+            handler(executor, action)
+
+    return run

@@ -50,8 +50,15 @@ from raypipe.runtime.recovery.replacement import (
 )
 from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
-from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
-from raypipe.runtime.setup.tensor_ranks import EXPERT_GROUP, TENSOR_GROUP, own_channels, own_groups
+from raypipe.runtime.setup.setup import (
+    EXPERT_GROUP,
+    TENSOR_GROUP,
+    Setup,
+    build_stage,
+    io_specs_of,
+    own_channels,
+    own_groups,
+)
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Store, Write, put_snapshot, send_snapshot
@@ -65,8 +72,14 @@ from raypipe.runtime.update.shards import divide, read_shards
 from raypipe.runtime.update.side_stream import prefer_main_stream
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.runtime.validation.metrics import Preprocess
-from raypipe.runtime.worker.profiler_window import FOLDER, ProfilerWindow
-from raypipe.runtime.worker.settings import dtype_of_sums, first_k_tuner, norm_shares, step_settings
+from raypipe.runtime.worker.settings import (
+    FOLDER,
+    ProfilerWindow,
+    dtype_of_sums,
+    first_k_tuner,
+    norm_shares,
+    step_settings,
+)
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
 from raypipe.schedule.microbatch_order import Order
@@ -256,7 +269,6 @@ class StageWorker:
     def _build(self, setup: Setup) -> None:
         """Build the stages and their optimizers."""
         job = setup.job
-        groups = self._own_groups(setup)
         self.plan = plan = self._model(setup)
         plan.slices = setup.slices
         self.io_specs = specs = io_specs_of(setup, plan)
@@ -266,9 +278,10 @@ class StageWorker:
             for stage, device in enumerate(devices)
             if device == setup.device
         }
-        whole = tied_over_devices(setup.tied)
-        whole |= {name for module in self.modules.values() for name in module.experts}  # divided already
-        self.shards = divide(self.modules, setup.sharding, setup.placement, whole, groups, dtype_of_sums(setup))
+        experts = {name for module in self.modules.values() for name in module.experts}  # divided already
+        whole = tied_over_devices(setup.tied) | experts
+        sharding, sums = setup.sharding, dtype_of_sums(setup)
+        self.shards = divide(self.modules, sharding, setup.placement, whole, self._own_groups(setup), sums, job.train)
         updated = {key: self.shards.updated(key, module) for key, module in self.modules.items()}
         self.optimizers = {key: make_optimizer(job.train, *of) for key, of in updated.items()}
 
@@ -374,7 +387,6 @@ class StageWorker:
         for name in ("communicators", "executor", "modules", "optimizers"):
             self.__dict__.pop(name, None)
 
-    @raises_device_errors
     @parts_when_lost
     def run_steps(
         self, step: int, parts: Sequence[Part] = (WHOLE,), orders: Mapping[int, Order] = MappingProxyType({})
@@ -407,7 +419,6 @@ class StageWorker:
         self.started[step] = started
         return None
 
-    @raises_device_errors
     @parts_when_lost
     def result(self, step: int) -> list[StepResult]:
         """Wait for the end of a step that ``run_steps`` has queued, and return its result.
@@ -438,7 +449,6 @@ class StageWorker:
             notices=self.executor.notices() + (() if self.compilation is None else self.compilation.notices()),
         )
 
-    @raises_device_errors
     @parts_when_lost
     def install(
         self, train: dict[Part, Program], evaluate: Program, recomputed: frozenset[int] | None, measures: bool
@@ -458,7 +468,6 @@ class StageWorker:
                 module.set_recomputed(recomputed)
         self.executor.measures = measures
 
-    @raises_device_errors
     @parts_when_lost
     def evaluate(self, batch: int, keeps: bool = False, preprocess: Preprocess | None = None) -> StepResult:
         """Run the forward of validation batch ``batch``.
@@ -474,7 +483,6 @@ class StageWorker:
             result = self.executor.run(self.setup_data.evaluate, batch, 0.0, split="val")
         return result if self.executor.settings.tensor_rank else replace(result, predictions=tuple(kept))
 
-    @raises_device_errors
     @parts_when_lost
     def save(self, directory: Path, number: int) -> SaveBegun:
         """Begin to write the parameters and optimizer state of the stages whose first holder is this device.
@@ -493,7 +501,6 @@ class StageWorker:
         store = put_snapshot if self.setup_data.sends_shards else partial(type(self).write_shard, directory)
         return self._begin_save(number, store, self.setup_data.job.train.async_save)
 
-    @raises_device_errors
     @parts_when_lost
     def copy(self, number: int, keepers: Sequence[Any]) -> SaveBegun:
         """Begin to send what ``save`` would write to keepers (``neighbour_copies``); a thread does so."""
@@ -515,7 +522,6 @@ class StageWorker:
         ended = tuple(one for one in written if one is not None)
         return SaveBegun(broken, time.monotonic() - began, waited_s, ended)
 
-    @raises_device_errors
     @parts_when_lost
     def end_save(self) -> Written | None:
         """Wait for the write that is under way, and return it unless that was done before.

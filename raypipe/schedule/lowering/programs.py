@@ -60,7 +60,7 @@ class Action(NamedTuple):
 
 
 class RunAhead(NamedTuple):
-    """The head of a program, which may run while the last step's update is pending (``lowering.run_ahead``)."""
+    """The head of a program, which may run while the last step's update is pending (``tasks_ahead``)."""
 
     tasks: int
     """Number of tasks in the head."""

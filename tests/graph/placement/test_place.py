@@ -12,8 +12,7 @@ from raypipe.cli import run
 from raypipe.errors import SpecError
 from raypipe.graph.placement.cp_model import solve
 from raypipe.graph.placement.place import place, solve_by_segments
-from raypipe.graph.placement.placement import Placement, timed
-from raypipe.graph.placement.problem import HardwareGraph, PlacementGraph, Routes, check_fit
+from raypipe.graph.placement.problem import HardwareGraph, Placement, PlacementGraph, Routes, check_fit, timed
 from tests.exhaustive import exhaustive
 from tests.graph.placement.brute_force import best_makespan
 from tests.graph.placement.random_problems import random_problem

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -136,7 +138,8 @@ def test_a_driver_makes_attempt_after_attempt(
         }
     )  # fmt: skip
     devices: Any = SimpleNamespace(is_broken=lambda: False, run_id="0123abcd")
-    attempts.driver_loop({"request": attempts.RunRequest(job, tmp_path, False, devices)})
+    with mock.patch.dict(os.environ):  # in which a driver hides GPUs from its process
+        attempts.driver_loop({"request": attempts.RunRequest(job, tmp_path, False, devices)})
     rows = read_rows(tmp_path / EVENTS)[1:]
     assert [row["event"] for row in rows] == logged
     assert rows[-1].get("exit_status") == status

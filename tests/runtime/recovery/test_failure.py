@@ -150,7 +150,7 @@ def test_a_worker_whose_context_is_broken_does_not_serve_on(error: Exception, br
     def step(self: object) -> None:
         raise ValueError("in the model") from error
 
-    with pytest.raises(ValueError, match="in the model"):
+    with pytest.raises(DeviceError, match="in the model"):
         parts_when_lost(step)(worker)
     assert worker.broken == broken
     if broken:

@@ -104,6 +104,22 @@ def test_loss_curve_is_that_of_plain_pytorch(parallel, reference, stage_pool, te
     assert losses == pytest.approx(reference, abs=1e-9, rel=0)
 
 
+IN_CHUNKS = [
+    {"schedule": "zb-h1", "stages": 2, "tensor": 2},
+    {"schedule": "zeropp", "stages": 2, "chunks": 2, "unit": 3, "shard": "zero3", "replicas": 2},
+]
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize(
+    "parallel", [*IN_CHUNKS, *exhaustive(*PLANS)], ids=lambda p: "-".join(str(v) for v in p.values())
+)
+def test_the_loss_in_chunks_of_tokens_is_the_same(parallel, reference, stage_pool, text_folder, tmp_path) -> None:
+    """As whole logits give it, also where W computes those of a chunk again, or may not read freed weights."""
+    losses = pipeline_losses(make_job(text_folder, parallel, loss_chunk_tokens=7), stage_pool, tmp_path)
+    assert losses == pytest.approx(reference, abs=1e-9, rel=0)
+
+
 HAND_WRITTEN = """
 device 0: 0F0 0F1 0B0 0F2 0B1 0F3 0W1 0B2 0W0 0B3 0W3 0W2
 device 1: 1F0 1B0 1F1 1BW1 1F2 1W0 1B2 1F3 1B3 1W2 1W3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypipe.runtime.setup.tensor_ranks import (
+from raypipe.runtime.setup.setup import (
     expert_groups,
     expert_ranks,
     own_channels,

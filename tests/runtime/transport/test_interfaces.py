@@ -7,8 +7,8 @@ import os
 import pytest
 
 from raypipe.errors import ClusterError
-from raypipe.runtime.transport import interfaces
-from raypipe.runtime.transport.interfaces import (
+from raypipe.runtime.setup import communicators
+from raypipe.runtime.setup.communicators import (
     GLOO,
     NCCL,
     InterfaceAddress,
@@ -31,8 +31,8 @@ HOST = [
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch) -> None:
-    monkeypatch.setattr(interfaces, "host_addresses", lambda: HOST)
-    monkeypatch.setattr(interfaces, "_ours", {})
+    monkeypatch.setattr(communicators, "host_addresses", lambda: HOST)
+    monkeypatch.setattr(communicators, "_ours", {})
     for name in (GLOO, NCCL):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)

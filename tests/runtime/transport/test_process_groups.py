@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from raypipe.runtime.setup.communicators import Topology
-from raypipe.runtime.setup.tensor_ranks import tensor_rank_edges, tensor_rank_groups
+from raypipe.runtime.setup.setup import tensor_rank_edges, tensor_rank_groups
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.process_groups import LAZY, connected, connected_on_use, in_rounds
 from raypipe.runtime.update.gradients import shared_groups

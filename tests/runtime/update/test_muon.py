@@ -11,7 +11,8 @@ from raypipe.errors import SpecError
 from raypipe.job.train_spec import TrainSpec
 from raypipe.launch.prepared import check_groups
 from raypipe.models.gpt import GptLayers
-from raypipe.runtime.update.optimizer import OptimizerSnapshot, make_optimizer, set_rate
+from raypipe.runtime.update.flat_weights import FlatLayout
+from raypipe.runtime.update.optimizer import OptimizerSnapshot, make_optimizer, newton_schulz_flops, set_rate
 from tests.runtime.runs.small_runs import drive, small_job
 
 MUON: dict[str, Any] = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "dtype": "float64"}
@@ -80,7 +81,28 @@ def test_one_curve_under_every_plan_and_from_a_checkpoint(stage_pool: Any, text_
     two = run("two", {"schedule": "zb-h1", "stages": 2, "replicas": 1, "microbatch": 2})
     assert two.losses == pytest.approx(one.losses, abs=1e-9, rel=0)
     assert one.losses[-1] < one.losses[0]
-    copies = run("copies", {"schedule": "1f1b", "stages": 1, "replicas": 2, "microbatch": 2}, two.checkpoints[3], 3)
+    sharded = {"schedule": "1f1b", "stages": 1, "replicas": 2, "microbatch": 2}
+    copies = run("copies", {**sharded, "shard": "zero1"}, two.checkpoints[3], 3)
     assert copies.losses == pytest.approx(one.losses[3:], abs=1e-9, rel=0)
-    keys = [key for key in open_checkpoint(two.checkpoints[3]).keys if "1.qkv.weight" in key]
-    assert sorted(keys) == ["optim/1.qkv.weight/momentum_buffer", "param/1.qkv.weight"]
+    freed = run("freed", {**sharded, "shard": "zero3"})
+    assert freed.losses == pytest.approx(one.losses, abs=1e-9, rel=0)
+    back = run("back", {"schedule": "1f1b", "stages": 2, "microbatch": 4}, freed.checkpoints[3], 3)
+    assert back.losses == pytest.approx(one.losses[3:], abs=1e-9, rel=0)
+    for written in (two, freed):
+        keys = [key for key in open_checkpoint(written.checkpoints[3]).keys if "1.qkv.weight" in key]
+        assert sorted(keys) == ["optim/1.qkv.weight/momentum_buffer", "param/1.qkv.weight"]
+
+
+@pytest.mark.parametrize("copies", [2, 3, 8])
+def test_copies_share_the_iterations_about_evenly(copies: int) -> None:
+    """Matrices of a GPT, whole; no copy has more than the best division by 4/3, or than its largest matrix."""
+    shapes = {f"{i}.{name}": shape for i in range(3) for name, shape in
+              {"qkv": (96, 32), "out": (32, 32), "in": (128, 32), "back": (32, 128)}.items()}  # fmt: skip
+    costs = {name: newton_schulz_flops(*shape) for name, shape in shapes.items()}
+    layout = FlatLayout({name: a * b for name, (a, b) in shapes.items()}, copies, costs)
+    loads = [sum(costs[part.name] for part in layout.parts(i) if part.name is not None) for i in range(copies)]
+    assert sum(loads) == sum(costs.values())
+    assert max(loads) <= 4 / 3 * max(sum(loads) / copies, *costs.values())
+    found = [part for i in range(copies) for part in layout.parts(i)]
+    assert sorted(part.name for part in found if part.name is not None) == sorted(shapes)
+    assert all(part.begin == 0 and part.size == layout.sizes[part.name] for part in found if part.name is not None)

@@ -1,6 +1,6 @@
 """Same-host channel for CPU tensors: payload in shared memory, headers in a pipe that also wakes the reader.
 
-One pipe and one buffer (``ring``) per directed edge. The reader listens (``hand_over``); the writer makes both, and
+One pipe and one buffer (``ring``) per directed edge. The reader listens (``ring.listen``); the writer makes both, and
 hands over the pipe's other end and the buffer's file. Neither has a name in a file system, so a run that is killed
 leaves nothing behind. A pipe whose other end is closed says so at once: so either side learns of its peer's death.
 
