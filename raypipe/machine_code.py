@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar, cast
 
 from numba import njit
@@ -21,19 +22,32 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 _ahead: list[subprocess.Popen[bytes]] = []
-"""The process that compiles ahead, until it has ended."""
+"""The processes that compile ahead, until they have ended."""
 
 
-def compile_ahead(load: Callable[[], None]) -> None:
-    """Begin to call ``load``, which compiles, in a process of its own: this one then finds the code kept.
+def compile_ahead(*loads: Callable[[], None]) -> None:
+    """Begin to call each of ``loads``, which compile, in a process of its own: this one then finds the code kept.
 
     Numba takes half a minute of a core on a machine's first plan, while a command imports, captures and waits for Ray.
     """
     if _ahead:
         return
-    process = start_apart(f"from {load.__module__} import {load.__name__}; {load.__name__}()")
-    if process is not None:  # else this one compiles
-        _ahead.append(process)
+    for load in loads:
+        # What is done meanwhile is wanted sooner.
+        process = start_apart(f"import os; os.nice(5); from {load.__module__} import {load.__name__} as f; f()")
+        if process is not None:  # else this one compiles
+            _ahead.append(process)
+
+
+def is_kept(function: Callable[..., object]) -> bool:
+    """Return whether code of a compiled function is kept, perhaps of an earlier version of its file."""
+    path = getattr(getattr(function, "_cache", None), "cache_path", None)  # Numba has no public name for it
+    return path is not None and any(Path(path).glob(f"*{function.__name__}-*.nbi"))
+
+
+def compiling() -> bool:
+    """Return whether something is being compiled ahead."""
+    return any(process.poll() is None for process in _ahead)
 
 
 def wait_for_ahead(say: Callable[[str], None]) -> None:

@@ -35,11 +35,10 @@ from raypipe.launch.prepared import (
     units_of,
 )
 from raypipe.launch.run_directory import check_resume, claim, mend, note, run_directory, saved_job, unusable
-from raypipe.machine_code import compile_ahead
 from raypipe.observe.run_dir import CHECKPOINTS, INTERRUPT, RECORD, ask, go_on, hold, place, put_aside, stillborn
 from raypipe.observe.run_log import EVENTS, events_since_start, log_event
 from raypipe.observe.run_record import summarise
-from raypipe.plan.joint.better_plans import load_kernels
+from raypipe.plan.joint.better_plans import compile_kernels
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.signals import end_on_signals, ended_by, waiting
 
@@ -102,7 +101,7 @@ def prepare_run(
         )
     planned = _planned_at_once(job, directory if resume else None, plan_file, beside, say)
     if planned is None:
-        compile_ahead(load_kernels)
+        compile_kernels()
     model = JobModel(job) if planned is None else planned.model
     check_metrics(job, model, validation)
     if job.data.mask != type(job.data).model_fields["mask"].default and not model.declared.task.masks:

@@ -287,22 +287,24 @@ def _given_costs(
         return load_profile(profile), None
     from raypipe.job import load_cluster
     from raypipe.partition.job_costs import SharedProfiles, job_profile
+    from raypipe.plan.joint.better_plans import compile_kernels
 
     assert cluster is not None
     described = load_cluster(cluster)
     if devices is not None:
         described = described.resized(devices)
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; keep standard output for results
+        if compile_kernels():
+            print("compiling the planner, once on this machine, beside the search for a first plan", file=sys.stderr)
         coming = SharedProfiles(job, described)
         return job_profile(job, described), coming
 
 
 def _measured_costs(job: JobSpec, devices: int | None) -> Profile:
-    from raypipe.machine_code import compile_ahead
     from raypipe.observe.progress import Notes, stderr_console
-    from raypipe.plan.joint.better_plans import load_kernels
+    from raypipe.plan.joint.better_plans import compile_kernels
     from raypipe.profiling.profile_and_plan import profile_this_machine
 
-    compile_ahead(load_kernels)
+    compile_kernels()
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices; keep standard output for results
         return profile_this_machine(job, devices, None, None, Notes(stderr_console()))

@@ -14,6 +14,7 @@ from raypipe.cost.profile_check import check_profile
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.parallel_spec import BUDGET, JOBS_OWN, ParallelSpec
 from raypipe.job.spec import JobSpec
+from raypipe.machine_code import compiling
 from raypipe.plan.best_first import NEAR, Ranking, best_first, effort_s, faster_cut, rank_key, simplest
 from raypipe.plan.candidate import Candidate, slices_refused
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
@@ -288,6 +289,8 @@ def choose(
     if not greedy:
         ranked += chooser.divided(min(p.step_s for p in ranked))
     ranked = sorted({id(p): p for p in ranked}.values(), key=rank_key)
+    while compiling() and not watch.over:  # what is searched from here on runs as machine code
+        time.sleep(0.02)
     if (each_s := watch.share(1 / 4, search_s)) > 0 and "gather" not in given and not greedy:
         ranked = sorted([*ranked, *searched_gathers(judge, ranked, each_s)], key=rank_key)
     only = given.get("schedule") == "auto"

@@ -241,15 +241,25 @@ def default_budget(tasks: int) -> float:
 
 @cache
 def load_machine_code() -> None:
-    """Load the kernels before a budget begins: half a second in a process's first search, ten on a machine's first."""
+    """Load the kernels before a budget begins: half a second in a process's first search, 20 on a machine's first."""
+    load_orders()
+    load_bounds()
+
+
+def load_orders() -> None:
+    """Load the kernels that make orders and improve them."""
     layout = LaneArrays.of(build(((0,),), 1, CostTable.even(1)))
     list_schedule(layout, Setting((0.0,) * len(layout.problem.kind)))
     decode(layout, [0.0] * layout.problem.tasks, 0.0)
-    measure = Measure(layout, CostTable.even(1), "makespan")
-    measure.tighter_bound(4.0, 100)
     orders = [list(range(layout.problem.tasks))]
-    measure.value(orders)
+    Measure(layout, CostTable.even(1), "makespan").value(orders)
     shortened(layout, orders, 0.0, Budget(1.0), random.Random(0), 1)
+
+
+def load_bounds() -> None:
+    """Load those that bound them."""
+    layout = LaneArrays.of(build(((0,),), 1, CostTable.even(1)))
+    Measure(layout, CostTable.even(1), "makespan").tighter_bound(4.0, 100)
 
 
 @no_collection()

@@ -8,7 +8,8 @@ from raypipe.cost.gpt_work import RAYPIPE
 from raypipe.cost.kernels import WITHOUT_MASK, Kernels
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, TaskWork
 from raypipe.job import load_cluster
-from tests.bench.published.predict import chosen, layout, predict, reserved_gib, rows, tokens_per_gpu
+from tests.bench.published.models import works
+from tests.bench.published.predict import chosen, layout, predict, reserved_gib, rows, side_streams, tokens_per_gpu
 from tests.bench.published.trainers import BIASES, EAGER, ROTATED, attending, biased, divided, rotated
 
 
@@ -48,6 +49,18 @@ def test_torch_holds_buffers_for_all_microbatches():
     asked = layout(next(row for row in rows() if row.model == "gpt3-175b"))
     result = predict(asked)
     assert reserved_gib(replace(asked, torch_pipeline=True), result) > reserved_gib(asked, result) + 1
+
+
+def test_fsdp_holds_its_sums_and_what_it_gathered_on_other_streams():
+    """A float32 sum for each of AdamW's values that a rank has, and two blocks in bfloat16, of the rank's share."""
+    asked = layout(next(row for row in rows() if row.model == "gpt3-175b"))
+    result = predict(asked)
+    assert side_streams(asked, result) == 0  # not FSDP2's
+    values = result.memory[result.fullest].optimizer / 12
+    block = works(asked.model, asked.sequence)[1].parameters / asked.tensor
+    own = replace(asked, float32_sums=True)
+    assert side_streams(own, result) == pytest.approx(4 * values + 2 * 2 * block)
+    assert side_streams(replace(own, shard="zero3"), result) < 4 * values  # gathers are in the plan's own memory
 
 
 def test_how_many_copies_divide_experts_is_chosen_too():

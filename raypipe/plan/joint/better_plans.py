@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError
+from raypipe.machine_code import compile_ahead, is_kept
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.certificate.of_plan import Certifier, Certifiers, waits_for_all
+from raypipe.plan.joint import walk_kernel
 from raypipe.plan.joint.annealing import BORDERS, SHORTEN, Hints, LeastStep, annealed, arranged, load_walk
 from raypipe.plan.joint.arrangement import Arrangement, Stages, StageTables, first_arrangements, of_layers
 from raypipe.plan.joint.orders_of import Ordered, OrdersOf
@@ -24,10 +26,10 @@ from raypipe.plan.tensor_groups import Judges
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Rules
-from raypipe.search import search
+from raypipe.search import list_kernel, search
 from raypipe.search.budget import Budget
 from raypipe.search.objective import Objective
-from raypipe.search.search import load_machine_code
+from raypipe.search.search import load_bounds, load_machine_code, load_orders
 
 SHAPES = 2
 """Divisions of the devices that are searched."""
@@ -83,6 +85,21 @@ def load_kernels() -> None:
     """Load all machine code of planning: two seconds of a process, half a minute on a machine's first time."""
     load_machine_code()
     load_walk()
+
+
+def load_bounds_and_walk() -> None:
+    """Load half of it."""
+    load_bounds()
+    load_walk()
+
+
+def compile_kernels() -> bool:
+    """Begin to compile all of it beside, in two processes, if this machine has not yet; return whether it has not."""
+    last, first = walk_kernel.shortest, list_kernel.list_schedule
+    if is_kept(last) and is_kept(first):
+        return False
+    compile_ahead(load_orders, load_bounds_and_walk)
+    return True
 
 
 def _targets(ranked: Sequence[Prediction]) -> Iterator[Prediction]:

@@ -390,7 +390,27 @@ def reserved_gib(asked: Layout, found: Prediction) -> float:
     device = found.memory[found.fullest]
     gaps = device.fragmentation / found.capacity * (device.planned - device.weights - device.optimizer)
     wider = device.gradients if asked.float32_sums and asked.pipeline > 1 else 0.0
-    return (device.planned + device.libraries + gaps + wider + torch_buffers(asked, found)) / GIB
+    others = torch_buffers(asked, found) + side_streams(asked, found)
+    return (device.planned + device.libraries + gaps + wider + others) / GIB
+
+
+def side_streams(asked: Layout, found: Prediction) -> float:
+    """Return what FSDP2 holds in memory of streams of its own, beside what is counted when a device is fullest.
+
+    PyTorch's allocator gives a stream's memory to no other stream (torch's notes on CUDA semantics, "CUDA streams"), so
+    what is there at another moment adds to the peak. The float32 sums that reduce-scatters leave are allocated on their
+    stream (``foreach_reduce``), as many bytes as one of AdamW's three values a parameter. Gathered weights arrive in
+    buffers of another one (``foreach_all_gather``), from which they are copied out: that of a block stays until the
+    next block's has been (``FSDPCommContext.all_gather_state``). Where weights are divided all the time, gathers are in
+    the plan's own memory. Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py.
+    """
+    if not asked.float32_sums:
+        return 0.0
+    device = found.memory[found.fullest]
+    sums = device.optimizer / 3
+    if asked.shard == "zero3":
+        return max(0.0, sums - device.gradients)
+    return sums + 2 * 2 * works(asked.model, asked.sequence)[1].parameters / asked.tensor
 
 
 def torch_buffers(asked: Layout, found: Prediction) -> float:
