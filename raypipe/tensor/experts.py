@@ -62,9 +62,8 @@ def experts_of(model: nn.Module, size: int) -> dict[str, nn.Module]:
         count: int = module.num_experts
         if count % size:
             nearest = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - size), n))
-            raise SpecError(
-                KEY, f"the {count} experts of {path} do not divide over {size} copies", f"use experts: {nearest}"
-            )
+            why = f"the {count} experts of {path} do not divide over {size} copies"
+            raise SpecError(KEY, why, f"use experts: {nearest}, of which replicas is a multiple")
     return result
 
 

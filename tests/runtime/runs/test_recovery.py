@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from raypipe.checkpoint import latest, open_checkpoint
+from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.runtime import calls
 from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group
@@ -28,6 +29,7 @@ TWO_COPIES = {"schedule": "1f1b", "stages": 2, "replicas": 2}
 FOLDED = {"schedule": "zb-v", "stages": 2, "replicas": 2, "microbatch": 1}
 BOTH_WAYS = {"schedule": "chimera", "stages": 4, "microbatch": 1}
 EXPERTS = {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 2}
+MIXTRAL = {"hf": "mixtral", "config": FAMILIES["mixtral"], "sequence": 16}
 TRAIN: dict[str, Any] = {"steps": 5, "eval_every": 3, "checkpoint_every": 3}
 CPU = DeviceRequest(cpus=1.0, gpus=0.0)
 
@@ -92,8 +94,7 @@ def test_a_worker_is_replaced(
     stage_pool, mortals: Mortals, undisturbed_runs: dict[str, Done], tmp_path: Path,
 ) -> None:  # fmt: skip
     if "experts" in parallel:
-        mixtral = {"hf": "mixtral", "config": FAMILIES["mixtral"], "sequence": 16}
-        job = job_for(mixtral, text_folder, parallel, **TRAIN, **train)
+        job = job_for(MIXTRAL, text_folder, parallel, **TRAIN, **train)
     else:
         job = small_job(text_folder, parallel, **TRAIN, **train)
     asked = json.dumps([parallel, train])
@@ -138,18 +139,25 @@ def test_a_worker_is_replaced(
         *exhaustive(
             ({"schedule": "1f1b", "stages": 4}, 3, "ended 0"),
             ({"schedule": "zb-v", "stages": 4, "microbatch": 1}, 0, "U 0"),
+            ({"schedule": "1f1b", "stages": 2, "replicas": 2, "experts": 2}, 1, "BW 0"),
         ),
     ],
-    ids=["one-copy", "its-share-of-all-state", "result-not-delivered", "between-its-updates"],
+    ids=["one-copy", "its-share-of-all-state", "result-not-delivered", "between-its-updates", "whose-experts-none-has"],
 )
 def test_a_worker_without_a_twin_is_replaced_from_copies(
     parallel: dict[str, Any], rank: int, moment: str, text_folder: Path, stage_pool, mortals: Mortals, tmp_path: Path
 ) -> None:
     """All go on from the newest copy, with at most one step that had ended run again."""
-    train, deep = {"steps": 6, "eval_every": 2, "clip": 0.5}, {"layers": 8}
-    undisturbed = drive(small_job(text_folder, parallel, deep, **train), stage_pool, tmp_path / "undisturbed")
+    train: dict[str, Any] = {"steps": 6, "eval_every": 2, "clip": 0.5}
+
+    def job(**more: Any) -> JobSpec:
+        if "experts" in parallel:
+            return job_for(MIXTRAL, text_folder, {"microbatch": 2, **parallel}, **train, **more)
+        return small_job(text_folder, parallel, {"layers": 8}, **train, **more)
+
+    undisturbed = drive(job(), stage_pool, tmp_path / "undisturbed")
     mortals.file.write_text(f"{rank} 3 {moment}")
-    driver = new_driver(small_job(text_folder, parallel, deep, **train, copy_every=1), tmp_path / "disturbed")
+    driver = new_driver(job(copy_every=1), tmp_path / "disturbed")
     with driver.copies:
         workers = mortals.take(driver.schedule, driver.job.parallel.replicas)
         before = [at.pid for at in workers.locations]
