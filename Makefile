@@ -9,6 +9,9 @@ PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 # What no interpreter but the oldest can tell without running it: a name of the standard library that came later.
 NEWER = $(BIN)/vermin --target=$(OLDEST)- --violations --no-tips --quiet --eval-annotations --backport typing_extensions raypipe
 
+# Tests start hundreds of processes that import raypipe.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train train-short test test-all bench docs gpu shim lint unit matrix clean
 .DEFAULT_GOAL := test
 
@@ -39,13 +42,15 @@ unit: $(VENV)/.dev
 
 # mypy and the tests that start a Ray of their own, which often wait, run beside all others: those that share one Ray, then
 # what starts none, two at a time and with less priority, which end if one of the two crashes:
-# with another worker pytest-xdist may wait for ever. test-all takes the exhaustive ones too.
+# with another worker pytest-xdist may wait for ever. test-all takes the exhaustive ones too. What one process captures
+# or compiles, the others find.
 test: CASES := and not exhaustive
 test test-all: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(NEWER)
-	@( $(BIN)/mypy && $(BIN)/python -m pytest -m "own_ray $(CASES)" tests ) > .own_ray.log 2>&1 & other=$$!; \
+	@export RAYPIPE_TESTS_CACHE=$$(mktemp -d); trap 'rm -rf "$$RAYPIPE_TESTS_CACHE"' EXIT; \
+	( $(BIN)/mypy && $(BIN)/python -m pytest -m "own_ray $(CASES)" tests ) > .own_ray.log 2>&1 & other=$$!; \
 	trap "kill $$other" INT TERM; \
 	$(BIN)/python -m pytest -m "runs and not own_ray $(CASES)"; status=$$?; \
 	nice -n 5 $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0 -m "not runs $(CASES)" || status=1; \

@@ -24,7 +24,7 @@ from __future__ import annotations
 import difflib
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 
@@ -127,6 +127,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f'did you mean "{close[0]}"?' if close else "known: " + ", ".join(names)
+
+
+def check_known(error: type[RaypipeError], where: str, value: str, known: Collection[str]) -> None:
+    """Raise ``error`` where a value is none of the known ones; the fix is the nearest of them."""
+    if value not in known:
+        raise error(where, f'"{value}" is unknown', nearest(str(value), known))
 
 
 CLONE = Path(__file__).resolve().parents[1]

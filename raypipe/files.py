@@ -123,14 +123,14 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def said(size: int) -> str:
+def said(size: float) -> str:
     """Format a number of bytes.
 
     >>> said(300), said(3 << 19)
     ('300 bytes', '1.5 MiB')
     """
     unit = 0
-    rest = float(size)
+    rest = size
     while rest >= 1024 and unit < len(_UNITS) - 1:
         rest, unit = rest / 1024, unit + 1
     return f"{rest:.4g} {_UNITS[unit]}"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 from numba import njit
 from numba.core.types.misc import unliteral
+
+from raypipe.signals import start_apart
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -30,17 +31,9 @@ def compile_ahead(load: Callable[[], None]) -> None:
     """
     if _ahead:
         return
-    quiet = subprocess.DEVNULL
-    program = f"from {load.__module__} import {load.__name__}; {load.__name__}()"
-    # A session of its own: Ctrl-C in a terminal is not for it.
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
-        )
-    except OSError:  # no process can be started, or an interpreter within another program: this one compiles
-        return
-    _ahead.append(process)
-    atexit.register(process.kill)
+    process = start_apart(f"from {load.__module__} import {load.__name__}; {load.__name__}()")
+    if process is not None:  # else this one compiles
+        _ahead.append(process)
 
 
 def wait_for_ahead(say: Callable[[str], None]) -> None:

@@ -6,12 +6,14 @@ time it is raised where the command is, or when Ray has started. The exit status
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from raypipe.errors import InterruptionError, TerminationError
@@ -68,6 +70,31 @@ class _Handlers:
             if self.received is None or not self.raised or isinstance(error, OURS):
                 raise
             raise ended_by(self.received) from None
+
+
+def start_apart(program: str, given: bytes = b"") -> subprocess.Popen[bytes] | None:
+    """Start Python with a program that prepares something for this process, and ends with it.
+
+    Args:
+        program: its code.
+        given: its standard input.
+
+    Returns:
+        None if no process can be started, or this is an interpreter within another program.
+    """
+    quiet = subprocess.DEVNULL
+    # A session of its own: Ctrl-C in a terminal is not for it.
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        )
+    except OSError:
+        return None
+    atexit.register(process.kill)
+    assert process.stdin is not None
+    with suppress(OSError), process.stdin:  # it may have ended already
+        process.stdin.write(given)
+    return process
 
 
 _active: _Handlers | None = None

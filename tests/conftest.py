@@ -36,9 +36,13 @@ os.environ["OMP_NUM_THREADS"] = "1"
 DEVICES = 8
 """Most that any test takes of the pool, and that any fleet has of its own beside it."""
 
-# Nothing of a test run is found by the next one, nor by the user's own runs.
-os.environ["RAYPIPE_CACHE_DIR"] = tempfile.mkdtemp(prefix="raypipe-tests-")
-atexit.register(shutil.rmtree, os.environ["RAYPIPE_CACHE_DIR"], ignore_errors=True)
+# Nothing of a test run is found by the next one, nor by the user's own runs. The processes of one run, also those that
+# `make test` starts beside one another, share what takes seconds to make: captured models and compiled kernels.
+CACHE = "RAYPIPE_TESTS_CACHE"
+if CACHE not in os.environ:
+    os.environ[CACHE] = tempfile.mkdtemp(prefix="raypipe-tests-")
+    atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
+os.environ["RAYPIPE_CACHE_DIR"] = os.environ[CACHE]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
@@ -123,16 +127,25 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def captured() -> Callable[[str], Captured]:
-    """``captured("gpt2")``; each model is captured once a session."""
+    """``captured("gpt2")`` as it is read back; each model is captured once, by whichever process asks first."""
 
     @cache
     def one(name: str) -> Captured:
-        from raypipe.capture.capture import capture
-        from raypipe.capture.meta import build_without_memory
-        from tests.capture.models import CASES
+        from raypipe.capture.captured import load_kept, save
 
-        case = CASES[name]
-        return capture(build_without_memory(case.build), case.data(2, 16))
+        key = f"tests-{name}"
+        kept = load_kept(key)
+        if kept is None:
+            from raypipe.capture.capture import capture
+            from raypipe.capture.meta import build_without_memory
+            from tests.capture.models import CASES
+
+            made = capture(build_without_memory(CASES[name].build), CASES[name].data(2, 16))
+            save(key, made)
+            kept = load_kept(key)
+            assert kept is not None
+            assert kept.graph == made.graph, f"{name} is read back otherwise than it was captured"
+        return kept
 
     return one
 

@@ -266,20 +266,6 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def param_key(layer: int, path: str) -> str:
-    """Return the key of a parameter; ``layer`` is its layer's number in the whole model.
-
-    >>> param_key(3, "qkv.weight")
-    'param/3.qkv.weight'
-    """
-    return f"param/{layer}.{path}"
-
-
-def optim_key(layer: int, path: str, state: str) -> str:
-    """Return the key of one tensor of a parameter's optimizer state, such as ``exp_avg``."""
-    return f"optim/{layer}.{path}/{state}"
-
-
 def buffer_key(name: str) -> str:
     """Return the key of a buffer that training changes, such as a batch norm's running mean."""
     return f"buffer/{name}"

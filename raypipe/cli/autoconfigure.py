@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from raypipe.cli._shared.options import DAY_S, check_writable, described_cluster, output, write
-from raypipe.errors import RequestError, nearest
+from raypipe.errors import RequestError, check_known
 from raypipe.files import strict_json
 
 if TYPE_CHECKING:
     from raypipe.cost.profile import Profile
     from raypipe.job.spec import JobSpec
+    from raypipe.partition.job_costs import SharedProfiles
     from raypipe.plan.choose import Decision
     from raypipe.plan.emit.trainers import Costs, Slow
     from raypipe.plan.tensor_groups import Sharing
@@ -115,10 +116,8 @@ def autoconfigure(
     from raypipe.search.budget import Budget
 
     for word in allow or ():
-        if word not in ALLOWED:
-            raise RequestError("--allow", f'"{word}" is unknown', nearest(word, ALLOWED))
-    if policy not in POLICIES:
-        raise RequestError("--policy", f'"{policy}" is unknown', nearest(policy, POLICIES))
+        check_known(RequestError, "--allow", word, ALLOWED)
+    check_known(RequestError, "--policy", policy, POLICIES)
     if cluster is not None and profile is not None:
         raise RequestError("--cluster", "a profile already describes its cluster", "give either --cluster or --profile")
     for name, given_s in (("--search", search), ("--budget", budget)):
@@ -127,8 +126,7 @@ def autoconfigure(
     if emit is not None:
         from raypipe.plan.emit.trainers import TRAINERS
 
-        if emit not in TRAINERS:
-            raise RequestError("--emit", f'"{emit}" is unknown', nearest(emit, TRAINERS))
+        check_known(RequestError, "--emit", emit, TRAINERS)
         if json and out is None:
             raise RequestError("--emit", "its file and --json both go to standard output", "give -o FILE")
     for file in (out, html):
@@ -157,6 +155,7 @@ def autoconfigure(
         seconds = Budget(share * BUDGET_S) if budget is None else Budget(share * budget, wall=True)
         with watched(seconds, stderr_console()) as watch:
             watches.append(watch)
+            shared = {} if given is None or given[1] is None else _shared(given[1], one, costs, devices, watch)
             return choose(
                 one,
                 costs,
@@ -165,7 +164,7 @@ def autoconfigure(
                 asynchronous="asynchronous" in (allow or ()),
                 policy=policy,
                 search_s=share * search,
-                shared={} if given is None else given[1],
+                shared=shared,
                 watch=watch,
             )
 
@@ -184,7 +183,8 @@ def autoconfigure(
         budget_share = decision.plan.parallel.activation_memory_budget
         if batches is not None:
             spec = spec.model_copy(update={"train": spec.train.model_copy(update={"batch": batches.ranked[0].batch})})
-        costs = Costs(spec, *(given if given is not None else (taken[budget_share], {})))
+        shared = {} if given is None or given[1] is None else given[1].get()
+        costs = Costs(spec, taken[budget_share] if given is None else given[0], shared)
     text = decision.plan.text() if emit is None else _emitted(emit, decision, costs, out)
     if out is not None:
         write(out, text)
@@ -256,24 +256,45 @@ def _check(job: JobSpec, costs: Profile, devices: int | None = None) -> None:
         print(doubt, file=sys.stderr)
 
 
+def _shared(
+    coming: SharedProfiles, job: JobSpec, costs: Profile, devices: int | None, watch: Watch
+) -> dict[Sharing, Profile]:
+    """Return the profiles of devices that share layers or experts; until they are there, look for a plan without."""
+    from raypipe.plan.choose import look_for_first
+
+    if not coming.ready:
+        look_for_first(job, costs, devices, watch)
+    while not coming.ready:
+        if watch.over and watch.first_plan is not None:
+            print(
+                "plans whose devices share layers are left out: the time was up before they were costed",
+                file=sys.stderr,
+            )
+            return {}
+        time.sleep(0.02)
+    with contextlib.redirect_stdout(sys.stderr):
+        return coming.get()
+
+
 def _given_costs(
     job: JobSpec, cluster: Path | None, profile: Path | None, devices: int | None
-) -> tuple[Profile, dict[Sharing, Profile]]:
+) -> tuple[Profile, SharedProfiles | None]:
     """Return the given profile, or that of the described cluster; then also those whose devices are tensor-parallel
-    groups."""
+    groups, which may still be coming."""
     if profile is not None:
         from raypipe.cost.profile import load_profile
 
-        return load_profile(profile), {}
+        return load_profile(profile), None
     from raypipe.job import load_cluster
-    from raypipe.partition.job_costs import job_profile, shared_profiles
+    from raypipe.partition.job_costs import SharedProfiles, job_profile
 
     assert cluster is not None
     described = load_cluster(cluster)
     if devices is not None:
         described = described.resized(devices)
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; keep standard output for results
-        return job_profile(job, described), shared_profiles(job, described)
+        coming = SharedProfiles(job, described)
+        return job_profile(job, described), coming
 
 
 def _measured_costs(job: JobSpec, devices: int | None) -> Profile:

@@ -14,14 +14,13 @@ from raypipe.cli._shared.options import (
     JsonFile,
     RunDir,
     check_writable,
-    chosen,
     emit,
     optional_value,
     output,
     write,
 )
 from raypipe.cli._shared.options import output as output_file
-from raypipe.errors import shortest
+from raypipe.errors import RequestError, check_known, shortest
 
 
 def prepare_explain(argv: Sequence[str]) -> list[str]:
@@ -201,6 +200,6 @@ def dashboards(
     """Install Grafana dashboards (run, pipeline, devices) and Prometheus alerts for raypipe's metrics."""
     from raypipe.observe.metrics import install_dashboards
 
-    chosen("dashboards", action, ["install"])
+    check_known(RequestError, "dashboards", action, ["install"])
     for line in install_dashboards(to):
         print(line)

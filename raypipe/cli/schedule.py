@@ -25,7 +25,6 @@ from raypipe.cli._shared.options import (
     Text,
     Texts,
     check_writable,
-    chosen,
     cost_options,
     emit,
     grouped,
@@ -33,7 +32,7 @@ from raypipe.cli._shared.options import (
     output,
     write,
 )
-from raypipe.errors import RequestError, nearest
+from raypipe.errors import RequestError, check_known, nearest
 from raypipe.files import short, strict_json
 from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule import SCHEDULES
@@ -297,7 +296,7 @@ def emulate(
         if given and not per_host:
             raise RequestError(option, "all links are alike", "say with --per-host how many devices a host has")
     if innermost is not None:
-        chosen("--innermost", innermost, get_args(Innermost))
+        check_known(RequestError, "--innermost", innermost, get_args(Innermost))
     usual = dict.fromkeys(("forward", "input_grad", "weight_grad"), "10")
     costs = {key: usual.get(key) if text is None else text for key, text in costs.items()}
     made = (

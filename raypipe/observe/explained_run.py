@@ -19,10 +19,9 @@ from raypipe.explain.causes import Explanation, Lost, explain
 from raypipe.explain.changes import Change, ExplainedPlan, changes, profiled_costs
 from raypipe.explain.measured import Measured, TaskTimes, task_times
 from raypipe.explain.replay import MEANING, Replay
-from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_dir import PROFILE
 from raypipe.observe.run_record import PLAN, RunRecord
-from raypipe.observe.tables import text_table
+from raypipe.observe.tables import seconds, text_table
 from raypipe.observe.timelines import FILE, lanes_of
 from raypipe.plan.online.recorded_steps import RecordedSteps, recorded_from_json
 from raypipe.plan.plan import Plan, load_plan

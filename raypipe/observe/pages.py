@@ -19,7 +19,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from raypipe import __version__
 from raypipe.observe.palette import fill, ink
-from raypipe.observe.plan_table import best_small, details, ranked, searched, seconds, timeline_of
+from raypipe.observe.plan_table import best_small, details, ranked, searched, timeline_of
+from raypipe.observe.tables import seconds
 from raypipe.observe.timelines import Lanes
 from raypipe.plan.choose import Decision, label
 from raypipe.plan.predict.prediction import Prediction

@@ -8,7 +8,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from raypipe.observe.tables import text_table
+from raypipe.observe.tables import seconds, text_table
 from raypipe.observe.terminal import show
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import Decision, Row, label
@@ -98,15 +98,6 @@ def _shards(c: Candidate) -> str:
 def _recomputed(p: Prediction) -> str:
     word = recompute_word(p)
     return f"{word} ({len(p.recomputed or ())} of {sum(map(len, p.cut))})" if word == "layers" else word
-
-
-def seconds(value: float) -> str:
-    """Format a time in seconds.
-
-    >>> seconds(0.0123), seconds(1.5), seconds(120.0)
-    ('12.3 ms', '1.5 s', '120 s')
-    """
-    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.4g} s"
 
 
 def timeline_of(p: Prediction) -> Timeline:

@@ -13,9 +13,9 @@ from raypipe.errors import RaypipeError
 from raypipe.explain.replay import MEANING
 from raypipe.observe.explained_run import Explained, cause_cells, explain_run, most_lost, sentence
 from raypipe.observe.pages import Points, chart, drawn_steps, page
-from raypipe.observe.plan_table import seconds
 from raypipe.observe.run_log import event_sentences
 from raypipe.observe.run_record import RunRecord, by_model, memory_rows
+from raypipe.observe.tables import seconds
 from raypipe.observe.timelines import lanes_of
 from raypipe.plan.reasons import gib
 

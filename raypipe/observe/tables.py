@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raypipe.cost.hosts import words
+from raypipe.files import said
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.forms.json_form import to_json
@@ -71,7 +72,7 @@ def _about(layers: list[LayerProfile]) -> tuple[str, str, str, str]:
     first, last = layers[0], layers[-1]
     waiting = first.kept_bytes if first.waiting_bytes is None else first.waiting_bytes
     name = first.name if len(layers) == 1 else f"{first.name} - {last.name}"
-    return name, f"{first.parameters:,}", size_text(first.kept_bytes), size_text(waiting)
+    return name, f"{first.parameters:,}", said(first.kept_bytes), said(waiting)
 
 
 def _hosts(profile: Profile) -> str:
@@ -84,8 +85,8 @@ def _notes(profile: Profile) -> list[str]:
     lines = [
         "kept: memory of a sample from forward to backward; waiting: from B to W with a split backward;",
         "±: half the interquartile range of F, over its median",
-        f"{_hosts(profile)}; {size_text(profile.memory_bytes)} each, of "
-        f"which an empty process takes {size_text(profile.base_bytes)}",
+        f"{_hosts(profile)}; {said(profile.memory_bytes)} each, of "
+        f"which an empty process takes {said(profile.base_bytes)}",
         f"optimizer {profile.update_s_per_parameter * 1e9:.2f} ns per parameter; "
         f"{profile.task_overhead_s * 1e6:.0f} us between two tasks",
     ]
@@ -111,17 +112,13 @@ def _rate(seconds_per_byte: float) -> str:
     return f"bytes / {1e-9 / seconds_per_byte:.2f} GB/s" if seconds_per_byte else "no time per byte"
 
 
-def size_text(size: float) -> str:
-    """Format a number of bytes.
+def seconds(value: float) -> str:
+    """Format a time in seconds.
 
-    >>> size_text(1536), size_text(3 << 30)
-    ('1.5 KiB', '3.0 GiB')
+    >>> seconds(0.0123), seconds(1.5), seconds(120.0)
+    ('12.3 ms', '1.5 s', '120 s')
     """
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.4g} s"
 
 
 COLOURS = ("bright_blue", "bright_green", "yellow", "magenta", "cyan", "bright_red")
@@ -173,8 +170,8 @@ def _stages(found: dict[str, Any]) -> Table:
             f"{first}-{end - 1}",
             _contents(found["subgraphs"][first:end]),
             f"{stage['parameters']:,}",
-            _short_time(stage["forward_s"]),
-            _short_time(stage["backward_s"]),
+            seconds(stage["forward_s"]),
+            seconds(stage["backward_s"]),
             Text("█" * max(1, round(BAR * stage["seconds"] / slowest)), colour),
             "" if cut is None else "\n".join(map(_tensor, cut["tensors"])),
         )
@@ -182,7 +179,7 @@ def _stages(found: dict[str, Any]) -> Table:
 
 
 def _tensor(tensor: dict[str, Any]) -> str:
-    return f"{tensor['name']} {'x'.join(map(str, tensor['shape']))} {tensor['dtype']}, {size_text(tensor['bytes'])}"
+    return f"{tensor['name']} {'x'.join(map(str, tensor['shape']))} {tensor['dtype']}, {said(tensor['bytes'])}"
 
 
 def _contents(subgraphs: list[dict[str, Any]]) -> str:
@@ -198,9 +195,9 @@ def _balance(found: dict[str, Any]) -> list[Text]:
     for name in ("even", "balanced"):
         assigned = found["balance"][name]
         sizes = "/".join(str(n) for n in assigned["subgraphs"])
-        slowest, step = _short_time(max(assigned["device_seconds"])), _short_time(assigned["step_s"])
+        slowest, step = seconds(max(assigned["device_seconds"])), seconds(assigned["step_s"])
         lines.append(Text(f"{name:>8}: {sizes} sub-graphs, slowest device {slowest}, step {step}"))
-    proof = f"no assignment can be below {_short_time(found['balance']['bound_s'])}"
+    proof = f"no assignment can be below {seconds(found['balance']['bound_s'])}"
     if found["balance"]["proven"]:
         proof = "proven optimal: no assignment has a faster slowest device"
     lines.append(Text(f"balanced is {found['balance']['speedup']:.3f} times as fast as even; {proof}"))
@@ -213,10 +210,6 @@ def _weights(found: dict[str, Any]) -> Text:
     share = found["weight_gradients_in_b"]
     words = f"of the weight gradients' FLOPs, {share:.1%} cannot wait for W where a schedule splits the backward"
     return Text(words, "dim" if share <= 0.02 else "yellow")
-
-
-def _short_time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 LANE = 40

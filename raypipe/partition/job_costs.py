@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -18,11 +23,12 @@ from raypipe.errors import CaptureError, SpecError
 from raypipe.job.cluster import ClusterSpec
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec, load_job
-from raypipe.partition.partition_job import JobPieces, divided, job_pieces
+from raypipe.partition.partition_job import JobPieces, divided, job_pieces, to_capture
 from raypipe.plan.candidate import divisors
 from raypipe.plan.choose import choose
 from raypipe.plan.tensor_groups import Sharing
 from raypipe.schedule.garbage_collection import no_collection
+from raypipe.signals import start_apart
 
 
 @no_collection()
@@ -146,6 +152,45 @@ def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stde
                     notify(f"no plan shares layers by {size}: {error.where}: {error.why}")
                 break
     return result
+
+
+class SharedProfiles:
+    """What ``shared_profiles`` returns, for which a process of its own captures the divided models meanwhile.
+
+    They take as long as the whole model, which other plans need first. Where nothing is to be captured, or there is one
+    core, no process is started.
+    """
+
+    def __init__(self, job: JobSpec, cluster: ClusterSpec) -> None:
+        self._job, self._cluster = job, cluster
+        self._found: dict[Sharing, Profile] | None = None
+        self._capturing: subprocess.Popen[bytes] | None = None
+        given = job.parallel.given if job.parallel.auto else {}
+        sizes = [n for n in group_sizes(cluster) if given.get("tensor", n) == n and given.get("experts", 1) == 1]
+        missing = [one for one in (divided(job, n) for n in sizes) if to_capture(one)]
+        if missing and len(os.sched_getaffinity(0)) > 1:
+            program = f"from {__name__} import {capture_given.__name__}; {capture_given.__name__}()"
+            self._capturing = start_apart(program, pickle.dumps(missing))
+
+    @property
+    def ready(self) -> bool:
+        """Return whether there is nothing to wait for."""
+        return self._capturing is None or self._capturing.poll() is not None
+
+    def get(self) -> dict[Sharing, Profile]:
+        """Return them, when they are ready; what could not be captured there is captured here, or refused."""
+        if self._found is None:
+            if self._capturing is not None:
+                self._capturing.wait()
+            self._found = shared_profiles(self._job, self._cluster)
+        return self._found
+
+
+def capture_given() -> None:
+    """Capture the models of the jobs on standard input, so that their pieces are kept."""
+    for job in pickle.load(sys.stdin.buffer):
+        with suppress(SpecError, CaptureError):  # the process that asks for it says so
+            job_pieces(job, alike=True)
 
 
 def _of_experts(job: JobSpec, cluster: ClusterSpec, given: Mapping[str, Any]) -> dict[Sharing, Profile]:

@@ -81,10 +81,9 @@ def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
         SpecError: the model does not divide.
         CaptureError: it cannot be captured.
     """
-    if job.train.dtype == FP8:  # for planning alone: the same operations, of which some compute in FP8
-        job = job.model_copy(update={"train": job.train.model_copy(update={"dtype": "bfloat16-true"})})
+    job = _computed(job)
     key = pieces_key(job)
-    for one in () if key is None else (key, f"{key}.alike")[: 1 + alike]:
+    for one in _names(key)[: 1 + alike]:
         kept = load_pieces(one)
         if kept is not None:
             return kept
@@ -105,6 +104,24 @@ def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
     if key is not None:
         save_pieces(key, result)
     return result
+
+
+def to_capture(job: JobSpec) -> bool:
+    """Return whether ``job_pieces`` would capture the job's model, and keep what it finds for other processes."""
+    key = pieces_key(_computed(job))
+    return key is not None and not any((cache_folder() / f"{one}.pieces.json").exists() for one in _names(key))
+
+
+def _computed(job: JobSpec) -> JobSpec:
+    """Return the job whose operations are captured: FP8 is for planning alone, and in some of the same operations."""
+    if job.train.dtype != FP8:
+        return job
+    return job.model_copy(update={"train": job.train.model_copy(update={"dtype": "bfloat16-true"})})
+
+
+def _names(key: str | None) -> list[str]:
+    """Return the names under which pieces may be kept: of the whole model, and of one whose blocks are alike."""
+    return [] if key is None else [key, f"{key}.alike"]
 
 
 def _of_alike(job: JobSpec) -> JobPieces | None:

@@ -26,7 +26,7 @@ from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_lar
 from raypipe.plan.remedies import nothing_fits
 from raypipe.plan.searched import searched_gathers, searched_orders
 from raypipe.plan.tensor_groups import Judges, Sharing
-from raypipe.plan.watch import ENDLESS, Watch
+from raypipe.plan.watch import ENDLESS, SearchProgress, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.shape import OPTIONS, Grid
@@ -48,6 +48,8 @@ TOO_LARGE = 3
 """Plans named that would be faster and do not fit."""
 PROOF, MOST_PROOF_S = 1 / 3, 1.0
 """Share of the time to search that the chosen plan's certificate may take, and how much at most."""
+COMPARED = 1 / 3
+"""Share of the time that is left for what a chosen plan is compared with in the table, and for its proof."""
 LEAST_S = 0.5
 """Seconds for searching an order where the job asks for one and the time is up."""
 POLICIES = ("best", "largest-microbatch")
@@ -309,6 +311,7 @@ def choose(
     ranked = [best, *(p for p in ranked if p is not best)][:top]
     rows = [Row(best, why_won(best, fastest)), *(Row(p, why_slower(p, best)) for p in ranked[1:])]
     rest = []
+    chooser = replace(chooser, watch=watch.part(COMPARED))
     for other in chooser.others(ranked):
         p = judge.time(other, final=True)
         refused = choice.refusal(p.candidate)
@@ -340,6 +343,20 @@ def choose(
         seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy, slices_refused(job, profile))),
     )
+
+
+def look_for_first(job: JobSpec, profile: Profile, devices: int | None, watch: Watch) -> None:
+    """Look for any plan while the costs of others are still being found, and show it."""
+
+    def show(progress: SearchProgress) -> None:
+        watch.show(progress.best_s, lambda: progress)
+
+    try:
+        choice = choice_of(job, profile, devices or profile.devices)
+    except SpecError:  # of plans that share nothing
+        return
+    early = Watch(watch.budget, show, lambda: watch.first_plan is not None or watch.stop())
+    best_first(choice.judge, choice.grids, 1, choice.pick, watch=early)
 
 
 def may_be_arranged(given: Mapping[str, object]) -> bool:

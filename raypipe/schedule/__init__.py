@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from raypipe.errors import ScheduleError, nearest
+from raypipe.errors import ScheduleError, check_known
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families import chimera, dual_pipe, greedy, out_of_order, textbook, zero_bubble
 from raypipe.schedule.garbage_collection import no_collection
@@ -160,8 +160,7 @@ SCHEDULES: dict[str, Family] = {
 
 
 def _family(name: str) -> Family:
-    if name not in SCHEDULES:
-        raise ScheduleError("schedule", f'"{name}" is unknown', nearest(name, SCHEDULES))
+    check_known(ScheduleError, "schedule", name, SCHEDULES)
     return SCHEDULES[name]
 
 

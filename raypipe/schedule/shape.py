@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from raypipe.errors import ScheduleError, nearest
+from raypipe.errors import ScheduleError, check_known
 
 Concat = Literal["direct", "doubling", "halving"]
 MOST = 10_000_000
@@ -87,8 +87,7 @@ class Shape(ScheduleOptions):
             )
         if self.pipelines < 2 or self.pipelines % 2:
             raise ScheduleError("pipelines", f"{self.pipelines} is not 2f", "use an even number >= 2")
-        if self.concat not in get_args(Concat):
-            raise ScheduleError("concat", f'"{self.concat}" is unknown', nearest(str(self.concat), get_args(Concat)))
+        check_known(ScheduleError, "concat", self.concat, get_args(Concat))
         if self.memory_limit is not None and not 0 < self.memory_limit < float("inf"):
             fix = "use a finite number above 0; leave it out for no limit"
             raise ScheduleError("memory_limit", f"{self.memory_limit} activations", fix)

@@ -55,7 +55,8 @@ def first(workers: WorkerGroup, devices: int) -> WorkerGroup:
     """Return the first of them, with a fresh port for their rendezvous."""
     actors = workers.actors[:devices]
     locations = ray.get([actor.locate.remote() for actor in actors])
-    return replace(workers, actors=actors, locations=locations, run_id=uuid.uuid4().hex[:8])
+    titles = workers.titles[:devices]
+    return replace(workers, actors=actors, titles=titles, locations=locations, run_id=uuid.uuid4().hex[:8])
 
 
 @dataclass(slots=True)

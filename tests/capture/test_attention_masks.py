@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -57,11 +58,18 @@ def inputs(name: str, batch: int, size: int) -> dict[str, Tensor]:
     return data
 
 
+@cache
+def with_all_masks(name: str) -> Captured:
+    """Capture a family without a padding mask, and leave its masks as they are."""
+    with mock.patch.object(capturing, "replace_masks", lambda captured, _: captured):
+        return capture(build_without_memory(CASES[name].build), inputs(name, 2, 16))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(name for name in WITHOUT_MASK if name not in ALIKE), *exhaustive(*ALIKE)])
 def test_without_a_padding_mask(name):
     build = CASES[name].build
-    captured = capture(build_without_memory(build), inputs(name, 2, 16))
+    captured = capturing.replace_masks(with_all_masks(name), pytest.fail)
     assert kinds(captured) == WITHOUT_MASK[name]
     graph = captured.graph
     if "masked" not in WITHOUT_MASK[name]:  # what computed the masks is gone
@@ -216,11 +224,18 @@ class Table(nn.Module):
         return torch.stack([attends(x) for attends in self.every])
 
 
-@pytest.mark.slow
-def test_masks_as_people_write_them():
+@cache
+def as_people_write_them() -> tuple[Captured, Table]:
     torch.manual_seed(0)
     model = Table()
-    captured = capture(model, {"x": torch.randn(2, 9, 8, dtype=torch.float64)}, dynamic={"x": (0, 1)})
+    with mock.patch.object(capturing, "replace_masks", lambda captured, _: captured):
+        return capture(model, {"x": torch.randn(2, 9, 8, dtype=torch.float64)}, dynamic={"x": (0, 1)}), model
+
+
+@pytest.mark.slow
+def test_masks_as_people_write_them():
+    before, model = as_people_write_them()
+    captured = capturing.replace_masks(before, pytest.fail)
     assert dict(zip(TABLE, in_order(captured), strict=True)) == {name: wanted for name, (_, wanted) in TABLE.items()}
     chain = build_chain(captured, [range(len(captured.graph.operations))], dict(model.named_parameters()))
     for batch, length in ((2, 9), (1, 1), (4, 2), (3, 6)):
@@ -250,20 +265,12 @@ def test_a_mask_too_large_to_compute_stays(monkeypatch):
 
 # ---- positional results
 
-CAPTURED: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
-    **{name: partial(lambda n: (build_without_memory(CASES[n].build), inputs(n, 2, 16)), name) for name in
-       ("llama", "gpt2", "mistral", "t5", "bert")},
-    "as people write them": lambda: (Table(), {"x": torch.randn(2, 9, 8, dtype=torch.float64)}),
-}  # fmt: skip
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["as people write them", "mistral", "t5", *exhaustive("llama", "gpt2", "bert")])
-def test_positional_results_against_every_smaller_size(name, monkeypatch):
+def test_positional_results_against_every_smaller_size(name):
     """A result for small sizes is the corner of that for large ones, and constant where it is said to be."""
-    monkeypatch.setattr("raypipe.capture.capture.replace_masks", lambda captured, _: captured)
-    model, data = CAPTURED[name]()
-    captured = capture(model, data, dynamic=None if "input_ids" in data else {"x": (0, 1)})
+    captured = with_all_masks(name) if name in CASES else as_people_write_them()[0]
     graph = captured.graph
     length = max(graph.example.values())
     for number, dims in enumerate(varying_dims(graph)):

@@ -11,8 +11,6 @@ from raypipe.checkpoint import (
     commit,
     latest,
     open_checkpoint,
-    optim_key,
-    param_key,
     step_directory,
     write_shard,
 )
@@ -23,9 +21,9 @@ def tensors_of(layers, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     result = {}
     for layer in layers:
-        result[param_key(layer, "qkv.weight")] = torch.randn(4, 3, generator=generator).to(dtype)
-        result[optim_key(layer, "qkv.weight", "exp_avg")] = torch.randn(4, 3, generator=generator).to(dtype)
-        result[optim_key(layer, "qkv.weight", "step")] = torch.tensor(7.0)
+        result[f"param/{layer}.qkv.weight"] = torch.randn(4, 3, generator=generator).to(dtype)
+        result[f"optim/{layer}.qkv.weight/exp_avg"] = torch.randn(4, 3, generator=generator).to(dtype)
+        result[f"optim/{layer}.qkv.weight/step"] = torch.tensor(7.0)
     return result
 
 
@@ -50,7 +48,7 @@ def test_bits_survive(tmp_path, dtype):
 def test_another_plan_reads_across_the_old_cut(tmp_path):
     checkpoint = open_checkpoint(save(tmp_path, job="quickstart", hash="abc"))
     assert (checkpoint.step, checkpoint.meta) == (50, {"job": "quickstart", "hash": "abc"})
-    wanted = [param_key(1, "qkv.weight"), param_key(2, "qkv.weight")]
+    wanted = ["param/1.qkv.weight", "param/2.qkv.weight"]
     result = checkpoint.read(wanted)
     assert list(result) == wanted
     assert torch.equal(result[wanted[0]], tensors_of([0, 1])[wanted[0]])

@@ -16,12 +16,21 @@ from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
 from tests.cost.test_memory_of_a_step import MACHINE, executor, most_at_once
+from tests.exhaustive import ONLY
 from tests.runtime.update.test_buckets import Done
 
 SPEC = GptSpec(layers=4, hidden=128, heads=4, sequence=64, vocabulary=256, dropout=0.0, tie_embeddings=False)
 MICROBATCH = 2
 CUTS = {1: [range(6)], 2: [range(3), range(3, 6)]}
-CASES = [(name, chunks, level) for name, chunks in (("1f1b", 1), ("bfs", 2), ("zeropp", 2)) for level in (1, 2, 3)]
+CASES = [
+    pytest.param(name, chunks, level, policy, copies, marks=() if daily else ONLY)
+    for name, chunks in (("1f1b", 1), ("bfs", 2), ("zeropp", 2))
+    for level in (1, 2, 3)
+    for policy in ("step", "unit", "microbatch")
+    for copies in (2, 4)
+    # Where weights are not divided nothing is gathered for a task; every level has both numbers of copies.
+    for daily in [(level == 3 or policy == "step") and copies == (4 if level == 2 or policy == "unit" else 2)]
+]
 
 
 class Copies:
@@ -50,9 +59,7 @@ def scatter(own: torch.Tensor, whole: torch.Tensor, group: Copies) -> Done:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("copies", [2, 4])
-@pytest.mark.parametrize("policy", ["step", "unit", "microbatch"])
-@pytest.mark.parametrize(("name", "chunks", "level"), CASES)
+@pytest.mark.parametrize(("name", "chunks", "level", "policy", "copies"), CASES)
 def test_a_copys_bytes_are_those_of_the_model(name, chunks, level, policy, copies, monkeypatch) -> None:
     monkeypatch.setattr(flat_weights, "start_all_gather", gather)
     monkeypatch.setattr(flat_weights, "start_reduce_scatter", scatter)

@@ -10,7 +10,8 @@ import pytest
 from raypipe.cli import run as command
 from raypipe.job import load_cluster, load_job
 from raypipe.observe.pages import TITLES, plans_page
-from raypipe.observe.plan_table import seconds, timeline_of
+from raypipe.observe.plan_table import timeline_of
+from raypipe.observe.tables import seconds
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.choose import Decision, choose
 from tests.observe.html_page import Page

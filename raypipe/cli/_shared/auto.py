@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from raypipe.cli._shared.options import DAY_S, comma_list
-from raypipe.errors import RequestError, nearest
+from raypipe.errors import RequestError, check_known
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.shape import Shape
 from raypipe.search import Found, search
@@ -32,8 +32,7 @@ def search_auto(
     placement = placed(options.get("placement") or "line", shape)
     costs = table(len(placement[0]))
     backward = options.get("backward") or "split"
-    if backward not in ("split", "joint"):
-        raise RequestError("--backward", f'"{backward}" is unknown', nearest(backward, ("split", "joint")))
+    check_known(RequestError, "--backward", backward, ("split", "joint"))
     budget = options.get("budget")
     objective: Any = options.get("objective") or "makespan"
     recompute = options.get("recompute_stages") or ("auto" if any(costs.recompute) else "none")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from typing_extensions import get_type_hints
 
 from raypipe.cli._shared.options import comma_list
-from raypipe.errors import RequestError, ScheduleError, nearest
+from raypipe.errors import RequestError, ScheduleError, check_known
 from raypipe.files import short
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import LONGEST, CostTable
@@ -87,8 +87,8 @@ def make(
         if len(given) > 1 and (not compare or len(given) != len(names)):
             why = f"{len(given)} values for {len(names)} schedule{'s' * (len(names) != 1)}"
             raise RequestError(flag(key), why, "give one" + (" or as many as schedules" if compare else ""))
-    if (unknown := next((name for name in names if name not in described()), None)) is not None:
-        raise ScheduleError("schedule", f'"{unknown}" is unknown', nearest(unknown, described()))
+    for name in names:
+        check_known(ScheduleError, "schedule", name, described())
     made = []
     for n, name in enumerate(names):
         own = {key: given[n if len(given) > 1 else 0] for key, given in values.items()}

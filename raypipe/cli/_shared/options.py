@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Optional, TypeVar
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Optional, TypeVar
 import typer
 from typing_extensions import get_type_hints
 
-from raypipe.errors import RequestError, SpecError, nearest
+from raypipe.errors import RequestError, SpecError
 from raypipe.files import is_url, short, strict_json, write_whole
 from raypipe.schedule.shape import OPTIONS, Shape
 
@@ -218,17 +218,6 @@ def described_cluster(name: str) -> Path:
     if (note := moved_note(Path(name))) is not None:
         print(note, file=sys.stderr)
     return cluster_file(Path(name))
-
-
-def chosen(option: str, value: str, known: Iterable[str]) -> None:
-    """Check that the value of an option is one of the known ones.
-
-    Raises:
-        RequestError: it is not.
-    """
-    known = list(known)
-    if value not in known:
-        raise RequestError(option, f'"{value}" is unknown', nearest(value, known))
 
 
 def say(text: str) -> None:

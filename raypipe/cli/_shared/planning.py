@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from raypipe.observe.plan_table import seconds
+from raypipe.observe.tables import seconds
 from raypipe.plan.watch import SearchProgress, Watch
 from raypipe.search.budget import Budget
 from raypipe.signals import ended_by, waiting

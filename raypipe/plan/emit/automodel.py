@@ -21,6 +21,7 @@ ABLE = Abilities(
     shards={"none": "none", "zero1": "zero2", "zero2": "zero2", "zero3": "zero3"},
     pipelined_shards={"none": "zero2", "zero1": "zero2", "zero2": "zero2", "zero3": "zero3"},
     shard_groups=("zero2", "zero3"),
+    experts="shards",
     lazy=(),
     eager=("none", "zero2", "zero3"),
     eager_pipelines=True,
@@ -39,6 +40,8 @@ def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
         distributed |= {"tp_size": p.tensor, "pp_size": p.stages, "reshard_after_forward": p.shard == "zero3"}
         if p.shard_replicas is not None:
             distributed["dp_replicate_size"] = p.replicas // p.shard_replicas
+        if p.experts > 1:
+            distributed["ep_size"] = p.experts
     distributed["activation_checkpointing"] = p.recompute != "none"
     if layout.pipelined:
         schedule = written(layout, file)
@@ -67,7 +70,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
     except yaml.YAMLError as error:
         raise SpecError(source, f"is no YAML: {error}", "give a file that --emit wrote") from None
     settings = Settings.of_keys(nested, source)
-    settings.refuse(f"{D}cp_size", f"{D}ep_size")
+    settings.refuse(f"{D}cp_size")
     ddp = settings.choice(f"{D}strategy", {"ddp": True, "fsdp2": False}, False)
     tensor, stages = (settings.whole(f"{D}{key}") for key in ("tp_size", "pp_size"))
     free = settings.divided(f"{D}dp_size", devices, tensor * stages) if f"{D}dp_size" not in settings.values else 1
@@ -85,6 +88,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
             replicas=replicas,
             microbatch=settings.whole(f"{D}pipeline.pp_microbatch_size") if stages > 1 else local,
             tensor=tensor,
+            experts=settings.experts(f"{D}ep_size", replicas, tensor),
             innermost="replicas",
             shard="none" if ddp or group == 1 else level,
             shard_replicas=group if 1 < replicate < replicas else None,

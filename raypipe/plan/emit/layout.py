@@ -159,6 +159,16 @@ class DecoderShape:
     """Width of the MLP; None: four times ``hidden``."""
     groups: int | None = None
     """Heads of keys and values; None: as many as heads."""
+    experts: int | None = None
+    """Experts of a layer that a router chooses from."""
+    per_token: int | None = None
+    """How many of them a token goes to."""
+    expert_width: int | None = None
+    """Width of an expert's MLP; None: ``intermediate``."""
+    shared_width: int | None = None
+    """Width of the experts that all tokens go to, together."""
+    dense_first: int | None = None
+    """Blocks at the beginning that have no experts."""
     llama: bool = False
     """Rotary positions, RMS norms and gated MLPs."""
     tied: bool = True
@@ -192,6 +202,10 @@ class DecoderShape:
         for name in ("blocks", "hidden", "heads"):
             if not isinstance(result[name], int):
                 raise SpecError(f"model.config.{KEYS[name][0]}", "is not given", "give it: the trainer needs it")
+        if result["experts"] is not None and result["per_token"] is None:
+            raise SpecError(f"model.config.{KEYS['per_token'][0]}", "is not given", "give it: the trainer needs it")
+        if config.get("n_shared_experts") and result["expert_width"]:
+            result["shared_width"] = config["n_shared_experts"] * result["expert_width"]
         sequence = model.sequence or result["positions"]
         if not isinstance(sequence, int):
             raise SpecError("model.sequence", "is not given", "give it: the trainer needs it")
@@ -208,6 +222,11 @@ KEYS = {
     "positions": ("max_position_embeddings", "n_positions"),
     "intermediate": ("intermediate_size", "n_inner"),
     "groups": ("num_key_value_heads",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "per_token": ("num_experts_per_tok", "moe_k"),
+    "expert_width": ("moe_intermediate_size",),
+    "shared_width": ("shared_expert_intermediate_size",),
+    "dense_first": ("first_k_dense_replace", "moe_layer_start_index"),
 }
 """Keys of Hugging Face configurations for each of a model's figures."""
 
@@ -327,6 +346,20 @@ class Settings:
         for key in keys:
             if self.whole(key) > 1:
                 raise self.fail(key, f"is {self.values[key]}, and no plan divides that", "set it to 1")
+
+    def experts(self, key: str, copies: int, tensor: int) -> int:
+        """Return over how many of these copies experts are divided.
+
+        Raises:
+            SpecError: it does not divide them, or tensor-parallel ranks share layers too.
+        """
+        result = self.whole(key)
+        if copies % result:
+            good = min((n for n in range(1, copies + 1) if copies % n == 0), key=lambda n: (abs(n - result), n))
+            raise self.fail(key, f"{copies} copies are no multiple of {result}", f"use {good}")
+        if result > 1 and tensor > 1:
+            raise self.fail(key, f"is {result} beside {tensor} tensor ranks, and no plan has both", "set one to 1")
+        return result
 
     def divided(self, key: str, devices: int, by: int) -> int:
         """Return the data-parallel copies of ``devices``, groups of ``by`` devices.

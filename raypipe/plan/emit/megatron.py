@@ -23,6 +23,7 @@ ABLE = Abilities(
     lazy=("none", "zero1"),
     eager=("none", "zero1", "zero2", "zero3"),
     eager_pipelines=True,
+    experts="copies",
     some_layers=True,
 )
 STRATEGY: dict[Shard, str] = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
@@ -50,6 +51,9 @@ def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
         yield "fp8-format hybrid"
     yield f"tensor-model-parallel-size {p.tensor}"
     yield f"pipeline-model-parallel-size {p.stages}"
+    if p.experts > 1:
+        yield f"expert-model-parallel-size {p.experts}"
+        yield "expert-tensor-parallel-size 1"
     if layout.pipelined:
         yield f"pipeline-model-parallel-layout {layout_string(layout.block_cut)}"
         if p.innermost == "stages" and p.replicas > 1:
@@ -89,6 +93,17 @@ def _model(model: DecoderShape) -> Iterator[str]:
         yield "normalization RMSNorm"
         yield "swiglu"
         yield "disable-bias-linear"
+    if model.experts is not None:
+        yield f"num-experts {model.experts}"
+        yield f"moe-router-topk {model.per_token}"
+        yield "moe-token-dispatcher-type alltoall"
+        yield "moe-grouped-gemm"
+        if model.expert_width is not None:
+            yield f"moe-ffn-hidden-size {model.expert_width}"
+        if model.shared_width is not None:
+            yield f"moe-shared-expert-intermediate-size {model.shared_width}"
+        if model.dense_first:
+            yield f"moe-layer-freq ([0]*{model.dense_first}+[1]*{model.blocks - model.dense_first})"
     if not model.tied:
         yield "untie-embeddings-and-output-weights"
 
@@ -139,11 +154,12 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
         SpecError: an argument asks for what no plan has, or the numbers do not divide.
     """
     settings = Settings.of_arguments(text, source)
-    settings.refuse("context-parallel-size", "expert-model-parallel-size")
+    settings.refuse("context-parallel-size", "expert-tensor-parallel-size")
     world = WORLD.search(text)
     devices = devices if world is None else int(world[1])
     tensor, stages = (settings.whole(f"{key}-model-parallel-size") for key in ("tensor", "pipeline"))
     replicas = settings.divided("pipeline-model-parallel-size", devices, tensor * stages)
+    experts = settings.experts("expert-model-parallel-size", replicas, tensor)
     cut = _cut(settings, stages, blocks)
     shard: Shard = "none"
     if settings.flag("use-megatron-fsdp"):
@@ -159,6 +175,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
         microbatch=microbatch,
         chunks=len(cut) // stages,
         tensor=tensor,
+        experts=experts,
         innermost="stages" if settings.flag("use-tp-pp-dp-mapping") else "replicas",
         shard=shard if replicas > 1 else "none",
         shard_replicas=None

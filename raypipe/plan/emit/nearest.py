@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from raypipe.errors import RequestError, ScheduleError
 from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS, Innermost, ParallelSpec, Shard
@@ -59,6 +59,8 @@ class Abilities:
     """In pipelines too."""
     full_pipelines: bool = False
     """A pipeline needs as many micro-batches as devices."""
+    experts: Literal["copies", "shards"] | None = None
+    """Which copies may divide experts: any, or those that divide the other parameters of a stage among them."""
     some_layers: bool = False
     """It can recompute the first blocks of each stage alone."""
 
@@ -101,8 +103,8 @@ def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Dr
     title, parallel = able.title, layout.parallel
     if layout.plan().one_copy().versions != "flush":
         raise RequestError("--emit", f"{parallel.schedule} trains on stale weights, {title} does not", "plan without")
-    if parallel.experts > 1:
-        raise RequestError("--emit", "experts over copies are not written for other trainers", "plan with experts: 1")
+    if parallel.experts > 1 and able.experts is None:
+        raise RequestError("--emit", f"{title} does not divide experts over copies", "plan with experts: 1")
     if able.full_pipelines and layout.microbatches < parallel.stages:
         why = f"{title} wants a micro-batch for each of {parallel.stages} devices, the plan has {layout.microbatches}"
         raise RequestError("--emit", why, "give fewer stages or smaller micro-batches")
@@ -135,7 +137,12 @@ def _shard(draft: Draft, able: Abilities) -> None:
     shard = "none" if parallel.replicas == 1 else parallel.shard
     divided = "none" if parallel.replicas == 1 else (able.shards if whole else able.pipelined_shards)[shard]
     here = "" if whole else " in a pipeline or tensor group"
+    if parallel.experts > 1 and able.experts == "shards" and divided in ("none", "zero1"):
+        draft.set(f"{able.title} divides experts over copies that divide the rest too", shard="zero2")
+        parallel, shard, divided = draft.layout.parallel, "zero2", "zero2"
     draft.set(f"{able.title} divides {divided}, not {shard},{here} over data-parallel copies", shard=divided)
+    if parallel.experts > 1 and able.experts == "shards" and (parallel.shard_replicas or 0) % parallel.experts:
+        draft.set(f"{able.title} divides experts over copies that divide the rest too", shard_replicas=None)
     if divided == "none":
         draft.silently(shard_replicas=None)
     elif divided not in able.shard_groups:

@@ -109,6 +109,7 @@ ABLE = Abilities(
     shards={"none": "none", "zero1": "zero2", "zero2": "zero2", "zero3": "zero3"},
     pipelined_shards={"none": "none", "zero1": "zero2", "zero2": "zero2", "zero3": "zero3"},
     shard_groups=("zero2", "zero3"),
+    experts="shards",
     lazy=(),
     eager=("none", "zero2", "zero3"),
     eager_pipelines=True,
@@ -145,6 +146,8 @@ def _arguments(layout: TrainerLayout, job: JobSpec, file: Path | None) -> Iterat
     if p.shard != "none":
         yield f"--{P}fsdp_reshard_after_forward {RESHARD[p.shard]}"
     yield f"--{P}tensor_parallel_degree {p.tensor}"
+    if p.experts > 1:
+        yield f"--{P}expert_parallel_degree {p.experts}"
     yield f"--{P}pipeline_parallel_degree {p.stages}"
     if layout.pipelined:
         yield f"--{T}disable_cuda_graphs"
@@ -172,7 +175,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
         SpecError: an argument asks for what no plan has, or the numbers do not divide.
     """
     settings = Settings.of_arguments(text, source)
-    settings.refuse(f"{P}context_parallel_degree", f"{P}expert_parallel_degree")
+    settings.refuse(f"{P}context_parallel_degree")
     tensor, stages = (settings.whole(f"{P}{key}_parallel_degree") for key in ("tensor", "pipeline"))
     replicate, shard_key = settings.whole(f"{P}data_parallel_replicate_degree"), f"{P}data_parallel_shard_degree"
     open_ = str(settings.values.get(shard_key, -1)) == "-1"
@@ -193,6 +196,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
             replicas=replicas,
             microbatch=settings.whole(f"{P}pipeline_parallel_microbatch_size") if stages > 1 else local,
             tensor=tensor,
+            experts=settings.experts(f"{P}expert_parallel_degree", group, tensor),
             innermost="replicas",
             shard="none" if group == 1 else level,  # type: ignore[arg-type]
             shard_replicas=None if replicate == 1 or group == 1 else group,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import floor
 from typing import Literal
 
-from raypipe.errors import ScheduleError
+from raypipe.errors import ScheduleError, check_known
 from raypipe.schedule.costs import CostTable, delays
 from raypipe.schedule.deps import link
 from raypipe.schedule.families.greedy import Policy, order_greedily, timed
@@ -227,8 +227,7 @@ def add_recompute(
     Raises:
         ScheduleError: a stage does not exist, or ``when`` is unknown.
     """
-    if when not in ("early", "late"):
-        raise ScheduleError("recompute", f'"{when}" is unknown', "use early or late")
+    check_known(ScheduleError, "recompute", when, ("early", "late"))
     chosen = set(range(schedule.stages)) if stages is None else set(stages)
     if not chosen <= set(range(schedule.stages)):
         raise ScheduleError("recompute", f"stage {max(chosen)} of {schedule.stages}", f"use 0 to {schedule.stages - 1}")

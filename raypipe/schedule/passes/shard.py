@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
 
-from raypipe.errors import ScheduleError, nearest
+from raypipe.errors import ScheduleError, check_known
 from raypipe.schedule.ir import ZERO_LEVELS, Schedule, Sharding, Task
 from raypipe.schedule.kinds import READS_WEIGHTS, SHARDED, WEIGHT_GRADIENTS
 
@@ -66,8 +66,7 @@ def shard(
     Raises:
         ScheduleError: an unknown level or policy, or a schedule with weight versions.
     """
-    if gather not in get_args(Gather):
-        raise ScheduleError("gather", f'"{gather}" is unknown', nearest(str(gather), get_args(Gather)))
+    check_known(ScheduleError, "gather", gather, get_args(Gather))
     if unit is not None and unit < 1:
         raise ScheduleError("unit", f"{unit} micro-batches a unit", "use a whole number >= 1")
     bare, sharding = _bare(schedule, level, copies, group)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, cast, get_args
 
-from raypipe.errors import ScheduleError, nearest
+from raypipe.errors import ScheduleError, check_known
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule, Task
@@ -68,8 +68,7 @@ def place_gradient_sync(
 
     Source: Li and Hoefler 2021 (Chimera), section 3.2.
     """
-    if policy not in get_args(Sync):
-        raise ScheduleError("sync", f'"{policy}" is unknown', nearest(str(policy), get_args(Sync)))
+    check_known(ScheduleError, "sync", policy, get_args(Sync))
     bare = schedule.without({"AR"})
     sums = stages_to_sum(bare, copies)
     if not sums:

@@ -17,14 +17,14 @@ import json
 import os
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import psutil
 import ray
 from rich.console import Console
 from rich.table import Table
@@ -47,7 +47,7 @@ from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.train import make_plan
-from tests.bench.accuracy.others import Others
+from tests.bench.turns import first
 
 LIMIT, PICK = 0.08, 0.03
 """Largest share by which a prediction may be off, and by which the predicted best may be slower than the best."""
@@ -135,12 +135,8 @@ def turn(case: Case, workers: WorkerGroup, data: Path, steps: int) -> float:
     job = case.job(steps)
     plan: Plan = make_plan(job)
     devices = plan.parallel.stages * plan.parallel.replicas
-    actors = workers.actors[:devices]
-    locations = ray.get([actor.locate.remote() for actor in actors])  # a fresh port for every rendezvous
-    workers = replace(
-        workers, actors=actors, titles=workers.titles[:devices], locations=locations, run_id=uuid.uuid4().hex[:8]
-    )
-    others = Others()
+    workers = first(workers, devices)
+    others, whole = processor_seconds()
     with tempfile.TemporaryDirectory(dir=data.parent) as name:
         directory = Path(name)
         (directory / "data").symlink_to(data)
@@ -149,12 +145,26 @@ def turn(case: Case, workers: WorkerGroup, data: Path, steps: int) -> float:
             Driver(job, plan, directory, log, lambda *_: None).run(workers, None, 0)
         finally:
             log.close()
-        share = others.share()
+        others_then, whole_then = processor_seconds()
         times = [row["step_s"] for row in read_rows(directory / METRICS) if "loss" in row]
         events = read_rows(directory / EVENTS)
     case.measured_s.append(median(times[WARM_UP:]))
     case.from_tasks_s += [event["step_s"] for event in events if event["event"] == "predicted"]
-    return share
+    return max(0.0, others_then - others) / (whole_then - whole)
+
+
+def processor_seconds() -> tuple[float, float]:
+    """Seconds since boot that cores gave to processes not below this one, or to a hypervisor's guests; and all seconds.
+
+    What Ray's own daemons do counts as ours, for they are children of the driver that started them.
+    """
+    machine, own = psutil.cpu_times(), psutil.Process()
+    whole = sum(machine) - machine.guest - machine.guest_nice  # which are part of user's
+    others = whole - machine.idle - machine.iowait
+    for process in [own, *own.children(recursive=True)]:
+        with suppress(psutil.Error):
+            others -= sum(process.cpu_times()[:4])  # also of children that have ended
+    return others, whole
 
 
 def quiet_turn(case: Case, workers: WorkerGroup, data: Path, steps: int, say: Callable[[str], None]) -> None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from raypipe.data import prepare
 from raypipe.errors import RaypipeError
 from raypipe.job.spec import JobSpec
@@ -87,7 +89,8 @@ def run_case(
     turns += plain[:1] if pipelines_only else plain
     for number in range(rounds):
         time.sleep(1.0)
-        result.busy_when_idle.append(_busy_share(1.0))
+        share = psutil.cpu_times_percent(1.0)
+        result.busy_when_idle.append(1 - (share.idle + share.iowait) / 100)
         # Every second round runs backwards: nobody always follows the same neighbour.
         for name, turn in turns if number % 2 == 0 else turns[::-1]:
             say(f"{case.name}: round {number + 1} of {rounds}: {name}")
@@ -143,17 +146,3 @@ def _plain(case: Case, job: JobSpec, plan: Plan, others: Rivals, data: Path, res
 
         turns.append((title, plain))
     return turns
-
-
-def _busy_share(seconds: float) -> float:
-    """Share of all processors' time that was not idle during the next ``seconds``."""
-
-    def read() -> tuple[int, int]:
-        with open("/proc/stat") as stat:
-            ticks = [int(word) for word in stat.readline().split()[1:9]]
-        return ticks[3] + ticks[4], sum(ticks)  # idle and waiting for the disk; everything
-
-    idle, everything = read()
-    time.sleep(seconds)
-    idle_after, everything_after = read()
-    return 1 - (idle_after - idle) / max(1, everything_after - everything)

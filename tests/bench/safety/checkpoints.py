@@ -19,8 +19,6 @@ from raypipe.checkpoint import (
     buffer_key,
     commit,
     open_checkpoint,
-    optim_key,
-    param_key,
     step_directory,
     write_shard,
 )
@@ -38,10 +36,10 @@ def tensors_of(rank: int, step: int = STEP) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for layer in range(rank * LAYERS // RANKS, (rank + 1) * LAYERS // RANKS):
         for name, shape in (("norm.weight", (8,)), ("mlp.weight", (8, 8)), ("mlp.bias", (8,))):
-            result[param_key(layer, name)] = torch.randn(shape, generator=random, dtype=torch.float64)
+            result[f"param/{layer}.{name}"] = torch.randn(shape, generator=random, dtype=torch.float64)
             for state in ("exp_avg", "exp_avg_sq"):
-                result[optim_key(layer, name, state)] = torch.randn(shape, generator=random, dtype=torch.float64)
-            result[optim_key(layer, name, "step")] = torch.tensor(float(step))
+                result[f"optim/{layer}.{name}/{state}"] = torch.randn(shape, generator=random, dtype=torch.float64)
+            result[f"optim/{layer}.{name}/step"] = torch.tensor(float(step))
     if rank == 0:
         result[buffer_key("norm.running_mean")] = torch.randn(8, generator=random, dtype=torch.bfloat16)
     return result

@@ -10,6 +10,7 @@ import pytest
 
 from raypipe.errors import RequestError, SpecError
 from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.spec import job_from
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.emit.layout import TrainerLayout, even_cut
 from raypipe.plan.emit.nearest import nearest
@@ -21,7 +22,8 @@ from raypipe.schedule.shape import Grid
 from tests.plan.conftest import make_job, make_profile, make_shared
 
 JOB, PROFILE = make_job(batch=16, clip=1.0), make_profile()
-COSTS = Costs(JOB, PROFILE, {(2, False): make_shared(PROFILE, 2), (2, True): make_shared(PROFILE, 2, True)})
+SHARED = {(2, False): make_shared(PROFILE, 2), (2, True): make_shared(PROFILE, 2, True)}
+COSTS = Costs(JOB, PROFILE, {**SHARED, (1, False, 2): PROFILE.model_copy(update={"experts": 2})})
 EVEN, UNEVEN, EIGHT = even_cut(6, 2), (range(3), range(3, 8)), (range(8),)
 PLANS: dict[str, tuple[Cut, dict[str, Any]]] = {
     "one device": (EIGHT, {"microbatch": 2}),
@@ -70,6 +72,72 @@ def test_what_a_trainer_can_express_is_read_back_to_the_same_plan(name: str, tra
     }
     assert changed <= {line.split(":")[0] for line in result.lost}
     assert bool(result.lost) == (len(result.lost) > 1), "the cost and each loss"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "key", "sharded"),
+    [
+        ("megatron", "--expert-model-parallel-size 2\n", False),
+        ("torchtitan", "--parallelism.expert_parallel_degree 2\n", True),
+        ("automodel", "  ep_size: 2\n", True),
+    ],
+)
+@pytest.mark.parametrize(
+    ("cut", "keys"),
+    [
+        (EIGHT, {"replicas": 4}),
+        (EIGHT, {"replicas": 4, "shard": "zero2", "shard_replicas": 2}),
+        (UNEVEN, {"stages": 2, "replicas": 2, "shard": "zero1"}),
+    ],
+    ids=["copies", "groups of two", "pipeline"],
+)
+def test_divided_experts_are_read_back(
+    cut: Cut, keys: dict[str, Any], trainer: str, key: str, sharded: bool, tmp_path: Path
+) -> None:
+    """torchtitan and AutoModel divide experts over copies that divide the other parameters too."""
+    plan, file = Plan.of(ParallelSpec(experts=2, **keys), cut, JOB.train.batch), tmp_path / "layout"
+    result = emit(trainer, plan, COSTS, file)
+    assert key in result.text
+    file.write_text(result.text)
+    back = read(file, COSTS, 4)[1]
+    assert back.plan() == result.layout.plan()
+    assert back.parallel.experts == 2
+    if sharded:
+        assert back.parallel.shard == "zero2"
+    said = any("divides experts over copies that divide the rest" in line for line in result.lost)
+    assert said == (sharded and "shard" not in keys)
+
+
+def test_experts_that_a_trainer_does_not_divide() -> None:
+    plan = Plan.of(ParallelSpec(replicas=2, experts=2), EIGHT, JOB.train.batch)
+    with pytest.raises(RequestError, match="DeepSpeed does not divide experts over copies"):
+        emit("deepspeed", plan, COSTS, None)
+
+
+def test_megatron_is_told_of_a_mixtures_experts() -> None:
+    config = {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    }
+    job = job_from({
+        "name": "mixture", "model": {"hf": "deepseek_v3", "config": config, "sequence": 32},
+        "data": {"type": "bytes", "path": "."}, "train": {"steps": 1, "batch": 8}, "parallel": {"auto": True},
+    })  # fmt: skip
+    layout = TrainerLayout(parallel=ParallelSpec(replicas=4, experts=4), cut=(range(6),), batch=8)
+    lines = TRAINERS["megatron"].write(layout, job).splitlines()
+    assert {"--num-experts 8", "--moe-router-topk 2", "--moe-ffn-hidden-size 32",
+            "--moe-shared-expert-intermediate-size 64", "--moe-layer-freq ([0]*1+[1]*3)",
+            "--expert-model-parallel-size 4"} <= {*lines}  # fmt: skip
+    del config["num_experts_per_tok"]
+    bare = job.model.model_copy(update={"config": config})
+    with pytest.raises(SpecError, match="num_experts_per_tok: is not given"):
+        TRAINERS["megatron"].write(layout, job.model_copy(update={"model": bare}))
 
 
 @pytest.mark.parametrize(
@@ -174,6 +242,8 @@ def test_layouts_that_people_wrote(text: str, cut: Cut, keys: dict[str, Any], tm
     [
         ("--global-batch-size 16", "micro-batch-size: is missing"),
         (MEGATRON + "--context-parallel-size 2", "context-parallel-size: is 2, and no plan divides that"),
+        (MEGATRON + "--expert-model-parallel-size 3", "4 copies are no multiple of 3"),
+        (MEGATRON + "--expert-model-parallel-size 2 --tensor-model-parallel-size 2", "and no plan has both"),
         (MEGATRON + "--pipeline-model-parallel-size 3", "4 devices are no multiple of 3"),
         (MEGATRON + "--pipeline-model-parallel-layout Etm|L", "is not an embedding"),
         (MEGATRON + "--recompute-granularity selective", '"selective" is not expressible'),

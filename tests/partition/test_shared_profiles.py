@@ -1,0 +1,92 @@
+"""Divided models that a process of its own captures cost what they cost when they are captured here."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import raypipe.partition.job_costs as job_costs
+from raypipe.cli.autoconfigure import _shared
+from raypipe.job import JobSpec, job_from, load_cluster
+from raypipe.partition.job_costs import SharedProfiles, capture_given, shared_profiles
+from raypipe.partition.partition_job import divided, to_capture
+from raypipe.plan.watch import Watch
+from raypipe.search.budget import Budget
+from tests.plan.conftest import make_job, make_profile
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "num_hidden_layers": 1,
+}  # fmt: skip
+
+
+def small_job() -> JobSpec:
+    return job_from(
+        {
+            "name": "x", "model": {"hf": "llama", "config": SMALL, "sequence": 16},
+            "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4}, "parallel": "auto",
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_is_captured_elsewhere_is_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that cannot be divided so is passed over there."""
+    monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
+    job = small_job()
+    jobs = [divided(job, size) for size in (3, 2)]
+    given = SimpleNamespace(buffer=io.BytesIO(pickle.dumps(jobs)))
+    monkeypatch.setattr(sys, "stdin", given)
+    assert all(map(to_capture, jobs))
+    capture_given()
+    assert [to_capture(one) for one in jobs] == [True, False]
+
+
+@pytest.mark.exhaustive
+def test_they_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_costs.os, "sched_getaffinity", lambda _: {0, 1})
+    cluster = load_cluster(ROOT / "cluster/devices/h100.yaml").resized(2)
+    job = small_job()
+    result = []
+    for folder in ("here", "there"):
+        monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path / folder))
+        if folder == "here":
+            result.append(shared_profiles(job, cluster))
+        else:
+            coming = SharedProfiles(job, cluster)
+            assert not coming.ready
+            result.append(coming.get())
+            assert SharedProfiles(job, cluster).ready
+    assert result[0] == result[1] != {}
+
+
+class Coming:
+    """Profiles that are there after so many questions."""
+
+    def __init__(self, questions: float) -> None:
+        self.left = questions
+
+    @property
+    def ready(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def get(self) -> dict[Any, Any]:
+        return {"tensor": 2}
+
+
+@pytest.mark.parametrize(("questions", "seconds"), [(5, 60.0), (float("inf"), 0.0)])
+def test_a_first_plan_needs_none_of_them(questions: float, seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is there before they are; if the time is up, or somebody stops the choice, plans go without them."""
+    watch = Watch(Budget(seconds))
+    found = _shared(Coming(questions), make_job(), make_profile(), None, watch)  # type: ignore[arg-type]
+    assert watch.first_plan is not None
+    assert found == ({"tensor": 2} if seconds else {})
+    assert ("left out" in capsys.readouterr().err) == (not seconds)
