@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from raypipe.cost.gpt_work import SOFTWARE, gpt_work
 from raypipe.cost.kernels import Kernels
-from raypipe.cost.layer_work import LayerWork
+from raypipe.cost.layer_work import LayerWork, newton_schulz_flops
 from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, Reserved, Slicing, TaskTimes
 from raypipe.errors import SpecError
@@ -60,6 +60,9 @@ def analytic_profile(
     if not works:
         raise SpecError("model", "has no layers", "give at least one")
     kernels = Kernels.of(device, dtype, software, compiled)
+    # torch's Muon iterates in bfloat16, whatever the weights.
+    widest = "bfloat16" if optimizer == "muon" and "bfloat16" in map(str, device.peak_tflops) else dtype
+    iterating = Kernels.of(device, widest, software).flops_s if optimizer == "muon" else None
     if isinstance(model, GptSpec):
         slicing = Slicing(positions=model.sequence)
     base_bytes, reserved = _reserved(device)
@@ -76,7 +79,7 @@ def analytic_profile(
         base_bytes=base_bytes,
         reserved=reserved,
         communication_share=device.communication_processors / (device.multiprocessors or 1),
-        layers=tuple(_layer(work, kernels, sizes) for work in works),
+        layers=tuple(_layer(work, kernels, sizes, iterating) for work in works),
         tied_parameters=_tied(model, tied),
         trained_tied_parameters=trained_tied,
         update_s_per_parameter=update_bytes(optimizer, momentum, dtype) / kernels.bytes_s,
@@ -139,7 +142,9 @@ def _path(path: CollectiveModel) -> CollectivePath:
     )
 
 
-def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int]) -> LayerProfile:
+def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int], iterating: float | None) -> LayerProfile:
+    """Return a layer's profile; ``iterating``: operations a second of Muon's iterations, None for other optimizers."""
+    matrices = [p for p in work.weight_grad.products if p.linear and not p.groups] if iterating else []
     times: dict[int, TaskTimes] = {}
     for size in sorted(set(sizes)):
         f, b, w = (
@@ -167,6 +172,7 @@ def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int]) -> LayerProf
         workspace_fixed_bytes=work.workspace_fixed_bytes,
         split_workspace_bytes=work.split_workspace_bytes,
         chunk_bytes=work.chunk_bytes,
+        iterations_s=tuple(newton_schulz_flops(p.rows, p.columns) / (iterating or 1.0) for p in matrices),
         attention_share=kernels.attention_share(work.forward, max(sizes)),
         attention_grad_share=kernels.attention_share(work.input_grad, max(sizes), backward=True),
         key_value_bytes=work.key_value_bytes,

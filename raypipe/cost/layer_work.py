@@ -62,6 +62,16 @@ def linear_products(
     )
 
 
+def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:
+    """Return the operations of Muon's iteration on a matrix: three products in each of torch's five steps.
+
+    >>> newton_schulz_flops(2, 4)
+    400.0
+    """
+    short, long = sorted((rows, columns))
+    return float(steps * (4 * short**2 * long + 2 * short**3))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskWork:
     """The work of one task of one layer."""

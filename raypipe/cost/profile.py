@@ -131,6 +131,8 @@ class LayerProfile(Spec):
     chunk_bytes: Bytes = 0.0
     """Temporary memory of the chunk of tokens whose loss is computed at once, whatever the size of the micro-batch. W
     needs it, if the backward is split."""
+    iterations_s: tuple[Seconds, ...] = ()
+    """Of each matrix, the time of its iteration in an update (Muon's), beside ``update_s_per_parameter``."""
 
     attention_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the forward's time that is causal attention, and so grows along the slices of a sequence."""
@@ -400,7 +402,12 @@ class Profile(Spec):
     def at_speed(self, factor: float) -> Profile:
         """Return the profile with compute ``factor`` times as slow; links and collectives do not change."""
         layers = tuple(
-            layer.model_copy(update={"times": {size: times.scaled(factor) for size, times in layer.times.items()}})
+            layer.model_copy(
+                update={
+                    "times": {size: times.scaled(factor) for size, times in layer.times.items()},
+                    "iterations_s": tuple(factor * seconds for seconds in layer.iterations_s),
+                }
+            )
             for layer in self.layers
         )
         return self.model_copy(

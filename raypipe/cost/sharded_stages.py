@@ -10,7 +10,15 @@ from math import gcd
 from raypipe.cost.collectives import Kind, collective_seconds
 from raypipe.cost.hosts import Layout, Placed
 from raypipe.cost.profile import Profile
-from raypipe.cost.stages import Cut, expert_parameters, gradient_width, group_seconds, reduced_width, trained_parameters
+from raypipe.cost.stages import (
+    Cut,
+    expert_parameters,
+    gradient_width,
+    group_seconds,
+    iterations,
+    reduced_width,
+    trained_parameters,
+)
 from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
@@ -102,6 +110,8 @@ def with_sharding(
                     profile, experts * reduced, holders, placed.same_experts(profile.experts)
                 )
             update[stage] -= profile.update_s_per_parameter * values * (1 - 1 / group)
+            if matrices := iterations(profile, layers):  # each is one copy's
+                update[stage] -= sum(matrices) - max(sum(matrices) / group, *matrices)
     return replace(
         costs,
         forward=tuple(forward),

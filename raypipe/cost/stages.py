@@ -167,10 +167,18 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
             for s, (b, (_, g)) in enumerate(zip(inputs, growing, strict=True))
         ),
         all_reduce=_all_reduces(profile, cut, placed),
-        update=tuple(profile.update_s_per_parameter * trained_parameters(profile, layers) for layers in cut),
+        update=tuple(
+            profile.update_s_per_parameter * trained_parameters(profile, layers) + sum(iterations(profile, layers))
+            for layers in cut
+        ),
         comm=_messages(profile, cut, placed, samples / slices) if len(cut) > 1 else 0.0,
     )
     return with_exchange(table, [seconds / size for seconds in _exchanges(profile, cut, placed, samples / slices)])
+
+
+def iterations(profile: Profile, layers: Sequence[int]) -> list[float]:
+    """Return the seconds of an update's iteration on each matrix of a stage (``LayerProfile.iterations_s``)."""
+    return [seconds for i in layers for seconds in profile.layers[i].iterations_s]
 
 
 def _exchanges(profile: Profile, cut: Cut, placed: Placed, samples: float) -> list[float]:

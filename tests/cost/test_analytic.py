@@ -3,14 +3,19 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.cost.analytic import SIZES, analytic_profile, update_bytes
 from raypipe.cost.kernels import Kernels
 from raypipe.cost.layer_work import TaskWork
 from raypipe.cost.profile import Profile
+from raypipe.cost.sharded_stages import with_sharding
+from raypipe.cost.stages import stage_costs
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, load_cluster
 from raypipe.job.cluster import cluster_from
+from raypipe.schedule.ir import Sharding
 from tests.cost.plain_layer import plain_layer
 
 PRESETS = sorted(Path(__file__).parents[2].glob("cluster/devices/*.yaml"))
@@ -115,3 +120,39 @@ def test_bad_requests(machine, wrong, where, words):
     with pytest.raises(SpecError, match=words) as error:
         wrong(machine)
     assert error.value.where == where
+
+
+def test_muons_iterations_take_their_products_time(machine):
+    """At 1 TFLOP/s, and where copies divide a stage's matrices whole, the longest one's at least."""
+    model = GPT.model_copy(update={"tie_embeddings": False})
+    muon, plain = (analytic_profile(model, machine, "float32", [1], optimizer=name) for name in ("muon", "adamw"))
+    h = GPT.hidden
+    block = [counted_iteration(*shape) for shape in ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))]
+    assert [layer.iterations_s for layer in muon.layers[1:-1]] == [pytest.approx([n / 1e12 for n in block])] * 3
+    assert not any(layer.iterations_s for layer in (muon.layers[0], muon.layers[-1], *plain.layers))
+    cut, placement = [(0, 1), (2, 3, 4)], ((0, 1),)
+    costs = stage_costs(muon, cut, 1, placement, copies=4)
+    values = [sum(muon.layers[i].trained for i in layers) * muon.update_s_per_parameter for layers in cut]
+    assert costs.update == pytest.approx((values[0] + sum(block) / 1e12, values[1] + 2 * sum(block) / 1e12))
+    shared = with_sharding(costs, muon, cut, placement, Sharding(levels=(1, 1)), 4)
+    least = max(block) / 1e12, max(max(block), 2 * sum(block) / 4) / 1e12
+    assert shared.update == pytest.approx((values[0] / 4 + least[0], values[1] / 4 + least[1]))
+
+
+class _Products(TorchDispatchMode):
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm"):
+            a, b = args[-2:]
+            self.flops += 2 * a.numel() * b.shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+def counted_iteration(rows, columns):
+    """Operations of the products that an update by torch.optim.Muon hands to kernels."""
+    p = torch.nn.Parameter(torch.ones(rows, columns))
+    p.grad = torch.ones_like(p)
+    with _Products() as seen:
+        torch.optim.Muon([p]).step()
+    return seen.flops

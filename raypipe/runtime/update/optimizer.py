@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from raypipe.cost.layer_work import newton_schulz_flops
 from raypipe.job.train_spec import OPTIMIZERS, TrainSpec
 
 MARKED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
@@ -268,16 +269,6 @@ def whole_costs(train: TrainSpec, parameters: Mapping[str, nn.Parameter]) -> dic
     if train.optimizer != "muon":
         return {}
     return {n: newton_schulz_flops(*p.shape) for n, p in parameters.items() if takes_muon(train, n, p.dim())}
-
-
-def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:
-    """Return the operations of Muon's iteration on a matrix: three products in each of torch's five steps.
-
-    >>> newton_schulz_flops(2, 4)
-    400.0
-    """
-    short, long = sorted((rows, columns))
-    return float(steps * (4 * short**2 * long + 2 * short**3))
 
 
 class MuonAndAdamW(torch.optim.AdamW):

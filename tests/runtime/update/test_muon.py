@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from raypipe.checkpoint import open_checkpoint
+from raypipe.cost.layer_work import newton_schulz_flops
 from raypipe.errors import SpecError
 from raypipe.job.train_spec import TrainSpec
 from raypipe.launch.prepared import check_groups
 from raypipe.models.gpt import GptLayers
 from raypipe.runtime.update.flat_weights import FlatLayout
-from raypipe.runtime.update.optimizer import OptimizerSnapshot, make_optimizer, newton_schulz_flops, set_rate
+from raypipe.runtime.update.optimizer import OptimizerSnapshot, make_optimizer, set_rate
 from tests.runtime.runs.small_runs import drive, small_job
 
 MUON: dict[str, Any] = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "dtype": "float64"}
