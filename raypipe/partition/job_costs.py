@@ -155,7 +155,7 @@ def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stde
 
 
 class SharedProfiles:
-    """What ``shared_profiles`` returns, for which a process of its own captures the divided models meanwhile.
+    """The profiles of ``shared_profiles``, for which a process of its own captures the divided models meanwhile.
 
     They take as long as the whole model, which other plans need first. Where nothing is to be captured, or there is one
     core, no process is started.

@@ -27,7 +27,7 @@ from raypipe.runtime.backward.deferred import Closure, WeightQueue, accumulate_p
 
 @dataclass(frozen=True)
 class ChunkedHead(Unprojected):
-    """What a linear head reads, and the head.
+    """A linear head and its input.
 
     Args:
         hidden: ``[..., inside]``.
