@@ -34,11 +34,13 @@ class Watch:
         budget: of the whole choice.
         show_progress: called from time to time.
         stop: returns whether somebody asks it to end with what it has.
+        whole: the watch that this is a part of.
     """
 
     budget: Budget
     show_progress: Show = lambda progress: None
     stop: Callable[[], bool] = lambda: False
+    whole: Watch | None = None
     first_plan: float | None = field(default=None, init=False)
     """When the first plan was found, on this host's monotonic clock; None before."""
     _shown: float = field(default=0.0, init=False)
@@ -56,12 +58,14 @@ class Watch:
     def part(self, share: float) -> Watch:
         """Return a watch over a part of the choice that may take such a share of the time left."""
         left = self.budget.left
-        return self if left == float("inf") else Watch(self.budget.part(share), self.show_progress, self.stop)
+        return self if left == float("inf") else Watch(self.budget.part(share), self.show_progress, self.stop, self)
 
     def found_plan(self) -> None:
         """Note that there is a plan."""
         if self.first_plan is None:
             self.first_plan = time.monotonic()
+            if self.whole is not None:
+                self.whole.found_plan()
 
     def show(self, best_s: float, progress: Callable[[], SearchProgress]) -> None:
         """Show how far the choice is: a better plan at once, all else from time to time."""

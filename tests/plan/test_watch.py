@@ -15,7 +15,9 @@ TIGHT = {"layers": 6, "devices": 4, "batch": 8, "seed": 5, "clip": 1.0, "memory_
 
 
 def test_without_time_the_first_plan_is_the_answer() -> None:
-    result = best_first(*setting(**TIGHT), 10, flushing, watch=Watch(Budget(0.0)))
+    watch = Watch(Budget(0.0))
+    result = best_first(*setting(**TIGHT), 10, flushing, watch=watch)
+    assert watch.first_plan is not None
     whole = best_first(*setting(**TIGHT), 10, flushing)
     assert len(result.best) == 1
     assert result.best[0].fits
