@@ -142,7 +142,8 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["a detector", *exhaustive(*(name for name in CASES if name != "a detector"))])
-def test_matched_boxes_have_the_loss_and_gradients_of_the_eager_model(case: str, capsys) -> None:
+def test_matched_boxes_have_the_loss_and_gradients_of_the_eager_model(case, capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))  # it is said when a model is captured
     spec, plain = CASES[case]
     rows = pictures()
     model = build_model(job_of(spec), fields_of(rows))
