@@ -297,7 +297,7 @@ class LayerBench:
                     "data": job.data.model_copy(update={"pad_to_multiple_of": LONGEST}),
                 }
             ),
-            parallel=job.parallel,
+            parallel=job.parallel.model_copy(update={"replicas": 1, "experts": 1}),  # each device measures by itself
             cut=cut,
             graph=step.graph,
             placement=step.placement,
