@@ -2,6 +2,7 @@
 
 While a run trains, the first one asks it for a checkpoint, and the exception follows when that is there. At any other
 time it is raised where the command is, or when Ray has started. The exit status is 143 or 130, as shells have it.
+Processes that a command starts beside itself (``start_apart``) get none of them, and end with it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raypipe.cost.layer_work import LayerWork, LinearHead, TaskWork, linear_products, with_head, without_head
+from raypipe.cost.layer_work import LayerWork, LinearHead, TaskWork, linear_products, with_head
 from raypipe.job.field_types import FP8, WEIGHT_WIDTH, WIDTH
 from raypipe.job.model_spec import GptSpec
 
@@ -214,7 +214,17 @@ def _head(model: GptSpec, dtype: str, software: Software, loss_chunk: int | None
     norm = 2 * m * s * h + ((m + e) * s * h if narrow else 0)
     if loss_chunk is not None:
         kept = m * s * h + e * s * h + 2 * stat * s
-        rest = without_head("head", matrix + 2 * h, kept, float(norm), 3.0 * m * s * h)
+        rest = LayerWork(
+            name="head",
+            parameters=matrix + 2 * h,
+            forward=TaskWork(traffic=float(norm), overhead=0.0),
+            input_grad=TaskWork(traffic=3.0 * m * s * h, overhead=0.4),
+            weight_grad=TaskWork(overhead=0.0),
+            kept_bytes=kept,
+            output_bytes=0,
+            waiting_bytes=0.0,
+            split_workspace_bytes=0.0,
+        )
         sizes = LinearHead(
             chunk=loss_chunk, tokens=s, inputs=h, outputs=model.vocabulary, width=e, master=m, statistic=stat
         )

@@ -65,6 +65,8 @@ def linear_products(
 def newton_schulz_flops(rows: int, columns: int, steps: int = 5) -> float:
     """Return the operations of Muon's iteration on a matrix: three products in each of torch's five steps.
 
+    Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", Newton-Schulz of degree 5.
+
     >>> newton_schulz_flops(2, 4)
     400.0
     """
@@ -235,19 +237,4 @@ def with_head(rest: LayerWork, head: LinearHead) -> LayerWork:
         workspace_fixed_bytes=max(rest.workspace_fixed_bytes, float(matrix * (head.master + (e if narrow else 0)))),
         # Logits, log-probabilities, and the gradients of both.
         chunk_bytes=float(head.chunk * head.outputs * (e * (1 + head.scales) + 3 * stat)),
-    )
-
-
-def without_head(name: str, parameters: int, kept_bytes: float, forward: float, backward: float) -> LayerWork:
-    """Return the work of what stands before a head: bytes that it keeps, and moves in the forward and the backward."""
-    return LayerWork(
-        name=name,
-        parameters=parameters,
-        forward=TaskWork(traffic=forward, overhead=0.0),
-        input_grad=TaskWork(traffic=backward, overhead=0.4),
-        weight_grad=TaskWork(overhead=0.0),
-        kept_bytes=kept_bytes,
-        output_bytes=0,
-        waiting_bytes=0.0,
-        split_workspace_bytes=0.0,
     )
