@@ -22,8 +22,10 @@ from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.node_files import files_of_nodes
 from raypipe.runtime.setup.communicators import Topology, check_devices, rendezvous_of
 from raypipe.runtime.setup.setup import (
+    CONTEXT_GROUP,
+    EXPERT_GROUP,
     Setup,
-    expert_groups,
+    copy_groups,
     expert_ranks,
     tensor_rank_edges,
     tensor_rank_groups,
@@ -129,7 +131,8 @@ def setups_of(
                     expert_ranks(schedule.replicas, plan.parallel.replicas, plan.parallel.experts),
                 )
                 | shard_groups(schedule.sharding, schedule.placement)
-                | expert_groups(schedule.placement, plan.parallel.replicas, plan.parallel.experts),
+                | copy_groups(EXPERT_GROUP, schedule.placement, plan.parallel.replicas, plan.parallel.experts)
+                | copy_groups(CONTEXT_GROUP, schedule.placement, plan.parallel.replicas, plan.parallel.context),
                 schedule.devices,
                 tensor,
             ),
