@@ -10,7 +10,7 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +21,8 @@ AHEAD = 256
 """Requests of a model that may be waiting, for the devices or for an earlier one."""
 KEPT_S = 120.0
 """How long a result is kept once it has been fetched, as its answer may have been lost."""
+RESTORED_S = 600.0
+"""How long a result is kept that the server made before it was started anew, and whose client may not have it."""
 MOST_BYTES = 1 << 30
 """Bytes of requests that wait and of results that are kept; beyond it, requests are told to come again."""
 
@@ -48,19 +50,36 @@ class Answer:
     protobuf: bytes = b""
 
 
+Ended = Answer | BaseException
+"""How a request has ended."""
+
+
 @dataclass(slots=True)
 class Accepted:
     """A request that has been accepted."""
 
     id: str
+    """``OF:NUMBER``, of a model or a sampler."""
     session: str
     digest: str
     start: Callable[[], Queued]
     """Queues it with the workers."""
     finish: Callable[[Any], Answer]
     bytes: int
+    record: Callable[[], None] = lambda: None
+    """Writes down that it has been accepted; called before its client is told."""
     future: Future[Answer] = field(default_factory=Future)
     fetched_at: float | None = None
+
+    @property
+    def of(self) -> str:
+        """Return the model or sampler."""
+        return self.id.rpartition(":")[0]
+
+    @property
+    def number(self) -> int:
+        """Return its number there."""
+        return int(self.id.rpartition(":")[2])
 
 
 @dataclass(slots=True)
@@ -128,12 +147,13 @@ class Requests:
             self._start_ready(line)
             return one.id
 
-    def refuse(self, model: str, number: int) -> None:
+    def refuse(self, model: str, number: int, record: Callable[[], None]) -> None:
         """Note that a number was used for a request that cannot run, so that later ones do not wait for it."""
         with self._lock:
             line = self._lines.get(model)
             if line is None or number != line.next:
                 return
+            record()
             line.next += 1
             self._start_ready(line)
 
@@ -153,6 +173,34 @@ class Requests:
             line = self._lines[model] = Line(running=1)
             self._to_start.put((line, one))
             return one.id
+
+    def restore(self, model: str, session: str, number: int, answers: Mapping[int, tuple[str, Ended]]) -> None:
+        """Open the line of a model whose requests up to ``number`` have ended, with what ``answers`` returned."""
+        with self._lock:
+            self._lines[model] = Line(number + 1)
+            for at, (digest, ended) in answers.items():
+                one = Accepted(f"{model}:{at}", session, digest, _ended, _ended, 1024)
+                one.fetched_at = time.monotonic() + RESTORED_S - KEPT_S
+                if isinstance(ended, Answer):
+                    one.future.set_result(ended)
+                else:
+                    one.future.set_exception(ended)
+                self._keep(one)
+
+    def keep_for(self, request_id: str, seconds: float) -> None:
+        """Keep the result of a request for so long once it has ended, whether or not it is fetched."""
+        one = self.find(request_id)
+
+        def end(_: Future[Answer]) -> None:
+            one.fetched_at = time.monotonic() + seconds - KEPT_S
+
+        one.future.add_done_callback(end)
+
+    def answers(self, model: str, number: int) -> dict[int, tuple[str, Ended]]:
+        """Wait for the requests of a model up to ``number``; return digest and answer of each that is kept."""
+        with self._lock:
+            asked = [(one.number, one) for one in self._known.values() if one.of == model]
+        return {at: (one.digest, one.future.exception() or one.future.result()) for at, one in asked if at <= number}
 
     def accept_aside(self, one: Accepted, work: Callable[[], Answer], pool: ThreadPoolExecutor) -> str:
         """Accept a request that needs no worker, and run it in a pool of threads; return its id.
@@ -223,6 +271,7 @@ class Requests:
     def _keep(self, one: Accepted) -> None:
         if self._bytes + one.bytes > MOST_BYTES:
             raise BusyError(one.id, "too many bytes are waiting", "send it again later")
+        one.record()
         self._bytes += one.bytes
         self._known[one.id] = one
 

@@ -346,6 +346,10 @@ class Log:
     def add(self, call: PendingCall[Any]) -> None:
         """Add the newest call, and drop what its state no longer depends on."""
         self.calls.append(call)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the calls that the state no longer depends on."""
         base = 0
         for number, one in enumerate(self.calls):
             if one.base and one.done:

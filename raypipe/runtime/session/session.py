@@ -22,6 +22,7 @@ import ray
 from numpy.typing import NDArray
 
 from raypipe.errors import SampleCountError, SpecError, TransportError
+from raypipe.files import write_whole
 from raypipe.job.spec import JobSpec
 from raypipe.models import GptLayers, LayeredModel, build_model
 from raypipe.models.captured import CapturedModel
@@ -46,6 +47,7 @@ from raypipe.runtime.session.call_data import (
     pack,
 )
 from raypipe.runtime.session.session_worker import AdamW, CallPart, WorkerUpdate
+from raypipe.runtime.session.slots import Adapters
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.setup.communicators import check_devices
@@ -61,8 +63,14 @@ LOST = (ray.exceptions.RayActorError, TransportError)
 """Errors that a worker's death causes: on itself, and on those that wait for its messages."""
 MOST_LIVES = 100
 """How often workers may be started anew."""
+KEPT_NAME = "kept-{slot}-{number}"
+"""Folder of a snapshot, in the session's directory."""
+NOTE = "note.json"
+"""File of a snapshot with what its caller notes."""
 
 T = TypeVar("T")
+Note = Callable[[int], bytes]
+"""From the number of updates in a snapshot to what is kept with it; called before the snapshot counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +120,14 @@ class Session:
         check_job(job, plan)
         self.job, self.plan, self.workers = asked_of_workers(job), plan, workers
         self.limits = limits_of(build_model(job, None, 0, plan.parallel), job)
-        self._directory = directory
+        self.directory = directory
         self._programs = CallPrograms(plan, job.train.batch, not workers.on_cpus())
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._queued: deque[PendingCall[Any]] = deque()
         self._lock = threading.RLock()
-        self._calls = self._snapshots = self.lives = 0
+        self._calls = self.lives = 0
+        earlier = directory.glob(KEPT_NAME.format(slot="*", number="*"))  # of a process that died
+        self._snapshots = max((int(folder.name.rpartition("-")[2]) for folder in earlier), default=0)
         self._logs: defaultdict[int, Log] = defaultdict(Log)
         self._begun = {0}
         """Slots that have weights; the first one those that the stages are built with."""
@@ -137,8 +147,8 @@ class Session:
             workers.actors, workers.locations, timeout_s=job.train.message_timeout_s
         )  # there is no data to find
         running = running_of(self.plan, job.train.batch, clips=False)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        setups = setups_of(workers, job, running, self._directory, None, False, 0, recovers=False, left_out=0)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        setups = setups_of(workers, job, running, self.directory, None, False, 0, recovers=False, left_out=0)
         return [count for count, _ in ray.get(workers.call_each("setup", [(setup,) for setup in setups]))]
 
     def forward(
@@ -161,8 +171,13 @@ class Session:
         """
         return self._call("backward", data, loss, options, slot)
 
-    def optim_step(self, adam: AdamW, slot: int = 0) -> PendingCall[Updated]:
+    def optim_step(self, adam: AdamW, slot: int = 0, note: Note | None = None) -> PendingCall[Updated]:
         """Queue an update with the gradients of all calls since the last one.
+
+        Args:
+            adam: its numbers.
+            slot: the slot.
+            note: makes ``NOTE`` of the snapshot, if one is written after this update.
 
         Raises:
             SpecError: there are none, or a number is out of range.
@@ -186,7 +201,7 @@ class Session:
 
             made = self._queue(slot, read, lambda: self._run(key, "update", slot, (adam,)))
             if len(self._logs[slot].calls) >= SNAPSHOT:
-                self._snapshot(slot)
+                self._snapshot(slot, note)
             return made
 
     def save(self, folder: Path, slot: int = 0) -> PendingCall[Path]:
@@ -196,11 +211,15 @@ class Session:
         with self._lock:
             return self._queue(slot, *self._writing(folder, slot), changes=False)
 
-    def _writing(self, folder: Path, slot: int) -> tuple[Callable[[list[Any]], Path], Callable[[], Refs]]:
+    def _writing(
+        self, folder: Path, slot: int, note: Note | None = None
+    ) -> tuple[Callable[[list[Any]], Path], Callable[[], Refs]]:
         """Return what ends a save, and what queues it."""
-        partial = folder.with_name(f".{folder.name}.partial")
+        partial, updates = folder.with_name(f".{folder.name}.partial"), self._updates[slot]
 
         def whole(_: list[Any]) -> Path:
+            if note is not None:
+                write_whole(partial / NOTE, note(updates))
             shutil.rmtree(folder, ignore_errors=True)
             return partial.rename(folder)
 
@@ -211,33 +230,50 @@ class Session:
 
         return whole, issue
 
-    def _snapshot(self, slot: int) -> None:
+    def _snapshot(self, slot: int, note: Note | None = None) -> None:
         """Queue writing a slot's state, which has no gradients now, so that its log begins there."""
         self._snapshots += 1
-        folder = self._directory / f"kept-{slot}-{self._snapshots}"
-        whole, issue = self._writing(folder, slot)
+        folder = self.directory / KEPT_NAME.format(slot=slot, number=self._snapshots)
+        whole, issue = self._writing(folder, slot, note)
 
         def read(parts: list[Any]) -> Path:
             made = whole(parts)
-            for old in self._directory.glob(f"kept-{slot}-*"):
+            for old in self.directory.glob(KEPT_NAME.format(slot=slot, number="*")):
                 if old != folder:
                     shutil.rmtree(old, ignore_errors=True)
             return made
 
         self._queue(slot, read, issue, base=True, again=lambda: self.workers.call("read_weights", slot, folder, True))
 
-    def load(self, folder: Path, with_optimizer: bool, slot: int = 0, lasting: bool = False) -> PendingCall[None]:
+    def load(
+        self,
+        folder: Path,
+        with_optimizer: bool,
+        slot: int = 0,
+        lasting: bool = False,
+        updates: int | None = None,
+        adapters: Adapters | None = None,
+    ) -> PendingCall[None]:
         """Queue reading weights that ``save`` wrote; gradients since the last update are dropped.
 
-        ``lasting``: nobody changes the folder while the session lasts.
+        Args:
+            folder: what ``save`` wrote.
+            with_optimizer: whether to read the optimizer's state too.
+            slot: the slot.
+            lasting: whether nobody changes the folder until a snapshot that comes after it is whole.
+            updates: of the slot so far; None for as many as were made here.
+            adapters: the part of the job's adapters that the slot trains, where the folder has its start values; None
+                for what the folder has.
         """
         self._wait_for_room()
         with self._lock:
             self._gradients.discard(slot)
             self._begun.add(slot)
+            if updates is not None:
+                self._updates[slot] = updates
 
             def issue() -> Refs:
-                return self.workers.call("read_weights", slot, folder, with_optimizer)
+                return self.workers.call("read_weights", slot, folder, with_optimizer, adapters)
 
             made = self._queue(slot, _nothing, issue, base=True)
             if not lasting:
@@ -331,6 +367,7 @@ class Session:
             self._known.clear()
             self.set_up()
             for log in self._logs.values():
+                log.drop()  # a snapshot may have become whole, and the one before it is gone
                 for call in log.calls:
                     if call.counts:
                         call.reissue()

@@ -18,7 +18,7 @@ from raypipe.models import DTYPES, Inputs, LayeredModel, Lengths
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.recovery.replacement import parts_when_lost
 from raypipe.runtime.session.call_data import PADDING, CallData, Key
-from raypipe.runtime.session.slots import Slots, read, write
+from raypipe.runtime.session.slots import Adapters, Slots, read, write
 from raypipe.runtime.session.token_losses import ROW, TOKENS, CallTask, Options
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
@@ -187,14 +187,16 @@ class StageSession(StageWorker):
         write(folder, self.rank, [(self.modules[key].trained, self.optimizers[key]) for key in first])
 
     @parts_when_lost
-    def read_weights(self, slot: int, folder: Path, with_optimizer: bool) -> None:
+    def read_weights(self, slot: int, folder: Path, with_optimizer: bool, adapters: Adapters | None = None) -> None:
         """Read weights, and with them the optimizer's state or none; gradients since the last update are dropped.
+
+        ``adapters``: see ``slots.read``.
 
         Raises:
             CheckpointError: they are those of another model.
         """
         self.slots.use(slot)
-        read(folder, [(m.trained, self.optimizers[key]) for key, m in self.modules.items()], with_optimizer)
+        read(folder, [(m.trained, self.optimizers[key]) for key, m in self.modules.items()], with_optimizer, adapters)
         for key in self.modules:
             self.executor.sync.drop(key)
         self.executor.casts.drop()
