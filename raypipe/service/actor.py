@@ -37,7 +37,8 @@ from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.hosts.rank_order import kinds_of
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.session.call_data import Datum
-from raypipe.runtime.session.session import Session, check_job
+from raypipe.runtime.session.session import Session
+from raypipe.runtime.session.session_job import check_job
 from raypipe.runtime.session.session_worker import AdamW, StageSession
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.service.journal import check_served

@@ -10,12 +10,16 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raypipe.errors import RaypipeError, SpecError
+from raypipe.runtime.session.call_data import Kind
+from raypipe.runtime.session.session import Call
 
 AHEAD = 256
 """Requests of a model that may be waiting, for the devices or for an earlier one."""
@@ -68,6 +72,8 @@ class Accepted:
     bytes: int
     record: Callable[[], None] = lambda: None
     """Writes down that it has been accepted; called before its client is told."""
+    joins: tuple[Kind, Call] | None = None
+    """The call, if it can run together with others of its kind."""
     future: Future[Answer] = field(default_factory=Future)
     fetched_at: float | None = None
 
@@ -100,11 +106,22 @@ def digest_of(*parts: bytes) -> str:
 class Requests:
     """Accepts requests, starts them in order, and keeps what they return.
 
-    One thread starts them, which waits where the workers have enough to do; another waits for results.
+    One thread starts them, which waits where the workers have enough to do; another waits for results. Where several
+    models' requests wait, calls of one kind that are the next of their models start together.
+
+    Args:
+        failed: makes of an error what a client is told.
+        wait: waits until another request should be started.
+        together: starts calls together; all of them, or none where it fails.
     """
 
-    def __init__(self, failed: Callable[[Exception], Exception]) -> None:
-        self._failed = failed
+    def __init__(
+        self,
+        failed: Callable[[Exception], Exception],
+        wait: Callable[[], None],
+        together: Callable[[Kind, Sequence[Call]], Sequence[Queued]],
+    ) -> None:
+        self._failed, self._wait, self._together = failed, wait, together
         self._lines: dict[str, Line] = {}
         self._known: dict[str, Accepted] = {}
         self._bytes = self._aside = 0
@@ -231,10 +248,13 @@ class Requests:
         pool.submit(run)
         return one.id
 
-    def then(self, start: Callable[[], Queued]) -> None:
-        """Queue what no client has asked for, after all that was accepted."""
+    def then(self, start: Callable[[], Queued], model: str = "") -> None:
+        """Queue what no client has asked for, after all that was accepted, and before what a model is asked for."""
         one = Accepted("", "", "", start, lambda _: Answer(), 0)
-        self._to_start.put((Line(running=1), one))
+        with self._lock:
+            line = self._lines.get(model, Line())
+            line.running += 1
+            self._to_start.put((line, one))
 
     def waiting(self, model: str) -> int:
         """Return how many requests of a model wait or run."""
@@ -280,15 +300,32 @@ class Requests:
         del self._known[one.id]
 
     def _start(self) -> None:
-        while (todo := self._to_start.get()) is not None:
-            line, one = todo
+        waiting: deque[tuple[Line, Accepted] | None] = deque()
+        while (todo := waiting.popleft() if waiting else self._to_start.get()) is not None:
+            self._wait()
+            while not self._to_start.empty():
+                waiting.append(self._to_start.get())
+            group = [todo, *_joining(todo, waiting)]
+            for other in group[1:]:
+                waiting.remove(other)
+            self._start_together(group)
+        self._started.put(None)
+
+    def _start_together(self, group: list[tuple[Line, Accepted]]) -> None:
+        joins = [one.joins for _, one in group if one.joins is not None]
+        if len(group) > 1:
+            with suppress(Exception):  # of one of the calls, and none was queued; then each meets its own
+                calls = self._together(joins[0][0], [call for _, call in joins])
+                for (line, one), queued in zip(group, calls, strict=True):
+                    self._started.put((line, one, queued))
+                return
+        for line, one in group:
             try:
                 queued = one.start()
             except Exception as error:
                 self._end(line, one, error=error)
-                continue
-            self._started.put((line, one, queued))
-        self._started.put(None)
+            else:
+                self._started.put((line, one, queued))
 
     def _collect(self) -> None:
         while (todo := self._started.get()) is not None:
@@ -313,6 +350,18 @@ class Requests:
         else:
             assert error is not None
             one.future.set_exception(self._failed(error))
+
+
+def _joining(
+    first: tuple[Line, Accepted], waiting: Iterable[tuple[Line, Accepted] | None]
+) -> Iterator[tuple[Line, Accepted]]:
+    """Return the requests that start together with the first: each the next one of another model, of its kind."""
+    seen, joins = [first[0]], first[1].joins
+    for other in waiting if joins is not None else ():
+        if other is not None and not any(other[0] is line for line in seen):
+            seen.append(other[0])
+            if joins is not None and other[1].joins is not None and other[1].joins[0] == joins[0]:
+                yield other
 
 
 def _ended(*_: Any) -> Any:

@@ -193,8 +193,6 @@ def note_of(model: str, number: int, updates: int, answers: Mapping[int, tuple[s
 
 def snapshots(directory: Path) -> dict[str, Snapshot]:
     """Return the newest snapshot of each model in a session's directory, by the model's name."""
-    for partial in directory.glob(f".{KEPT_NAME.format(slot='*', number='*')}.partial"):
-        shutil.rmtree(partial, ignore_errors=True)
     found = {}
     folders = directory.glob(KEPT_NAME.format(slot="*", number="*"))
     for folder in sorted(folders, key=lambda folder: int(folder.name.rpartition("-")[2])):

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from raypipe.errors import CheckpointError, RaypipeError, RunError, SpecError
 from raypipe.observe.run_dir import CALLS
 from raypipe.runtime.recovery.failure import describe, own_error
-from raypipe.runtime.session.call_data import check
-from raypipe.runtime.session.session import Outputs, Session, Updated, check_adam
+from raypipe.runtime.session.call_data import Kind, check
+from raypipe.runtime.session.session import QUEUED, Call, Outputs, Session, Updated, check_adam
 from raypipe.runtime.session.session_worker import AdamW
 from raypipe.runtime.session.slots import Adapters
 from raypipe.service import journal
@@ -33,6 +33,8 @@ from raypipe.service.wire import data_of, options_of, output_bytes, read_request
 SESSION_S = 60.0
 """A session whose client has not been heard of for so long ends; clients send a heartbeat every 10 s."""
 MOST_SESSIONS = 256
+JOINING = 4
+"""Calls that are queued with the workers where those of several models can run in one pass."""
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class TrainedModel:
     folder: Path
     """Of its requests (``journal``)."""
     kept: int = -1
-    """The last request that its newest snapshot has."""
+    """The last request that its snapshot had when the server came back."""
     steps: int = 0
     done: SinceUpdate = field(default_factory=SinceUpdate)
 
@@ -93,7 +95,7 @@ class Service:
         sampler: Sampler | None = None,
     ) -> None:
         self.session, self.base, self.directory, self.rank, self.most = session, base, directory, rank, most
-        self.requests = Requests(failed)
+        self.requests = Requests(failed, self._wait_for_room, session.together)
         self.sampler = sampler
         self._sampling = ThreadPoolExecutor(1, "raypipe-sample")
         self._clients: dict[str, Client] = {}
@@ -231,14 +233,14 @@ class Service:
     ) -> Callable[[], None]:
         """Return what writes a request down that was not accepted before."""
         if self.returning:
-            return _nothing
+            return lambda: None
         return partial(journal.add, model.folder, number, verb, body, loads, None if number else model.adapters)
 
     def _note(self, model: TrainedModel, number: int, updates: int) -> bytes:
         """Return the note of a snapshot after a request, and forget what the snapshot before it has."""
         answers = self.requests.answers(model.id, number)
-        journal.drop(model.folder, model.kept)
-        model.kept = number
+        if (kept := journal.snapshots(self.session.directory).get(model.id)) is not None:
+            journal.drop(model.folder, kept.number)
         return journal.note_of(model.id, number, updates, answers)
 
     def restore(self, session: str) -> list[TrainedModel]:
@@ -256,7 +258,7 @@ class Service:
                 model.kept, model.steps = kept.number, kept.updates
                 self.requests.restore(model.id, session, kept.number, kept.answers)
                 load = partial(self.session.load, kept.folder, True, model.slot, lasting=True, updates=kept.updates)
-                self.requests.then(load)
+                self.requests.then(load, model.id)
         return models
 
     def model(self, name: str) -> TrainedModel:
@@ -293,12 +295,17 @@ class Service:
         start: Callable[[], Queued],
         finish: Callable[[Any], Answer],
         loads: Path | None = None,
+        joins: tuple[Kind, Call] | None = None,
     ) -> tuple[str, str]:
         record = self._record(model, number, verb, body, loads)
-        one = Accepted(f"{model.id}:{number}", model.session, digest_of(body), start, finish, len(body), record)
+        one = Accepted(f"{model.id}:{number}", model.session, digest_of(body), start, finish, len(body), record, joins)
         return self.requests.accept(model.id, number, one), model.id
 
     # Calls.
+
+    def _wait_for_room(self) -> None:
+        """Wait until another call should be queued; calls of other models that come meanwhile may join it."""
+        self.session.wait_for_room(JOINING if self.session.mixes and len(self._models) > 1 else QUEUED)
 
     def forward_backward(self, body: bytes) -> tuple[str, str]:
         """Accept a ``forward_backward`` or forward; return the request's id and the model's.
@@ -310,15 +317,15 @@ class Service:
         with self._numbered(request) as (model, number):
             data, loss, options = data_of(request), request.loss_fn, options_of(request)
             check(data, loss, options, self.session.limits)
-        queue = self.session.forward if request.forward_only else self.session.forward_backward
+        kind: Kind = "forward" if request.forward_only else "backward"
+        call = Call(data, loss, options, model.slot)
 
         def finish(outputs: Outputs) -> Answer:
             model.done.add(outputs, not request.forward_only)
             return Answer(protobuf=output_bytes(outputs.logprobs, {"loss:sum": outputs.loss_sum}))
 
-        return self._accept(
-            model, number, "forward_backward", body, lambda: queue(data, loss, options, model.slot), finish
-        )
+        start = lambda: self.session.together(kind, [call])[0]  # noqa: E731
+        return self._accept(model, number, "forward_backward", body, start, finish, joins=(kind, call))
 
     def optim_step(self, asked: Any, body: bytes) -> tuple[str, str]:
         """Accept an update; return the request's id and the model's.
@@ -467,10 +474,6 @@ class Service:
         session = sampler.partition(":")[0]
         one = Accepted(f"{sampler}:{number}", session, digest_of(body), _unused, _unused, len(body))
         return self.requests.accept_aside(one, work, self._sampling)
-
-
-def _nothing() -> None:
-    """Write nothing down."""
 
 
 def _unused(*_: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,20 @@ class Client:
         return self.send(service, OptimStep, Service.optim_step, adam_params=adam)
 
 
+def given_up(service: Service) -> None:
+    """Let a server do nothing any more, as if its process were dead."""
+    parked, never = threading.Event(), threading.Event()
+
+    def park(*_: Any) -> Any:
+        parked.set()
+        never.wait()
+
+    service.rows.add = lambda *_: never.wait()
+    service.requests._wait = park
+    service.requests.then(park)
+    parked.wait(3)  # or it waits for an answer that does not come any more
+
+
 def result(service: Service, request: str) -> Any:
     answer = service.requests.find(request).future.result(60)
     if answer.json is not None:
@@ -119,7 +134,7 @@ def test_all_that_was_promised_is_done_once(
                     result(service, f"{client.model}:{client.number}")
         data = rounded(sampled(rng, "ppo", 2))  # gradients that no update has yet
         expected[clients[life % 2].call(service, data, "ppo")], _ = plain[life % 2].forward_backward(data, "ppo")
-        service.requests.close()
+        given_up(service)
         service = served(True)
         for client in clients:
             assert client.created(service)[0] == client.request
@@ -166,7 +181,7 @@ def test_checkpoints_are_loaded_as_they_were(session_of: Opened, tmp_path: Path)
     result(service, one.send(service, SaveWeights, save, path="x", overwrite=True))
     data = sampled(rng, "cross_entropy", 3)
     before = result(service, other.call(service, data, "cross_entropy"))
-    service.requests.close()
+    given_up(service)
 
     service = Service(session_of(job, tmp_path / "session"), BASE, tmp_path, most=2)
     service.begin(again=True)
