@@ -150,13 +150,30 @@ def all_to_all_seconds(profile: Profile, size_bytes: float, layout: Layout, shar
 
 
 def least_exchange_seconds(profile: Profile, size_bytes: float) -> float:
-    """Return the least seconds of an all-to-all between the copies that divide experts, wherever they are.
+    """Return the least seconds of an all-to-all between the copies that divide something, wherever they are.
 
     A host has 1 to all of them, if each has as many.
     """
-    group, most = profile.experts, max(profile.placed.of_first(profile.devices), default=1)
+    group, most = profile.exchanging, max(profile.placed.of_first(profile.devices), default=1)
     layouts = [Layout(group // k, k) for k in range(1, min(group, most) + 1) if group % k == 0]
     return min(all_to_all_seconds(profile, size_bytes, layout) for layout in layouts)
+
+
+def with_gathers(costs: CostTable, seconds: Sequence[float], times: tuple[int, int]) -> CostTable:
+    """Return a table whose F, B and R also wait for keys and values of other copies; ``times``: F and R, and B."""
+    if not any(seconds):
+        return costs
+    ahead, back = times
+
+    def longer(tasks: Sequence[float], often: int) -> tuple[float, ...]:
+        return tuple(t + often * s for t, s in zip(tasks, seconds, strict=True))
+
+    return replace(
+        costs,
+        forward=longer(costs.forward, ahead),
+        input_grad=longer(costs.input_grad, back),
+        recompute=longer(costs.recompute, ahead),
+    )
 
 
 def with_exchange(costs: CostTable, seconds: Sequence[float], overlap: float = 0.0) -> CostTable:

@@ -142,7 +142,8 @@ class LayerProfile(Spec):
     """Trained ones that belong to experts: where copies divide these, fewer devices hold the same ones."""
     exchanged_bytes: Bytes = 0.0
     """Bytes of one sample's tokens on their way to the devices that hold their experts, those that stay included, times
-    how much more than the mean the busiest device gets. As many come back."""
+    how much more than the mean the busiest device gets. As many come back. Where copies divide sequences, the keys and
+    values of all positions instead."""
     key_value_bytes: Bytes = 0.0
     """Keys and values of one sample. Where micro-batches run in slices, gradients as large wait for earlier slices."""
 
@@ -319,6 +320,8 @@ class Profile(Spec):
     """Disturbances of the measurement."""
     experts: Devices = 1
     """Consecutive data-parallel copies that divide the experts of each layer, E."""
+    context: Devices = 1
+    """Consecutive data-parallel copies that divide each sequence, C; a layer's costs are those of its share."""
     task_overhead_s: Seconds = 0.0
     """Seconds of each task besides its kernels."""
     inside: LinkFit
@@ -393,6 +396,20 @@ class Profile(Spec):
         """Return the profile with ``change`` made to that of every kind of device."""
         changed = change(self)
         return changed.model_copy(update={"other_kinds": tuple(map(change, self.other_kinds))})
+
+    @property
+    def exchanging(self) -> int:
+        """Consecutive copies that exchange tokens, keys or values inside F, B and R; 1: none do."""
+        return self.experts * self.context
+
+    @property
+    def exchanges(self) -> tuple[int, int]:
+        """How many times ``exchanged_bytes`` travel in a forward, and in a backward.
+
+        Tokens travel to experts and back, and so do their gradients; keys and values are gathered in the forward and in
+        the backward, whose gradients are scattered then.
+        """
+        return (1, 2) if self.context > 1 else (2, 2)
 
     @property
     def process_bytes(self) -> float:

@@ -27,6 +27,8 @@ class Sharing(NamedTuple):
     """A micro-batch runs in two halves that overlap compute with the other's all-reduces."""
     experts: int = 1
     """Copies that divide the experts of a layer."""
+    context: int = 1
+    """Copies that divide each sequence."""
 
 
 ALONE = Sharing()
@@ -54,7 +56,7 @@ class Judges:
 
     def of(self, what: Grid) -> Predictor:
         """The predictor whose devices share as much."""
-        return self.by[Sharing(what.tensor, what.sub_pipelined, what.experts)]
+        return self.by[Sharing(what.tensor, what.sub_pipelined, what.experts, what.context)]
 
     def on(self, grid: Grid) -> Iterator[Candidate]:
         """See ``Judge``."""

@@ -297,7 +297,8 @@ class LayerBench:
                     "data": job.data.model_copy(update={"pad_to_multiple_of": LONGEST}),
                 }
             ),
-            parallel=job.parallel.model_copy(update={"replicas": 1, "experts": 1}),  # each device measures by itself
+            # Each device measures by itself.
+            parallel=job.parallel.model_copy(update={"replicas": 1, "experts": 1, "context": 1}),
             cut=cut,
             graph=step.graph,
             placement=step.placement,

@@ -44,6 +44,7 @@ def problems(
     yield from _packed(model, train, parallel)
     yield from _graphs(train, parallel)
     yield from _experts(train, parallel)
+    yield from _context(train, parallel)
     if train.loss_chunk_tokens is not None and train.compile != "none":
         why = f"compiled stages (compile: {train.compile}) keep their logits whole"
         yield "train.loss_chunk_tokens", why, "leave it out, or use compile: none"
@@ -255,25 +256,50 @@ def _experts(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     size, key = parallel.experts, "parallel.experts"
     if size == 1:
         return
-    chosen = parallel.auto and "replicas" not in parallel.given
-    if not chosen and parallel.replicas % size:
-        copies = parallel.replicas
-        fits = min((n for n in range(1, copies + 1) if copies % n == 0), key=lambda n: (abs(n - size), n))
-        yield key, f"{copies} replicas are not a multiple of {size}", f"use experts: {fits}, or other replicas"
-    if parallel.update == "optimistic":
-        yield "parallel.update", f"optimistic cannot be combined with experts: {size}", "use auto, which then waits"
-    if parallel.late_updates:
-        what = "side_stream" if parallel.side_stream is not None else "sync"
-        why = f"makes updates while the next step runs, which cannot be combined with experts: {size}"
-        yield f"parallel.{what}", why, f"leave {what} out, or use experts: 1"
-    if parallel.sub_pipelined:
-        yield "parallel.sub_pipelined", f"cannot be combined with experts: {size}", "use false, or experts: 1"
+    yield from _divided_by_copies("experts", parallel)
     if train.cuda_graphs != "none":
         why = f"a graph has fixed sizes, and with experts: {size} the tokens of a copy's experts change"
         yield "train.cuda_graphs", why, "use none, or experts: 1"
     if train.updates_whole:
         why = f"experts: {size} divides parameters, of which {train.optimizer} reads whole rows and columns"
         yield key, why, "use experts: 1, or another optimizer"
+
+
+def _divided_by_copies(name: str, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+    """Keys that cannot be combined with what consecutive copies divide: ``experts`` or ``context``."""
+    size, copies = getattr(parallel, name), parallel.replicas
+    chosen = parallel.auto and "replicas" not in parallel.given
+    if not chosen and copies % size:
+        fits = min((n for n in range(1, copies + 1) if copies % n == 0), key=lambda n: (abs(n - size), n))
+        why = f"{copies} replicas are not a multiple of {size}"
+        yield f"parallel.{name}", why, f"use {name}: {fits}, or replicas: {-(-copies // size) * size}"
+    if parallel.update == "optimistic":
+        yield "parallel.update", f"optimistic cannot be combined with {name}: {size}", "use auto, which then waits"
+    if parallel.late_updates:
+        what = "side_stream" if parallel.side_stream is not None else "sync"
+        why = f"makes updates while the next step runs, which cannot be combined with {name}: {size}"
+        yield f"parallel.{what}", why, f"leave {what} out, or use {name}: 1"
+    if parallel.sub_pipelined:
+        yield "parallel.sub_pipelined", f"cannot be combined with {name}: {size}", f"use false, or {name}: 1"
+
+
+def _context(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+    """Keys that cannot be combined with sequences that copies divide."""
+    size, key = parallel.context, "parallel.context"
+    if size == 1:
+        return
+    yield from _divided_by_copies("context", parallel)
+    if parallel.slices > 1:
+        yield key, f"{size} cannot be combined with slices: {parallel.slices}", "use context: 1, or slices: 1"
+    if train.compile != "none":
+        why = f"compiled stages (compile: {train.compile}) run whole sequences"
+        yield key, why, "use context: 1, or train.compile: none"
+    if train.cuda_graphs != "none":
+        why = f"a graph has no waits for other copies, which context: {size} needs in each attention"
+        yield "train.cuda_graphs", why, "use none, or context: 1"
+    if train.tokens_per_step is not None:
+        why = "rows of packed documents differ in length, and all sequences are divided alike"
+        yield key, why, "use context: 1, or set train.tokens_per_step to null"
 
 
 WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", "tensor_table", "experts", "imbalance"}
@@ -348,12 +374,14 @@ def _slices(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
 
 def _batch(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     batch = train.batch
-    unit = parallel.microbatch * parallel.replicas
+    unit = parallel.microbatch * parallel.sample_copies
     if batch % unit:
         low, high = neighbours(batch, unit)
+        copies = f"replicas = {parallel.replicas}"
         yield (
             "train.batch",
-            f"{batch} is not divisible by microbatch = {parallel.microbatch} times replicas = {parallel.replicas}",
+            f"{batch} is not divisible by microbatch = {parallel.microbatch} times {copies}"
+            + (f" / context = {parallel.context}" if parallel.context > 1 else ""),
             f"use {_either(low, high)}, or another microbatch",
         )
 
