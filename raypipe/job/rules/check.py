@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isqrt
+from math import gcd, isqrt
 from typing import TYPE_CHECKING, get_args
 
 from raypipe.errors import nearest
@@ -43,7 +43,7 @@ def problems(
     yield from without_effect(Parts(model, data, train, parallel))
     yield from _packed(model, train, parallel)
     yield from _graphs(train, parallel)
-    yield from _experts(train, parallel)
+    yield from _experts(model, train, parallel)
     if train.loss_chunk_tokens is not None and train.compile != "none":
         why = f"compiled stages (compile: {train.compile}) keep their logits whole"
         yield "train.loss_chunk_tokens", why, "leave it out, or use compile: none"
@@ -250,7 +250,11 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
         yield "parallel.update", why, "use auto, which then waits"
 
 
-def _experts(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configurations of transformers have for the number of experts of a layer."""
+
+
+def _experts(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     """Keys that cannot be combined with experts that copies divide."""
     size, key = parallel.experts, "parallel.experts"
     if size == 1:
@@ -258,7 +262,11 @@ def _experts(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     chosen = parallel.auto and "replicas" not in parallel.given
     if not chosen and parallel.replicas % size:
         copies = parallel.replicas
-        fits = min((n for n in range(1, copies + 1) if copies % n == 0), key=lambda n: (abs(n - size), n))
+        config = model.config if isinstance(model, HfSpec) else {}
+        counts = [count for name in COUNTS if isinstance(count := config.get(name), int)]
+        # Where no count is given, the model has experts for this size, as far as can be known here.
+        common = gcd(copies, *(counts or [size]))
+        fits = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: (abs(n - size), n))
         yield key, f"{copies} replicas are not a multiple of {size}", f"use experts: {fits}, or other replicas"
     if parallel.update == "optimistic":
         yield "parallel.update", f"optimistic cannot be combined with experts: {size}", "use auto, which then waits"
