@@ -52,7 +52,7 @@ def test_what_cannot_be_combined(parallel: Any, train: Any, where: str, fix: str
 def test_numbers_that_are_named_divide_copies_and_experts() -> None:
     with pytest.raises(SpecError, match="use experts: 4, or other replicas"):
         job_of({"replicas": 12, "experts": 5})  # 6 divides the copies alone
-    with pytest.raises(SpecError, match="use experts: 2$"):
+    with pytest.raises(SpecError, match=r"use experts: 2$"):
         build_model(job_of({"replicas": 6, "experts": 3}), None, 0)  # 4 divides the experts alone
 
 
