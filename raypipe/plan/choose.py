@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
@@ -365,18 +365,29 @@ def choose(
     )
 
 
-def look_for_first(job: JobSpec, profile: Profile, devices: int | None, watch: Watch) -> None:
-    """Look for any plan while the costs of others are still being found, and show it."""
+class _OthersKnownError(Exception):
+    """The costs of all plans are known, so that all can be searched."""
+
+
+def look_for_first(
+    job: JobSpec, profile: Profile, devices: int | None, watch: Watch, ready: Callable[[], bool]
+) -> None:
+    """Look for any plan while the costs of others are still being found, until they are ``ready``, and show it."""
 
     def show(progress: SearchProgress) -> None:
         watch.show(progress.best_s, lambda: progress)
+
+    def stop() -> bool:
+        if ready():  # where no plan fits that shares nothing, the search would otherwise rule out all of them first
+            raise _OthersKnownError
+        return watch.first_plan is not None or watch.stop()
 
     try:
         choice = choice_of(job, profile, devices or profile.devices)
     except SpecError:  # of plans that share nothing
         return
-    early = Watch(watch.budget, show, lambda: watch.first_plan is not None or watch.stop())
-    best_first(choice.judge, choice.grids, 1, choice.pick, watch=early)
+    with suppress(_OthersKnownError):
+        best_first(choice.judge, choice.grids, 1, choice.pick, watch=Watch(watch.budget, show, stop))
 
 
 def may_be_arranged(given: Mapping[str, object]) -> bool:
