@@ -18,7 +18,7 @@ from raypipe.data import tokens_per_sample
 from raypipe.errors import CheckpointError, SampleCountError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import Stop, asked_to_stop
-from raypipe.observe.run_log import RunLog, rewind
+from raypipe.observe.run_log import RunLog, rewind, slow_devices
 from raypipe.observe.timelines import LiveTimelines
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import MeasuredStep
@@ -63,7 +63,7 @@ class Driver:
         batch, clips = job.train.batch, job.train.needs_norm
         self.running = running_of(plan, batch, clips)
         self.clock = StepClock(self.schedule)
-        self.controller = ControllerSequence(self.running, batch, clips, self._notice)
+        self.controller = ControllerSequence(self.running, batch, clips, self._notice, slow_devices(directory))
         self.checkpoints = RunCheckpoints(job, directory, log, saved)
         self.saves = Saves(self.checkpoints, log)
         self.copies = copies if copies is not None else NeighbourCopies(0, log)
