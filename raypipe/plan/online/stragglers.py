@@ -121,7 +121,7 @@ class Stragglers:
         step = self._newest = recorded.steps[-1]
         if recorded.schedule.devices < 2:
             return []  # nothing to compare with on a host that others use
-        if self._schedule is None or recorded.schedule.orders != self._schedule.orders:
+        if recorded.schedule is not self._schedule:
             self._begin(recorded.schedule)
         if self._skip:
             self._skip -= 1
