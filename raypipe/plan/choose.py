@@ -15,13 +15,21 @@ from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.parallel_spec import BUDGET, JOBS_OWN, ParallelSpec
 from raypipe.job.spec import JobSpec
 from raypipe.machine_code import compiling
-from raypipe.plan.best_first import NEAR, Ranking, best_first, effort_s, faster_cut, rank_key, simplest
+from raypipe.plan.best_first import (
+    NEAR,
+    Ranking,
+    best_first,
+    effort_s,
+    faster_cut,
+    largest_microbatch,
+    rank_key,
+    simplest,
+)
 from raypipe.plan.candidate import Candidate, slices_refused
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
 from raypipe.plan.choice import PlanChoice, choice_of
 from raypipe.plan.joint.better_plans import better_plans
 from raypipe.plan.plan import Plan
-from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.remedies import nothing_fits

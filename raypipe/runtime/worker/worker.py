@@ -255,7 +255,8 @@ class StageWorker:
 
     def _own_groups(self, setup: Setup) -> dict[str, dist.ProcessGroup]:
         """Return this process's groups by the names that its device has for them."""
-        return own_groups(self.communicators.groups, setup.device, setup.tensor_rank, setup.tensor)
+        served_by = setup.topology.served_by
+        return own_groups(self.communicators.groups, setup.device, setup.tensor_rank, setup.tensor, served_by)
 
     def _model(self, setup: Setup) -> LayeredModel:
         """Build the model, without parameters."""
