@@ -162,7 +162,7 @@ class ParallelSpec(Spec):
     copy holds all experts. ``auto``: the planner decides when the run starts, with all else as given."""
     imbalance: Annotated[float, Field(ge=1, le=1e6)] = 1.0
     """For the planner: rows that the busiest of the copies which divide experts computes in a layer, over the mean. 1:
-    loads are even."""
+    loads are even. Not given: as measured for each layer, where costs are measured; else 1."""
 
     def shape(self, batch: int) -> Shape:
         """The shape of one data-parallel copy's schedule, for mini-batches of ``batch`` sequences.

@@ -20,7 +20,7 @@ from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, ways_t
 from raypipe.plan.predict.orders import Orders
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.shard_ways import check_statistics
-from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, of_experts
+from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, measured_with_experts, of_experts
 from raypipe.schedule.shape import GRID, OPTIONS, Grid
 
 
@@ -123,6 +123,8 @@ def choice_of(
     if (copies := given.get("context", 1)) > 1:
         _check_context(profile, copies, given)
         known[Sharing(context=copies)] = divided_sequences(profile, copies)
+    if not greedy:
+        known |= measured_with_experts(job, profile, count)
     profiles = of_experts({Sharing(*key): own for key, own in known.items()}, given.get("experts"))
     orders_made = Orders()
     judge = Judges(

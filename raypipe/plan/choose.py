@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
@@ -16,13 +16,21 @@ from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.parallel_spec import BUDGET, JOBS_OWN, ParallelSpec
 from raypipe.job.spec import JobSpec
 from raypipe.machine_code import compiling
-from raypipe.plan.best_first import NEAR, Ranking, best_first, effort_s, faster_cut, rank_key, simplest
+from raypipe.plan.best_first import (
+    NEAR,
+    Ranking,
+    best_first,
+    effort_s,
+    faster_cut,
+    largest_microbatch,
+    rank_key,
+    simplest,
+)
 from raypipe.plan.candidate import Candidate, context_counts, slices_refused
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
 from raypipe.plan.choice import PlanChoice, choice_of
 from raypipe.plan.joint.better_plans import better_plans
 from raypipe.plan.plan import Plan
-from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.remedies import nothing_fits
@@ -357,18 +365,29 @@ def choose(
     )
 
 
-def look_for_first(job: JobSpec, profile: Profile, devices: int | None, watch: Watch) -> None:
-    """Look for any plan while the costs of others are still being found, and show it."""
+class _OthersKnownError(Exception):
+    """The costs of all plans are known, so that all can be searched."""
+
+
+def look_for_first(
+    job: JobSpec, profile: Profile, devices: int | None, watch: Watch, ready: Callable[[], bool]
+) -> None:
+    """Look for any plan while the costs of others are still being found, until they are ``ready``, and show it."""
 
     def show(progress: SearchProgress) -> None:
         watch.show(progress.best_s, lambda: progress)
+
+    def stop() -> bool:
+        if ready():  # where no plan fits that shares nothing, the search would otherwise rule out all of them first
+            raise _OthersKnownError
+        return watch.first_plan is not None or watch.stop()
 
     try:
         choice = choice_of(job, profile, devices or profile.devices)
     except SpecError:  # of plans that share nothing
         return
-    early = Watch(watch.budget, show, lambda: watch.first_plan is not None or watch.stop())
-    best_first(choice.judge, choice.grids, 1, choice.pick, watch=early)
+    with suppress(_OthersKnownError):
+        best_first(choice.judge, choice.grids, 1, choice.pick, watch=Watch(watch.budget, show, stop))
 
 
 def may_be_arranged(given: Mapping[str, object]) -> bool:

@@ -27,6 +27,7 @@ from raypipe.runtime.setup.setup import (
     Setup,
     copy_groups,
     expert_ranks,
+    served_by_another,
     tensor_rank_edges,
     tensor_rank_groups,
     tensor_rank_of,
@@ -38,6 +39,7 @@ from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program, check_counted, edges, programs, step_programs
 from raypipe.schedule.lowering.safe_order import gpu_programs
 from raypipe.schedule.passes import forwards_alone
+from raypipe.schedule.passes.sync import are_copies
 from raypipe.schedule.sharding import shard_members
 
 
@@ -109,6 +111,15 @@ def setups_of(
         )
     tied = tied_holders(plan, schedule, model)
     train, evaluate = lower(running, _on_gpus(workers))
+    sums = shared_groups(
+        schedule.placement,
+        tied,
+        schedule.sharding is not None,
+        expert_ranks(schedule.replicas, plan.parallel.replicas, plan.parallel.experts),
+    ) | shard_groups(schedule.sharding, schedule.placement)
+    # Where sums are started by a queue of their own, their order depends on time.
+    in_order = not plan.parallel.late_updates and are_copies(schedule)
+    served_by = served_by_another(sums) if in_order else {}
     setup = Setup(
         device=0,
         tensor_rank=0,
@@ -124,13 +135,7 @@ def setups_of(
             rendezvous=rendezvous_of(workers.locations),
             edges=tensor_rank_edges(edges(schedule), tensor),
             groups=tensor_rank_groups(
-                shared_groups(
-                    schedule.placement,
-                    tied,
-                    schedule.sharding is not None,
-                    expert_ranks(schedule.replicas, plan.parallel.replicas, plan.parallel.experts),
-                )
-                | shard_groups(schedule.sharding, schedule.placement)
+                {name: ranks for name, ranks in sums.items() if name not in served_by}
                 | copy_groups(EXPERT_GROUP, schedule.placement, plan.parallel.replicas, plan.parallel.experts)
                 | copy_groups(CONTEXT_GROUP, schedule.placement, plan.parallel.replicas, plan.parallel.context),
                 schedule.devices,
@@ -139,6 +144,7 @@ def setups_of(
             transport=plan.parallel.transport,
             run_id=workers.run_id,
             timeout_s=job.train.message_timeout_s,
+            served_by=served_by,
         ),
         tied=tied,
         samples_per_microbatch=int(plan.parallel.microbatch * schedule.share_of_samples),

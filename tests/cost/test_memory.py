@@ -1,16 +1,22 @@
 """Memory by hand, term by term, on the made-up profile: float32, so 4 bytes a value; blocks keep 100 bytes a sample,
 80 from B to W, send 10, and hold 20 values."""
 
+from dataclasses import replace
+
 import pytest
 
 from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.cost.profile import Reserved
 from raypipe.errors import SpecError
+from raypipe.runtime.setup.setup import served_by_another
 from raypipe.runtime.update.gradients import shared_groups
+from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import SCHEDULES, Shape, generate
+from raypipe.schedule.ir import Sharding
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.lowering.programs import edges
 from raypipe.schedule.passes import add_recompute, add_updates, replicate, shard
+from raypipe.schedule.passes.sync import are_copies
 from raypipe.schedule.sharding import LiveShards
 
 CUT = [(0, 1), (2,), (3,), (4, 5)]
@@ -343,21 +349,30 @@ def test_gradients_summed_in_another_dtype_are_copied(profile):
     [
         ("1f1b", 2, 1), ("1f1b", 4, 1), ("gpipe", 4, 1), ("zb-h1", 4, 1), ("zb-v", 2, 1), ("zb-v", 4, 1),
         ("interleaved-1f1b", 2, 1), ("interleaved-1f1b", 4, 1), ("chimera", 4, 1), ("1f1b", 1, 4), ("1f1b", 2, 2),
-        ("zb-v", 2, 2), ("chimera", 4, 2),
+        ("zb-v", 2, 2), ("chimera", 4, 2), ("interleaved-1f1b", 2, 4),
     ],
 )  # fmt: skip
 def test_planned_communicators_are_those_that_a_run_on_gpus_opens(profile, name, devices, copies):
     """One of all devices for the norm, those of the set-up's groups, and one of each directed edge, from which one end
-    receives; the planner counts an edge where it receives."""
-    one = generate(name, Shape(devices=devices, microbatches=8))
-    whole = replicate(one, copies)
+    receives; the planner counts an edge where it receives. Also where all copies divide a stage, or two at a time."""
+    plain = generate(name, Shape(devices=devices, microbatches=8))
+    levels = (1,) * plain.stages
+    sharded = [Sharding(levels=levels), Sharding(levels=levels, group=2)] if copies > 1 else []
+    for one in (plain, *(replace(plain, sharding=each) for each in sharded)):
+        check_communicators(profile, one, copies)
+
+
+def check_communicators(profile, one, copies):
+    devices, whole = one.devices, replicate(one, copies)
     counted = profile.model_copy(update={"reserved": Reserved(group_bytes=1.0, edge_bytes=1000.0)})
     cut = [(s,) for s in range(one.stages)]
     layers = (*profile.layers, *profile.layers[1:-1])[: one.stages]
     counted = counted.model_copy(update={"layers": layers, "tied_parameters": 0, "trained_tied_parameters": 0})
     planned = [x.communicators for x in device_memory(counted, cut, one, MB, copies=copies)]
-    groups = shared_groups(whole.placement, ())
+    groups = shared_groups(whole.placement, ()) | shard_groups(whole.sharding, whole.placement)
+    shared = served_by_another(groups) if are_copies(whole) else {}
+    groups = {name: members for name, members in groups.items() if name not in shared}
     for rank in range(whole.devices):
         opened = 1 + sum(rank in members for members in groups.values())
         receives = sum(receiver == rank for _, receiver in edges(whole))
-        assert planned[rank % devices] == opened + 1000 * receives, rank
+        assert planned[rank % devices] == opened + 1000 * receives, (rank, one.sharding)

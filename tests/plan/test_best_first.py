@@ -10,9 +10,8 @@ from typing import cast
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.best_first import FIRST, NEAR, Judge, _Search, best_first, rank_key, simplest
+from raypipe.plan.best_first import FIRST, NEAR, Judge, _Search, best_first, largest_microbatch, rank_key, simplest
 from raypipe.plan.candidate import Candidate, grids
-from raypipe.plan.policy import largest_microbatch
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing

@@ -27,7 +27,7 @@ from raypipe.schedule.kinds import BACKWARD, SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs, weight_versions
 from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.programs import tasks_ahead
-from raypipe.schedule.passes.sync import held
+from raypipe.schedule.passes.sync import are_copies, held
 from raypipe.schedule.sharding import LiveShards
 
 
@@ -91,7 +91,7 @@ def device_memory(
         cast_share=0.0 if profile.reduce_dtype is None else reduced_width(profile) / gradient_width(profile.dtype),
         beside_shards=beside_shards,
     )
-    communicators = _communicators(profile, schedule, setting.holders, copies)
+    communicators = _communicators(profile, schedule, setting, copies)
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
     messages = held_messages(schedule, [profile.layers[layers[-1]].sent_bytes * samples for layers in cut])
     return tuple(
@@ -105,14 +105,21 @@ def device_memory(
     )
 
 
-def _communicators(profile: Profile, schedule: Schedule, holders: Sequence[int], copies: int) -> list[float]:
-    """Return the bytes of each device's communicators: one that all devices share, one of each stage's holders, and one
-    from each neighbour, whatever it carries."""
-    each = profile.reserved
+def _communicators(profile: Profile, schedule: Schedule, setting: _Setting, copies: int) -> list[float]:
+    """Return the bytes of each device's communicators: one that all devices share, those of each stage's holders, of
+    those that divide it and of those that hold the same shard, and one from each neighbour, whatever it carries. Copies
+    of a pipeline have one for all stages with the same members."""
+    each, group, holders = profile.reserved, setting.group, setting.holders
     everyone = schedule.devices * copies > 1
     result = [each.group_bytes * everyone] * schedule.devices
+    alike = are_copies(schedule)
     for device, own in enumerate(held(schedule)):
-        result[device] += each.group_bytes * len({s for s, _ in own if holders[s] > 1})
+        shared, divided = {s for s, _ in own if holders[s] > 1}, {s for s, _ in own if schedule.zero_level(s)}
+        if alike:
+            result[device] += each.group_bytes * (bool(shared) + 2 * (bool(divided) and 1 < group < min(holders)))
+        else:
+            in_turn = sum((group > 1) + (holders[s] > group > 1) for s in divided)
+            result[device] += each.group_bytes * (len(shared) + in_turn)
         rows = [(schedule.placement[replica], s) for s, replica in own]
         neighbours = {other for row, s in rows for other in (*row[:s][-1:], *row[s + 1 :][:1])}
         result[device] += each.edge_bytes * len(neighbours - {device})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import isqrt
+from collections.abc import Iterator, Sequence
+from math import gcd, isqrt
 from typing import TYPE_CHECKING, get_args
 
 from raypipe.errors import nearest
@@ -43,7 +43,7 @@ def problems(
     yield from without_effect(Parts(model, data, train, parallel))
     yield from _packed(model, train, parallel)
     yield from _graphs(train, parallel)
-    yield from _experts(train, parallel)
+    yield from _experts(model, train, parallel)
     yield from _context(train, parallel)
     if train.loss_chunk_tokens is not None and train.compile != "none":
         why = f"compiled stages (compile: {train.compile}) keep their logits whole"
@@ -251,12 +251,19 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
         yield "parallel.update", why, "use auto, which then waits"
 
 
-def _experts(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configurations of transformers have for the number of experts of a layer."""
+
+
+def _experts(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     """Keys that cannot be combined with experts that copies divide."""
     size, key = parallel.experts, "parallel.experts"
     if size == 1:
         return
-    yield from _divided_by_copies("experts", parallel)
+    config = model.config if isinstance(model, HfSpec) else {}
+    counts = [count for name in COUNTS if isinstance(count := config.get(name), int)]
+    # Where no count is given, the model has experts for this size, as far as can be known here.
+    yield from _divided_by_copies("experts", parallel, counts or [size])
     if train.cuda_graphs != "none":
         why = f"a graph has fixed sizes, and with experts: {size} the tokens of a copy's experts change"
         yield "train.cuda_graphs", why, "use none, or experts: 1"
@@ -265,14 +272,17 @@ def _experts(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
         yield key, why, "use experts: 1, or another optimizer"
 
 
-def _divided_by_copies(name: str, parallel: ParallelSpec) -> Iterator[BrokenRule]:
-    """Keys that cannot be combined with what consecutive copies divide: ``experts`` or ``context``."""
+def _divided_by_copies(name: str, parallel: ParallelSpec, counts: Sequence[int] = ()) -> Iterator[BrokenRule]:
+    """Keys that cannot be combined with what consecutive copies divide, ``experts`` or ``context``; so many copies have
+    to divide ``counts``, too."""
     size, copies = getattr(parallel, name), parallel.replicas
     chosen = parallel.auto and "replicas" not in parallel.given
     if not chosen and copies % size:
-        fits = min((n for n in range(1, copies + 1) if copies % n == 0), key=lambda n: (abs(n - size), n))
+        common = gcd(copies, *counts)
+        fits = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: (abs(n - size), n))
         why = f"{copies} replicas are not a multiple of {size}"
-        yield f"parallel.{name}", why, f"use {name}: {fits}, or replicas: {-(-copies // size) * size}"
+        more = "" if any(n % size for n in counts) else f", or replicas: {-(-copies // size) * size}"
+        yield f"parallel.{name}", why, f"use {name}: {fits}{more}"
     if parallel.update == "optimistic":
         yield "parallel.update", f"optimistic cannot be combined with {name}: {size}", "use auto, which then waits"
     if parallel.late_updates:

@@ -29,7 +29,7 @@ from raypipe.observe.run_dir import NO_LOCKS, PROFILE
 from raypipe.observe.run_log import EVENTS, RunLog, events_since_start, read_rows, rewind
 from raypipe.observe.timelines import save_timelines
 from raypipe.plan.plan import Plan, build_schedule, load_plan
-from raypipe.plan.predict.on_hosts import on_hosts
+from raypipe.plan.predict.of_plan import on_hosts
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group, warm_ones
 from raypipe.runtime.hosts.devices import NO_GPUS

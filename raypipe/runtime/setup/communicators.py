@@ -7,7 +7,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -166,6 +166,8 @@ class Topology:
     run_id: str
     timeout_s: float = 300.0
     """How long a worker waits for the others, in set-up and in every all-reduce: ``train.message_timeout_s``."""
+    served_by: Mapping[str, str] = field(default_factory=dict)
+    """Further groups of a device, each with the one of ``groups`` that serves it; see ``served_by_another``."""
 
     def process_groups(self) -> int:
         """Count the process groups that the set-up makes, with the world's."""

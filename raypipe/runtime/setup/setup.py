@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -102,14 +103,34 @@ def tensor_rank_groups(groups: Mapping[str, tuple[int, ...]], devices: int, size
     return result
 
 
-def own_groups(groups: Mapping[str, T], device: int, tensor_rank: int, size: int) -> dict[str, T]:
+def served_by_another(groups: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the groups that need no communicator because an earlier one has the same members, with its name.
+
+    A communicator takes memory of a GPU, and a device may hold dozens of stages. It carries one collective after the
+    other, so all members have to start them in one order: ``passes.sync.are_copies``.
+    """
+    first: dict[tuple[int, ...], str] = {}
+    return {name: one for name, ranks in groups.items() if (one := first.setdefault(ranks, name)) != name}
+
+
+def own_groups(
+    groups: Mapping[str, T],
+    device: int,
+    tensor_rank: int,
+    size: int,
+    served_by: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, T]:
     """Select a process's own groups by their device-level names; that of its device, and those that divide experts or
-    sequences, by theirs."""
+    sequences, by theirs.
+
+    ``served_by``: see ``served_by_another``.
+    """
     result = dict(groups)
     if size > 1:
         suffix = f", tensor rank {tensor_rank}"
         result = {name.removesuffix(suffix): group for name, group in groups.items() if name.endswith(suffix)}
         result[TENSOR_GROUP] = groups[f"{TENSOR_GROUP} {device}"]
+    result |= {name: result[one] for name, one in served_by.items() if one in result}
     kinds = (EXPERT_GROUP, CONTEXT_GROUP)
     return {next((k for k in kinds if name.startswith(f"{k} ")), name): group for name, group in result.items()}
 

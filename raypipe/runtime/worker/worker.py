@@ -83,6 +83,7 @@ from raypipe.runtime.worker.settings import (
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
 from raypipe.schedule.microbatch_order import Order
+from raypipe.signals import told_to_go
 from raypipe.tensor import Axis, ProcessGroup, SoloGroup, TensorGroup, set_group
 
 if TYPE_CHECKING:
@@ -123,8 +124,7 @@ class StageWorker:
 
     def whereabouts(self) -> str:
         """Name this device and the task it is running, for error messages."""
-        device = f"{self.title} · device {self.rank}"
-        executor = getattr(self, "executor", None)
+        device, executor = f"{self.title} · device {self.rank}", getattr(self, "executor", None)
         if executor is None or executor.doing is None:
             return device
         step = f"step {executor.step + 1}" if executor.training else f"validation batch {executor.step}"
@@ -256,7 +256,8 @@ class StageWorker:
 
     def _own_groups(self, setup: Setup) -> dict[str, dist.ProcessGroup]:
         """Return this process's groups by the names that its device has for them."""
-        return own_groups(self.communicators.groups, setup.device, setup.tensor_rank, setup.tensor)
+        served_by = setup.topology.served_by
+        return own_groups(self.communicators.groups, setup.device, setup.tensor_rank, setup.tensor, served_by)
 
     def _model(self, setup: Setup) -> LayeredModel:
         """Build the model, without parameters."""
@@ -392,9 +393,8 @@ class StageWorker:
     ) -> list[StepResult] | None:
         """Run training steps from ``step`` on, counted from 0, one for each of ``parts``.
 
-        ``orders``: of those whose micro-batches are not in the order of the data (``Feed.arrange``).
-
-        Reports of what happened beside them come with the last result, so that none is lost with a step that fails.
+        ``orders``: of those whose micro-batches are not in the order of the data (``Feed.arrange``). Reports of what
+        happened beside steps come with the last result, so that none is lost with a step that fails.
 
         Returns None where updates are made while the next step runs, and in a run on GPUs, where steps are only
         queued: ``result`` returns each later, best after the next call, so that the GPU has work while the host waits.
@@ -446,6 +446,7 @@ class StageWorker:
             compiled=compiled,
             compile_state="settled" if self.compilation is None else self.compilation.state,
             notices=self.executor.notices() + (() if self.compilation is None else self.compilation.notices()),
+            leaves=told_to_go(),
         )
 
     @parts_when_lost

@@ -219,6 +219,22 @@ def add_updates(schedule: Schedule) -> Schedule:
     )
 
 
+def are_copies(schedule: Schedule) -> bool:
+    """Return whether every replica has devices of its own, and all run the same order: then the devices that hold a
+    stage hold the same stages, and start their collectives in one order."""
+    seen: set[int] = set()
+    orders = set()
+    for row in schedule.placement:
+        own = list(dict.fromkeys(row))
+        if not seen.isdisjoint(own):
+            return False
+        seen.update(own)
+        if schedule.replicas > 1:
+            tasks = tuple(tuple((t.kind, t.stage) for t in schedule.orders[device]) for device in own)
+            orders.add((tuple(map(own.index, row)), tasks))
+    return len(orders) <= 1
+
+
 def replicate(schedule: Schedule, copies: int) -> Schedule:
     """Return W copies of a schedule, each with its own devices, replicas and micro-batches.
 

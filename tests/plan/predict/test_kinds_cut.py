@@ -17,7 +17,7 @@ from raypipe.plan.candidate import Candidate, grids
 from raypipe.plan.choice import deepest
 from raypipe.plan.choose import choose
 from raypipe.plan.cut.exact import cut_uneven
-from raypipe.plan.predict.on_hosts import on_hosts
+from raypipe.plan.predict.of_plan import on_hosts
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-import raypipe.plan.predict.memories as memories
+import raypipe.plan.predict.predictor as predictor
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choice import choice_of, deepest
 from raypipe.plan.predict.predictor import Predictor
@@ -18,13 +18,13 @@ from tests.plan.conftest import MIB, make_job, make_profile
 def test_ways_of_recomputing_that_keep_nothing_share_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too large even with all recomputed, so each way tries that and then keeps nothing."""
     profile, job = make_profile(memory_bytes=200 * MIB), make_job(clip=1.0)
-    played, measure = [], memories.device_memory
+    played, measure = [], predictor.device_memory
 
     def counted(*args, **more):
         played.append(args)
         return measure(*args, **more)
 
-    monkeypatch.setattr(memories, "device_memory", counted)
+    monkeypatch.setattr(predictor, "device_memory", counted)
     judge = Predictor(profile, job.train, deepest(job, profile))
     plain = Candidate.on(Grid(4, 1, 1, 8), "1f1b")
     result = [judge.predict(replace(plain, recompute=way)) for way in ("full", "microbatches", "layers")]

@@ -11,7 +11,7 @@ from raypipe.plan.candidate import Candidate
 from raypipe.plan.choice import deepest
 from raypipe.plan.choose import choose, plan_of
 from raypipe.plan.plan import Plan
-from raypipe.plan.predict.on_hosts import check_tensor_groups, on_hosts
+from raypipe.plan.predict.of_plan import check_tensor_groups, on_hosts
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.schedule.shape import Grid
 from tests.plan.conftest import make_job, make_profile

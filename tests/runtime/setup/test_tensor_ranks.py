@@ -8,10 +8,15 @@ from raypipe.runtime.setup.setup import (
     own_channels,
     own_groups,
     rank_of,
+    served_by_another,
     tensor_rank_edges,
     tensor_rank_groups,
     tensor_rank_of,
 )
+from raypipe.runtime.update.gradients import shared_groups
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.passes import replicate
+from raypipe.schedule.passes.sync import are_copies
 
 
 def test_ranks_go_device_by_device() -> None:
@@ -50,3 +55,26 @@ def test_each_device_exchanges_tokens_with_its_like_in_consecutive_copies() -> N
     assert copy_groups("experts", placement, copies=4, together=1) == {}
     divided = {name: ranks for name, ranks in tensor_rank_groups(groups, 8, 2).items() if 7 in ranks}
     assert own_groups(divided, *tensor_rank_of(7, 2), 2) == {"experts": (3, 7), "tensor": (6, 7)}
+
+
+def test_stages_of_copies_share_a_communicator() -> None:
+    """Chimera's two directions start sums of stages with the same holders in different orders: each keeps its own."""
+    for name, devices, chunks, alike in (("interleaved-1f1b", 2, 2, True), ("chimera", 4, 1, False)):
+        one = generate(name, Shape(devices=devices, microbatches=4, chunks=chunks))
+        whole = replicate(one, 2)
+        assert are_copies(whole) == alike
+        sums = shared_groups(whole.placement, ())
+        served_by = served_by_another(sums) if alike else {}
+        assert served_by == ({"stage 2": "stage 0", "stage 3": "stage 1"} if alike else {})
+        opened = {key: ranks for key, ranks in sums.items() if key not in served_by and 0 in ranks}
+        own = own_groups(opened, 0, 0, 1, served_by)
+        assert own == {key: ranks for key, ranks in sums.items() if 0 in ranks}
+
+
+def test_copies_whose_orders_differ_are_none() -> None:
+    one = replicate(generate("zb-h1", Shape(devices=2, microbatches=4)), 2)
+    assert are_copies(one)
+    orders = [list(order) for order in one.orders]
+    at = next(i for i, task in enumerate(orders[2]) if task.kind == "W")
+    orders[2][at - 1], orders[2][at] = orders[2][at], orders[2][at - 1]
+    assert not are_copies(one.with_orders(orders))
