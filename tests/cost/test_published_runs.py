@@ -23,10 +23,10 @@ def test_predicted_beside_published(model, limit):
     assert 40 < reserved_gib(asked, result) < 60
 
 
-def test_rows_that_cannot_be_expressed_say_why():
-    refused = {row.model: row.refused for row in rows() if row.refused}
-    assert refused == {"llama3-70b": "context parallelism: not expressible yet"}
-    assert len([row for row in rows() if not row.refused]) == 17
+def test_every_row_is_expressed():
+    assert [row.model for row in rows() if row.refused] == []
+    (divided,) = (layout(row) for row in rows() if row.context > 1)
+    assert (divided.context, divided.replicas, divided.microbatches) == (2, 64, 4)
 
 
 def test_another_layout_is_chosen_for_the_same_devices():

@@ -22,6 +22,7 @@ ABLE = Abilities(
     pipelined_shards={"none": "zero2", "zero1": "zero2", "zero2": "zero2", "zero3": "zero3"},
     shard_groups=("zero2", "zero3"),
     experts="shards",
+    context="shards",
     lazy=(),
     eager=("none", "zero2", "zero3"),
     eager_pipelines=True,
@@ -34,12 +35,14 @@ D = "distributed."
 def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     """Return the YAML; an order that has no name goes into a CSV beside ``file``."""
     p = layout.parallel
-    whole = p.shard == "none" and not layout.pipelined and p.tensor == 1
-    distributed: dict[str, Any] = {"strategy": "ddp" if whole else "fsdp2", "dp_size": p.replicas}
+    whole = p.shard == "none" and not layout.pipelined and p.tensor == p.context == 1
+    distributed: dict[str, Any] = {"strategy": "ddp" if whole else "fsdp2", "dp_size": p.sample_copies}
     if not whole:
         distributed |= {"tp_size": p.tensor, "pp_size": p.stages, "reshard_after_forward": p.shard == "zero3"}
         if p.shard_replicas is not None:
             distributed["dp_replicate_size"] = p.replicas // p.shard_replicas
+        if p.context > 1:
+            distributed["cp_size"] = p.context
         if p.experts > 1:
             distributed["ep_size"] = p.experts
     distributed["activation_checkpointing"] = p.recompute != "none"
@@ -53,7 +56,7 @@ def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
         }
     scheduler = {
         "global_batch_size": layout.batch,
-        "local_batch_size": layout.batch // p.replicas if layout.pipelined else p.microbatch,
+        "local_batch_size": layout.batch // p.sample_copies if layout.pipelined else p.microbatch,
         "max_steps": job.train.steps,
     }
     return yaml.safe_dump({"step_scheduler": scheduler, "distributed": distributed}, sort_keys=False, width=110)
@@ -70,11 +73,12 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
     except yaml.YAMLError as error:
         raise SpecError(source, f"is no YAML: {error}", "give a file that --emit wrote") from None
     settings = Settings.of_keys(nested, source)
-    settings.refuse(f"{D}cp_size")
     ddp = settings.choice(f"{D}strategy", {"ddp": True, "fsdp2": False}, False)
-    tensor, stages = (settings.whole(f"{D}{key}") for key in ("tp_size", "pp_size"))
-    free = settings.divided(f"{D}dp_size", devices, tensor * stages) if f"{D}dp_size" not in settings.values else 1
-    replicas, replicate = settings.whole(f"{D}dp_size", free), settings.whole(f"{D}dp_replicate_size")
+    tensor, stages, context = (settings.whole(f"{D}{key}_size") for key in ("tp", "pp", "cp"))
+    each = tensor * stages * context
+    free = settings.divided(f"{D}dp_size", devices, each) if f"{D}dp_size" not in settings.values else 1
+    apart, replicate = settings.whole(f"{D}dp_size", free), settings.whole(f"{D}dp_replicate_size")
+    replicas = apart * context
     group = settings.divided(f"{D}dp_replicate_size", replicas, replicate)
     local = settings.whole("step_scheduler.local_batch_size")
     level: Shard = settings.choice(
@@ -89,6 +93,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
             microbatch=settings.whole(f"{D}pipeline.pp_microbatch_size") if stages > 1 else local,
             tensor=tensor,
             experts=settings.experts(f"{D}ep_size", replicas, tensor),
+            context=context,
             innermost="replicas",
             shard="none" if ddp or group == 1 else level,
             shard_replicas=group if 1 < replicate < replicas else None,
@@ -99,7 +104,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
         cut=MODULES.cut(parts, settings, f"{D}pipeline.module_fqns_per_model_part")
         if parts
         else even_cut(blocks, stages * chunks),
-        batch=settings.whole("step_scheduler.global_batch_size", local * replicas),
+        batch=settings.whole("step_scheduler.global_batch_size", local * apart),
     )
     if stages > 1:
         layout = scheduled(layout, settings, key, f"{D}pipeline.pp_schedule_csv")

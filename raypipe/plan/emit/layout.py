@@ -47,7 +47,7 @@ class TrainerLayout:
     @property
     def microbatches(self) -> int:
         """Micro-batches of a copy."""
-        return self.batch // (self.parallel.replicas * self.parallel.microbatch)
+        return self.batch // (self.parallel.sample_copies * self.parallel.microbatch)
 
     @property
     def block_cut(self) -> Cut:

@@ -24,6 +24,7 @@ ABLE = Abilities(
     eager=("none", "zero1", "zero2", "zero3"),
     eager_pipelines=True,
     experts="copies",
+    context="copies",
     some_layers=True,
 )
 STRATEGY: dict[Shard, str] = {"zero2": "optim_grads", "zero3": "optim_grads_params"}
@@ -51,6 +52,8 @@ def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
         yield "fp8-format hybrid"
     yield f"tensor-model-parallel-size {p.tensor}"
     yield f"pipeline-model-parallel-size {p.stages}"
+    if p.context > 1:
+        yield f"context-parallel-size {p.context}"
     if p.experts > 1:
         yield f"expert-model-parallel-size {p.experts}"
         yield "expert-tensor-parallel-size 1"
@@ -154,11 +157,13 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
         SpecError: an argument asks for what no plan has, or the numbers do not divide.
     """
     settings = Settings.of_arguments(text, source)
-    settings.refuse("context-parallel-size", "expert-tensor-parallel-size")
+    settings.refuse("expert-tensor-parallel-size")
     world = WORLD.search(text)
     devices = devices if world is None else int(world[1])
     tensor, stages = (settings.whole(f"{key}-model-parallel-size") for key in ("tensor", "pipeline"))
+    context = settings.whole("context-parallel-size")
     replicas = settings.divided("pipeline-model-parallel-size", devices, tensor * stages)
+    apart = settings.divided("context-parallel-size", replicas, context)
     experts = settings.experts("expert-model-parallel-size", replicas, tensor)
     cut = _cut(settings, stages, blocks)
     shard: Shard = "none"
@@ -176,7 +181,8 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
         chunks=len(cut) // stages,
         tensor=tensor,
         experts=experts,
-        innermost="stages" if settings.flag("use-tp-pp-dp-mapping") else "replicas",
+        context=context,
+        innermost="stages" if settings.flag("use-tp-pp-dp-mapping") and context == 1 else "replicas",
         shard=shard if replicas > 1 else "none",
         shard_replicas=None
         if instances == 1
@@ -184,7 +190,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
         sync="eager" if settings.flag("overlap-grad-reduce") and replicas > 1 else "lazy",
         update="wait",
     )
-    layout = TrainerLayout(parallel=parallel, cut=cut, batch=settings.whole("global-batch-size", microbatch * replicas))
+    layout = TrainerLayout(parallel=parallel, cut=cut, batch=settings.whole("global-batch-size", microbatch * apart))
     return layer_by_layer(_recomputed(layout, settings))
 
 

@@ -20,6 +20,8 @@ from raypipe.schedule.shape import NEUTRAL
 Shards = Mapping[Shard, Shard]
 """What copies divide in a plan -> what they may divide in a trainer."""
 DEFAULTS = ParallelSpec()
+DIVIDED = {"experts": "experts", "sequences": "context"}
+"""What consecutive copies divide, and its key."""
 MOST_TASKS = 60_000
 """Longer steps are not tried with other micro-batches."""
 
@@ -61,6 +63,8 @@ class Abilities:
     """A pipeline needs as many micro-batches as devices."""
     experts: Literal["copies", "shards"] | None = None
     """Which copies may divide experts: any, or those that divide the other parameters of a stage among them."""
+    context: Literal["copies", "shards"] | None = None
+    """The same, of sequences."""
     some_layers: bool = False
     """It can recompute the first blocks of each stage alone."""
 
@@ -103,8 +107,9 @@ def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Dr
     title, parallel = able.title, layout.parallel
     if layout.plan().one_copy().versions != "flush":
         raise RequestError("--emit", f"{parallel.schedule} trains on stale weights, {title} does not", "plan without")
-    if parallel.experts > 1 and able.experts is None:
-        raise RequestError("--emit", f"{title} does not divide experts over copies", "plan with experts: 1")
+    for what, name in DIVIDED.items():
+        if getattr(parallel, name) > 1 and getattr(able, name) is None:
+            raise RequestError("--emit", f"{title} does not divide {what} over copies", f"plan with {name}: 1")
     if able.full_pipelines and layout.microbatches < parallel.stages:
         why = f"{title} wants a micro-batch for each of {parallel.stages} devices, the plan has {layout.microbatches}"
         raise RequestError("--emit", why, "give fewer stages or smaller micro-batches")
@@ -115,7 +120,10 @@ def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Dr
     draft.set("a key of this job alone", **{key: getattr(DEFAULTS, key) for key in JOBS_OWN})
     draft.set(f"{title} keeps all or recomputes blocks", activation_memory_budget=1.0)
     draft.silently(update="wait", auto=False, tensor_table=None, first_k=None, side_stream=None, memory_cap_mb=None)
-    if parallel.innermost not in able.innermost and layout.pipelined and parallel.replicas > 1:
+    beside = parallel.context > 1 and parallel.innermost == "stages" and layout.pipelined
+    if beside and "stages" in able.innermost:
+        draft.set(f"{title} numbers copies that divide sequences next to each other", innermost="replicas")
+    elif parallel.innermost not in able.innermost and layout.pipelined and parallel.replicas > 1:
         draft.set(f"{title} numbers copies next to each other", innermost=able.innermost[0])
     elif not layout.pipelined or parallel.replicas == 1:
         draft.silently(innermost=able.innermost[0])
@@ -137,12 +145,18 @@ def _shard(draft: Draft, able: Abilities) -> None:
     shard = "none" if parallel.replicas == 1 else parallel.shard
     divided = "none" if parallel.replicas == 1 else (able.shards if whole else able.pipelined_shards)[shard]
     here = "" if whole else " in a pipeline or tensor group"
-    if parallel.experts > 1 and able.experts == "shards" and divided in ("none", "zero1"):
-        draft.set(f"{able.title} divides experts over copies that divide the rest too", shard="zero2")
-        parallel, shard, divided = draft.layout.parallel, "zero2", "zero2"
+    among = [(what, name) for what, name in DIVIDED.items() if getattr(able, name) == "shards"]
+    among = [one for one in among if getattr(parallel, one[1]) > 1]
+    for what, name in among:
+        if divided in ("none", "zero1"):
+            few = parallel.context if name == "context" and parallel.context < parallel.replicas else None
+            why = f"{able.title} divides {what} over copies that divide the rest too"
+            draft.set(why, shard="zero2", shard_replicas=few if shard == "none" else parallel.shard_replicas)
+            parallel, shard, divided = draft.layout.parallel, "zero2", "zero2"
     draft.set(f"{able.title} divides {divided}, not {shard},{here} over data-parallel copies", shard=divided)
-    if parallel.experts > 1 and able.experts == "shards" and (parallel.shard_replicas or 0) % parallel.experts:
-        draft.set(f"{able.title} divides experts over copies that divide the rest too", shard_replicas=None)
+    for what, name in among:
+        if (parallel.shard_replicas or 0) % getattr(parallel, name):
+            draft.set(f"{able.title} divides {what} over copies that divide the rest too", shard_replicas=None)
     if divided == "none":
         draft.silently(shard_replicas=None)
     elif divided not in able.shard_groups:
@@ -199,9 +213,10 @@ def _scheduled(draft: Draft, able: Abilities, choices: Choices) -> Iterator[Draf
     for chunks in dict.fromkeys((1, 2, len(cut) // devices)):
         stages = devices * chunks
         for size in choices.sizes:
-            count, left = divmod(layout.batch // parallel.replicas, size)
+            count, left = divmod(layout.batch // parallel.sample_copies, size)
             interleaved = chunks > 1
-            if left or layout.batch % parallel.replicas or stages > layout.units or 3 * stages * count > MOST_TASKS:
+            left = left or layout.batch % parallel.sample_copies
+            if left or stages > layout.units or 3 * stages * count > MOST_TASKS:
                 continue
             if interleaved and (count % devices or "interleaved-1f1b" not in able.schedules):
                 continue

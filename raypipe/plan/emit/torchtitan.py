@@ -110,6 +110,7 @@ ABLE = Abilities(
     pipelined_shards={"none": "none", "zero1": "zero2", "zero2": "zero2", "zero3": "zero3"},
     shard_groups=("zero2", "zero3"),
     experts="shards",
+    context="shards",
     lazy=(),
     eager=("none", "zero2", "zero3"),
     eager_pipelines=True,
@@ -131,7 +132,7 @@ def _arguments(layout: TrainerLayout, job: JobSpec, file: Path | None) -> Iterat
     if model.llama and (model.blocks, model.hidden) in CONFIGS:
         yield "--module llama3"
         yield f"--config {CONFIGS[model.blocks, model.hidden]}"
-    samples = layout.batch // p.replicas if layout.pipelined else p.microbatch
+    samples = layout.batch // p.sample_copies if layout.pipelined else p.microbatch
     yield f"--{T}local_batch_size {samples}"
     yield f"--{T}global_batch_size {layout.batch}"
     yield f"--{T}seq_len {model.sequence}"
@@ -142,7 +143,9 @@ def _arguments(layout: TrainerLayout, job: JobSpec, file: Path | None) -> Iterat
         yield f"--{T}mixed_precision_param float32"
     group = 1 if p.shard == "none" else p.shard_replicas or p.replicas
     yield f"--{P}data_parallel_replicate_degree {p.replicas // group}"
-    yield f"--{P}data_parallel_shard_degree {group}"
+    yield f"--{P}data_parallel_shard_degree {group // p.context}"
+    if p.context > 1:
+        yield f"--{P}context_parallel_degree {p.context}"
     if p.shard != "none":
         yield f"--{P}fsdp_reshard_after_forward {RESHARD[p.shard]}"
     yield f"--{P}tensor_parallel_degree {p.tensor}"
@@ -175,11 +178,13 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
         SpecError: an argument asks for what no plan has, or the numbers do not divide.
     """
     settings = Settings.of_arguments(text, source)
-    settings.refuse(f"{P}context_parallel_degree")
+    context = settings.whole(f"{P}context_parallel_degree")
     tensor, stages = (settings.whole(f"{P}{key}_parallel_degree") for key in ("tensor", "pipeline"))
     replicate, shard_key = settings.whole(f"{P}data_parallel_replicate_degree"), f"{P}data_parallel_shard_degree"
     open_ = str(settings.values.get(shard_key, -1)) == "-1"
-    group = settings.divided(shard_key, devices, tensor * stages * replicate) if open_ else settings.whole(shard_key)
+    each = tensor * stages * replicate * context
+    # FSDP divides weights over the copies that divide sequences too.
+    group = context * (settings.divided(shard_key, devices, each) if open_ else settings.whole(shard_key))
     replicas, local = replicate * group, settings.whole(f"{T}local_batch_size", 8)
     level = settings.choice(
         f"{P}fsdp_reshard_after_forward",
@@ -197,6 +202,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
             microbatch=settings.whole(f"{P}pipeline_parallel_microbatch_size") if stages > 1 else local,
             tensor=tensor,
             experts=settings.experts(f"{P}expert_parallel_degree", group, tensor),
+            context=context,
             innermost="replicas",
             shard="none" if group == 1 else level,  # type: ignore[arg-type]
             shard_replicas=None if replicate == 1 or group == 1 else group,
@@ -205,7 +211,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
             recompute=_recomputed(settings),  # type: ignore[arg-type]
         ),
         cut=MODULES.cut(named, settings, key) if named else even_cut(blocks, stages * chunks),
-        batch=settings.whole(f"{T}global_batch_size", local * replicas),
+        batch=settings.whole(f"{T}global_batch_size", local * replicas // context),
     )
     if stages > 1:
         layout = scheduled(layout, settings, f"{P}pipeline_parallel_schedule", f"{P}pipeline_parallel_schedule_csv")

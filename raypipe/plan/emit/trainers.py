@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from raypipe.cost.profile import Profile
+from raypipe.cost.sizes import divided_sequences
 from raypipe.cost.stages import as_exchanged
 from raypipe.errors import RaypipeError, RequestError, SpecError
 from raypipe.job.parallel_spec import ParallelSpec
@@ -81,7 +82,12 @@ class Costs:
         return PlanPredictor(self.job, self._of(plan.parallel)).predict(plan)
 
     def _of(self, p: ParallelSpec) -> Profile:
-        sharing = Sharing(p.tensor, p.sub_pipelined, p.experts)
+        sharing = Sharing(p.tensor, p.sub_pipelined, p.experts, p.context)
+        if p.context > 1 and sharing not in self.by:
+            if max(p.tensor, p.experts) > 1:
+                why = f"the costs of context: {p.context} beside tensor: {p.tensor}, experts: {p.experts} are not known"
+                raise SpecError("parallel.context", why, "use context alone, or the others")
+            self.by[sharing] = divided_sequences(self.by[ALONE], p.context)
         if p.experts > 1 and sharing not in self.by:
             why = f"the costs of experts that {p.experts} copies divide are not known"
             raise SpecError("parallel.experts", why, f"known: {', '.join(str(own.experts) for own in self.by)}")

@@ -38,7 +38,8 @@ def compared(asked_rows: Numbered) -> tuple[str, str, bool]:
     counts = {False: 0, True: 0}
     for number, row in asked_rows:
         counts[row.experts] += 1
-        shape = f"T{row.tensor} P{row.pipeline}x{row.chunks} D{row.replicas} {row.precision} {row.note}".strip()
+        shape = f"T{row.tensor} P{row.pipeline}x{row.chunks} D{row.replicas}"
+        shape += f" C{row.context}" * (row.context > 1) + f" {row.precision} {row.note}".rstrip()
         if row.refused:
             lines.append(
                 [str(number), row.model, str(row.gpus), row.refused, "", f"{row.tokens_per_s_per_gpu:g}", *[""] * 4]

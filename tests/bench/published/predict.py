@@ -18,6 +18,7 @@ from raypipe.cost.analytic import analytic_profile, update_bytes
 from raypipe.cost.experts import divided_experts, reached
 from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.profile import Profile
+from raypipe.cost.sizes import divided_sequences
 from raypipe.cost.stages import with_reduce_dtype
 from raypipe.cost.tensor import tensor_profile
 from raypipe.job import job_from, load_cluster
@@ -83,7 +84,7 @@ class Row:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel copies."""
+        """Data-parallel copies with samples of their own."""
         return self.gpus // (self.tensor * self.pipeline * self.context)
 
     @property
@@ -94,9 +95,7 @@ class Row:
     @property
     def refused(self) -> str:
         """Why raypipe cannot express the layout; empty if it can."""
-        if self.model not in MODELS:
-            return "a model that this bench does not describe"
-        return "context parallelism: not expressible yet" if self.context > 1 else ""
+        return "" if self.model in MODELS else "a model that this bench does not describe"
 
 
 def rows(file: Path = ROWS) -> tuple[Row, ...]:
@@ -147,6 +146,10 @@ class Layout:
     between_gb_s: float | None = None
     """Bandwidth of a card between hosts, if another than the cluster file's."""
     innermost: Innermost = "stages"
+    gather: Literal["unit", "microbatch"] = "unit"
+    """With ``zero3``: whether weights stay gathered from one micro-batch to the next."""
+    context: int = 1
+    """Copies that divide each sequence, and FSDP's weights with the others."""
     experts: int = 1
     """Ranks that divide experts; with tensor parallelism, each of a group counts, as no expert is shared."""
     eager_rotary: bool = False
@@ -162,8 +165,13 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Data-parallel copies."""
+        """Data-parallel copies, those that divide sequences among them."""
         return self.devices // (self.tensor * self.pipeline)
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a copy, in each of its rounds."""
+        return self.batch * self.context // (self.replicas * self.microbatch * self.rounds)
 
 
 def layout(row: Row) -> Layout:
@@ -183,6 +191,7 @@ def layout(row: Row) -> Layout:
         devices=row.gpus,
         tensor=row.tensor,
         pipeline=row.pipeline,
+        context=row.context,
         chunks=row.chunks,
         # FSDP divides weights where all blocks are on each device; with pipelines torchtitan keeps them gathered.
         shard="zero3" if whole else "none" if row.replicas == 1 else "zero1",
@@ -207,8 +216,10 @@ def layout(row: Row) -> Layout:
         # AutoModel runs transformers' model, whose norms each tensor rank computes (``sequence_parallel: false`` in
         # examples/llm_benchmark/llama3_3). In pipelines it makes masks beforehand (``create_causal_mask_mapping``),
         # which transformers 4.57 does not leave out where positions are given, as its mock data gives them.
+        # Elsewhere weights are gathered for each micro-batch (``reshard_after_forward``): those of 70B fit no GPU.
         pipeline = row.pipeline > 1
         result = replace(result, scattered=False, masked=pipeline, attention=MASKED if pipeline else (1.0, 1.0))
+        result = replace(result, gather="unit" if pipeline else "microbatch")
     if not row.experts:
         return result
     # AutoModel's and Megatron Bridge's recipes for mixtures have TransformerEngine's norms and attention, and copies of
@@ -305,6 +316,8 @@ def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) 
                 "update_s_per_parameter": result.update_s_per_parameter * FOREACH / update_bytes("adamw", False, "fp8")
             }
         )
+    if layout.context > 1:
+        result = divided_sequences(result, layout.context)
     return with_reduce_dtype(result, "float32" if layout.float32_sums else None)
 
 
@@ -334,16 +347,18 @@ def predict(layout: Layout) -> Prediction:
         layout.pipeline,
         layout.replicas,
         layout.microbatch,
-        layout.batch // (layout.replicas * layout.microbatch * layout.rounds),
+        layout.microbatches,
         layout.tensor,
         experts=max(1, layout.experts // layout.tensor),
+        context=layout.context,
     )
     chunks, schedule = layout.chunks, layout.schedule
     if layout.pipeline == 1 and layout.shard == "zero3":  # one stage for each layer, as FSDP wraps them
         chunks, schedule = len(profile.layers), "interleaved-1f1b"
     elif chunks > 1:
         schedule = "interleaved-1f1b"
-    c = Candidate.on(grid, schedule, chunks=chunks, shard=layout.shard, update="wait", innermost=layout.innermost)
+    how = {"shard": layout.shard, "gather": layout.gather, "update": "wait", "innermost": layout.innermost}
+    c = Candidate.on(grid, schedule, chunks=chunks, **how)
     train = TrainSpec(steps=1, batch=layout.batch // layout.rounds, dtype=layout.dtype, clip=1.0)  # type: ignore[arg-type]
     judge = (Predictor if layout.balanced else GivenCut)(profile, train, len(profile.layers))
     result = judge.time(judge.predict(c, timed=True), final=True)
@@ -360,7 +375,7 @@ def predict(layout: Layout) -> Prediction:
 def chosen(asked: Layout, seconds: float) -> Decision:
     """Return what raypipe chooses for a layout's model, batch and devices, with its trainer's kernels, in so long."""
     cluster = cluster_of(asked)
-    plain = replace(asked, recompute="none", shard="none", foreach=False, tensor=1, experts=1)
+    plain = replace(asked, recompute="none", shard="none", foreach=False, tensor=1, experts=1, context=1)
     sharing = [Sharing(tensor=n) for n in (2, 4, 8)]
     if any(work.experts for work in works(asked.model, asked.sequence)):
         sharing += [Sharing(experts=n) for n in (2, 4, 8, 16, 32, 64)]
@@ -423,9 +438,8 @@ def torch_buffers(asked: Layout, found: Prediction) -> float:
         return 0.0
     stage, last = found.fullest, asked.pipeline - 1
     block = works(asked.model, asked.sequence)[1].output_bytes * asked.microbatch / asked.tensor
-    microbatches = asked.batch // (asked.replicas * asked.microbatch * asked.rounds)
     received = (stage > 0 or asked.chunks > 1) + (stage < last or asked.chunks > 1)
-    held = asked.chunks * microbatches * block * (received + 1)
+    held = asked.chunks * asked.microbatches * block * (received + 1)
     return max(0.0, held - found.memory[found.fullest].messages)
 
 

@@ -108,6 +108,45 @@ def test_divided_experts_are_read_back(
     assert said == (sharded and "shard" not in keys)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "keys"),
+    [
+        ("megatron", ["--context-parallel-size 2\n"]),
+        ("torchtitan", ["--parallelism.context_parallel_degree 2\n"]),
+        ("automodel", ["  cp_size: 2\n", "  dp_size: {apart}\n"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("cut", "plan_keys"),
+    [
+        (EIGHT, {"replicas": 4}),
+        (EIGHT, {"replicas": 4, "shard": "zero3"}),
+        (EIGHT, {"replicas": 4, "shard": "zero2", "shard_replicas": 2}),
+        (UNEVEN, {"stages": 2, "replicas": 2, "shard": "zero1"}),
+    ],
+    ids=["copies", "zero3", "groups of two", "pipeline"],
+)
+def test_divided_sequences_are_read_back(
+    cut: Cut, plan_keys: dict[str, Any], trainer: str, keys: list[str], tmp_path: Path
+) -> None:
+    """torchtitan and AutoModel divide them over copies that divide the other parameters too."""
+    plan, file = Plan.of(ParallelSpec(context=2, **plan_keys), cut, JOB.train.batch), tmp_path / "layout"
+    result = emit(trainer, plan, COSTS, file)
+    for key in keys:
+        assert key.format(apart=plan.parallel.sample_copies) in result.text, result.text
+    file.write_text(result.text)
+    back = read(file, COSTS, 4)[1]
+    assert back.plan() == result.layout.plan()
+    assert (back.parallel.context, back.parallel.replicas) == (2, plan.parallel.replicas)
+    assert back.microbatches == result.layout.microbatches == JOB.train.batch // plan.parallel.sample_copies
+
+
+def test_sequences_that_a_trainer_does_not_divide() -> None:
+    plan = Plan.of(ParallelSpec(replicas=2, context=2), EIGHT, JOB.train.batch)
+    with pytest.raises(RequestError, match="DeepSpeed does not divide sequences over copies"):
+        emit("deepspeed", plan, COSTS, None)
+
+
 def test_experts_that_a_trainer_does_not_divide() -> None:
     plan = Plan.of(ParallelSpec(replicas=2, experts=2), EIGHT, JOB.train.batch)
     with pytest.raises(RequestError, match="DeepSpeed does not divide experts over copies"):
@@ -241,7 +280,7 @@ def test_layouts_that_people_wrote(text: str, cut: Cut, keys: dict[str, Any], tm
     ("text", "why"),
     [
         ("--global-batch-size 16", "micro-batch-size: is missing"),
-        (MEGATRON + "--context-parallel-size 2", "context-parallel-size: is 2, and no plan divides that"),
+        (MEGATRON + "--context-parallel-size 3", "4 devices are no multiple of 3"),
         (MEGATRON + "--expert-model-parallel-size 3", "4 copies are no multiple of 3"),
         (MEGATRON + "--expert-model-parallel-size 2 --tensor-model-parallel-size 2", "and no plan has both"),
         (MEGATRON + "--pipeline-model-parallel-size 3", "4 devices are no multiple of 3"),

@@ -84,13 +84,14 @@ def undisturbed_runs() -> dict[str, Done]:
             (FOLDED, {"clip": 100.0}, 2, "U 1", None),
             (BOTH_WAYS, {}, 3, "BW 1", 1),
             (EXPERTS, {"clip": 0.5}, 2, "agreed 0", None),
+            ({**TWO_COPIES, "context": 2}, {"clip": 0.5}, 3, "BW 0", 1),
         ),
     ],
     ids=[
         "gradients-not-told", "while-it-writes-its-shard", "optimistic-and-told", "between-its-updates",
         "whose-experts-one-other-has", "first-task",
         "before-its-update", "result-not-delivered", "between-its-optimistic-updates", "in-a-backward",
-        "which-others-wait-for",
+        "which-others-wait-for", "in-a-sequence-that-two-divide",
     ],
 )  # fmt: skip
 def test_a_worker_is_replaced(
