@@ -100,6 +100,7 @@ NAMES = (
         _COMPILE,
     ),
     PrivateName("torch._inductor.decomposition", "select_decomp_table", "the operations that Inductor knows", _COMPILE),
+    PrivateName("torch._C", "_AutoDispatchBelowAutograd", "divided experts as operators of a graph", _COMPILE),
     PrivateName("torch._guards", "tracing", "compiles a piece under its stage's fake mode", _COMPILE),
 )
 _BY_NAME = {one.name: one for one in NAMES}

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from raypipe.errors import SpecError
 from raypipe.tensor.group import current_group, exchanged, start_exchange
+from raypipe.tensor.traced_experts import HeldExperts, is_traced, traced
 
 EXPERTS = "experts"
 """The kind of division, among those of feature tables."""
@@ -85,13 +86,11 @@ class Routed:
     """None where nothing travels."""
 
 
-class ExpertsParallel(nn.Module):
+class ExpertsParallel(HeldExperts):
     """The experts that one copy holds of a layer; its forward takes this copy's tokens, as the whole layer's does."""
 
     num_experts: int
     """Experts held here."""
-    loads: Tensor | None = None
-    """int64 ``[experts]``, over all copies: how many of this copy's tokens went to each since ``take_loads``."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Map tokens ``[tokens, hidden]`` to the weighted sums of their experts' outputs, ``[tokens, hidden]``.
@@ -104,12 +103,13 @@ class ExpertsParallel(nn.Module):
 
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Routed:
         """Start to send tokens to the copies that hold their experts."""
+        if is_traced():
+            return Routed(hidden_states, (traced(self, hidden_states, top_k_index, top_k_weights),))
         group, held = current_group("experts"), self.num_experts
         if group.size == 1:  # while it is captured or measured alone: as many tokens as with an even load
             return Routed(hidden_states, (top_k_index % held, hidden_states, top_k_weights))
         if torch.is_grad_enabled():  # once for a micro-batch: neither in a validation nor in what R repeats
-            loads = torch.bincount(top_k_index.flatten(), minlength=held * group.size)
-            self.loads = loads if self.loads is None else self.loads + loads
+            self.add_loads(torch.bincount(top_k_index.flatten(), minlength=held * group.size))
         holder = top_k_index // held
         wanted = (holder.unsqueeze(-1) == torch.arange(group.size, device=holder.device)).any(1)  # [tokens, copies]
         to, token = wanted.t().nonzero(as_tuple=True)  # a token goes once to each copy that holds experts of it
@@ -122,6 +122,8 @@ class ExpertsParallel(nn.Module):
 
     def compute(self, routed: Routed) -> Routed:
         """Compute the tokens that arrive, and start to send their results back."""
+        if is_traced():
+            return routed
         if routed.travel is None:
             numbers, rows, weights = routed.rows
             return replace(routed, rows=(self.product(rows, numbers, weights),))
@@ -143,11 +145,6 @@ class ExpertsParallel(nn.Module):
         (returned,) = routed.travel.end(*routed.rows)
         assert routed.token is not None
         return torch.zeros_like(routed.tokens).index_add(0, routed.token, returned)
-
-    def take_loads(self) -> Tensor | None:
-        """Return ``loads``, and begin to count anew."""
-        result, self.loads = self.loads, None
-        return result
 
     def product(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the forward of the module's own class, with numbers among the experts held here."""

@@ -32,6 +32,7 @@ from raypipe.models.keyed_random import with_keys
 from raypipe.runtime.compiled.layout import TRACED_STEP, GraphLayout, RandomPlaces, TracedKeys
 from raypipe.runtime.compiled.needs import Example
 from raypipe.runtime.stage.stage import StageModule
+from raypipe.tensor.traced_experts import tracing
 
 aten = torch.ops.aten
 
@@ -131,6 +132,11 @@ def trace(module: StageModule, example: Example) -> JointGraph:
         Exception: whatever torch raises for operations that it cannot trace.
         ValueError: nothing here gets a gradient, or a validation draws random numbers.
     """
+    with tracing():
+        return _trace(module, example)
+
+
+def _trace(module: StageModule, example: Example) -> JointGraph:
     fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # without one, torch caches no graph
     places = RandomPlaces()
     stage = _Stage(module, example, places)
@@ -305,8 +311,15 @@ def keeps_rounding(parameters: Iterable[Tensor]) -> bool:
 
 
 def undecomposed(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
-    """Return a decomposition table that leaves operations on tensors of a lower precision than float64 whole."""
-    return {target: decompose if target in EXACT else _unless_lower(decompose) for target, decompose in table.items()}
+    """Return a decomposition table that leaves operations on tensors of a lower precision than float64 whole.
+
+    But for casts and views, which are exact either way; of some views Inductor knows nothing but the decomposition.
+    """
+
+    def exact(target: Any) -> bool:
+        return target in EXACT or (isinstance(target, OpOverload) and target.is_view)
+
+    return {target: decompose if exact(target) else _unless_lower(decompose) for target, decompose in table.items()}
 
 
 def fall_back(graph: fx.Graph) -> int:

@@ -18,6 +18,7 @@ from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.transport.channel import Payload
 from raypipe.tensor.experts import ExpertsParallel
+from raypipe.tensor.traced_experts import hold
 
 
 class OwnGraph(Protocol):
@@ -137,6 +138,8 @@ class StageModule(nn.Module):
             if isinstance(module, ExpertsParallel)
         }
         """The modules of divided experts by their path in the model."""
+        for path, experts in self.routed.items():
+            hold(path, experts)
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         """The parameters that the optimizer updates; the others are frozen."""
         last = layers[-1] == model.count - 1

@@ -154,8 +154,6 @@ def refusal(parallel: ParallelSpec) -> str | None:
     """Return why no stage of a run can be compiled; None if some can."""
     if parallel.tensor > 1:
         return "its layers are divided over tensor ranks, whose collectives cannot be compiled yet"
-    if parallel.experts > 1:
-        return "its experts are divided over copies, and how many tokens a copy gets is not known when it is compiled"
     if parallel.sync in BY_LAYER:
         return f"parallel.sync: {parallel.sync} updates layer by layer, and a compiled forward runs all layers at once"
     if parallel.side_stream is not None:
