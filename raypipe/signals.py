@@ -2,7 +2,8 @@
 
 While a run trains, the first one asks it for a checkpoint, and the exception follows when that is there. At any other
 time it is raised where the command is, or when Ray has started. The exit status is 143 or 130, as shells have it.
-Processes that a command starts beside itself (``start_apart``) get none of them, and end with it.
+Processes that a command starts beside itself (``start_apart``) get none of them, and end with it. A worker that trains
+only notes a SIGTERM (``told_to_go``), and goes between two steps.
 """
 
 from __future__ import annotations
@@ -71,6 +72,25 @@ class _Handlers:
             if self.received is None or not self.raised or isinstance(error, OURS):
                 raise
             raise ended_by(self.received) from None
+
+
+_told: list[int] = []
+
+
+def told_to_go() -> bool:
+    """Return whether this process has had a SIGTERM. From the first call on one is only noted; a second one ends it.
+
+    A thread other than the main one cannot have that, and is told nothing.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is not _note:
+        signal.signal(signal.SIGTERM, _note)
+    return bool(_told)
+
+
+def _note(number: int, _frame: FrameType | None) -> None:
+    if _told:
+        os._exit(SHELL + number)
+    _told.append(number)
 
 
 def start_apart(program: str, given: bytes = b"") -> subprocess.Popen[bytes] | None:

@@ -141,7 +141,7 @@ def prepare_run(
         layers = model.prepared(data)
         for notice in () if resume else layers.notices:
             say(notice)
-        check_slices(planned.plan.parallel.slices, layers, data, job, validation)
+        check_slices(planned.plan.parallel, layers, data, job, validation)
         units = units_of(layers.task, planned.job, data)
         on_error.pop_all()
     return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, job, units, validation)

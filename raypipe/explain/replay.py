@@ -8,7 +8,7 @@ its measured gap (``gaps``), so with nothing mended the replay is the measured r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from statistics import median
 from typing import Final, Literal, NamedTuple, get_args
@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.explain.gaps import StepGaps, Waits, merged, take_apart, waits_of
-from raypipe.explain.measured import WORK, Measured, TaskTimes
+from raypipe.explain.measured import WORK, Measured
+from raypipe.plan.online.stragglers import Key, slowdowns
 from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Task
@@ -230,14 +231,7 @@ class Mend(NamedTuple):
 # - the same tasks in the run's first steps;
 # - what the profile expects of the stage, relative to the other stages.
 #
-# By each of the last three a device is as many times too slow as all its tasks together are; the largest counts, from
-# ``STRAGGLES`` on. What none of them shows is the cut's fault.
-
-
-STRAGGLES = 1.1
-"""A device is a straggler if its tasks take this many times as long as they should: profiles are no more exact."""
-Key = tuple[int, Kind, int]
-"""(device, kind, stage)."""
+# The last three are ``stragglers.slowdowns``. What none of them shows is the cut's fault.
 
 
 def share(task: Task) -> int:
@@ -277,43 +271,6 @@ def undisturbed(of: Measured, graph: TaskGraph, work: NDArray[np.float64]) -> ND
 
 def _compares(kind: Kind) -> bool:
     return kind in COMPUTE or kind == "U"
-
-
-def slowdowns(usual: dict[Key, float], planned: TaskTimes, earlier: TaskTimes, devices: int) -> list[float]:
-    """Return per device how many times as long as they should its tasks take; 1 for one that is as fast as it should.
-
-    ``usual`` is the measured time of each of its tasks.
-    """
-    holders: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for (_, kind, stage), seconds in usual.items():
-        holders[kind, stage].append(seconds)
-    twins = {key: _low_median(values) for key, values in holders.items() if len(values) > 1}
-    by_twins = _ratios(usual, twins, devices)
-    by_itself = _ratios(usual, earlier, devices)
-    by_plan = _ratios({key: t for key, t in usual.items() if key[1] in COMPUTE}, planned, devices)
-    known = [ratio for ratio in by_plan if ratio is not None]
-    scale = _low_median(known) if known else 1.0
-    result = []
-    for twin, own, plan in zip(by_twins, by_itself, by_plan, strict=True):
-        most = max(twin or 1.0, own or 1.0, plan / scale if plan is not None and scale > 0 else 1.0)
-        result.append(most if most >= STRAGGLES else 1.0)
-    return result
-
-
-def _ratios(usual: dict[Key, float], expected: TaskTimes, devices: int) -> list[float | None]:
-    """Per device, its usual times over the expected ones; None where nothing is expected."""
-    sums = [[0.0, 0.0] for _ in range(devices)]
-    for (device, kind, stage), seconds in usual.items():
-        if expected.get((kind, stage), 0.0) > 0.0:
-            sums[device][0] += seconds
-            sums[device][1] += expected[kind, stage]
-    return [a / b if b > 0 else None for a, b in sums]
-
-
-def _low_median(values: Iterable[float]) -> float:
-    """The median; of an even number of values, the lower of the two in the middle."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def _longer_microbatches(

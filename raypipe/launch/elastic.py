@@ -1,4 +1,5 @@
-"""Follow the cluster's devices: a run goes on with another plan when some are lost or will be, or when more pay.
+"""Follow the cluster's devices: a run goes on with another plan when some are lost or will be, or when another pays
+because there are more of them, or because some have turned slow.
 
 The plan is made from the profile that the run began with, so that no device has to be measured again. Losses stay those
 of the undisturbed run up to rounding: the order of the data and dropout depend on no plan, and checkpoints on none.
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raypipe.compat.ray_private import drain_node, draining_nodes
-from raypipe.errors import RunError, SpecError, nearest
+from raypipe.errors import RequestError, RunError, SpecError, nearest
 from raypipe.files import read_regular
 from raypipe.launch.prepared import Prepared
 from raypipe.observe.run_dir import LEAVING, MOST_REASON, PAUSE, PROFILE, SAVE, ask, asked_to_stop, go_on
@@ -38,7 +39,8 @@ SETTLE_S = 2.0
 RELEASED_S, MOST_S = 1.0, 10.0
 """How long the number of free devices must stay after some were released, and the longest wait for that."""
 WORTH = 0.05
-"""Least share of the step that a plan for more devices must save; a pause costs more than a few steps."""
+"""Least share of the step that a plan for more devices, or for slow ones, must save; a pause costs more than a few
+steps."""
 NOTICE_S = 30.0
 """Time until a node goes that is named without one: the shortest notice of the large clouds (Azure, GCP spot)."""
 NODE_NAMES = ("NodeID", "NodeManagerHostname", "NodeManagerAddress")
@@ -77,6 +79,10 @@ class Elastic:
         self._judged = _devices(prepared)
         """The newest number for which the planner was asked."""
         self._broken_since: float | None = None
+        self._slow: dict[int, float] = {}
+        """Number of each device that is slow now, and how many times as long as they should its tasks take."""
+        self._slow_judged: dict[int, float] = {}
+        """The newest such devices for which the planner was asked."""
         for _ in self._events.new_rows():
             pass  # those of earlier runs
 
@@ -96,21 +102,26 @@ class Elastic:
             RunError: no plan fits the devices that are left.
             DevicesError: there are fewer than ``min_devices``, and no others came in time.
         """
-        ended = [row for row in self._events.new_rows() if row["event"] in ("devices_lost", "paused")]
-        if ended:
+        rows = list(self._events.new_rows())
+        for row in rows:
+            if row["event"] == "straggler":
+                self._slow[self._numbers()[row["device"]]] = row["slowdown"]
+        self._slow = {number: factor for number, factor in self._slow.items() if factor > 1.0}
+        if ended := [row for row in rows if row["event"] in ("devices_lost", "paused")]:
             self._change(ended[-1])
             return
         from ray.exceptions import RayError
 
         with suppress(RayError):  # Ray does not answer now: the run need not end for that
             self._see_lost()
-            for see in (self._see_drained, self._see_more if self._next is None else self._see_started):
+            for see in (self._see_drained, self._see_slow, self._see_more if self._next is None else self._see_started):
                 if asked_to_stop(self.prepared.directory) is None:
                     see()
 
     def _change(self, ended: dict[str, Any]) -> None:
         """Plan for the devices that there are, reserve them and let the driver go on."""
         was, plan, directory = _devices(self.prepared), self._next, self.prepared.directory
+        held = self._reservation.nodes()
         self._take_more()
         self._give_up(draining_nodes())
         lost = ended["event"] == "devices_lost"
@@ -122,7 +133,10 @@ class Elastic:
             plan.save(directory / "plan.json")
             schedule = build_schedule(plan, self.prepared.job.train.batch)
             self.prepared = replace(self.prepared, plan=plan, schedule=schedule, resume=True)
+        if lost or _devices(self.prepared) != was or self._reservation.nodes() != held:
+            self._slow = {}  # devices have other numbers then: who is slow is found again
         self._hold()
+        self._slow_judged = dict(self._slow)
         self._next, self._judged, self._broken_since = None, _devices(self.prepared), None
         go_on(directory)
         keys = ("schedule", "stages", "replicas", "microbatch")
@@ -133,6 +147,7 @@ class Elastic:
             was=was,
             reservation=[part.name for part in self._reservation.parts],
             plan={key: getattr(plan.parallel, key) for key in keys},
+            slow={str(device): self._slow[n] for device, n in enumerate(self._numbers()) if n in self._slow},
             message=ended["message"],
         )
 
@@ -193,8 +208,38 @@ class Elastic:
         if going:
             ask(self.prepared.directory, PAUSE, f"{len(going)} of its nodes will go: {', '.join(sorted(going))}")
 
+    def _numbers(self) -> list[int]:
+        """Return the number of each device of the plan."""
+        return self.prepared.plan.numbering().by_rank()
+
+    def _see_slow(self) -> None:
+        """Ask the run to pause if devices have turned slow, or fast again, and a plan for them as they are pays."""
+        if self._slow == self._slow_judged or self._next is not None:
+            return
+        self._slow_judged = dict(self._slow)
+        from raypipe.cost.profile import load_profile
+        from raypipe.plan.online.at_speeds import choose_at, step_at
+
+        plan, asked, devices = self.prepared.plan, self.prepared.asked, _devices(self.prepared)
+        try:
+            profile = load_profile(self.prepared.directory / PROFILE)
+            if plan.parallel.tensor > 1 or plan.parallel.experts > 1 or profile.other_kinds:
+                return
+            was_s = step_at(self.prepared.job, profile, plan, self._slow)
+            better = choose_at(asked, profile, devices, self._slow, SEARCH_S, Watch(Budget(BUDGET_S)))
+        except RequestError:  # there is no other plan
+            return
+        new_s = better.predicted_step_s
+        if new_s is None or new_s > (1 - WORTH) * was_s:
+            return
+        slow = ", ".join(f"device {n} takes {factor:.2f} times as long" for n, factor in sorted(self._slow.items()))
+        self._next = better
+        self._why = f"{slow or 'no device is slow'}: a step of {new_s:.4f} s expected instead of {was_s:.4f}"
+
     def _see_more(self) -> None:
         """Ask the run to pause if the cluster has had more devices for a while, and a plan for them pays."""
+        if self._next is not None:
+            return
         used, now = _devices(self.prepared), time.monotonic()
         could = self.spec.within(used + self._free())
         if could != self._could:

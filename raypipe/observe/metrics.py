@@ -85,6 +85,12 @@ LOST = Metric(
     "Seconds of a step above the ideal one, by cause, as `raypipe explain` finds them.",
     ("cause",),
 )
+SLOWDOWN = Metric(
+    "raypipe_slowdown_ratio",
+    "How many times as long as they should a device's tasks take; absent for one that was never slow, 1 when it is as "
+    "fast as it should be again.",
+    ("device",),
+)
 RECOVERIES = Metric("raypipe_recoveries", "Restarts, and workers replaced in place, since the run began.")
 REPLANS = Metric("raypipe_replans", "Plans changed while the run went on, since it began.")
 SKIPPED = Metric("raypipe_skipped_steps", "Steps without an update, for a number that was not finite, in this run.")

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 from rich.text import Text
 
-from raypipe.observe.run_log import EVENTS, METRICS, Follower, event_sentences
+from raypipe.observe.run_log import EVENTS, METRICS, Follower, event_sentences, slow_devices
 from raypipe.observe.run_record import RunRecord, by_model, memory_rows, model_name
 from raypipe.observe.tables import text_table
 from raypipe.plan.reasons import gib
@@ -282,10 +282,12 @@ def _devices(run: RunRecord) -> Table | None:
         return None
     headings = ("worker", "device", "parameters", "memory planned", "memory measured")
     table = text_table(headings, left=("worker", "device"))
+    slow, tensor = slow_devices(run.directory), max(1, int(run.parallel.get("tensor") or 1))
     for rank, device in enumerate(started):
         row = memory[rank] if rank < len(memory) else None
         sizes = [gib(size) if size is not None else "" for size in (row[1:3] if row else (None, None))]
         name, kind = str(device.get("name")), str(device.get("device"))
+        kind += f", slow: {slow[rank // tensor]:.1f} x" if rank // tensor in slow else ""
         table.add_row(Text(name), Text(kind), _number(device.get("parameters"), ","), *sizes)
     return table
 

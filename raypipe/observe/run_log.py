@@ -141,6 +141,17 @@ def events_since_start(directory: Path) -> list[dict[str, Any]]:
     return events[max((i for i, e in enumerate(events) if e["event"] == "run"), default=0) :]
 
 
+def slow_devices(directory: Path) -> dict[int, float]:
+    """Return the devices of a run that are slow now, and how many times as long as they should their tasks take."""
+    slow: dict[int, float] = {}
+    for event in events_since_start(directory):
+        if event["event"] == "resized":
+            slow = {int(device): float(factor) for device, factor in event.get("slow", {}).items()}
+        elif event["event"] == "straggler":
+            slow[event["device"]] = event["slowdown"]
+    return {device: factor for device, factor in slow.items() if factor > 1.0}
+
+
 class Follower:
     """Reads the rows that another process appends, each once; starts over if the file is replaced."""
 
@@ -189,6 +200,7 @@ SENTENCES = {
     "devices_lost": "devices are lost: {message}",
     "undone": "{at}update undone and repeated with clipped gradients: their norm was {grad_norm:.4g}",
     "stuck": "{message}",
+    "straggler": "{at}{message}",
     "failed": "failed: {message}",
     "error": "failed: {message}",
     "out_of_memory": "out of memory, so it goes on with {change}",

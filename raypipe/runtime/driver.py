@@ -18,7 +18,7 @@ from raypipe.data import tokens_per_sample
 from raypipe.errors import CheckpointError, SampleCountError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import Stop, asked_to_stop
-from raypipe.observe.run_log import RunLog, rewind
+from raypipe.observe.run_log import RunLog, rewind, slow_devices
 from raypipe.observe.timelines import LiveTimelines
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import MeasuredStep
@@ -30,7 +30,7 @@ from raypipe.runtime.early_stop import Patience, patience_of
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
 from raypipe.runtime.hosts.node_files import clear
-from raypipe.runtime.in_place import RECOVERABLE, InPlace, LostWorkers, Recovered, can_recover, can_replace
+from raypipe.runtime.in_place import RECOVERABLE, InPlace, LeavingWorkers, LostWorkers, Recovered, in_place_for
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before, left_out_of
 from raypipe.runtime.recovery.replacement import completed, outcomes
 from raypipe.runtime.run_metrics import RunMetrics, RunResults
@@ -63,7 +63,7 @@ class Driver:
         batch, clips = job.train.batch, job.train.needs_norm
         self.running = running_of(plan, batch, clips)
         self.clock = StepClock(self.schedule)
-        self.controller = ControllerSequence(self.running, batch, clips, self._notice)
+        self.controller = ControllerSequence(self.running, batch, clips, self._notice, slow_devices(directory))
         self.checkpoints = RunCheckpoints(job, directory, log, saved)
         self.saves = Saves(self.checkpoints, log)
         self.copies = copies if copies is not None else NeighbourCopies(0, log)
@@ -76,9 +76,9 @@ class Driver:
         self.memory_bytes: list[int] = []
         self._live = LiveTimelines(directory)
         self.in_place: InPlace | None = None
-        """Replaces workers that die; None where a run cannot go on without any of them."""
+        """Replaces workers that die; None where none can be."""
         self._validated = -1
-        """Number of steps done at the newest validation that was collected."""
+        """Steps done at the newest validation that was collected."""
         self._to_save: tuple[int, float, float, bool] | None = None
         """What the newest validation has decided: number of steps, its loss, its score, whether it is the best."""
         self.paused: dict[str, Any] | None = None
@@ -93,6 +93,7 @@ class Driver:
         self._swap = CompiledSwap(log)
         self._per_call = StepsPerCall()
         self._orders = RowOrders(job, directory / "data")
+        self._leaving = LeavingWorkers()
         self._dues = Dues(job.train, directory, self.saves, self.copies)
 
     @property
@@ -145,12 +146,10 @@ class Driver:
         clear(workers.leaders_apart(), self.directory)
 
     def _run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
-        twins = can_recover(self.job, self.running, workers)
-        self._setup(workers, checkpoint, done, twins)
+        self.in_place = in_place_for(self.job, self.running, workers, self.directory, self.copies.made)
+        self._setup(workers, checkpoint, done)
         if workers.standby is None:
             workers.standby = StandbyPool(workers, self.job.train.standby)
-        if twins or (self.copies.made and can_replace(self.job, self.running, workers)):
-            self.in_place = InPlace(self.job, self.directory, twins)
         self.metrics.begin(workers.run_id.partition("-")[0], workers.locations)
         try:
             last = self._loop(workers, done)
@@ -166,12 +165,11 @@ class Driver:
             self.results.patience = patience_of(self.directory, self.job.train, done)
         self.checkpoints.left_out = left_out
 
-    def _setup(self, workers: WorkerGroup, checkpoint: Path | Checkpoint | None, done: int, recovers: bool) -> None:
-        self._measures = self.controller.measures_memory
-        left_out = self.checkpoints.left_out
-        per_rank = set_up(
-            workers, self.job, self.running, self.directory, checkpoint, self._measures, done, recovers, left_out
-        )
+    def _setup(self, workers: WorkerGroup, checkpoint: Path | Checkpoint | None, done: int) -> None:
+        self._measures, left_out = self.controller.measures_memory, self.checkpoints.left_out
+        twins = self.in_place is not None and self.in_place.twins
+        given = (self.job, self.running, self.directory, checkpoint, self._measures, done, twins, left_out)
+        per_rank = set_up(workers, *given)
         for message in workers.apart.values():
             self._notice(message)
         compiled = self._swap.begin(workers, self.job.train, self.running.plan.parallel)
@@ -225,8 +223,7 @@ class Driver:
         workers.locate()
         self._repeat_from(workers, to.checkpoint, to.done, to.left_out)
         fields = {"from_step": error.step, "left_out": error.step - to.done, "message": error.what}
-        self.log.event("rewound", step=to.done, **fields)
-        self.metrics.event("rewound", fields)
+        self._tell("rewound", to.done, fields)
         return to.done
 
     def _repeat_from(self, workers: WorkerGroup, checkpoint: Path | Checkpoint | None, done: int, left_out: int) -> int:
@@ -237,7 +234,7 @@ class Driver:
         repeated = rewind(self.directory, done)
         self.results.forget()
         self._begin(done, left_out)
-        self._setup(workers, checkpoint, done, self.in_place is not None and self.in_place.twins)
+        self._setup(workers, checkpoint, done)
         self._pause()
         return repeated
 
@@ -250,9 +247,11 @@ class Driver:
                 steps_done = done if ended else self._fill(workers, done)
                 self._collect_all()
                 self.saves.finish(workers)
+                done = steps_done
+                if steps_done < self.job.train.steps:
+                    self._leaving.let_go(workers, done, self.log)
                 if not self.saves.overdue:
                     return steps_done
-                done = steps_done
             except RECOVERABLE as error:
                 if self.in_place is None:
                     raise
@@ -287,12 +286,12 @@ class Driver:
             raise error
         self._unread = None
         self._pause()
-        self._tell_recovered(done, lost.event(workers, recovered.from_pool, recovered.repeated, "replica"))
+        self._tell("recovered", done, lost.event(workers, recovered.from_pool, recovered.repeated, "replica"))
         return done
 
-    def _tell_recovered(self, done: int, fields: dict[str, Any]) -> None:
-        self.log.event("recovered", step=done, **fields)
-        self.metrics.event("recovered", fields)
+    def _tell(self, name: str, step: int, fields: dict[str, Any]) -> None:
+        self.log.event(name, step=step, **fields)
+        self.metrics.event(name, fields)
 
     def _go_back(self, workers: WorkerGroup, in_place: InPlace, lost: LostWorkers, error: Exception, known: int) -> int:
         """Go on from the newest copies in the nodes' memory, or a newer checkpoint, with others in place of the dead.
@@ -332,7 +331,7 @@ class Driver:
         from_pool = in_place.replace(workers, lost, done, error)
         repeated = self._repeat_from(workers, folder if saved else copy, done, left_out_of(copy))
         source = "checkpoint" if saved else "neighbour"
-        self._tell_recovered(done, lost.event(workers, from_pool, repeated + running, source))
+        self._tell("recovered", done, lost.event(workers, from_pool, repeated + running, source))
         return done
 
     def _collect_known(
@@ -387,6 +386,9 @@ class Driver:
         fills, queued = True, done
         while queued < train.steps:
             if self.patience is not None and self.patience.exhausted:
+                break
+            if self._leaving:
+                self._queue_after(workers, queued, Due(evaluates=False, saves=True, copies=False))
                 break
             stop = asked_to_stop(self.directory)
             most = 1 if self._reads_later(workers) else self._per_call.most
@@ -487,10 +489,9 @@ class Driver:
     def _collect_step(self, ticket: Ticket, done: DoneStep, timed: bool = True) -> None:
         """Take in a step of a call; ``timed``: all devices have reported the times of their tasks."""
         step, tensor = done.step, self.running.plan.parallel.tensor
-        results = [
-            result for result in done.results if result is not None
-        ]  # the caller has seen to it that none is lost
+        results = [one for one in done.results if one is not None]  # the caller has seen to it that none is lost
         self._swap.heard(step, results)
+        self._leaving.heard(results)
         step_s = self.results.step(step, done.part, ticket.clock, results, tensor, timed)
         if step_s is not None and timed and ticket.clock is self.clock:  # not if it was queued before the plan changed
             self._per_call.took(step_s)
@@ -520,8 +521,7 @@ class Driver:
     def _log_events(self, step: int) -> None:
         events = self.controller.drain()
         for name, fields in events:
-            self.log.event(name, step=step, **fields)
-            self.metrics.event(name, fields)
+            self._tell(name, step, fields)
         if events:
             self._store_plan()
 

@@ -10,7 +10,8 @@ and the step that was running is finished or repeated. Else all take that of the
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from ray.exceptions import RayActorError, RayError
 
 from raypipe.errors import DeviceError, RaypipeError, TransportError
 from raypipe.job.spec import JobSpec
+from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import Running
+from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
 from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
@@ -87,7 +90,7 @@ class LostWorkers:
         }
 
 
-def can_replace(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
+def _can_replace(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
     """Return whether a worker that dies can be replaced while the others keep their processes."""
     return (
         job.train.recovery == "in-place"
@@ -97,11 +100,11 @@ def can_replace(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
     )
 
 
-def can_recover(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
+def _can_recover(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
     """Return whether a run replaces a worker that dies, whichever it is, by twins of all its stages."""
     parallel, schedule, ranks = running.plan.parallel, running.schedule, len(workers.actors)
     return (
-        can_replace(job, running, workers)
+        _can_replace(job, running, workers)
         and ranks > 1
         and schedule.versions == "flush"
         and schedule.sharding is None
@@ -246,6 +249,46 @@ class InPlace:
         workers.run_id = f"{workers.places.place.run_id}.{self._times}"
         workers.locate()
         return from_pool
+
+
+def in_place_for(job: JobSpec, running: Running, workers: WorkerGroup, directory: Path, copies: bool) -> InPlace | None:
+    """Return what replaces workers that die, by twins or else ``copies`` in nodes' memory; None where neither can."""
+    twins = _can_recover(job, running, workers)
+    return InPlace(job, directory, twins) if twins or (copies and _can_replace(job, running, workers)) else None
+
+
+class LeavingWorkers:
+    """Workers that were told to end (SIGTERM, as before a preemption) and go between two steps: none is repeated."""
+
+    def __init__(self) -> None:
+        self._ranks: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._ranks)
+
+    def heard(self, results: Sequence[StepResult]) -> None:
+        """Take in what workers report with a step, by rank."""
+        self._ranks = [rank for rank, result in enumerate(results) if result.leaves] or self._ranks
+
+    def let_go(self, workers: WorkerGroup, done: int, log: RunLog) -> None:
+        """End them, if there are any; nothing may be queued, and what they hold is saved or has a twin.
+
+        Raises:
+            TransportError: they are gone.
+        """
+        ranks, self._ranks = self._ranks, []
+        if not ranks:
+            return
+        titles = ", ".join(workers.titles[rank] for rank in ranks)
+        log.event("notice", message=f"{titles}: told to end (SIGTERM), goes after step {done}")
+        for rank in ranks:
+            ray.kill(workers.actors[rank])
+        deadline = time.monotonic() + ENDED_S
+        for rank in ranks:  # one that still answered would count as living
+            with suppress(RayActorError):
+                while time.monotonic() < deadline:
+                    ray.get(workers.actors[rank].clock.remote())
+        raise TransportError(titles, "was told to end (SIGTERM)", "see what ends processes on its node")
 
 
 RECOVERABLE = (RayError, RaypipeError)

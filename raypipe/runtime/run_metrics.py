@@ -146,6 +146,8 @@ class RunMetrics:
             self._hold((metric, fields[key], {}) for metric, key in predicted)
         elif name == "checkpoint_begun":
             self._hold([(declared.CHECKPOINT_STALL, fields["stall_s"], {})])
+        elif name == "straggler":
+            self._hold([(declared.SLOWDOWN, fields["slowdown"], {"device": str(fields["device"])})])
         elif (counted := COUNTED.get(name)) is not None:
             self._counts[counted] += 1
             self._hold([(counted, float(self._counts[counted]), {})])

@@ -44,7 +44,7 @@ from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.service.journal import check_served
 from raypipe.train import Prepared, prepare_run
 
-SERVED = {"tensor": 1, "experts": 1, "slices": 1, "shard": "none"}
+SERVED = {"tensor": 1, "experts": 1, "context": 1, "slices": 1, "shard": "none"}
 """Of a plan's keys, those that sessions have no other values of (``check_job``)."""
 Say = Callable[[str], None]
 

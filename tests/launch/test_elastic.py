@@ -19,7 +19,7 @@ from raypipe.launch.elastic import DrainedNodes, Elastic, NamedNodes
 from raypipe.launch.plans import with_plan
 from raypipe.launch.prepared import Prepared
 from raypipe.observe.run_dir import LEAVING, PROFILE, SAVE, STOP, ask, asked, asked_to_stop
-from raypipe.observe.run_log import EVENTS, RunLog, read_rows
+from raypipe.observe.run_log import EVENTS, RunLog, read_rows, slow_devices
 from raypipe.observe.run_record import summarise
 from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
@@ -172,6 +172,43 @@ def test_more_devices_pause_the_run_once_they_stay(run: Run) -> None:
     run.free = 0
     run.look(5)
     assert len(run.resized()) == 1
+
+
+def slowed(run: Run, device: int, slowdown: float) -> None:
+    """The driver names a device, and the run is looked at."""
+    run.log.event("straggler", device=device, slowdown=slowdown, message=f"device {device}")
+    run.look(1)
+
+
+def test_a_slow_device_gets_less_until_it_recovers(run: Run) -> None:
+    slowed(run, 1, 1.01)  # too little to gain
+    assert asked_to_stop(run.directory) is None
+    even = [len(stage) for stage in run.elastic.prepared.plan.cut]
+    for number, slowdown in enumerate((3.0, 1.0), 1):
+        slowed(run, 1, slowdown)
+        stop = asked_to_stop(run.directory)
+        assert stop is not None
+        assert stop.pauses
+        assert ("device 1 takes 3.00 times as long" in stop.why) is (slowdown > 1)
+        run.log.event("paused", step=7 * number, message=stop.why)
+        run.look(1)
+        change = run.resized()[-1]
+        assert (change["devices"], change["was"]) == (2, 2)
+        assert slow_devices(run.directory) == ({1: 3.0} if slowdown > 1 else {})
+        cut = [len(stage) for stage in load_plan(run.directory / "plan.json").cut]
+        assert (cut == even) is (slowdown == 1)
+        assert cut[1] < even[1] or slowdown == 1
+        assert asked_to_stop(run.directory) is None
+    assert (run.devices, run.anew) == ({"node 0": 2}, 0)
+
+
+def test_who_is_slow_is_found_again_on_other_devices(run: Run) -> None:
+    slowed(run, 1, 3.0)
+    run.lost = {"node 0"}
+    run.free = 2
+    run.log.event("devices_lost", message="a node is gone")
+    run.look(1)
+    assert slow_devices(run.directory) == {}
 
 
 def test_devices_that_save_too_little_are_left_alone(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,17 @@ def test_the_newest_steps_and_events(log: RunLog, tmp_path: Path) -> None:
     assert "3.0 GiB" in text
 
 
+def test_slow_devices_are_marked_until_they_recover(log: RunLog, tmp_path: Path) -> None:
+    devices = [{"name": f"stage {k}", "node": "n", "device": "cpu", "pid": k, "parameters": 7} for k in range(2)]
+    log.event("started", devices=devices, resumed_from=None)
+    log.event("straggler", step=31, device=1, slowdown=1.96, message="device 1 (stage 1) is slow")
+    text = shown(tmp_path)
+    assert ["slow: 2.0 x" in line for line in text.splitlines() if line.startswith("stage ")][:2] == [False, True]
+    assert "step    31  device 1 (stage 1) is slow" in text
+    log.event("straggler", step=60, device=1, slowdown=1.0, message="as fast as before")
+    assert "slow: " not in shown(tmp_path)
+
+
 def test_a_served_run_shows_each_model(log: RunLog, tmp_path: Path) -> None:
     log.event("serving", base="tiny", url="http://127.0.0.1:8300")
     for number in range(1, 7):

@@ -14,7 +14,7 @@ Source: Lai et al. 2022 (Merak), section 5.2.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
@@ -24,6 +24,7 @@ from raypipe.plan.online.better_order import Running, running_of, runs_ahead, st
 from raypipe.plan.online.controller import Controller, Event, MeasuredStep, StepMemory
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.replan import Replanner
+from raypipe.plan.online.stragglers import Stragglers
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import in_flight
@@ -210,22 +211,33 @@ class Guard:
 
 
 class ControllerSequence:
-    """The Controller that the driver uses. Once per clock, it also predicts the time of later steps.
+    """The Controller that the driver uses. Once per clock, it also predicts the time of later steps; and it names
+    devices that turn slow.
 
     Args:
         present: the plan that runs first.
         batch: ``train.batch``.
         clips: whether gradients are clipped by their global norm.
         report: called with one line when a part fails and is disabled.
+        slow: devices that were slow before, and how many times as long as they should their tasks take.
     """
 
-    def __init__(self, present: Running, batch: int, clips: bool, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        present: Running,
+        batch: int,
+        clips: bool,
+        report: Callable[[str], None],
+        slow: Mapping[int, float] | None = None,
+    ) -> None:
         self.proven: Plan = present.plan
         """The plan that a restart begins with."""
         self.measures_memory = False
         """Whether workers measure their memory in every step."""
         self._guard = Guard(report)
         self._present = present
+        made_for = present.plan.made_for
+        self._stragglers = Stragglers(slow, alike=made_for is None or not made_for.kinds)
         self._events: list[Event] = []
         self._name = ""
         self._active: Controller | None = None
@@ -244,6 +256,8 @@ class ControllerSequence:
     def observe(self, measured: MeasuredStep) -> None:
         """Report one finished step to the active controller, with measured costs if a prediction was just made."""
         costs = self._predict(measured.clock)
+        if self._present.plan.parallel.experts == 1:  # devices wait inside tasks for the one with the busiest expert
+            self._events += self._guard("naming slow devices", self._stragglers.observe, measured.clock) or []
         step = measured if costs is None else replace(measured, costs=costs)
         self._ask(lambda active: active.observe(step))
 

@@ -164,6 +164,8 @@ class StepResult:
     """How far this device's compiled programs are."""
     notices: tuple[str, ...] = ()
     """Tasks that could not be captured as graphs since the step before, each with the reason."""
+    leaves: bool = False
+    """Whether this process was told to end, by a SIGTERM."""
     figures: tuple[tuple[str, float], ...] = ()
     """In a validation: (name, sum) of each figure of the loss function, divided as ``loss_sum`` is; on the devices that
     have a share of it."""

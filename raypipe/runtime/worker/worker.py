@@ -50,6 +50,7 @@ from raypipe.runtime.recovery.replacement import (
 from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.setup.setup import (
+    CONTEXT_GROUP,
     EXPERT_GROUP,
     TENSOR_GROUP,
     Setup,
@@ -82,6 +83,7 @@ from raypipe.runtime.worker.settings import (
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
 from raypipe.schedule.microbatch_order import Order
+from raypipe.signals import told_to_go
 from raypipe.tensor import Axis, ProcessGroup, SoloGroup, TensorGroup, set_group
 
 if TYPE_CHECKING:
@@ -122,8 +124,7 @@ class StageWorker:
 
     def whereabouts(self) -> str:
         """Name this device and the task it is running, for error messages."""
-        device = f"{self.title} · device {self.rank}"
-        executor = getattr(self, "executor", None)
+        device, executor = f"{self.title} · device {self.rank}", getattr(self, "executor", None)
         if executor is None or executor.doing is None:
             return device
         step = f"step {executor.step + 1}" if executor.training else f"validation batch {executor.step}"
@@ -270,7 +271,7 @@ class StageWorker:
         """Build the stages and their optimizers."""
         job = setup.job
         self.plan = plan = self._model(setup)
-        plan.slices = setup.slices
+        plan.slices = max(setup.slices, setup.parallel.context)
         self.io_specs = specs = io_specs_of(setup, plan)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): build_stage(setup, plan, specs, stage, self.device)
@@ -295,8 +296,6 @@ class StageWorker:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.ranks))
         feed = self._feed(setup, plan)
-        if setup.slices > 1:
-            feed.cut(setup.slices, plan.slice_lengths(setup.slices))
         senders = own_channels(communicators.senders, setup.tensor)
         receivers = own_channels(communicators.receivers, setup.tensor)
         if setup.parallel.side_stream is not None:
@@ -338,6 +337,7 @@ class StageWorker:
             "tensor": self._group("tensor", groups.get(TENSOR_GROUP)),
             "experts": self._group("experts", groups.get(EXPERT_GROUP)),
         }
+        self._group("context", groups.get(CONTEXT_GROUP))
         if setup.recovers and communicators.world is not None:
             self.executor.updates.ledger = Ledger(communicators.world, self.modules, setup.done, 2 * MOST_STEPS)
 
@@ -393,9 +393,8 @@ class StageWorker:
     ) -> list[StepResult] | None:
         """Run training steps from ``step`` on, counted from 0, one for each of ``parts``.
 
-        ``orders``: of those whose micro-batches are not in the order of the data (``Feed.arrange``).
-
-        Reports of what happened beside them come with the last result, so that none is lost with a step that fails.
+        ``orders``: of those whose micro-batches are not in the order of the data (``Feed.arrange``). Reports of what
+        happened beside steps come with the last result, so that none is lost with a step that fails.
 
         Returns None where updates are made while the next step runs, and in a run on GPUs, where steps are only
         queued: ``result`` returns each later, best after the next call, so that the GPU has work while the host waits.
@@ -447,6 +446,7 @@ class StageWorker:
             compiled=compiled,
             compile_state="settled" if self.compilation is None else self.compilation.state,
             notices=self.executor.notices() + (() if self.compilation is None else self.compilation.notices()),
+            leaves=told_to_go(),
         )
 
     @parts_when_lost

@@ -7,6 +7,7 @@ Every shape (SCHEDULE:STAGESxREPLICAS[:SHARD]) trains undisturbed once and then 
 state, and at most one step is repeated (zb: or two); else the run has ``train.copy_every=1`` and all go on from the
 copies, with at most one step repeated that had ended. A run is sound if its losses are those of the undisturbed one,
 bit for bit, and all processes but the killed ones lived on.
+With ``--told`` a worker gets a SIGTERM instead: it goes between two steps, and none may be repeated.
 With ``--standby`` a kill waits until the processes that stand by are ready, which have low priority on busy cores.
 Prints the seconds from each kill to the next step done, and the steps repeated; ``--restart KILLS`` measures the same
 with ``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
@@ -52,6 +53,7 @@ def recovered_job(path: Path, text: Path, shape: dict[str, Any], **train: Any) -
 @dataclass(slots=True)
 class Run:
     shape: str
+    told: bool = False
     status: int = -1
     same_losses: bool = False
     same_processes: bool = True
@@ -71,7 +73,7 @@ class Run:
         kills = len(self.seconds)
         as_wanted = (self.in_place, self.restarts) == (kills, 0) and self.same_processes
         # A device whose update can be taken back may begin the next step before the others know of this one.
-        most = 2 if self.shape.startswith("zb") or not self.twins else 1
+        most = 0 if self.told else 2 if self.shape.startswith("zb") or not self.twins else 1
         few = max(self.repeated, default=0) <= most
         return self.status == 0 and self.same_losses and as_wanted and few
 
@@ -121,8 +123,10 @@ def newest(directory: Path) -> int:
     return max((row["step"] for row in rows(directory / "metrics.jsonl") if "loss" in row), default=0)
 
 
-def killing(shape: str, job: Path, directory: Path, kills: int, losses: list[float], *extra: str) -> Run:
-    run = Run(shape)
+def killing(
+    shape: str, job: Path, directory: Path, kills: int, losses: list[float], *extra: str, told: bool = False
+) -> Run:
+    run = Run(shape, told=told)
     process = train(job, directory, *extra)
     seen = 0
     while len(run.seconds) < kills and process.poll() is None:
@@ -141,7 +145,7 @@ def killing(shape: str, job: Path, directory: Path, kills: int, losses: list[flo
         victim = random.choice(members)
         began = time.monotonic()
         try:
-            os.kill(victim, signal.SIGKILL)
+            os.kill(victim, signal.SIGTERM if told else signal.SIGKILL)
         except ProcessLookupError:
             break
         while attempts(directory) <= seen and process.poll() is None:
@@ -177,6 +181,7 @@ def said_of(what: str, seconds: list[float]) -> str:
 def main() -> int:
     args = options(
         __doc__, kills=8, runs=1, steps=1500, standby=0, shape=SHAPES, clip="1.0", restart=0, seed=0, compiled=False,
+        told=False,
         json=Path, keep=Path,
     )  # fmt: skip
     random.seed(args.seed)
@@ -203,7 +208,7 @@ def main() -> int:
                 copies = () if has_twins(shape) else ("--set", "train.copy_every=1")
                 extra = ("--set", f"train.standby={args.standby}", *copies, *compiled)
                 directory = folder / f"{begin.name}-{number}"
-                run = killing(shape, job, directory, args.kills, undisturbed["losses"], *extra)
+                run = killing(shape, job, directory, args.kills, undisturbed["losses"], *extra, told=args.told)
                 found.append(run)
                 print(
                     f"{shape} {number + 1}: status {run.status}, {len(run.seconds)} kills, {run.in_place} in place "

@@ -25,6 +25,8 @@ PREDICTION = SimpleNamespace(step_s=2.0, bubble_ratio=0.25, costs=CostTable.even
 class Clock:
     """Predicts after ``steps`` steps, once."""
 
+    recorded = None
+
     def __init__(self, steps: int = 1000) -> None:
         self.left = steps
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +16,7 @@ import pytest
 
 from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.job.spec import JobSpec
-from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.runtime import calls
 from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group
 from raypipe.runtime.hosts.devices import DeviceRequest
@@ -206,3 +210,57 @@ def test_a_worker_is_replaced_in_the_middle_of_a_call(
     (event,) = [e for e in read_rows(tmp_path / "1000000000.0" / EVENTS) if e["event"] == "recovered"]
     assert event["step"] in (9, 10)
     assert event["steps_repeated"] in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train", "source", "times"),
+    [
+        (TWO_COPIES, {}, "replica", 1),
+        *exhaustive(
+            (TWO_COPIES, {}, "replica", 20),
+            (FOLDED, {"clip": 100.0}, "replica", 3),
+            ({"schedule": "1f1b", "stages": 4}, {"copy_every": 4}, None, 3),
+        ),
+    ],
+    ids=["twin", "twenty-times", "optimistic", "saved"],
+)
+def test_workers_that_are_told_to_end_go_between_two_steps(
+    parallel: dict[str, Any], train: dict[str, Any], source: str | None, times: int, text_folder: Path, stage_pool,
+    mortals: Mortals, tmp_path: Path,
+) -> None:  # fmt: skip
+    """A SIGTERM at a random moment, and another one after that: no step is repeated, and the others live on."""
+    job = small_job(text_folder, parallel, {"layers": 8}, steps=30 * (times + 1), **train)
+    plain = job.model_copy(update={"train": job.train.model_copy(update={"copy_every": 0})})
+    undisturbed = drive(plain, stage_pool, tmp_path / "undisturbed")
+    draw, told, lived = random.Random(0), [], list[bool]()
+
+    class Tells(RunLog):
+        def metric(self, row: dict[str, Any]) -> None:
+            super().metric(row)
+            if len(told) < times and len(told) == len(lived) and row["step"] > 30 * len(told) + 2:
+                rank = draw.randrange(4)
+                told.append((rank, [at.pid for at in workers.locations]))
+                threading.Timer(draw.uniform(0, 0.1), os.kill, (told[-1][1][rank], signal.SIGTERM)).start()
+
+        def event(self, kind: str, **fields: Any) -> None:
+            super().event(kind, **fields)
+            if kind == "recovered":
+                (rank, before), after = told[-1], [at.pid for at in workers.locations]
+                same = [a == b for a, b in zip(before, after, strict=True)]
+                lived.append(fields["ranks"] == [rank] and same == [r != rank for r in range(4)])
+
+    driver = new_driver(job, tmp_path / "disturbed", log=Tells)
+    with driver.copies:
+        workers = mortals.take(driver.schedule, job.parallel.replicas)
+        try:
+            driver.run(workers, None, 0)
+        finally:
+            mortals.leave(workers)
+            driver.log.close()
+    rows, events = (read_rows(tmp_path / "disturbed" / name) for name in (METRICS, EVENTS))
+    assert [r["loss"] for r in rows if "loss" in r] == undisturbed.losses
+    recovered = [e for e in events if e["event"] == "recovered"]
+    assert [e["steps_repeated"] for e in recovered] == [0] * times
+    assert all(e["source"] == source or source is None for e in recovered)
+    assert lived == [True] * times
+    assert sum("(SIGTERM), goes after step" in e.get("message", "") for e in events) == times
