@@ -58,12 +58,14 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(job: Path, folder: Path, environment: Mapping[str, str], *options: str) -> Iterator[Server]:
-    """Serve a job by the command on a free port."""
+def serving(
+    job: Path, folder: Path, environment: Mapping[str, str], *options: str, module: str = "raypipe"
+) -> Iterator[Server]:
+    """Serve a job by the command, or another module's, on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    server = Server([sys.executable, "-m", "raypipe", "serve", str(job), *options], port, folder, environment)
+    server = Server([sys.executable, "-m", module, "serve", str(job), *options], port, folder, environment)
     try:
         server.start()
         yield server

@@ -103,7 +103,8 @@ def main() -> int:
         folder = Path(name)
         job = json.loads(job_of({}).model_dump_json(exclude_unset=True))
         (path := folder / "job.json").write_text(json.dumps(job))
-        with serving(path, folder, without_ray(RAY_ADDRESS="local"), "--models", "2") as server:
+        module = "tests.forked_workers.command" if asked.of == "server" else "raypipe"  # it starts often
+        with serving(path, folder, without_ray(RAY_ADDRESS="local"), "--models", "2", module=module) as server:
             worst = apart(server, asked.kills, asked.of, random.Random(asked.seed))
     sound = worst <= CLOSE
     print(f"{asked.kills} kills: {'no update was lost or made twice' if sound else f'a number is {worst:.1e} apart'}")

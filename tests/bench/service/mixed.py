@@ -1,31 +1,60 @@
 """Time calls of several models in one pass through the pipeline beside the same calls one after the other, in turns.
 
-    python -m tests.bench.service.mixed [--models 4] [--rounds 20] [--hidden 256] [--json FILE]
+    python -m tests.bench.service.mixed [--models 4] [--rounds 20] [--hidden 256] [--task-ms 0] [--json FILE]
 
 A GPT of four layers in two stages, float32; each model's call has one micro-batch, which alone keeps one stage busy at
 a time. A round is a call of each model and an update of each, waited for at its end; medians of the rounds. Losses of
-both ways have to be the same to 1e-5.
+both ways have to be the same to 1e-5. ``--task-ms`` lets every task of a stage take so much longer, without a
+processor, as on a device of its own: two stages that share busy cores cannot compute at the same time.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from raypipe.job.spec import job_from
+from raypipe.runtime.executor.runner import Handler
 from raypipe.runtime.session.call_data import Datum
 from raypipe.runtime.session.session import Call, Session, arrays
-from raypipe.runtime.session.session_worker import AdamW
+from raypipe.runtime.session.session_worker import AdamW, StageSession
+from raypipe.runtime.setup.setup import Setup
+from raypipe.schedule.kinds import COMPUTE
+from raypipe.schedule.lowering.programs import Action
+from raypipe.service import actor
 from raypipe.service.actor import opened
 from tests.bench.command import options, write_rows
 
 CLOSE = 1e-5
+TASK_MS = "RAYPIPE_BENCH_TASK_MS"
+"""Environment variable of the workers."""
+
+
+class SlowSession(StageSession):
+    """Tasks take some time longer."""
+
+    def setup(self, setup: Setup) -> tuple[int, list[str]]:
+        """See ``StageSession.setup``."""
+        held, more_s = super().setup(setup), float(os.environ[TASK_MS]) / 1e3
+
+        def slow(handler: Handler) -> Handler:
+            def handle(executor: Any, action: Action) -> None:
+                if action.task.kind in COMPUTE:
+                    time.sleep(more_s)
+                handler(executor, action)
+
+            return handle
+
+        self.executor.surround(slow)
+        return held
 
 
 def data_of(rng: random.Random) -> list[Datum]:
@@ -48,7 +77,10 @@ def round_of(session: Session, data: list[list[Datum]], slots: range, mixed: boo
 
 def main() -> int:
     """Run all rounds; the exit status says if losses differ."""
-    asked = options(__doc__, models=4, rounds=20, hidden=256, json=Path)
+    asked = options(__doc__, models=4, rounds=20, hidden=256, task_ms=0.0, json=Path)
+    if asked.task_ms:
+        os.environ[TASK_MS] = str(asked.task_ms)  # workers of this process's Ray have it too
+        actor.StageSession = SlowSession  # type: ignore[attr-defined, misc]
     model = {
         "type": "gpt", "layers": 4, "hidden": asked.hidden, "heads": 4, "sequence": 128, "vocabulary": 256,
         "dropout": 0.0,
