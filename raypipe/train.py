@@ -66,6 +66,7 @@ def prepare_run(
     say: Say = lambda _: None,
     beside: Mapping[str, Any] = MappingProxyType({}),
     validation: ValidationMetrics | None = None,
+    check: Callable[[JobSpec, Path, Say], list[str]] = check_resume,
 ) -> Prepared:
     """Check the request, make the plan and create the run directory.
 
@@ -81,6 +82,7 @@ def prepare_run(
         say: called with notes and the progress of planning.
         beside: ``parallel`` keys given together with ``plan_file``.
         validation: functions for figures of a validation, instead of those that ``train.metrics`` names.
+        check: of a run to resume; returns notices of what was found.
 
     Raises:
         SpecError, ScheduleError: something is wrong with the request.
@@ -120,7 +122,7 @@ def prepare_run(
         from raypipe.checkpoint import Storage
 
         Storage(job.train.checkpoint_storage).check()
-    notices = check_resume(job, where, say) if resume else []
+    notices = check(job, where, say) if resume else []
     with ExitStack() as on_error:
         try:
             if resume:
@@ -139,7 +141,7 @@ def prepare_run(
         layers = model.prepared(data)
         for notice in () if resume else layers.notices:
             say(notice)
-        check_slices(planned.plan.parallel.slices, layers, data, job, validation)
+        check_slices(planned.plan.parallel, layers, data, job, validation)
         units = units_of(layers.task, planned.job, data)
         on_error.pop_all()
     return Prepared(planned.job, layers, planned.plan, planned.schedule, where, resume, job, units, validation)

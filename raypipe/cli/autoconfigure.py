@@ -263,7 +263,7 @@ def _shared(
     from raypipe.plan.choose import look_for_first
 
     if not coming.ready:
-        look_for_first(job, costs, devices, watch)
+        look_for_first(job, costs, devices, watch, lambda: coming.ready)
     while not coming.ready:
         if watch.over and watch.first_plan is not None:
             print(

@@ -24,6 +24,9 @@ def serve(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory for the plan and checkpoints [runs/NAME-TIME].")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Bring back the models of the server that ran in the run directory.")
+    ] = False,
 ) -> None:
     """Serve a job's model to programs that train it by calls, as those written for the Tinker API do."""
     from raypipe.job import load_job
@@ -32,4 +35,4 @@ def serve(
 
     spec = load_job(job, override or ())
     with contextlib.redirect_stdout(sys.stderr):
-        serve_job(spec, run_dir, host, port, models, Notes(stderr_console()))
+        serve_job(spec, run_dir, host, port, models, Notes(stderr_console()), resume)

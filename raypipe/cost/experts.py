@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import comb
+from typing import Any
 
 from raypipe.cost.hosts import Layout
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, TaskWork
-from raypipe.cost.profile import Profile
+from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
 from raypipe.errors import SpecError
 from raypipe.schedule.costs import CostTable
 
@@ -73,20 +74,18 @@ def divided_experts(work: LayerWork, group: int, imbalance: float = 1.0, copies:
     own = work.experts
     if own is None or group == 1:
         return work
-    check_group(own.experts, group)
-    check_imbalance(imbalance, own)
+    sent, changed = _on_busiest(work, own, group, imbalance, copies)
     gone = own.parameters - own.parameters // group
     weights = 1 - gone / work.parameters
-    sent = (reached(own.experts, own.per_token, group) if copies is None else copies) * own.tokens * own.row_bytes
     moved = 2 * (1 + imbalance) * sent  # each sent row is read and written at both ends
 
     def task(one: TaskWork, share: float, more: float) -> TaskWork:
-        grouped = sum(p.flops for p in one.products if p.groups)
+        grouped = grouped_share(one)
         rows = 1 + (imbalance - 1) * share
         return replace(
             one,
-            flops=one.flops + (imbalance - 1) * grouped,
-            operands=one.operands * (1 + (imbalance - 1) * (grouped / one.flops if one.flops else 0.0)),
+            flops=one.flops * (1 + (imbalance - 1) * grouped),
+            operands=one.operands * (1 + (imbalance - 1) * grouped),
             weights=one.weights * weights,
             traffic=one.traffic * rows + more,
             fused_traffic=None if one.fused_traffic is None else one.fused_traffic * rows + more,
@@ -94,31 +93,93 @@ def divided_experts(work: LayerWork, group: int, imbalance: float = 1.0, copies:
         )
 
     rows = 1 + (imbalance - 1) * own.kept
-    more = 2 * imbalance * sent  # what arrives, and what is made of it
-    fixed = max(own.fixed_beside, work.workspace_fixed_bytes / group)
+    more = 2 * imbalance * sent
     return replace(
         work,
-        parameters=work.parameters - gone,
-        trained_parameters=None
-        if work.trained_parameters is None
-        else work.trained_parameters - (gone if own.trained else 0),
+        **changed,
         forward=task(work.forward, own.traffic, moved),
         input_grad=task(work.input_grad, own.back_traffic, moved),
         weight_grad=task(work.weight_grad, own.back_traffic, 0.0),
-        kept_bytes=work.kept_bytes * rows,
         fused_kept_bytes=None if work.fused_kept_bytes is None else work.fused_kept_bytes * rows,
-        waiting_bytes=None if work.waiting_bytes is None else work.waiting_bytes * rows,
-        cast_bytes=work.cast_bytes * weights,
-        workspace_bytes=work.workspace_bytes * imbalance + more,
         fused_workspace_bytes=None
         if work.fused_workspace_bytes is None
         else work.fused_workspace_bytes * imbalance + more,
-        split_workspace_bytes=None
-        if work.split_workspace_bytes is None
-        else work.split_workspace_bytes * imbalance + more,
-        workspace_fixed_bytes=fixed,
         experts=own._replace(parameters=own.parameters - gone),
-        exchanged_bytes=sent * imbalance,
+    )
+
+
+def grouped_share(*tasks: TaskWork) -> float:
+    """Return the share of the tasks' operations that are experts' grouped products."""
+    every = sum(task.flops for task in tasks)
+    return sum(p.flops for task in tasks for p in task.products if p.groups) / every if every else 0.0
+
+
+def _on_busiest(
+    of: LayerWork | LayerProfile, own: ExpertsWork, group: int, imbalance: float, copies: float | None = None
+) -> tuple[float, dict[str, Any]]:
+    """Return the bytes that a device sends of a sample, and what else than times changes on the busiest device.
+
+    Arguments and errors are those of ``divided_experts``.
+    """
+    check_group(own.experts, group)
+    check_imbalance(imbalance, own)
+    gone = own.parameters - own.parameters // group
+    sent = (reached(own.experts, own.per_token, group) if copies is None else copies) * own.tokens * own.row_bytes
+    rows = 1 + (imbalance - 1) * own.kept
+    more = 2 * imbalance * sent  # what arrives, and what is made of it
+    trained, waiting, split = of.trained_parameters, of.waiting_bytes, of.split_workspace_bytes
+    return sent, {
+        "parameters": of.parameters - gone,
+        "trained_parameters": None if trained is None else trained - (gone if own.trained else 0),
+        "kept_bytes": of.kept_bytes * rows,
+        "waiting_bytes": None if waiting is None else waiting * rows,
+        "cast_bytes": of.cast_bytes * (1 - gone / of.parameters),
+        "workspace_bytes": of.workspace_bytes * imbalance + more,
+        "split_workspace_bytes": None if split is None else split * imbalance + more,
+        "workspace_fixed_bytes": max(own.fixed_beside, of.workspace_fixed_bytes / group),
+        "exchanged_bytes": sent * imbalance,
+    }
+
+
+def with_divided_experts(profile: Profile, group: int, imbalance: float | None = None) -> Profile:
+    """Return a measured profile as it is on the busiest of ``group`` copies that divide the experts of each layer.
+
+    A copy computes as many rows as before, times the imbalance. What larger products gain is not counted: each expert
+    gets the rows of all copies, and how much faster that is was not measured.
+
+    Args:
+        profile: measured with all experts on each device.
+        group: copies, E.
+        imbalance: rows of the busiest copy, over the mean; None: as measured.
+
+    Raises:
+        SpecError: the experts do not divide, or their loads cannot be so uneven.
+    """
+
+    def divided(layer: LayerProfile) -> LayerProfile:
+        own = layer.experts
+        if own is None:
+            return layer
+        uneven = own.imbalance(group) if imbalance is None else imbalance
+        _, changed = _on_busiest(layer, own.work, group, uneven)
+
+        def longer(seconds: float, share: float) -> float:
+            return seconds * (1 + (uneven - 1) * share)
+
+        def task(t: TaskTimes) -> TaskTimes:
+            ahead = {name: longer(getattr(t, name), own.forward) for name in ("forward", "recompute")}
+            back = longer(t.input_grad, own.input_grad), longer(t.weight_grad, own.weight_grad)
+            apart = t.input_grad + t.weight_grad
+            joint = t.joint * sum(back) / apart if apart else t.joint
+            grads = {"input_grad": back[0], "weight_grad": back[1], "joint": joint}
+            return t.model_copy(update={**ahead, **grads})
+
+        held = own.work.parameters // group if own.work.trained else 0
+        times = {size: task(t) for size, t in layer.times.items()}
+        return layer.model_copy(update={**changed, "times": times, "expert_parameters": held, "experts": None})
+
+    return profile.each_kind(
+        lambda one: one.model_copy(update={"layers": tuple(map(divided, one.layers)), "experts": group})
     )
 
 
@@ -150,13 +211,30 @@ def all_to_all_seconds(profile: Profile, size_bytes: float, layout: Layout, shar
 
 
 def least_exchange_seconds(profile: Profile, size_bytes: float) -> float:
-    """Return the least seconds of an all-to-all between the copies that divide experts, wherever they are.
+    """Return the least seconds of an all-to-all between the copies that divide something, wherever they are.
 
     A host has 1 to all of them, if each has as many.
     """
-    group, most = profile.experts, max(profile.placed.of_first(profile.devices), default=1)
+    group, most = profile.exchanging, max(profile.placed.of_first(profile.devices), default=1)
     layouts = [Layout(group // k, k) for k in range(1, min(group, most) + 1) if group % k == 0]
     return min(all_to_all_seconds(profile, size_bytes, layout) for layout in layouts)
+
+
+def with_gathers(costs: CostTable, seconds: Sequence[float], times: tuple[int, int]) -> CostTable:
+    """Return a table whose F, B and R also wait for keys and values of other copies; ``times``: F and R, and B."""
+    if not any(seconds):
+        return costs
+    ahead, back = times
+
+    def longer(tasks: Sequence[float], often: int) -> tuple[float, ...]:
+        return tuple(t + often * s for t, s in zip(tasks, seconds, strict=True))
+
+    return replace(
+        costs,
+        forward=longer(costs.forward, ahead),
+        input_grad=longer(costs.input_grad, back),
+        recompute=longer(costs.recompute, ahead),
+    )
 
 
 def with_exchange(costs: CostTable, seconds: Sequence[float], overlap: float = 0.0) -> CostTable:

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from raypipe.cost.hosts import Hosts
+from raypipe.cost.layer_work import ExpertsWork
 from raypipe.job.field_types import Devices, Positive, ReduceDtype, Spec
 from raypipe.job.reading import load_json
 from raypipe.job.spec import JobSpec
@@ -92,6 +93,27 @@ class TaskTimes(Spec):
         return self.model_copy(update={task: factor * getattr(self, task) for task in tasks})
 
 
+class ExpertsProfile(Spec):
+    """What of a measured layer's costs belongs to its experts, so that these can be divided (``cost/experts.py``)."""
+
+    work: ExpertsWork
+    forward: Annotated[float, Field(ge=0, le=1)]
+    """Share of the forward's operations that are the experts', and so grow with the rows that they get."""
+    input_grad: Annotated[float, Field(ge=0, le=1)]
+    """The same of B."""
+    weight_grad: Annotated[float, Field(ge=0, le=1)]
+    """The same of W."""
+    loads: Annotated[tuple[Bytes, ...], Field(strict=False)] = ()
+    """Rows of each expert over the mean, as the router chose them for the job's own samples; none: not measured."""
+
+    def imbalance(self, group: int) -> float:
+        """Return the rows of the busiest of ``group`` copies that divide the experts, over the mean."""
+        if not self.loads:
+            return 1.0
+        held = len(self.loads) // group
+        return max(1.0, max(sum(self.loads[i : i + held]) for i in range(0, len(self.loads), held)) / held)
+
+
 class LayerProfile(Spec):
     """The costs of one layer: the smallest unit that a cut of the model can assign to a stage."""
 
@@ -142,7 +164,10 @@ class LayerProfile(Spec):
     """Trained ones that belong to experts: where copies divide these, fewer devices hold the same ones."""
     exchanged_bytes: Bytes = 0.0
     """Bytes of one sample's tokens on their way to the devices that hold their experts, those that stay included, times
-    how much more than the mean the busiest device gets. As many come back."""
+    how much more than the mean the busiest device gets. As many come back. Where copies divide sequences, the keys and
+    values of all positions instead."""
+    experts: ExpertsProfile | None = None
+    """The layer's experts, where it was measured with all of them; None: it has none, or it was computed."""
     key_value_bytes: Bytes = 0.0
     """Keys and values of one sample. Where micro-batches run in slices, gradients as large wait for earlier slices."""
 
@@ -319,6 +344,8 @@ class Profile(Spec):
     """Disturbances of the measurement."""
     experts: Devices = 1
     """Consecutive data-parallel copies that divide the experts of each layer, E."""
+    context: Devices = 1
+    """Consecutive data-parallel copies that divide each sequence, C; a layer's costs are those of its share."""
     task_overhead_s: Seconds = 0.0
     """Seconds of each task besides its kernels."""
     inside: LinkFit
@@ -393,6 +420,20 @@ class Profile(Spec):
         """Return the profile with ``change`` made to that of every kind of device."""
         changed = change(self)
         return changed.model_copy(update={"other_kinds": tuple(map(change, self.other_kinds))})
+
+    @property
+    def exchanging(self) -> int:
+        """Consecutive copies that exchange tokens, keys or values inside F, B and R; 1: none do."""
+        return self.experts * self.context
+
+    @property
+    def exchanges(self) -> tuple[int, int]:
+        """How many times ``exchanged_bytes`` travel in a forward, and in a backward.
+
+        Tokens travel to experts and back, and so do their gradients; keys and values are gathered in the forward and in
+        the backward, whose gradients are scattered then.
+        """
+        return (1, 2) if self.context > 1 else (2, 2)
 
     @property
     def process_bytes(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from raypipe.cost.profile import LayerProfile, TaskTimes
+from raypipe.cost.profile import LayerProfile, Profile, TaskTimes
 
 FIELDS = ("forward", "input_grad", "weight_grad", "joint", "recompute")
 
@@ -55,6 +55,47 @@ def slice_times(layer: LayerProfile, samples: float, slices: int) -> TaskTimes:
         return float(overhead + (getattr(whole, field) - overhead) / slices)
 
     return whole.model_copy(update={field: of(field) for field in FIELDS})
+
+
+OF_A_SAMPLE = (
+    "kept_bytes",
+    "unread_input_bytes",
+    "waiting_bytes",
+    "read_bytes",
+    "output_bytes",
+    "output_floats",
+    "message_bytes",
+    "workspace_bytes",
+    "split_workspace_bytes",
+    "key_value_bytes",
+)
+"""Fields of a layer that shrink with a sample's sequence, at least in proportion."""
+GATHERED = 3
+"""Keys and values of all positions that the fullest moment of a divided attention holds, its own aside: their
+gradients, these in the order in which they are sent, and what has arrived."""
+
+
+def divided_sequences(profile: Profile, copies: int) -> Profile:
+    """Return the costs on each of ``copies`` devices that divide every sequence (``parallel.context``).
+
+    A sample is then a share of one, which takes as long as a slice does on average: chunks from both ends of a sequence
+    have as much of causal attention together. Keys and values of all positions are gathered, and the fullest moment of
+    their attention is counted beside that of all else.
+    """
+
+    def of(layer: LayerProfile) -> LayerProfile:
+        own = {name: getattr(layer, name) for name in OF_A_SAMPLE if name != "read_bytes"}  # each reads whole samples
+        shares = {name: value / copies for name, value in own.items() if value is not None}
+        gathered = GATHERED * layer.key_value_bytes
+        for name in ("workspace_bytes", "split_workspace_bytes"):
+            if name in shares:
+                shares[name] += gathered
+        times = {samples: slice_times(layer, samples, copies) for samples in layer.times}
+        return layer.model_copy(update={**shares, "times": times, "exchanged_bytes": layer.key_value_bytes})
+
+    return profile.each_kind(
+        lambda kind: kind.model_copy(update={"layers": tuple(map(of, kind.layers)), "context": copies})
+    )
 
 
 def stage_times(layers: Sequence[LayerProfile], samples: float, share: float = 1.0, slices: int = 1) -> TaskTimes:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from raypipe.cost.collectives import collective_seconds
-from raypipe.cost.experts import all_to_all_seconds, with_exchange
+from raypipe.cost.experts import all_to_all_seconds, with_exchange, with_gathers
 from raypipe.cost.hosts import Layout, Placed
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile
 from raypipe.cost.sizes import times_of_stages
@@ -173,7 +173,8 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
         ),
         comm=_messages(profile, cut, placed, samples / slices) if len(cut) > 1 else 0.0,
     )
-    return with_exchange(table, [seconds / size for seconds in _exchanges(profile, cut, placed, samples / slices)])
+    travel = [seconds / size for seconds in _exchanges(profile, cut, placed, samples / slices)]
+    return with_exchange(table, travel) if profile.context == 1 else with_gathers(table, travel, profile.exchanges)
 
 
 def iterations(profile: Profile, layers: Sequence[int]) -> list[float]:
@@ -182,10 +183,10 @@ def iterations(profile: Profile, layers: Sequence[int]) -> list[float]:
 
 
 def _exchanges(profile: Profile, cut: Cut, placed: Placed, samples: float) -> list[float]:
-    """Per stage, seconds of the dispatches of its layers with experts, over the copies that divide these."""
-    if profile.experts == 1:
+    """Per stage, seconds of one exchange of each of its layers (``exchanged_bytes``), over the copies that have one."""
+    if profile.exchanging == 1:
         return [0.0] * len(cut)
-    group = replace(placed, copies=profile.experts)
+    group = replace(placed, copies=profile.exchanging)
     result = []
     for stage, layers in enumerate(cut):
         sizes = Counter(size for i in layers if (size := profile.layers[i].exchanged_bytes))

@@ -212,9 +212,10 @@ Flow = dict[str, int | None]
 """Per operation, the dimension of its result along which the sequence lies; None: it has none."""
 _ROW_WISE = POINTWISE | {"pow", "tanh", "gelu", "silu", "relu", "sigmoid", "exp", "log", "sqrt", "rsqrt", "sin", "cos"}
 _ROW_WISE |= {"square", "erf", "softplus", "reciprocal", "leaky_relu", "hardtanh", "dropout", "polar"}
+_ROW_WISE |= {"copy_to_group", "reduce_from_group"}  # of layers that tensor ranks divide
 _MOVES = {"transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "split"}
 _MOVES |= {"split_with_sizes", "chunk", "unbind", "getitem", "slice", "select", "cat", "stack", "repeat_interleave"}
-_MOVES |= {"slice_scatter", "view_as_complex", "view_as_real"}
+_MOVES |= {"slice_scatter", "view_as_complex", "view_as_real", "gather_from_group"}
 """Operations that move values without changing any; along a sequence that stays as long as it is, they move none."""
 _FOLDS = {"reshape", "view", "flatten", "unflatten"}
 _REDUCTIONS = {"mean": 1, "sum": 1, "amax": 1, "var": 1, "softmax": 1, "_softmax": 1, "log_softmax": 1}
@@ -315,6 +316,8 @@ class _FlowReader:
             assert operation.type is not None
             same = along is not None and self.stride(operands[0], places[0]) == self.stride(operation.type, along)
             return None if same else "it folds the sequence into another dimension"
+        if name == "rows_of_tensor_rank":  # which of the ids are in this rank's rows of a table
+            return None
         if name == "embedding":
             return None if places[0] is None and along is not None else "its table depends on the sequence"
         if name in _PRODUCTS:

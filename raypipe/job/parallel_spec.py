@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from raypipe.errors import SpecError
 from raypipe.job.field_types import Count, CountKey, Positive, ReduceDtype, Spec, WireDtype
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.shard import Gather
@@ -78,6 +79,10 @@ class ParallelSpec(Spec):
     slices: Positive = 1
     """Slices that each micro-batch is cut into along the sequence, for causal models (docs/guides/long-sequences.md): a
     stage keeps the activations of slices, not of whole micro-batches. The sequence is a multiple of it."""
+    context: Positive = 1
+    """Copies that divide each sequence among them, for causal models (docs/guides/long-sequences.md); ``replicas`` is a
+    multiple of it. A copy computes two of ``2 * context`` equal parts of a sequence, from both of its ends, and gets
+    the keys and values of the others for attention (context parallelism)."""
     shard: Shard = "none"
     """What the replicas divide instead of each holding it whole: optimizer state (``zero1``), gradients too
     (``zero2``), weights too (``zero3``)."""
@@ -157,7 +162,7 @@ class ParallelSpec(Spec):
     copy holds all experts. ``auto``: the planner decides when the run starts, with all else as given."""
     imbalance: Annotated[float, Field(ge=1, le=1e6)] = 1.0
     """For the planner: rows that the busiest of the copies which divide experts computes in a layer, over the mean. 1:
-    loads are even."""
+    loads are even. Not given: as measured for each layer, where costs are measured; else 1."""
 
     def shape(self, batch: int) -> Shape:
         """The shape of one data-parallel copy's schedule, for mini-batches of ``batch`` sequences.
@@ -165,7 +170,12 @@ class ParallelSpec(Spec):
         Raises:
             ScheduleError: an impossible one.
         """
-        return pipeline_shape(self, batch // (self.microbatch * self.replicas))
+        return pipeline_shape(self, batch // (self.microbatch * self.sample_copies))
+
+    @property
+    def sample_copies(self) -> int:
+        """Copies with samples of their own: several that divide each sequence count as one."""
+        return max(1, self.replicas // self.context)
 
     @property
     def postpones(self) -> bool:
@@ -219,6 +229,22 @@ class ParallelSpec(Spec):
         if isinstance(data, Mapping) and data.get("auto") is True and data.keys() >= DECIDED:
             return {**data, "auto": False}
         return data
+
+
+def check_chunks(positions: int, copies: int) -> None:
+    """Check that a sequence divides into two equal chunks for each of ``copies`` copies.
+
+    Raises:
+        SpecError: it does not; it names the nearest numbers that work.
+    """
+    if positions % (2 * copies) == 0:
+        return
+    fits = [n for n in range(1, positions // 2 + 1) if positions % (2 * n) == 0]
+    near = min(fits, key=lambda n: abs(n - copies), default=1)
+    low = positions // (2 * copies) * 2 * copies
+    lengths = " or ".join(str(n) for n in (low, low + 2 * copies) if n)
+    why = f"a sequence of {positions} does not divide into {2 * copies} equal chunks, two for each of {copies}"
+    raise SpecError("parallel.context", why, f"use context: {near}, or sequences of {lengths}")
 
 
 def zero_level(shard: Shard) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypipe.errors import SpecError, nearest
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import NO_MUON, TrainSpec
 from raypipe.observe.run_record import OF_TEXT, Units
@@ -140,21 +141,25 @@ def _check_muon(train: TrainSpec, model: LayeredModel, say: Callable[[str], None
 
 
 def check_slices(
-    slices: int, model: LayeredModel, data: Path, job: JobSpec, validation: ValidationMetrics | None
+    parallel: ParallelSpec, model: LayeredModel, data: Path, job: JobSpec, validation: ValidationMetrics | None
 ) -> None:
-    """Raise an error if the plan cuts micro-batches along a sequence and this job cannot."""
-    if slices == 1:
+    """Raise an error if the plan cuts micro-batches along a sequence, or copies divide it, and this job cannot."""
+    key, parts = ("context", "parts") if parallel.context > 1 else ("slices", "slices")
+    if parallel.slices == parallel.context == 1:
         return
     from raypipe.data import open_data
     from raypipe.runtime.validation.metrics import validation_metrics
 
-    model.slice_lengths(slices)
+    if parallel.context > 1:
+        model.chunk_lengths(parallel.context)
+    else:
+        model.slice_lengths(parallel.slices)
     if open_data(data, model.task).lengths("train", job.train.seed, 0, job.train.batch):
-        why = "the samples differ in length, and slices of a micro-batch are of one length"
-        raise SpecError("parallel.slices", why, "use slices: 1, or samples of one length")
+        why = f"the samples differ in length, and {parts} of a micro-batch are of one length"
+        raise SpecError(f"parallel.{key}", why, f"use {key}: 1, or samples of one length")
     if (validation or validation_metrics(job.train)) is not None:
-        why = "a micro-batch's predictions come in slices, and functions for figures want them whole"
-        raise SpecError("train.metrics", why, "leave it out, or use parallel.slices: 1")
+        why = f"a micro-batch's predictions come in {parts}, and functions for figures want them whole"
+        raise SpecError("train.metrics", why, f"leave it out, or use parallel.{key}: 1")
 
 
 def check_compiler(job: JobSpec) -> None:

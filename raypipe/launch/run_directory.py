@@ -112,9 +112,7 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
         say(f"note: {notice}")
     if job.train.keeps_best:
         best(root)
-    saved = directory / RECORD
-    if saved.exists() and saved_job(directory).model != job.model:
-        raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
+    check_model(job, directory)
     step = open_checkpoint(result, verify=False).step
     if job.train.early_stop is not None:
         patience = patience_of(directory, job.train, step)
@@ -129,6 +127,13 @@ def check_resume(job: JobSpec, directory: Path, say: Callable[[str], None] = lam
             "train.steps", f"is {job.train.steps}, and the run has done {step}", "raise train.steps to train on"
         )
     return notices
+
+
+def check_model(job: JobSpec, directory: Path) -> None:
+    """Raise SpecError where a job's model is not that of the run in a directory."""
+    saved = directory / RECORD
+    if saved.exists() and saved_job(directory).model != job.model:
+        raise SpecError("model", f"differs from the run's in {saved}", "resume with the model that was trained")
 
 
 def mend(directory: Path, say: Callable[[str], None]) -> None:

@@ -92,7 +92,8 @@ def _whole_loss(
     division, parallel = None, job.parallel if parallel is None else parallel
     if tensor_rank is not None and (parallel.tensor > 1 or parallel.experts > 1):
         table = parallel.tensor_table if parallel.tensor > 1 else None
-        division = Division(parallel.tensor, tensor_rank, table, parallel.experts, expert_rank)
+        copies = 0 if parallel.auto and "replicas" not in parallel.given else parallel.replicas
+        division = Division(parallel.tensor, tensor_rank, table, parallel.experts, expert_rank, copies)
     smoothing = job.train.label_smoothing
     if division is not None and division.experts > 1 and not isinstance(job.model, HfSpec | ImportSpec):
         why = "only the experts of models from model.hf and model.import can be divided"

@@ -21,7 +21,7 @@ from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, Tenso
 from raypipe.graph.placeholders import placeholders
 from raypipe.graph.positions import sequence_flow
 from raypipe.graph.subgraphs import shard
-from raypipe.models.current_slice import current_slice
+from raypipe.models.current_slice import positions_of
 from raypipe.models.document_attention import attend_by_document
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
@@ -394,7 +394,5 @@ def _attention(
 
 
 def _positions(*args: Any, **kwargs: Any) -> Tensor:
-    """``arange`` over the positions of the slice; it counts from 0 and ends with the sequence."""
-    places = torch.arange(args[-1], **{k: v for k, v in kwargs.items() if k in ("dtype", "device")})
-    run = current_slice()
-    return places if run is None else places + run.first_position(int(args[-1]))
+    """``arange`` over the positions of what runs; it counts from 0 and ends with the sequence."""
+    return positions_of(int(args[-1]), **{k: v for k, v in kwargs.items() if k in ("dtype", "device")})

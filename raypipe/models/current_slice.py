@@ -1,12 +1,21 @@
-"""The slice of a micro-batch that is running, and the keys and values that it shares with the micro-batch's others."""
+"""The part of a sequence that is running: a slice of a micro-batch, or what a copy has of sequences that copies divide.
+
+A slice shares keys and values with the micro-batch's other slices. Of C copies that divide sequences into 2C chunks,
+copy r has chunks r and 2C - 1 - r, so that all have as much to do in causal attention (Llama Team 2024,
+arXiv:2407.21783, section 3.3.2).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from raypipe.tensor.group import current_group
 
 
 @dataclass(slots=True, eq=False)
@@ -79,3 +88,30 @@ def slice_run(run: SliceRun | None) -> Iterator[None]:
 def current_slice() -> SliceRun | None:
     """Return the slice that is running; None where micro-batches run whole."""
     return _current
+
+
+def own_chunks(rank: int, copies: int) -> tuple[int, int]:
+    """Return which of the 2 * ``copies`` chunks of a sequence copy ``rank`` has.
+
+    >>> own_chunks(0, 2), own_chunks(1, 2)
+    ((0, 3), (1, 2))
+    """
+    return rank, 2 * copies - 1 - rank
+
+
+def current_chunks() -> tuple[SliceRun, ...]:
+    """Return the chunks of sequences that this copy runs, each like a slice; none where copies divide no sequences."""
+    group = current_group("context")
+    if group.size == 1:
+        return ()
+    return tuple(SliceRun(number, 2 * group.size, []) for number in own_chunks(group.rank, group.size))
+
+
+def positions_of(length: int, **kind: Any) -> Tensor:
+    """Return where ``length`` positions of what runs are in their sequence, as ``torch.arange`` would."""
+    if _current is not None:
+        return torch.arange(length, **kind) + _current.first_position(length)
+    if chunks := current_chunks():
+        each = length // len(chunks)
+        return torch.cat([torch.arange(each, **kind) + one.first_position(each) for one in chunks])
+    return torch.arange(length, **kind)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raypipe.job import GptSpec
-from raypipe.models.current_slice import current_slice
+from raypipe.models.current_slice import positions_of
 from raypipe.models.keyed_random import KeyedDropout, fold64
 from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, Project, StageBody, TiedGroup, equal_slices
 from raypipe.models.slice_attention import causal_attention
@@ -44,10 +44,8 @@ class Embedding(nn.Module):
         self.dropout = KeyedDropout(model.dropout, site=0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Embed tokens; sequences may be shorter than the model's, or a slice of one."""
-        length, run = tokens.shape[1], current_slice()
-        first = 0 if run is None else run.first_position(length)
-        places = torch.arange(first, first + length, device=tokens.device)
+        """Embed tokens; sequences may be shorter than the model's, or parts of them."""
+        places = positions_of(tokens.shape[1], device=tokens.device)
         y: Tensor = self.dropout(self.token(tokens) + self.position(places))
         return y
 

@@ -26,7 +26,7 @@ from raypipe.capture.stage_module import resolve
 from raypipe.errors import CaptureError
 from raypipe.graph.dims import Dim, Sizes, evaluate_all
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph
-from raypipe.models.current_slice import current_slice
+from raypipe.models.current_slice import current_chunks, current_slice
 from raypipe.models.keyed_random import Site, current_keys, fold64, halves_at, in_training, keyed_dropout
 from raypipe.models.slice_attention import Dropped, causal_attention
 
@@ -348,10 +348,10 @@ def keyed_attention(
     """Compute ``F.scaled_dot_product_attention`` with dropout from ``random_keys``.
 
     Shapes are ``[..., queries, width]`` and ``[..., keys, width]``. No kernel accepts a dropout mask, so in training
-    the scores are materialised; in evaluation torch's kernel runs. A slice of a sequence, whose attention is causal,
+    the scores are materialised; in evaluation torch's kernel runs. A part of a sequence, whose attention is causal,
     sees the keys and values before it too.
     """
-    if current_slice() is not None:
+    if current_slice() is not None or current_chunks():
         return causal_attention(query, key, value, scale, enable_gqa, Dropped(dropout_p, site))
     if not in_training():
         return F.scaled_dot_product_attention(

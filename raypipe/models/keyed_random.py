@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from raypipe.errors import RunError
-from raypipe.models.current_slice import current_slice
+from raypipe.models.current_slice import current_chunks, current_slice, slice_run
 from raypipe.models.host_copies import to_device
 from raypipe.tensor.group import current_group
 
@@ -359,6 +359,15 @@ def halves_at(
     keys = _current
     if keys is None:
         raise RunError(f"random site {site}", "no random keys are set", "run it within random_keys(...)")
+    chunks = () if current_slice() is not None else current_chunks()
+    if chunks and sequence_dim is not None:
+        one = list(size)
+        one[sequence_dim] //= len(chunks)
+        found = []
+        for chunk in chunks:
+            with slice_run(chunk):
+                found.append(halves_at(one, site, batch_dim, divided_dim, longest, device, each, sequence_dim))
+        return torch.cat(found, sequence_dim + (batch_dim is not None and sequence_dim < batch_dim))
     samples = len(keys.samples)
     if batch_dim is not None and (not samples or size[batch_dim] % samples):
         rows = size[batch_dim]
@@ -377,10 +386,10 @@ def halves_at(
         for sizes in (shape, part, whole):
             sizes[moved] = length * group.size
     begin = None
-    if (run := current_slice()) is not None:
-        if sequence_dim is None:
+    if (run := current_slice()) is not None or chunks:
+        if run is None or sequence_dim is None:
             why = "it is not known along which dimension the sequence lies"
-            raise RunError(f"random site {site}", why, "use parallel.slices: 1")
+            raise RunError(f"random site {site}", why, "use parallel.slices: 1 and context: 1")
         along = sequence_dim + 1 if batch_dim is not None and sequence_dim < batch_dim else sequence_dim
         begin = along, run.first_position(part[along])
         if longest is None:

@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raypipe.errors import SpecError
+from raypipe.errors import RaypipeError, SpecError
 from raypipe.graph.liveness import Result, between_parts, live_after
 from raypipe.graph.placeholders import Placeholder
+from raypipe.job.parallel_spec import check_chunks
 from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import ANY_LENGTH, Inputs, Labels, Lengths, Task, Unprojected
 from raypipe.plan.cut.layers import LayerCut, Placement, fastest_cut
@@ -123,7 +124,7 @@ class LayeredModel(ABC):
     shortest_slice: int = 1
     """Positions of the shortest slice of a sequence that the model's code allows."""
     slices: int = 1
-    """Slices along the sequence that stages are built to run on; more than 1 only where ``slice_lengths`` allows it."""
+    """Parts along the sequence that stages are built to run on; above 1 only where ``slice_lengths`` allows them."""
     batch_statistics: bool = False
     """Whether the result for a sample depends on the other samples of its micro-batch (batch norm, or the model's own
     loss)."""
@@ -220,6 +221,18 @@ class LayeredModel(ABC):
         """
         why = "of this model it is not known that a position depends on no later one"
         raise SpecError("parallel.slices", why, "use slices: 1, or a model of type gpt")
+
+    def chunk_lengths(self, copies: int) -> Lengths:
+        """Return the length of each raw input in a chunk, where copies divide sequences into ``2 * copies`` chunks.
+
+        Raises:
+            SpecError: the model cannot be computed so, or its sequence not be divided into so many.
+        """
+        check_chunks(self.positions, copies)
+        try:
+            return self.slice_lengths(2 * copies)
+        except RaypipeError as error:
+            raise SpecError("parallel.context", f"{error.where}: {error.why}", "use context: 1") from None
 
     @property
     @abstractmethod

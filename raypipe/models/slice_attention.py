@@ -1,4 +1,4 @@
-"""Causal attention of one slice of a sequence against the keys and values of the slices up to it.
+"""Causal attention of a part of a sequence against the keys and values up to it: of a slice, or where copies divide it.
 
 The queries of slice i meet one piece of keys and values after another: those of slices 0 to i-1 in full, its own
 causally. Each piece is one call of a fused kernel that also returns the log of the sum of exponentials of its scores;
@@ -12,9 +12,13 @@ the mask again. Dropping follows the softmax, so that what is dropped does not c
 Backwards run from the last slice to the first (``schedule.deps``). Each gives gradients to the pieces before, where
 they add up, and takes those that later slices have left for its own.
 
+A copy that has two chunks of a sequence (``current_slice``) gathers all keys and values first, and what they get of
+gradients goes back to where they came from. It keeps its own for the backward, which gathers the others again: so a
+layer keeps 1/C of what it would.
+
 Sources: Dao et al. 2022 (FlashAttention), arXiv:2205.14135, for blocks and their log-sum-exp; Liu et al. 2023 (ring
 attention), arXiv:2310.01889, for the backward of a block from the result over all; Li et al. 2021 (TeraPipe),
-arXiv:2102.07988, for slices.
+arXiv:2102.07988, for slices; Llama Team 2024, arXiv:2407.21783, section 3.3.2, for gathered keys and values.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raypipe.errors import RunError
-from raypipe.models.current_slice import SliceCache, SliceRun, current_slice, slice_run
+from raypipe.models.current_slice import SliceCache, SliceRun, current_chunks, current_slice, own_chunks, slice_run
 from raypipe.models.keyed_random import (
     RandomKeys,
     Site,
@@ -39,6 +43,7 @@ from raypipe.models.keyed_random import (
     in_training,
     with_keys,
 )
+from raypipe.tensor.group import current_group
 
 aten = torch.ops.aten
 
@@ -57,13 +62,13 @@ class Dropped:
 class _Masks:
     """The masks of a slice's weights, which forward and backward draw alike."""
 
-    of: Dropped
+    dropped: Dropped
     keys: RandomKeys
     run: SliceRun
     """The slice, without its pieces."""
 
     @staticmethod
-    def of_slice(dropped: Dropped | None, run: SliceRun) -> _Masks | None:
+    def of(dropped: Dropped | None, run: SliceRun) -> _Masks | None:
         """Return the masks of the slice that runs; None in evaluation, and where nothing is dropped."""
         keys = current_keys()
         if dropped is None or not dropped.p or not in_training():
@@ -76,14 +81,14 @@ class _Masks:
 
     def __call__(self, query: Tensor, number: int) -> Tensor:
         """Return the mask for the weights of these queries and the keys of slice ``number``."""
-        (batch, heads, length, _), site = query.shape, self.of.site
+        (batch, heads, length, _), site = query.shape, self.dropped.site
         size = (batch, heads, length, (number + 1) * length)  # a part of random numbers begins with the first key
         with with_keys(self.keys), slice_run(self.run):
             halves = halves_at(
                 size, site.number, site.batch_dim, site.divided_dim, site.longest, query.device, sequence_dim=2
             )
         dtype = query.dtype if query.dtype == torch.float64 else torch.float32
-        return dropout_mask(halves[..., number * length :], self.of.p, dtype)
+        return dropout_mask(halves[..., number * length :], self.dropped.p, dtype)
 
 
 def causal_attention(
@@ -94,26 +99,29 @@ def causal_attention(
     enable_gqa: bool = False,
     dropped: Dropped | None = None,
 ) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention(..., is_causal=True)`` for the slice that runs, or for whole sequences.
+    """Compute ``F.scaled_dot_product_attention(..., is_causal=True)`` for what runs of sequences, or for whole ones.
 
     Args:
         query: ``[batch, heads, positions, width]``.
         key, value: ``[batch, heads, positions, width]``; with ``enable_gqa``, of fewer heads.
         scale: of the scores; by default 1 / sqrt(width).
         enable_gqa: whether several heads of queries share one of keys.
-        dropped: what a slice drops of its weights in training; None: nothing.
+        dropped: what a part drops of its weights in training; None: nothing.
     """
-    run = current_slice()
-    if run is None:
+    run, chunks = current_slice(), current_chunks()
+    if run is None and not chunks:
         assert dropped is None, "whole sequences have keyed_operations.keyed_attention"
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled(query.device.type):  # as it would for the kernel of the whole
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    if run is None:
+        masks = [_Masks.of(dropped, one) for one in chunks]
+        whole: Tensor = _DividedAttention.apply(query, key, value, scale, chunks, masks)  # type: ignore[no-untyped-call]
+        return whole
     if not torch.is_grad_enabled():  # they outlive this forward, and the tensor that they may be views of should not
         key, value = key.clone(), value.clone()
-    masks = _Masks.of_slice(dropped, run)
-    made: Tensor = _SliceAttention.apply(query, key, value, scale, run, masks)  # type: ignore[no-untyped-call]
+    made: Tensor = _SliceAttention.apply(query, key, value, scale, run, _Masks.of(dropped, run))  # type: ignore[no-untyped-call]
     return made
 
 
@@ -132,13 +140,7 @@ class _SliceAttention(torch.autograd.Function):
             own = SliceCache(key.detach(), value.detach())
             pieces.append(own)
         earlier = tuple(pieces[: run.number])
-        out, lse = _block(query, own, True, scale, _mask(masks, query, run.number))
-        total, weights = out, lse
-        for number, piece in enumerate(earlier):
-            part, part_lse = _block(query, piece, False, scale, _mask(masks, query, number))
-            both = torch.logaddexp(weights, part_lse)
-            total = total * _share(weights, both, total) + part * _share(part_lse, both, part)
-            weights = both
+        total, weights = _over_pieces(query, own, earlier, scale, masks)
         ctx.save_for_backward(query, key, value, total, weights)
         ctx.earlier, ctx.own, ctx.scale, ctx.masks = earlier, own, scale, masks
         return total
@@ -164,6 +166,117 @@ class _SliceAttention(torch.autograd.Function):
         ctx.own.release()
         ctx.earlier = ctx.own = None
         return to_query, to_key, to_value, None, None, None
+
+
+class _DividedAttention(torch.autograd.Function):
+    """The attention of a copy's two chunks; the group of copies has the keys and values of all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        chunks: Sequence[SliceRun],
+        masks: Sequence[_Masks | None],
+    ) -> Tensor:
+        keys, values = _gathered(key, value)
+        found = [
+            _over_pieces(part, *_pieces(keys, values, one.number, part.shape[2], mask), scale, mask)
+            for part, one, mask in zip(query.chunk(2, 2), chunks, masks, strict=True)
+        ]
+        total, lse = (torch.cat(halves, 2) for halves in zip(*found, strict=True))
+        ctx.save_for_backward(query, key, value, total, lse)
+        ctx.scale, ctx.chunks, ctx.masks = scale, chunks, masks
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, total, lse = ctx.saved_tensors
+        keys, values = _gathered(key, value)
+        to_keys, to_values, to_queries = torch.zeros_like(keys), torch.zeros_like(values), []
+        halves = zip(*(x.chunk(2, 2) for x in (gradients[0], query, total, lse)), ctx.chunks, ctx.masks, strict=True)
+        for given, part, of_part, weights, one, mask in halves:
+            own, earlier = _pieces(keys, values, one.number, part.shape[2], mask)
+            to_query = torch.zeros_like(part)
+            end = one.number * part.shape[2]
+            for number, piece in [(one.number, own), *enumerate(earlier)]:
+                more, *to_piece = _block_backward(
+                    given,
+                    part,
+                    piece.keys,
+                    piece.values,
+                    of_part.contiguous(),
+                    weights.contiguous(),
+                    piece is own,
+                    ctx.scale,
+                    _mask(mask, part, number),
+                )
+                to_query.add_(more)
+                begin = end if piece is own else number * part.shape[2]
+                for whole, found in zip((to_keys, to_values), to_piece, strict=True):
+                    whole.narrow(2, begin, found.shape[2]).add_(found)
+            to_queries.append(to_query)
+        del keys, values, own, earlier, piece
+        return torch.cat(to_queries, 2), *_own_sums(to_keys, to_values), None, None, None
+
+
+def _pieces(
+    keys: Tensor, values: Tensor, number: int, length: int, mask: _Masks | None
+) -> tuple[SliceCache, list[SliceCache]]:
+    """Return a chunk's own keys and values, and those before it: in one piece, unless masks are made chunk by chunk."""
+    own, each = number * length, length if mask is not None else number * length
+
+    def piece(begin: int, size: int) -> SliceCache:
+        return SliceCache(keys.narrow(2, begin, size), values.narrow(2, begin, size))
+
+    return piece(own, length), [piece(begin, each) for begin in range(0, own, each or 1)]
+
+
+def _gathered(*own: Tensor) -> list[Tensor]:
+    """Return each of ``[batch, heads, positions, width]`` for all positions of the sequences, in one all-gather."""
+    shares = current_group("context").all_gather(torch.cat([x.flatten() for x in own]))
+    by_copy = [torch.split(share, [x.numel() for x in own]) for share in shares]
+    result = []
+    for n, x in enumerate(own):
+        firsts, lasts = zip(*(parts[n].view(x.shape).chunk(2, 2) for parts in by_copy), strict=True)
+        result.append(torch.cat([*firsts, *reversed(lasts)], 2))
+    return result
+
+
+def _own_sums(*whole: Tensor) -> list[Tensor]:
+    """Sum each of ``[batch, heads, all positions, width]`` over the copies; return this copy's positions of it.
+
+    Every copy sends the others what is theirs, in one all-to-all, and adds up what it gets: a reduce-scatter in the
+    same order of addition on all of them.
+    """
+    group = current_group("context")
+    chunks = [x.chunk(2 * group.size, 2) for x in whole]
+    order = [number for rank in range(group.size) for number in own_chunks(rank, group.size)]
+    pairs = zip(order[::2], order[1::2], strict=True)
+    rows = torch.cat([of[number].flatten() for pair in pairs for of in chunks for number in pair])
+    ones = [1] * group.size
+    arrived, wait = group.start_all_to_all(rows.view(group.size, -1), ones, ones)
+    wait()
+    del rows
+    sizes = [of[0] for of in chunks for _ in range(2)]
+    parts = torch.split(arrived.sum(0), [one.numel() for one in sizes])
+    halves = [part.view(one.shape) for part, one in zip(parts, sizes, strict=True)]
+    return [torch.cat(halves[n : n + 2], 2) for n in range(0, len(halves), 2)]
+
+
+def _over_pieces(
+    query: Tensor, own: SliceCache, earlier: Sequence[SliceCache], scale: float | None, masks: _Masks | None
+) -> tuple[Tensor, Tensor]:
+    """Return the queries' attention over their own piece, causally, and over those before; and the log-sum-exp."""
+    total, weights = _block(query, own, True, scale, None if masks is None else masks(query, masks.run.number))
+    for number, piece in enumerate(earlier):
+        part, part_lse = _block(query, piece, False, scale, _mask(masks, query, number))
+        both = torch.logaddexp(weights, part_lse)
+        total = total * _share(weights, both, total) + part * _share(part_lse, both, part)
+        weights = both
+    return total, weights
 
 
 def _mask(masks: _Masks | None, query: Tensor, number: int) -> Tensor | None:

@@ -127,10 +127,11 @@ class Task(ABC):
     def targets(self, inputs: Inputs) -> int:
         """Count the targets that ``loss`` sums over."""
 
-    def slice_inputs(self, inputs: Inputs, number: int, lengths: Lengths) -> Inputs:
-        """Return the raw inputs of slice ``number`` of whole sequences, each of its length; see ``slice_lengths``."""
+    def slice_inputs(self, inputs: Inputs, numbers: Sequence[int], lengths: Lengths) -> Inputs:
+        """Return the raw inputs of some slices of whole sequences, each of its length; see ``slice_lengths``."""
         return {
-            name: x[:, number * lengths[name] : (number + 1) * lengths[name]].contiguous() for name, x in inputs.items()
+            name: torch.cat([x[:, n * lengths[name] : (n + 1) * lengths[name]] for n in numbers], dim=1)
+            for name, x in inputs.items()
         }
 
     def sums_of_figures(self, output: Tensor, inputs: Inputs) -> Tensor:
@@ -220,13 +221,13 @@ class NextToken(Labels):
         labels = inputs["shift_labels"] if self.shifted else inputs["labels"][:, 1:]
         return int((labels != IGNORED).sum())
 
-    def slice_inputs(self, inputs: Inputs, number: int, lengths: Lengths) -> Inputs:
+    def slice_inputs(self, inputs: Inputs, numbers: Sequence[int], lengths: Lengths) -> Inputs:
         """See ``Task.slice_inputs``; the target of a slice's last position is the token after it."""
         if not self.shifted and "labels" in inputs:
             labels = inputs["labels"]
             after = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
             inputs, lengths = {**inputs, "shift_labels": after}, {**lengths, "shift_labels": lengths["labels"]}
-        return super().slice_inputs(inputs, number, lengths)
+        return super().slice_inputs(inputs, numbers, lengths)
 
     def labels(self, inputs: Inputs) -> Tensor:
         """Return the labels as the data has them: the tokens themselves, or each one's next token."""

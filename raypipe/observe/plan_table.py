@@ -80,6 +80,7 @@ def details(p: Prediction) -> str:
         f"limit {c.memory_limit:g}" if c.memory_limit is not None else "",
         "copies inside hosts" if c.innermost == "replicas" else "",
         f"experts over {c.experts}" if c.experts > 1 else "",
+        f"sequences over {c.context}" if c.context > 1 else "",
         _shards(c),
         f"{c.sync} sums" if c.sync != "lazy" else "",
         *(f"{key} {value}" for key, value in c.options.items() if key not in WORDED and value != NEUTRAL[key]),

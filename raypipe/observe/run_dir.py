@@ -14,6 +14,8 @@ from raypipe.files import expanded, is_url, read_json, read_regular, write_whole
 from raypipe.observe.run_log import EVENTS, METRICS, aside, mend, read_rows
 
 CHECKPOINTS = "checkpoints"
+CALLS = "calls"
+"""Folder of what clients of ``raypipe serve`` have asked for."""
 LOCK = ".running"
 """The lock file. It is never removed, because two processes could then lock two different files of this name."""
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -160,11 +162,13 @@ def mend_logs(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def stillborn(directory: Path) -> bool:
-    """Return whether a run began here but left no step's metrics and no checkpoint.
+    """Return whether a run began here but left no step's metrics, no checkpoint and no client's session.
 
     That happens if Ray did not start or the first step failed. A directory without a run is not stillborn.
     """
     if not os.path.isfile(directory / METRICS) or read_rows(directory / METRICS):
+        return False
+    if any((directory / CALLS).glob("*")):
         return False
     checkpoints = directory / CHECKPOINTS
     return not checkpoints.exists() or (checkpoints.is_dir() and not any(checkpoints.iterdir()))

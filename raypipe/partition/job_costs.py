@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ from raypipe.job.cluster import ClusterSpec
 from raypipe.job.model_spec import GptSpec
 from raypipe.job.spec import JobSpec, load_job
 from raypipe.partition.partition_job import JobPieces, divided, job_pieces, to_capture
-from raypipe.plan.candidate import divisors
 from raypipe.plan.choose import choose
-from raypipe.plan.tensor_groups import Sharing
+from raypipe.plan.tensor_groups import Sharing, expert_counts
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.signals import start_apart
 
@@ -59,31 +57,12 @@ def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1) -> Profile
             tied=tied,
             trained_tied=trained_tied,
             slicing=slicing,
-            compiled=train.compile == "inductor" and experts == 1,  # with divided experts, runs are eager
+            compiled=train.compile == "inductor" and experts == 1,  # divided experts stay eager
             loss_chunk=train.loss_chunk_tokens,
         ).model_copy(update={"experts": experts})
         for kind in cluster.kinds
     ]
     return of_kinds(profiles)
-
-
-def expert_counts(job: JobSpec, cluster: ClusterSpec) -> list[int]:
-    """Return the numbers of copies, from 2, that may divide the experts of a job's model.
-
-    Those that divide the experts of each layer, and the mini-batch; inside a host those that divide its devices, else
-    whole hosts; no more than there are devices. None of a model without experts, or whose job has what cannot be
-    combined with them.
-    """
-    if isinstance(job.model, GptSpec) or job.train.updates_whole or job.train.cuda_graphs != "none":
-        return []
-    result = job_pieces(divided(job, 1), alike=True).tensor_ranks
-    common = gcd(*(own.experts for rank in result if (own := rank.work.experts) is not None))
-    hosts = [kind.devices_per_host for kind in cluster.kinds]
-    return [
-        n
-        for n in divisors(common)
-        if 1 < n <= cluster.devices and not job.train.batch % n and not any(n % k and k % n for k in hosts)
-    ]
 
 
 @no_collection()
@@ -200,7 +179,13 @@ def _of_experts(job: JobSpec, cluster: ClusterSpec, given: Mapping[str, Any]) ->
     if asked == 1 or (asked is None and tensor > 1):
         return {}
     if asked is None:
-        return {Sharing(experts=n): job_profile(job, cluster, n) for n in expert_counts(job, cluster)}
+        if isinstance(job.model, GptSpec):
+            return {}
+        pieces = job_pieces(divided(job, 1), alike=True).tensor_ranks
+        counts = [own.experts for rank in pieces if (own := rank.work.experts) is not None]
+        hosts = [kind.devices_per_host for kind in cluster.kinds]
+        sizes = expert_counts(job.train, counts, cluster.devices, hosts)
+        return {Sharing(experts=n): job_profile(job, cluster, n) for n in sizes}
     if tensor > 1:
         why = f"plans of tensor: {tensor} and experts: {asked} are not costed: groups of tensor ranks would divide "
         why += "products of few rows further, and sum up all tokens that experts got"

@@ -171,12 +171,12 @@ Node = tuple[float, float, int, Grid]
 """A node in a queue, which is sorted by rank: the rank, a lower bound on the steps that it leads to, when it came."""
 
 
-Way = tuple[int, bool, int]
+Way = tuple[int, bool, int, int]
 
 
 def way_of(node: Grid) -> Way:
     """Return how devices share layers and experts."""
-    return node.tensor, node.sub_pipelined, node.experts
+    return node.tensor, node.sub_pipelined, node.experts, node.context
 
 
 @dataclass(slots=True)

@@ -69,7 +69,7 @@ class Candidate(ParallelShape):
         Devices that share layers or experts wait for the global norm: that is all the runtime knows there
         (docs/guides/tensor.md, docs/guides/experts.md).
         """
-        shared = grid.tensor > 1 or grid.experts > 1
+        shared = max(grid.tensor, grid.experts, grid.context) > 1
         return super().on(grid, schedule, **{"update": "wait" if shared else "auto", **more})
 
     @property
@@ -121,6 +121,7 @@ class Candidate(ParallelShape):
             self.stages > 1,
             self.tensor > 1,
             self.experts > 1,
+            self.context > 1,
             self.sub_pipelined,
             self.recompute != "none",
             self.devices,
@@ -148,6 +149,7 @@ PLAIN = (
     "it cuts the model",
     "devices share each layer",
     "copies divide experts",
+    "copies divide sequences",
     "micro-batches run in halves",
     "more stages",
     "several copies of the weights",
@@ -170,6 +172,7 @@ def plainness(c: Candidate, form: Form) -> tuple[int, ...]:
         c.stages > 1,
         c.tensor,
         c.experts,
+        c.context,
         c.sub_pipelined,
         c.stages,
         form.replicas,
@@ -186,7 +189,8 @@ def plainness(c: Candidate, form: Form) -> tuple[int, ...]:
 
 def least_plainness(grid: Grid) -> tuple[int, ...]:
     """No candidate of the grid is simpler."""
-    several = (grid.devices > 1, grid.stages > 1, grid.tensor, grid.experts, grid.sub_pipelined, grid.stages)
+    shared = (grid.tensor, grid.experts, grid.context, grid.sub_pipelined)
+    several = (grid.devices > 1, grid.stages > 1, *shared, grid.stages)
     return (*several, *[0] * (len(PLAIN) - len(several) - 1), grid.devices)
 
 
@@ -219,6 +223,7 @@ def grids(
     tensor: int = 1,
     sub_pipelined: bool = False,
     experts: int = 1,
+    context: int = 1,
 ) -> Iterator[Grid]:
     """Every (D, W, B) with at most ``devices`` devices in all; one device and pure data parallelism among them.
 
@@ -231,19 +236,23 @@ def grids(
         tensor: devices that share each layer; ``devices`` counts each of them.
         sub_pipelined: micro-batches run in halves, so they are even.
         experts: copies that divide experts; all of them do, in groups of so many.
+        context: the same of sequences; ``batch`` is divided over such groups.
     """
     groups = devices // tensor
-    for replicas in divisors(batch):
+    for apart in divisors(batch):
+        replicas = apart * context
         if replicas > groups:
             break
         if replicas % experts:
             continue
-        share = batch // replicas
+        share = batch // apart
         for microbatch in divisors(share):
             if smallest <= microbatch <= largest and not (sub_pipelined and microbatch % 2):
                 deepest = min(groups // replicas, most_stages, MOST * microbatch // share)
                 for stages in range(1, deepest + 1):
-                    yield Grid(stages, replicas, microbatch, share // microbatch, tensor, sub_pipelined, experts)
+                    yield Grid(
+                        stages, replicas, microbatch, share // microbatch, tensor, sub_pipelined, experts, context
+                    )
 
 
 Asked = Mapping[str, Any]
@@ -284,6 +293,15 @@ def slice_counts(job: JobSpec, profile: Profile) -> tuple[int, ...]:
     return tuple(k for k in fit if positions % k == 0 and positions // k >= least)
 
 
+def context_counts(job: JobSpec, profile: Profile, devices: int) -> tuple[int, ...]:
+    """Numbers of copies that may divide sequences, where nothing else fits: powers of two, of long enough chunks."""
+    if profile.slicing is None or slices_refused(job, profile) is not None:
+        return ()
+    positions, least = profile.slicing.positions, max(LEAST_SLICE, profile.slicing.shortest)
+    fit = (2**n for n in range(1, devices.bit_length()))
+    return tuple(n for n in fit if n <= devices and not positions % (2 * n) and positions // (2 * n) >= least)
+
+
 def slices_refused(job: JobSpec, profile: Profile) -> str | None:
     """Why no plan runs micro-batches in slices, as a clause, of a job whose sequences are long enough to try that."""
     slicing, train = profile.slicing, job.train
@@ -301,7 +319,7 @@ def in_slices(c: Candidate, counts: Sequence[int]) -> Iterator[Candidate]:
 
     One stage alone holds a whole micro-batch whatever its slices, and the runtime cannot combine them with all.
     """
-    alone = c.stages == 1 or c.tensor > 1 or c.recompute not in ("none", "full")
+    alone = c.stages == 1 or max(c.tensor, c.context) > 1 or c.recompute not in ("none", "full")
     if not alone and "slices" in SCHEDULES[c.schedule].options:
         yield from (replace(c, slices=k) for k in counts if k > c.slices)
 
@@ -361,7 +379,7 @@ def candidates(grid: Grid, most_stages: int, asked: Asked = NOTHING) -> Iterator
                 continue
             if grid.microbatch % (form.share_of_samples.denominator * (1 + grid.sub_pipelined)):
                 continue
-            if grid.tensor > 1 and form.slices > 1:  # the runtime cannot combine them
+            if max(grid.tensor, grid.context) > 1 and form.slices > 1:  # the runtime cannot combine them
                 continue
             if grid.sub_pipelined and form.versions != "flush":  # both halves run on one version
                 continue

@@ -8,10 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from raypipe.cost.profile import Profile
+from raypipe.cost.sizes import divided_sequences
 from raypipe.cost.stages import as_exchanged
 from raypipe.errors import SpecError
 from raypipe.job.model_spec import GptSpec
-from raypipe.job.parallel_spec import BUDGET, INNERMOST, SAME_AS, SHARDING
+from raypipe.job.parallel_spec import BUDGET, INNERMOST, SAME_AS, SHARDING, check_chunks
 from raypipe.job.rules.no_effect import BrokenRule
 from raypipe.job.rules.schedule import stash
 from raypipe.job.spec import JobSpec
@@ -19,7 +20,7 @@ from raypipe.plan.candidate import SYNCS, Candidate, grids, slice_counts, ways_t
 from raypipe.plan.predict.orders import Orders
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.shard_ways import check_statistics
-from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, of_experts
+from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, measured_with_experts, of_experts
 from raypipe.schedule.shape import GRID, OPTIONS, Grid
 
 
@@ -119,6 +120,11 @@ def choice_of(
         asked["schedule"] = named
     syncs = tuple(s for s in SYNCS if given.get("sync", s) == s)
     known = {ALONE: profile, **(shared if not greedy or "tensor" in given else {})}
+    if (copies := given.get("context", 1)) > 1:
+        _check_context(profile, copies, given)
+        known[Sharing(context=copies)] = divided_sequences(profile, copies)
+    if not greedy:
+        known |= measured_with_experts(job, profile, count)
     profiles = of_experts({Sharing(*key): own for key, own in known.items()}, given.get("experts"))
     orders_made = Orders()
     judge = Judges(
@@ -151,6 +157,23 @@ def choice_of(
     return PlanChoice(
         job, {Sharing(*key): own for key, own in known.items()}, judge, every, count, asynchronous, greedy
     )
+
+
+def _check_context(profile: Profile, copies: int, given: Mapping[str, Any]) -> None:
+    """Check that plans whose copies divide sequences can be costed.
+
+    Raises:
+        SpecError: they cannot.
+    """
+    for key in ("tensor", "experts"):
+        if given.get(key, 1) > 1:
+            why = f"plans of context: {copies} and {key}: {given[key]} are not costed"
+            raise SpecError("parallel.context", why, f"leave one of them out, or give the whole plan, for {key} too")
+    if profile.slicing is None:
+        raise SpecError("parallel.context", "the profile does not say how sequences may be cut", "measure it again")
+    if profile.slicing.refused:
+        raise SpecError("parallel.context", profile.slicing.refused, "use context: 1, or give the whole plan")
+    check_chunks(profile.slicing.positions, copies)
 
 
 def deepest(job: JobSpec, profile: Profile) -> int:

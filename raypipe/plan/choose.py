@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from raypipe.cost.profile import Profile
 from raypipe.cost.profile_check import check_profile
@@ -25,7 +26,7 @@ from raypipe.plan.best_first import (
     rank_key,
     simplest,
 )
-from raypipe.plan.candidate import Candidate, slices_refused
+from raypipe.plan.candidate import Candidate, context_counts, slices_refused
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
 from raypipe.plan.choice import PlanChoice, choice_of
 from raypipe.plan.joint.better_plans import better_plans
@@ -290,6 +291,14 @@ def choose(
 
     result = searched(CONSIDERED)
     if not result.best:
+        divided = []
+        for copies in () if greedy or "context" in given else context_counts(job, profile, count):
+            changed: Mapping[str, Any] = {"parallel": job.parallel.model_copy(update={"context": copies})}
+            left: dict[str, Any] = {"top": top, "asynchronous": asynchronous, "search_s": search_s, "watch": watch}
+            with suppress(SpecError):
+                divided.append(choose(job.model_copy(update=changed), profile, devices, **left))
+        if divided:
+            return min(divided, key=lambda decision: decision.best.step_s)
         raise nothing_fits(choice, result)
     watch.found_plan()
     ranked = sorted((judge.time(p, final=True) for p in result.best + result.near), key=rank_key)
@@ -356,18 +365,29 @@ def choose(
     )
 
 
-def look_for_first(job: JobSpec, profile: Profile, devices: int | None, watch: Watch) -> None:
-    """Look for any plan while the costs of others are still being found, and show it."""
+class _OthersKnownError(Exception):
+    """The costs of all plans are known, so that all can be searched."""
+
+
+def look_for_first(
+    job: JobSpec, profile: Profile, devices: int | None, watch: Watch, ready: Callable[[], bool]
+) -> None:
+    """Look for any plan while the costs of others are still being found, until they are ``ready``, and show it."""
 
     def show(progress: SearchProgress) -> None:
         watch.show(progress.best_s, lambda: progress)
+
+    def stop() -> bool:
+        if ready():  # where no plan fits that shares nothing, the search would otherwise rule out all of them first
+            raise _OthersKnownError
+        return watch.first_plan is not None or watch.stop()
 
     try:
         choice = choice_of(job, profile, devices or profile.devices)
     except SpecError:  # of plans that share nothing
         return
-    early = Watch(watch.budget, show, lambda: watch.first_plan is not None or watch.stop())
-    best_first(choice.judge, choice.grids, 1, choice.pick, watch=early)
+    with suppress(_OthersKnownError):
+        best_first(choice.judge, choice.grids, 1, choice.pick, watch=Watch(watch.budget, show, stop))
 
 
 def may_be_arranged(given: Mapping[str, object]) -> bool:

@@ -68,6 +68,7 @@ def _candidate(row: Row) -> dict[str, Any]:
         "tensor": c.tensor,
         "sub_pipelined": c.sub_pipelined,
         "experts": c.experts,
+        "context": c.context,
         **{key: value for key, value in c.options.items() if key != "memory_limit"},  # that is in the plan
         "placement": c.placement,
         "sync": c.sync,

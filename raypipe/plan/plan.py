@@ -258,7 +258,7 @@ def build_schedule(plan: Plan, batch: int) -> Schedule:
     if plan.program_of != _digest(_keys(parallel)):
         why = "was edited since the program was made of it"
         raise ScheduleError("plan: parallel", why, f"edit the job and make a new plan: {MADE_BY}")
-    each, ids = parallel.microbatch * copy.share_of_samples, copy.microbatches * parallel.replicas
+    each, ids = parallel.microbatch * copy.share_of_samples, copy.microbatches * parallel.sample_copies
     samples = copy.size * parallel.microbatch * ids
     if ids and (samples != batch or each.denominator != 1):
         raise ScheduleError(

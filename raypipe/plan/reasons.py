@@ -66,7 +66,8 @@ def _divided(p: Prediction) -> str:
     if c.experts > 1:
         travels = f", whose tokens travel {_share(_exchange(p), p)} of the step" if _exchange(p) else ""
         return f"; {c.experts} copies divide experts{travels}" + (f"; {_sharded(p)}" if c.shard != "none" else "")
-    return f"; {_sharded(p)}" if c.shard != "none" else ""
+    sequences = f"; {c.context} copies divide each sequence" if c.context > 1 else ""
+    return sequences + (f"; {_sharded(p)}" if c.shard != "none" else "")
 
 
 def _exchange(p: Prediction) -> float:
@@ -161,6 +162,9 @@ def _work(p: Prediction, best: Prediction) -> str:
     if c.experts != b.experts:
         ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
         return f"experts over {c.experts} take {ratio:.2f} times the device time of experts over {b.experts}"
+    if c.context != b.context:
+        ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
+        return f"sequences over {c.context} copies take {ratio:.2f} times the device time of those over {b.context}"
     if c.microbatch != b.microbatch:
         ratio = (p.busy_s * c.devices) / (best.busy_s * b.devices)
         split = ", with split backwards," if best.form.joint and not p.form.joint else ""

@@ -17,6 +17,7 @@ import numpy as np
 from raypipe.cost.kinds import room_bytes
 from raypipe.cost.memory.terms import FEWER, RECOMPUTE, SMALLER, STAGES
 from raypipe.cost.profile import LayerProfile, Profile
+from raypipe.cost.sizes import OF_A_SAMPLE
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.model_spec import GptSpec, HfSpec
 from raypipe.plan.best_first import Ranking, effort_s
@@ -48,19 +49,6 @@ SHORTEST = 128
 """Positions of a sequence below which no shorter one is suggested."""
 WISHES = ("recompute", "microbatch", "shard", "schedule", "chunks", "unit", "stages", "replicas", "tensor")
 """Keys of ``parallel`` that decide how much memory a plan needs, those first that cost least time."""
-OF_A_SAMPLE = (
-    "kept_bytes",
-    "unread_input_bytes",
-    "waiting_bytes",
-    "read_bytes",
-    "output_bytes",
-    "output_floats",
-    "message_bytes",
-    "workspace_bytes",
-    "split_workspace_bytes",
-    "key_value_bytes",
-)
-"""Fields of a layer that shrink with a sample's sequence, at least in proportion."""
 
 
 def nothing_fits(choice: PlanChoice, found: Ranking) -> SpecError:
@@ -171,7 +159,7 @@ def _lacks(judge: Judges, c: Candidate, known: dict[object, float]) -> float:
     form = c.form
     waiting = (c.unit, c.microbatches) if SCHEDULES[c.schedule].fills else None
     way = (form.placement, form.joint, form.size, c.level, c.shard_group, c.balance, waiting)
-    key = (c.stages, c.replicas, c.microbatch, c.tensor, c.sub_pipelined, c.experts, way)
+    key = (c.stages, c.replicas, c.microbatch, c.tensor, c.sub_pipelined, c.experts, c.context, way)
     if key not in known:
         predictor = judge.of(c)
         stage, place = predictor.stage_bytes(c, form, c.level, c.shard_group), np.array(form.placement)

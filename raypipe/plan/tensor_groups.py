@@ -7,12 +7,16 @@ share one queue, ordered by their lower bounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import NamedTuple
 
+from raypipe.cost.experts import with_divided_experts
 from raypipe.cost.profile import Profile
-from raypipe.plan.candidate import Candidate
+from raypipe.job.spec import JobSpec
+from raypipe.job.train_spec import TrainSpec
+from raypipe.plan.candidate import Candidate, divisors
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
@@ -27,6 +31,8 @@ class Sharing(NamedTuple):
     """A micro-batch runs in two halves that overlap compute with the other's all-reduces."""
     experts: int = 1
     """Copies that divide the experts of a layer."""
+    context: int = 1
+    """Copies that divide each sequence."""
 
 
 ALONE = Sharing()
@@ -36,14 +42,57 @@ ALONE = Sharing()
 def of_experts(profiles: Mapping[Sharing, Profile], asked: int | None) -> dict[Sharing, Profile]:
     """Return the profiles of plans that divide experts as a job asks, if it does.
 
-    Where there is none of so many copies (costs were measured with all experts on each device), plans have the costs of
-    undivided experts.
+    Where there is none of so many copies (costs were measured compiled, or do not say what is the experts'), plans have
+    the costs of undivided experts.
     """
     if asked is None:
         return dict(profiles)
     result = {sharing: own for sharing, own in profiles.items() if sharing.experts == asked}
     whole = {sharing: own for sharing, own in profiles.items() if sharing.experts == 1 and not sharing.sub_pipelined}
     return result or {sharing._replace(experts=asked): own for sharing, own in whole.items()}
+
+
+def expert_counts(train: TrainSpec, experts: Iterable[int], devices: int, hosts: Iterable[int]) -> list[int]:
+    """Return the numbers of copies, from 2, that may divide the experts of a job's model.
+
+    Those that divide the experts of each layer, and the mini-batch; inside a host those that divide its devices, else
+    whole hosts; no more than there are devices. None of a model without experts, or whose job has what cannot be
+    combined with them.
+
+    Args:
+        train: of the job.
+        experts: of each layer that has some.
+        devices: of the cluster.
+        hosts: devices of each host.
+    """
+    common, each = gcd(*experts), set(hosts)
+    if not common or train.updates_whole or train.cuda_graphs != "none":
+        return []
+    return [
+        n
+        for n in divisors(common)
+        if 1 < n <= devices and not train.batch % n and not any(n % k and k % n for k in each)
+    ]
+
+
+def measured_with_experts(job: JobSpec, profile: Profile, devices: int) -> dict[Sharing, Profile]:
+    """Return a measured profile as copies have it that divide experts, by how many do.
+
+    Of the number that a job asks for alone, where it does. None where layers were measured compiled: divided experts
+    are not, and what they take then is not known.
+
+    Raises:
+        SpecError: the experts do not divide by what the job asks for, or its ``imbalance`` cannot be.
+    """
+    given = job.parallel.given if job.parallel.auto else {}
+    asked = given.get("experts")
+    counts = [own.work.experts for layer in profile.layers if (own := layer.experts) is not None]
+    compiled = profile.taken_for is not None and profile.taken_for.compiled
+    if not counts or compiled or asked == 1 or given.get("tensor", 1) > 1:
+        return {}
+    sizes = expert_counts(job.train, counts, devices, profile.placed.of_first(devices)) if asked is None else [asked]
+    imbalance = job.parallel.imbalance if "imbalance" in job.parallel.given else None
+    return {Sharing(experts=n): with_divided_experts(profile, n, imbalance) for n in sizes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +103,7 @@ class Judges:
 
     def of(self, what: Grid) -> Predictor:
         """The predictor whose devices share as much."""
-        return self.by[Sharing(what.tensor, what.sub_pipelined, what.experts)]
+        return self.by[Sharing(what.tensor, what.sub_pipelined, what.experts, what.context)]
 
     def on(self, grid: Grid) -> Iterator[Candidate]:
         """See ``Judge``."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 from pathlib import Path
 from statistics import median
 
 import ray
 
+from raypipe.cost.experts import grouped_share
 from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.memory import parameter_bytes
-from raypipe.cost.profile import LIMIT, LayerProfile, Profile, TaskTimes
+from raypipe.cost.profile import LIMIT, ExpertsProfile, LayerProfile, Profile, TaskTimes
 from raypipe.data import declared_fields, known_fields
 from raypipe.errors import SpecError
 from raypipe.graph.operation_costs import ON_CPU, ON_GPU
@@ -110,6 +112,8 @@ class LayerBench:
     """Bytes of autocast's copies of the weights, by micro-batch size and kind of layer."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Number of elements of each parameter that is built, by name."""
+    loads: dict[int, list[int]] = field(default_factory=dict)
+    """By layer, the rows of each expert."""
     alone: float = 1.0
     """Time of a task while the other devices of the host are idle, over its time while all of them work."""
 
@@ -172,7 +176,7 @@ class LayerBench:
             if way == "recompute" and self.job.train.compile != "inductor":  # uses the modules built for joint
                 result[way] = self._run(size, way, 0, effort, False)
             else:  # a compiled stage has programs for the tasks of one way
-                self._hold(size, way)
+                self._hold(size, self._step(size, way))
                 # Memory use becomes steady later than times, so it needs one more warm-up step.
                 more = first and way == "joint" if effort.once else memory
                 result[way] = self._run(size, way, effort.warm_up + more, effort, memory)
@@ -257,7 +261,7 @@ class LayerBench:
         return charge(result) * self._seconds(result)
 
     def _recompute(self, size: int, effort: Effort) -> list[Samples]:
-        self._hold(size, "joint")
+        self._hold(size, self._step(size, "joint"))
         effort = self._effort(effort)
         return self._run(size, "joint", effort.warm_up, effort, False)
 
@@ -284,9 +288,28 @@ class LayerBench:
     def _program(self, size: int, way: Way) -> Program:
         return programs(self._step(size, way))[0]
 
-    def _hold(self, size: int, way: Way) -> None:
+    def count_loads(self, size: int, room: float) -> None:
+        """Have the first device run a step of micro-batches of ``size``, and count the rows of each layer's experts.
+
+        Routers need what the layers before them make of the job's own samples, so it runs as many of the model's first
+        layers as fit ``room`` bytes, or where tasks take long, as are measured. With compiled layers nothing is
+        counted: no plan divides their experts.
+        """
+        if self.interrupted or self.job.train.compile == "inductor" or not any(w.experts for w in self._works()):
+            return
+        first = range(self.model.count) if not self.long else takewhile(lambda i: i in self.measured, count())
+        layers: list[int] = []
+        for i in first:
+            room -= self._state_bytes(i) + 1.5 * ALIVE * self.grown["F"][size][self.groups[i]]
+            if room < 0:
+                break
+            layers.append(i)
+        step = measured_step(self.model.count, layers, "joint", ALIVE)
+        self._hold(size, step, devices=1)
+        self.loads = ray.get(self.workers.actors[0].expert_loads.remote(programs(step)[0]))
+
+    def _hold(self, size: int, step: Schedule, devices: int | None = None) -> None:
         model, job = self.model, self.job
-        step = self._step(size, way)
         cut = tuple((i,) for i in range(model.count))
         setup = Setup(
             device=0,
@@ -297,7 +320,8 @@ class LayerBench:
                     "data": job.data.model_copy(update={"pad_to_multiple_of": LONGEST}),
                 }
             ),
-            parallel=job.parallel.model_copy(update={"replicas": 1, "experts": 1}),  # each device measures by itself
+            # Each device measures by itself.
+            parallel=job.parallel.model_copy(update={"replicas": 1, "experts": 1, "context": 1}),
             cut=cut,
             graph=step.graph,
             placement=step.placement,
@@ -313,8 +337,8 @@ class LayerBench:
             samples_per_microbatch=size,
             microbatches=step.microbatches,
             versions="flush",
-            train={WHOLE: self._program(size, way)},
-            evaluate=self._program(size, way),
+            train={WHOLE: programs(step)[0]},
+            evaluate=programs(step)[0],
             data=self.data,
             fields=known_fields(self.data),
             checkpoint=None,
@@ -323,22 +347,33 @@ class LayerBench:
         parameter_sizes = ray.get(
             [
                 actor.hold.remote(replace(setup, topology=replace(setup.topology, peers=(replace(peer, rank=0),))))
-                for actor, peer in zip(self.workers.actors, peers, strict=True)
+                for actor, peer in list(zip(self.workers.actors, peers, strict=True))[:devices]
             ]
         )
         self.sizes |= parameter_sizes[0]
 
-    def profiles(self) -> tuple[LayerProfile, ...]:
-        """Return the profiles of all layers of the model; layers of one kind share their figures."""
-        taken, longer = {size: self._taken(size) for size in self.passes}, self._charge()
+    def _works(self) -> list[LayerWork]:
+        """Return the work of each layer, as its operations say."""
         on_cpu = self.workers.locations[0].peer.device == "cpu"
-        works = [r.work for r in tensor_ranks_of(self.job, self.model, ON_CPU if on_cpu else ON_GPU)]
+        return [rank.work for rank in tensor_ranks_of(self.job, self.model, ON_CPU if on_cpu else ON_GPU)]
+
+    def profiles(self) -> tuple[LayerProfile, ...]:
+        """Return the profiles of all layers of the model; layers of one kind share all figures but experts' loads."""
+        taken, longer = {size: self._taken(size) for size in self.passes}, self._charge()
+        works = self._works()
         compiled = self.job.train.compile == "inductor"  # whose own graphs say what is kept
         unread = [0.0 if compiled else work.unread_input_bytes for work in works]
         return tuple(
-            self._profile(i, kind, taken, longer, unread[i]).model_copy(update=_attention(works[i]))
+            self._profile(i, kind, taken, longer, unread[i]).model_copy(
+                update={**_attention(works[i]), "experts": _experts(works[i], self._loads(i))}
+            )
             for i, kind in enumerate(self.groups)
         )
+
+    def _loads(self, layer: int) -> list[int]:
+        """Return the rows of a layer's experts; of the last that was counted before, where it was not."""
+        before = [i for i in self.loads if i <= layer]
+        return self.loads[max(before)] if before else []
 
     def _charge(self) -> float:
         """Return ``charge`` over all used passes."""
@@ -429,6 +464,21 @@ def _attention(work: LayerWork) -> dict[str, float]:
         "attention_grad_share": work.input_grad.attention_operations,
         "key_value_bytes": work.key_value_bytes,
     }
+
+
+def _experts(work: LayerWork, rows: Sequence[int]) -> ExpertsProfile | None:
+    """Return what of a layer belongs to its experts: shares of the operations, not of the time, and measured loads."""
+    own = work.experts
+    if own is None:
+        return None
+    mean = sum(rows) / own.experts if len(rows) == own.experts else 0.0
+    return ExpertsProfile(
+        work=own,
+        forward=grouped_share(work.forward),
+        input_grad=grouped_share(work.input_grad),
+        weight_grad=grouped_share(work.weight_grad),
+        loads=tuple(n / mean for n in rows) if mean else (),
+    )
 
 
 def _gib(size: float) -> str:

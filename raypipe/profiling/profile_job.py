@@ -266,9 +266,8 @@ def measure_again(bench: LayerBench, effort: Effort, say: Say, began: float) -> 
 def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say) -> Profile:
     """Measure a profile as ``measure_profile`` does, on running workers; ``sizes`` must be ascending."""
     workers, facts = bench.workers, bench.facts()
-    hosts = _hosts(facts)
+    hosts, shared_by = _hosts(facts), sharers(workers.locations)
     sharing = max(hosts)
-    shared_by = sharers(workers.locations)
     memory = min(fact.memory_bytes / count for fact, count in zip(facts, shared_by, strict=True))
     base = fmean(
         fact.base_bytes / (1 if at.peer.device == "cpu" else count)  # of a GPU it is that of all who share it
@@ -277,6 +276,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
     bench.check_room(memory - base)
     noise = measure_sizes(bench, list(sizes), effort, say, memory - base, sharing > 1)
     code = bench.code_bytes()
+    bench.count_loads(min(bench.passes), memory - base)
     inside: list[Timed] = []
     between: list[Timed] = []
     sums: list[TimedCollective] = []

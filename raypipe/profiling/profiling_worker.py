@@ -8,8 +8,10 @@ import math
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from raypipe.compat.torch_private import TorchDispatchMode
 from raypipe.data import is_prepared, prepare_data
+from raypipe.graph.subgraph_work import GROUPED
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.models.build import Fields
@@ -103,6 +107,18 @@ class FakeChannel:
 
     def close(self) -> None:
         """Do nothing, because nothing is open."""
+
+
+class _GroupedRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices how many rows each expert has in the first grouped product that runs."""
+
+    rows: Sequence[int] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.rows and func.name().rpartition("::")[2].partition(".")[0] in GROUPED:
+            ends = next(x for x in (*args[2:], *(kwargs or {}).values()) if isinstance(x, Tensor))
+            self.rows = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        return func(*args, **(kwargs or {}))
 
 
 class StageProfiler(StageWorker):
@@ -253,6 +269,26 @@ class StageProfiler(StageWorker):
             looks.append(look())
         order: tuple[Task, ...] = tuple(action.task for action in program.actions)
         return Samples(order, np.stack(times), np.array(ran).reshape(len(times), -1), middle_look(looks))
+
+    @raises_device_errors
+    def expert_loads(self, program: Program) -> dict[int, list[int]]:
+        """Run a step; return the rows that the router of each layer gave to its experts, by layer.
+
+        Grouped products, as which experts were captured, say how many of their rows each expert has.
+        """
+        result: dict[int, list[int]] = {}
+
+        def counting(executor: Executor, action: Action) -> None:
+            seen = _GroupedRows()  # type: ignore[no-untyped-call]
+            with seen if action.task.kind == "F" else nullcontext():
+                HANDLERS[action.task.kind](executor, action)
+            if seen.rows:
+                known = result.setdefault(action.task.stage, [0] * len(seen.rows))
+                result[action.task.stage] = [a + b for a, b in zip(known, seen.rows, strict=True)]
+
+        self.executor.handlers = dict.fromkeys(HANDLERS, counting)
+        self.executor.run(program, 0, learning_rate(self.setup_data.job.train, 0))
+        return result
 
     @raises_device_errors
     def connect(self, topology: Topology) -> None:

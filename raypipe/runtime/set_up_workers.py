@@ -22,8 +22,10 @@ from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.node_files import files_of_nodes
 from raypipe.runtime.setup.communicators import Topology, check_devices, rendezvous_of
 from raypipe.runtime.setup.setup import (
+    CONTEXT_GROUP,
+    EXPERT_GROUP,
     Setup,
-    expert_groups,
+    copy_groups,
     expert_ranks,
     served_by_another,
     tensor_rank_edges,
@@ -134,7 +136,8 @@ def setups_of(
             edges=tensor_rank_edges(edges(schedule), tensor),
             groups=tensor_rank_groups(
                 {name: ranks for name, ranks in sums.items() if name not in served_by}
-                | expert_groups(schedule.placement, plan.parallel.replicas, plan.parallel.experts),
+                | copy_groups(EXPERT_GROUP, schedule.placement, plan.parallel.replicas, plan.parallel.experts)
+                | copy_groups(CONTEXT_GROUP, schedule.placement, plan.parallel.replicas, plan.parallel.context),
                 schedule.devices,
                 tensor,
             ),

@@ -128,6 +128,8 @@ class Grid:
     """Each micro-batch in two halves, of which one computes while the other's sums are under way."""
     experts: int = 1
     """Data-parallel copies that divide the experts of each layer, E."""
+    context: int = 1
+    """Data-parallel copies that divide each sequence, C."""
 
     @property
     def groups(self) -> int:

@@ -30,36 +30,41 @@ import ray
 from raypipe.errors import RunError
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.spec import JobSpec
+from raypipe.observe.run_dir import RECORD
 from raypipe.observe.run_log import log_event
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.hosts.rank_order import kinds_of
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.session.call_data import Datum
-from raypipe.runtime.session.session import Session, check_job
+from raypipe.runtime.session.session import Session
+from raypipe.runtime.session.session_job import check_job
 from raypipe.runtime.session.session_worker import AdamW, StageSession
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
+from raypipe.service.journal import check_served
 from raypipe.train import Prepared, prepare_run
 
-SERVED = {"tensor": 1, "experts": 1, "slices": 1, "shard": "none"}
+SERVED = {"tensor": 1, "experts": 1, "context": 1, "slices": 1, "shard": "none"}
 """Of a plan's keys, those that sessions have no other values of (``check_job``)."""
 Say = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def opened(job: JobSpec, directory: Path | None, say: Say) -> Iterator[tuple[Prepared, Session]]:
+def opened(job: JobSpec, directory: Path | None, say: Say, resume: bool = False) -> Iterator[tuple[Prepared, Session]]:
     """Open a session of a job, whose workers are stopped when the block ends.
 
     Args:
         job: the job; its data and most of ``train`` are those of ``raypipe train`` and count for nothing here.
         directory: of the run, for the plan and snapshots; None for a new one.
         say: called with what there is to say, line by line.
+        resume: whether to go on with the plan of the server that ran in ``directory``, if one did.
 
     Raises:
         SpecError: sessions cannot run the job.
         DevicesError: the devices were not free within ``train.wait_for_devices_s``.
     """
-    prepared = prepare_run(of_calls(job), directory, resume=False, say=say)
+    resume = resume and (directory is None or (directory / RECORD).exists())
+    prepared = prepare_run(of_calls(job), directory, resume, say=say, check=check_served)
     check_job(prepared.job, prepared.plan)
     tensor, train = prepared.plan.parallel.tensor, prepared.job.train
     count = prepared.schedule.devices * tensor

@@ -10,17 +10,23 @@ import hashlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raypipe.errors import RaypipeError, SpecError
+from raypipe.runtime.session.call_data import Kind
+from raypipe.runtime.session.session import Call
 
 AHEAD = 256
 """Requests of a model that may be waiting, for the devices or for an earlier one."""
 KEPT_S = 120.0
 """How long a result is kept once it has been fetched, as its answer may have been lost."""
+RESTORED_S = 600.0
+"""How long a result is kept that the server made before it was started anew, and whose client may not have it."""
 MOST_BYTES = 1 << 30
 """Bytes of requests that wait and of results that are kept; beyond it, requests are told to come again."""
 
@@ -48,19 +54,38 @@ class Answer:
     protobuf: bytes = b""
 
 
+Ended = Answer | BaseException
+"""How a request has ended."""
+
+
 @dataclass(slots=True)
 class Accepted:
     """A request that has been accepted."""
 
     id: str
+    """``OF:NUMBER``, of a model or a sampler."""
     session: str
     digest: str
     start: Callable[[], Queued]
     """Queues it with the workers."""
     finish: Callable[[Any], Answer]
     bytes: int
+    record: Callable[[], None] = lambda: None
+    """Writes down that it has been accepted; called before its client is told."""
+    joins: tuple[Kind, Call] | None = None
+    """The call, if it can run together with others of its kind."""
     future: Future[Answer] = field(default_factory=Future)
     fetched_at: float | None = None
+
+    @property
+    def of(self) -> str:
+        """Return the model or sampler."""
+        return self.id.rpartition(":")[0]
+
+    @property
+    def number(self) -> int:
+        """Return its number there."""
+        return int(self.id.rpartition(":")[2])
 
 
 @dataclass(slots=True)
@@ -81,11 +106,22 @@ def digest_of(*parts: bytes) -> str:
 class Requests:
     """Accepts requests, starts them in order, and keeps what they return.
 
-    One thread starts them, which waits where the workers have enough to do; another waits for results.
+    One thread starts them, which waits where the workers have enough to do; another waits for results. Where several
+    models' requests wait, calls of one kind that are the next of their models start together.
+
+    Args:
+        failed: makes of an error what a client is told.
+        wait: waits until another request should be started.
+        together: starts calls together; all of them, or none where it fails.
     """
 
-    def __init__(self, failed: Callable[[Exception], Exception]) -> None:
-        self._failed = failed
+    def __init__(
+        self,
+        failed: Callable[[Exception], Exception],
+        wait: Callable[[], None],
+        together: Callable[[Kind, Sequence[Call]], Sequence[Queued]],
+    ) -> None:
+        self._failed, self._wait, self._together = failed, wait, together
         self._lines: dict[str, Line] = {}
         self._known: dict[str, Accepted] = {}
         self._bytes = self._aside = 0
@@ -128,12 +164,13 @@ class Requests:
             self._start_ready(line)
             return one.id
 
-    def refuse(self, model: str, number: int) -> None:
+    def refuse(self, model: str, number: int, record: Callable[[], None]) -> None:
         """Note that a number was used for a request that cannot run, so that later ones do not wait for it."""
         with self._lock:
             line = self._lines.get(model)
             if line is None or number != line.next:
                 return
+            record()
             line.next += 1
             self._start_ready(line)
 
@@ -153,6 +190,34 @@ class Requests:
             line = self._lines[model] = Line(running=1)
             self._to_start.put((line, one))
             return one.id
+
+    def restore(self, model: str, session: str, number: int, answers: Mapping[int, tuple[str, Ended]]) -> None:
+        """Open the line of a model whose requests up to ``number`` have ended, with what ``answers`` returned."""
+        with self._lock:
+            self._lines[model] = Line(number + 1)
+            for at, (digest, ended) in answers.items():
+                one = Accepted(f"{model}:{at}", session, digest, _ended, _ended, 1024)
+                one.fetched_at = time.monotonic() + RESTORED_S - KEPT_S
+                if isinstance(ended, Answer):
+                    one.future.set_result(ended)
+                else:
+                    one.future.set_exception(ended)
+                self._keep(one)
+
+    def keep_for(self, request_id: str, seconds: float) -> None:
+        """Keep the result of a request for so long once it has ended, whether or not it is fetched."""
+        one = self.find(request_id)
+
+        def end(_: Future[Answer]) -> None:
+            one.fetched_at = time.monotonic() + seconds - KEPT_S
+
+        one.future.add_done_callback(end)
+
+    def answers(self, model: str, number: int) -> dict[int, tuple[str, Ended]]:
+        """Wait for the requests of a model up to ``number``; return digest and answer of each that is kept."""
+        with self._lock:
+            asked = [(one.number, one) for one in self._known.values() if one.of == model]
+        return {at: (one.digest, one.future.exception() or one.future.result()) for at, one in asked if at <= number}
 
     def accept_aside(self, one: Accepted, work: Callable[[], Answer], pool: ThreadPoolExecutor) -> str:
         """Accept a request that needs no worker, and run it in a pool of threads; return its id.
@@ -183,10 +248,13 @@ class Requests:
         pool.submit(run)
         return one.id
 
-    def then(self, start: Callable[[], Queued]) -> None:
-        """Queue what no client has asked for, after all that was accepted."""
+    def then(self, start: Callable[[], Queued], model: str = "") -> None:
+        """Queue what no client has asked for, after all that was accepted, and before what a model is asked for."""
         one = Accepted("", "", "", start, lambda _: Answer(), 0)
-        self._to_start.put((Line(running=1), one))
+        with self._lock:
+            line = self._lines.get(model, Line())
+            line.running += 1
+            self._to_start.put((line, one))
 
     def waiting(self, model: str) -> int:
         """Return how many requests of a model wait or run."""
@@ -223,6 +291,7 @@ class Requests:
     def _keep(self, one: Accepted) -> None:
         if self._bytes + one.bytes > MOST_BYTES:
             raise BusyError(one.id, "too many bytes are waiting", "send it again later")
+        one.record()
         self._bytes += one.bytes
         self._known[one.id] = one
 
@@ -231,15 +300,32 @@ class Requests:
         del self._known[one.id]
 
     def _start(self) -> None:
-        while (todo := self._to_start.get()) is not None:
-            line, one = todo
+        waiting: deque[tuple[Line, Accepted] | None] = deque()
+        while (todo := waiting.popleft() if waiting else self._to_start.get()) is not None:
+            self._wait()
+            while not self._to_start.empty():
+                waiting.append(self._to_start.get())
+            group = [todo, *_joining(todo, waiting)]
+            for other in group[1:]:
+                waiting.remove(other)
+            self._start_together(group)
+        self._started.put(None)
+
+    def _start_together(self, group: list[tuple[Line, Accepted]]) -> None:
+        joins = [one.joins for _, one in group if one.joins is not None]
+        if len(group) > 1:
+            with suppress(Exception):  # of one of the calls, and none was queued; then each meets its own
+                calls = self._together(joins[0][0], [call for _, call in joins])
+                for (line, one), queued in zip(group, calls, strict=True):
+                    self._started.put((line, one, queued))
+                return
+        for line, one in group:
             try:
                 queued = one.start()
             except Exception as error:
                 self._end(line, one, error=error)
-                continue
-            self._started.put((line, one, queued))
-        self._started.put(None)
+            else:
+                self._started.put((line, one, queued))
 
     def _collect(self) -> None:
         while (todo := self._started.get()) is not None:
@@ -264,6 +350,18 @@ class Requests:
         else:
             assert error is not None
             one.future.set_exception(self._failed(error))
+
+
+def _joining(
+    first: tuple[Line, Accepted], waiting: Iterable[tuple[Line, Accepted] | None]
+) -> Iterator[tuple[Line, Accepted]]:
+    """Return the requests that start together with the first: each the next one of another model, of its kind."""
+    seen, joins = [first[0]], first[1].joins
+    for other in waiting if joins is not None else ():
+        if other is not None and not any(other[0] is line for line in seen):
+            seen.append(other[0])
+            if joins is not None and other[1].joins is not None and other[1].joins[0] == joins[0]:
+                yield other
 
 
 def _ended(*_: Any) -> Any:

@@ -24,7 +24,9 @@ ADAPTERS = 16
 """Models at once where each has only adapters of its own; all weights take as much memory for each as for the first."""
 
 
-def serve(job: JobSpec, directory: Path | None, host: str, port: int, models: int | None, say: Say) -> None:
+def serve(
+    job: JobSpec, directory: Path | None, host: str, port: int, models: int | None, say: Say, resume: bool = False
+) -> None:
     """Serve a job's model until SIGINT or SIGTERM.
 
     Args:
@@ -34,6 +36,7 @@ def serve(job: JobSpec, directory: Path | None, host: str, port: int, models: in
         port: the port.
         models: that clients may have at once; None for ``ADAPTERS`` of them where adapters are trained, or else one.
         say: called with what there is to say, line by line.
+        resume: whether to bring back the models of the server that ran in ``directory``, if one did.
 
     Raises:
         SpecError: the job or the address cannot be served.
@@ -42,7 +45,7 @@ def serve(job: JobSpec, directory: Path | None, host: str, port: int, models: in
     try:
         import uvicorn
 
-        from raypipe.service.server import is_loopback, make_app
+        from raypipe.service.server import come_back, is_loopback, make_app
     except ImportError as error:
         raise SpecError(
             "raypipe serve", f"needs a package that is not there: {error.name}", "pip install 'raypipe[serve]'"
@@ -52,8 +55,10 @@ def serve(job: JobSpec, directory: Path | None, host: str, port: int, models: in
     if not is_loopback(host) and token is None:
         why = f"{host} can be reached from other machines, and no token is set"
         raise SpecError("--host", why, f"set {TOKEN} to a secret that clients send, or use 127.0.0.1")
-    with opened(job, directory, say) as (prepared, session):
+    with opened(job, directory, say, resume) as (prepared, session):
         service = started(prepared, session, models)
+        if prepared.resume:
+            come_back(service, say)
         app = make_app(service, host, token, tokenizer_of(job))
         server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning", access_log=False))
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -75,7 +80,7 @@ def look_after(service: Service, run_id: str, ends: threading.Event) -> None:
     gauges = exported(service.directory, run_id)
     while not ends.wait(EVERY_S):
         service.expire()
-        for metric, value, tags in session_readings(service.newest()):
+        for metric, value, tags in session_readings(service.rows.newest()):
             gauges[metric.name].set(value, tags)
 
 
@@ -87,7 +92,7 @@ def started(prepared: Prepared, session: Session, models: int | None) -> Service
     whole = isinstance(prepared.job.model, HfSpec)
     sampler = Sampler(prepared.job, limits.longest, limits.vocabulary) if whole else None
     service = Service(session, name_of(prepared.job), prepared.directory, rank, models or usual, sampler)
-    service.begin()
+    service.begin(prepared.resume)
     return service
 
 

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import ipaddress
 import time
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -20,9 +21,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raypipe.errors import CheckpointError, RaypipeError, SpecError
-from raypipe.service.futures import BusyError, GoneError
+from raypipe.service import journal
+from raypipe.service.futures import RESTORED_S, BusyError, GoneError
 from raypipe.service.sampling import SampleRequest
-from raypipe.service.service import Service
+from raypipe.service.service import Service, TrainedModel
 from raypipe.service.wire import PROTOBUF
 
 MOST_BYTES = 64 << 20
@@ -35,6 +37,8 @@ LONGEST = 600
 """Characters of an error: it may quote what was sent."""
 RETRY_S = 2
 """When a client is told to come again."""
+BUSY_S = 0.1
+"""Between two tries of what returns to a server that is full."""
 
 
 class Body(BaseModel):
@@ -174,6 +178,54 @@ class Sample(Body):  # noqa: D101
 class Retrieve(Body):  # noqa: D101
     request_id: str
     allow_metadata_only: bool = False
+
+
+Method = Callable[[Service, Any, bytes], tuple[str, str]]
+VERBS: Mapping[str, tuple[type[Body], Method]] = {
+    "create_model": (CreateModel, Service.create_model),
+    "optim_step": (OptimStep, Service.optim_step),
+    "save_weights": (SaveWeights, lambda service, asked, body: service.save(asked, body, "weights")),
+    "save_weights_for_sampler": (
+        SaveForSampler,
+        lambda service, asked, body: service.save(asked, body, "sampler_weights"),
+    ),
+    "load_weights": (LoadWeights, Service.load),
+}
+"""What asks for a model's calls in JSON, by verb."""
+
+
+def come_back(service: Service, say: Callable[[str], None]) -> None:
+    """Bring back the sessions of a server that was killed: accept again what its models' snapshots do not have."""
+    count = again = 0
+    service.returning = True
+    for session in journal.sessions(service.directory):
+        for model in service.restore(session):
+            count += 1
+            for written in journal.requests(model.folder, model.kept):
+                again += 1
+                while not _accepted_again(service, model, written):
+                    time.sleep(BUSY_S)
+    service.returning = False
+    if count:
+        say(f"{count} models are back, with {again} requests since their snapshots, which run again")
+
+
+def _accepted_again(service: Service, model: TrainedModel, written: journal.Written) -> bool:
+    """Accept a request that was accepted before; return False if there is no room for it now."""
+    number, verb, body = written
+    try:
+        if verb == journal.REFUSED:
+            service.requests.refuse(model.id, number, lambda: None)
+        elif verb == "forward_backward":
+            service.forward_backward(body)
+        else:
+            form, method = VERBS[verb]
+            method(service, form.model_validate_json(body), body)
+    except BusyError:
+        return False
+    if verb != journal.REFUSED:
+        service.requests.keep_for(f"{model.id}:{number}", RESTORED_S)
+    return True
 
 
 def make_app(service: Service, host: str, token: str | None, tokenizer: str | None = None) -> FastAPI:
@@ -338,11 +390,16 @@ def _add_session_routes(app: FastAPI, service: Service, tokenizer: str | None) -
         model = service.model(asked.model_id)
         data = {"arch": "causal-lm", "model_name": service.base, "tokenizer_id": tokenizer}
         about = {"model_data": data, "model_id": model.id, "model_name": service.base}
-        return {"type": "get_info", **about, "is_lora": service.rank > 0, "lora_rank": service.rank or None}
+        return {"type": "get_info", **about, "is_lora": service.rank > 0, "lora_rank": model.adapters.rank or None}
 
     @app.post("/api/v1/retrieve_future")
     async def retrieve(asked: Retrieve) -> Response:
-        found = service.requests.find(asked.request_id)
+        try:
+            found = service.requests.find(asked.request_id)
+        except GoneError as error:
+            if ":sample:" not in asked.request_id:
+                raise
+            return _error(410, " ".join(str(error).split())[:LONGEST])  # for which clients ask anew
         try:
             result = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(found.future)), POLL_S)
         except asyncio.TimeoutError:  # Python 3.10 has two of this name
@@ -388,28 +445,19 @@ def _add_sampling_routes(app: FastAPI, service: Service) -> None:
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/api/v1/create_model")
-    def create_model(asked: CreateModel, body: Raw) -> dict[str, str]:
-        return _future(service.create_model(asked, body))
-
     @app.post("/api/v1/forward_backward")
     def forward_backward(request: Request, body: Raw) -> dict[str, str]:
         if request.headers.get("content-type", "") != PROTOBUF:
             raise HTTPException(415, f"forward_backward takes {PROTOBUF}")
         return _future(service.forward_backward(body))
 
-    @app.post("/api/v1/optim_step")
-    def optim_step(asked: OptimStep, body: Raw) -> dict[str, str]:
-        return _future(service.optim_step(asked, body))
+    for verb, (form, method) in VERBS.items():
+        _add_verb(app, service, verb, form, method)
 
-    @app.post("/api/v1/save_weights")
-    def save_weights(asked: SaveWeights, body: Raw) -> dict[str, str]:
-        return _future(service.save(asked, body, "weights"))
 
-    @app.post("/api/v1/save_weights_for_sampler")
-    def save_for_sampler(asked: SaveForSampler, body: Raw) -> dict[str, str]:
-        return _future(service.save(asked, body, "sampler_weights"))
+def _add_verb(app: FastAPI, service: Service, verb: str, form: type[Body], method: Method) -> None:
+    def accept(asked: Any, body: Any) -> dict[str, str]:
+        return _future(method(service, asked, body))
 
-    @app.post("/api/v1/load_weights")
-    def load_weights(asked: LoadWeights, body: Raw) -> dict[str, str]:
-        return _future(service.load(asked, body))
+    accept.__annotations__.update(asked=form, body=Raw)  # which FastAPI reads
+    app.post(f"/api/v1/{verb}")(accept)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import re
+import math
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,26 +16,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypipe.errors import CheckpointError, RaypipeError, RunError, SpecError
-from raypipe.files import write_whole
-from raypipe.observe.run_log import RunLog
-from raypipe.observe.run_record import model_name
+from raypipe.observe.run_dir import CALLS
 from raypipe.runtime.recovery.failure import describe, own_error
-from raypipe.runtime.session.call_data import check
-from raypipe.runtime.session.session import Outputs, Session, Updated, check_adam
+from raypipe.runtime.session.call_data import Kind, check
+from raypipe.runtime.session.session import QUEUED, Call, Outputs, Session, Updated, check_adam
 from raypipe.runtime.session.session_worker import AdamW
-from raypipe.service.futures import Accepted, Answer, GoneError, Requests, digest_of
+from raypipe.runtime.session.slots import Adapters
+from raypipe.service import journal
+from raypipe.service.adapters import adapters_of, check_eps, check_loaded
+from raypipe.service.checkpoints import KINDS, Checkpoints
+from raypipe.service.futures import Accepted, Answer, GoneError, Queued, Requests, digest_of
 from raypipe.service.sampling import Sampler, SampleRequest
+from raypipe.service.update_rows import SinceUpdate, UpdateRows
 from raypipe.service.wire import data_of, options_of, output_bytes, read_request, samples_bytes
 
 SESSION_S = 60.0
 """A session whose client has not been heard of for so long ends; clients send a heartbeat every 10 s."""
 MOST_SESSIONS = 256
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-"""Names of checkpoints."""
-SCHEME = "tinker://"
-KINDS = ("weights", "sampler_weights")
-"""Folders of a model's checkpoints, as they are called in its paths."""
-ABOUT = "about.json"
+JOINING = 4
+"""Calls that are queued with the workers where those of several models can run in one pass."""
 
 
 @dataclass(slots=True)
@@ -47,13 +45,13 @@ class TrainedModel:
     session: str
     slot: int
     """Of the runtime's session."""
+    adapters: Adapters
+    folder: Path
+    """Of its requests (``journal``)."""
+    kept: int = -1
+    """The last request that its snapshot had when the server came back."""
     steps: int = 0
-    since: float = field(default_factory=time.monotonic)
-    """The time of its last update."""
-    calls: int = 0
-    """Since then, as are the others."""
-    tokens: int = 0
-    loss_sum: float = 0.0
+    done: SinceUpdate = field(default_factory=SinceUpdate)
 
 
 class Sampled(NamedTuple):
@@ -97,7 +95,7 @@ class Service:
         sampler: Sampler | None = None,
     ) -> None:
         self.session, self.base, self.directory, self.rank, self.most = session, base, directory, rank, most
-        self.requests = Requests(failed)
+        self.requests = Requests(failed, self._wait_for_room, session.together)
         self.sampler = sampler
         self._sampling = ThreadPoolExecutor(1, "raypipe-sample")
         self._clients: dict[str, Client] = {}
@@ -105,14 +103,16 @@ class Service:
         self._lock = threading.Lock()
         self._start = directory / "start"
         """Weights and no optimizer state: what a new model begins with."""
-        self._log = RunLog(directory)
-        self._updates = 0
-        self._newest: dict[str, dict[str, Any]] = {}
+        self.checkpoints = Checkpoints(directory)
+        self.rows = UpdateRows(directory)
+        self.returning = False
+        """Whether requests are those of a server that was killed, which have been accepted before."""
 
-    def begin(self) -> None:
-        """Keep the start values of the weights, for models to begin with."""
-        shutil.rmtree(self._start, ignore_errors=True)
-        self.session.save(self._start).result()
+    def begin(self, again: bool = False) -> None:
+        """Keep the start values of the weights, for models to begin with; ``again``: where they may be kept already."""
+        (self.directory / CALLS).mkdir(exist_ok=True)
+        if not (again and self._start.exists()):
+            self.session.save(self._start).result()
 
     # Sessions.
 
@@ -127,6 +127,7 @@ class Service:
             if len(self._clients) >= MOST_SESSIONS:
                 raise SpecError("create_session", f"{MOST_SESSIONS} sessions are open", "end some, or wait")
             name = uuid.uuid4().hex
+            journal.begin_session(self.directory, name)
             self._clients[name] = Client(time.monotonic())
             return name
 
@@ -157,19 +158,20 @@ class Service:
         return client
 
     def _expire(self) -> None:
-        now = time.monotonic()
+        now = -math.inf if self.returning else time.monotonic()
         for name in [name for name, client in self._clients.items() if now - client.heard_at > SESSION_S]:
             self._end(name)
 
     def _end(self, session: str) -> None:
         client = self._client(session)
+        journal.end_session(self.directory, session)
         self.requests.close_lines(session, client.models)
         for one in client.samplers.values():
             if one.path is None and one.folder != self._start:
                 shutil.rmtree(one.folder, ignore_errors=True)
         for name in client.models:
             slot = self._models.pop(name).slot
-            self._newest.pop(name, None)
+            self.rows.forget(name)
             self.requests.then(partial(self.session.free, slot))
         del self._clients[session]
 
@@ -184,23 +186,16 @@ class Service:
         """
         self.heard(asked.session_id)
         self._check_base(asked.base_model)
-        lora = asked.lora_config
-        rank = 0 if lora is None else lora.rank
-        if rank != self.rank:
-            trains = f"adapters of rank {self.rank}" if self.rank else "all weights, without adapters"
-            why = f"has rank {rank}, and this server trains {trains}"
-            raise SpecError("lora_config", why, f"ask for rank {self.rank}, or serve a job with another model.lora")
-        if lora is not None and rank and not (lora.train_mlp and lora.train_attn and lora.train_unembed):
-            why = "chooses layers, and which ones have adapters is the job's model.lora.target_modules"
-            raise SpecError("lora_config", why, "leave train_mlp, train_attn and train_unembed as they are")
+        adapters = adapters_of(asked.lora_config, self.rank, self._start)
         check_optimizer(asked.optimizer_config)
-        return self._make(asked, body, self._start, with_optimizer=False)
+        return self._make(asked, body, adapters, None)
 
     def _check_base(self, name: str | None) -> None:
         if name is not None and name != self.base:
             raise SpecError("base_model", f'"{name}" is not served here', f'use "{self.base}"')
 
-    def _make(self, asked: Any, body: bytes, folder: Path, with_optimizer: bool) -> tuple[str, str]:
+    def _make(self, asked: Any, body: bytes, adapters: Adapters, loads: Path | None) -> tuple[str, str]:
+        """Begin a model with a checkpoint, or with the base model; return the request's id and the model's."""
         name, kind = f"{asked.session_id}:train:{asked.model_seq_id}", asked.type
         with self._lock:
             client = self._client(asked.session_id)
@@ -210,19 +205,61 @@ class Service:
                 if len(taken) >= self.most:
                     why = f"this server has {self.most} models at once, and others have them until their sessions end"
                     raise SpecError("create_model", why, "end a session, or serve with more --models")
-                model = TrainedModel(name, asked.session_id, min(set(range(self.most)) - taken))
-                client.models.append(model.id)
-                self._models[model.id] = model
-            slot = model.slot
+                model = self._add(client, name, min(set(range(self.most)) - taken), adapters)
+            if loads is None:
+                load = partial(self.session.load, self._start, False, model.slot, lasting=True, adapters=adapters)
+            else:
+                pinned = journal.pinned(model.folder, 0)
+                load = partial(self.session.load, pinned, asked.optimizer, model.slot, lasting=True)
             one = Accepted(
                 f"{model.id}:0",
                 asked.session_id,
                 digest_of(body),
-                lambda: self.session.load(folder, with_optimizer, slot, lasting=folder == self._start),
+                load,
                 lambda _: Answer({"type": kind, "model_id": name, "path": None}),
                 len(body),
+                self._record(model, 0, kind, body, loads),
             )
             return self.requests.accept_first(model.id, one), model.id
+
+    def _add(self, client: Client, name: str, slot: int, adapters: Adapters) -> TrainedModel:
+        folder = journal.model_folder(self.directory, name, slot)
+        model = self._models[name] = TrainedModel(name, name.partition(":")[0], slot, adapters, folder)
+        client.models.append(name)
+        return model
+
+    def _record(
+        self, model: TrainedModel, number: int, verb: str, body: bytes, loads: Path | None = None
+    ) -> Callable[[], None]:
+        """Return what writes a request down that was not accepted before."""
+        if self.returning:
+            return lambda: None
+        return partial(journal.add, model.folder, number, verb, body, loads, None if number else model.adapters)
+
+    def _note(self, model: TrainedModel, number: int, updates: int) -> bytes:
+        """Return the note of a snapshot after a request, and forget what the snapshot before it has."""
+        answers = self.requests.answers(model.id, number)
+        if (kept := journal.snapshots(self.session.directory).get(model.id)) is not None:
+            journal.drop(model.folder, kept.number)
+        return journal.note_of(model.id, number, updates, answers)
+
+    def restore(self, session: str) -> list[TrainedModel]:
+        """Bring a session back that a server had which was killed; return its models, with the state of their newest
+        snapshots. What came after these is to be asked for again, with ``returning``."""
+        client = self._clients[session] = Client(time.monotonic())
+        for name, about in journal.samplers(self.directory, session).items():
+            client.samplers[name] = Sampled(name, Path(about["folder"]), about["path"])
+        models = []
+        for found in journal.models(self.directory, session):
+            model = self._add(client, found.name, found.slot, journal.adapters(found.folder))
+            models.append(model)
+            kept = journal.snapshots(self.session.directory).get(model.id)
+            if kept is not None:
+                model.kept, model.steps = kept.number, kept.updates
+                self.requests.restore(model.id, session, kept.number, kept.answers)
+                load = partial(self.session.load, kept.folder, True, model.slot, lasting=True, updates=kept.updates)
+                self.requests.then(load, model.id)
+        return models
 
     def model(self, name: str) -> TrainedModel:
         """Return a model.
@@ -246,14 +283,29 @@ class Service:
         try:
             yield model, number
         except SpecError:
-            self.requests.refuse(model.id, number)
+            self.requests.refuse(model.id, number, self._record(model, number, journal.REFUSED, b""))
             raise
 
-    def _accept(self, model: TrainedModel, number: int, body: bytes, start: Any, finish: Any) -> tuple[str, str]:
-        one = Accepted(f"{model.id}:{number}", model.session, digest_of(body), start, finish, len(body))
+    def _accept(
+        self,
+        model: TrainedModel,
+        number: int,
+        verb: str,
+        body: bytes,
+        start: Callable[[], Queued],
+        finish: Callable[[Any], Answer],
+        loads: Path | None = None,
+        joins: tuple[Kind, Call] | None = None,
+    ) -> tuple[str, str]:
+        record = self._record(model, number, verb, body, loads)
+        one = Accepted(f"{model.id}:{number}", model.session, digest_of(body), start, finish, len(body), record, joins)
         return self.requests.accept(model.id, number, one), model.id
 
     # Calls.
+
+    def _wait_for_room(self) -> None:
+        """Wait until another call should be queued; calls of other models that come meanwhile may join it."""
+        self.session.wait_for_room(JOINING if self.session.mixes and len(self._models) > 1 else QUEUED)
 
     def forward_backward(self, body: bytes) -> tuple[str, str]:
         """Accept a ``forward_backward`` or forward; return the request's id and the model's.
@@ -265,16 +317,15 @@ class Service:
         with self._numbered(request) as (model, number):
             data, loss, options = data_of(request), request.loss_fn, options_of(request)
             check(data, loss, options, self.session.limits)
-        queue = self.session.forward if request.forward_only else self.session.forward_backward
+        kind: Kind = "forward" if request.forward_only else "backward"
+        call = Call(data, loss, options, model.slot)
 
         def finish(outputs: Outputs) -> Answer:
-            model.calls += 1
-            model.tokens += sum(map(len, outputs.logprobs))
-            if not request.forward_only:
-                model.loss_sum += outputs.loss_sum
+            model.done.add(outputs, not request.forward_only)
             return Answer(protobuf=output_bytes(outputs.logprobs, {"loss:sum": outputs.loss_sum}))
 
-        return self._accept(model, number, body, lambda: queue(data, loss, options, model.slot), finish)
+        start = lambda: self.session.together(kind, [call])[0]  # noqa: E731
+        return self._accept(model, number, "forward_backward", body, start, finish, joins=(kind, call))
 
     def optim_step(self, asked: Any, body: bytes) -> tuple[str, str]:
         """Accept an update; return the request's id and the model's.
@@ -287,42 +338,16 @@ class Service:
         adam = AdamW(given.learning_rate, (given.beta1, given.beta2), given.eps, given.weight_decay, clip)
         with self._numbered(asked) as (model, number):
             check_adam(adam)
+            check_eps(model.adapters, self.rank, adam.eps)
 
         def finish(updated: Updated) -> Answer:
-            model.steps += 1
-            self._log_update(model, updated, adam.lr)
+            self.rows.add(model.id, model.done, updated, adam.lr, self.requests.waiting(model.id))
+            model.steps, model.done = updated.step, SinceUpdate()
             return Answer({"type": "optim_step", "metrics": {"grad_norm": updated.grad_norm, "step": model.steps}})
 
-        return self._accept(model, number, body, lambda: self.session.optim_step(adam, model.slot), finish)
-
-    def _log_update(self, model: TrainedModel, updated: Updated, rate: float) -> None:
-        """Add a row to the run's metrics, with the keys of a training step: the calls since the model's last update."""
-        self._updates += 1
-        now = time.monotonic()
-        step_s = max(1e-9, now - model.since)
-        row = {
-            "step": self._updates,
-            "model": model.id,
-            "loss": model.loss_sum,
-            "grad_norm": updated.grad_norm,
-            "lr": rate,
-            "step_s": step_s,
-            "tokens_per_s": model.tokens / step_s,
-            "bubble_ratio": updated.bubble_ratio,
-            "calls": model.calls,
-            "queue": self.requests.waiting(model.id),
-            "between_calls": updated.between_calls,
-        }
-        self._log.metric(row)
-        with self._lock:
-            if model.id in self._models:
-                self._newest[model.id] = row
-        model.since, model.calls, model.tokens, model.loss_sum = now, 0, 0, 0.0
-
-    def newest(self) -> dict[str, dict[str, Any]]:
-        """Return the newest row of each model that there is, by its short name."""
-        with self._lock:
-            return {model_name(row): row for row in self._newest.values()}
+        note = partial(self._note, model, number)
+        start = partial(self.session.optim_step, adam, model.slot, note)
+        return self._accept(model, number, asked.type, body, start, finish)
 
     # Checkpoints.
 
@@ -339,25 +364,19 @@ class Service:
             if sampler is not None:
                 self._check_samples()
             name = asked.path if asked.path is not None else f"{number:06}"
-            if not NAME.fullmatch(name):
-                why = f"{json.dumps(name[:60])} is no name of a checkpoint"
-                raise SpecError("path", why, "use letters, digits, dots, dashes and underscores")
-            folder = self._folder(model.id, kind, name)
-            if folder.exists() and not getattr(asked, "overwrite", False):
-                raise SpecError("path", f"there is a checkpoint {name} already", "use another name, or overwrite")
-        path = f"{SCHEME}{model.id}/{kind}/{name}"
+            overwrites = getattr(asked, "overwrite", False) or self.returning
+            folder, path = self.checkpoints.begun(model.id, kind, name, overwrites)
 
         def finish(saved: Path) -> Answer:
             about = {"base_model": self.base, "model_id": model.id, "steps": model.steps}
-            about["expires_at"] = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
-            self._drop_expired()
-            write_whole(saved / ABOUT, json.dumps(about).encode())
+            about["adapters"] = model.adapters[:2]
+            self.checkpoints.end(saved, about, asked.ttl_seconds)
             if sampler is None:
                 return Answer({"type": asked.type, "path": path})
             made = self._sampler_of(model.session, sampler, saved, None)
             return Answer({"type": asked.type, "sampling_session_id": made.id})
 
-        return self._accept(model, number, body, lambda: self.session.save(folder, model.slot), finish)
+        return self._accept(model, number, asked.type, body, lambda: self.session.save(folder, model.slot), finish)
 
     def load(self, asked: Any, body: bytes) -> tuple[str, str]:
         """Accept a load, onto a model or as a new one; return the request's id and the model's.
@@ -371,17 +390,30 @@ class Service:
             self.heard(asked.session_id)
             self._check_base(asked.base_model)
             check_optimizer(asked.optimizer_config)
-            return self._make(asked, body, self.saved(asked.path), asked.optimizer)
+            loads, adapters = self._loaded(asked.path)
+            return self._make(asked, body, adapters, loads)
         with self._numbered(asked) as (model, number):
-            folder = self.saved(asked.path)
-        path, with_optimizer = asked.path, asked.optimizer
+            loads, adapters = self._loaded(asked.path)
+            if not self.returning:
+                check_loaded(model.adapters, adapters, asked.path)
+        path, with_optimizer, folder = asked.path, asked.optimizer, journal.pinned(model.folder, number)
         return self._accept(
             model,
             number,
+            asked.type,
             body,
-            lambda: self.session.load(folder, with_optimizer, model.slot),
+            lambda: self.session.load(folder, with_optimizer, model.slot, lasting=True),
             lambda _: Answer({"type": "load_weights", "path": path, "model_id": model.id}),
+            loads,
         )
+
+    def _loaded(self, path: str) -> tuple[Path, Adapters]:
+        """Return the folder of a checkpoint to load, and its adapters; where a request returns that was accepted
+        before, both are known."""
+        if self.returning:
+            return Path(), Adapters(0)
+        folder = self.checkpoints.saved(path)
+        return folder, Adapters(*self.checkpoints.about(folder)["adapters"])
 
     # Samples.
 
@@ -393,7 +425,7 @@ class Service:
         """
         self.heard(asked.session_id)
         self._check_base(asked.base_model)
-        folder = self._start if asked.model_path is None else self.saved(asked.model_path)
+        folder = self._start if asked.model_path is None else self.checkpoints.saved(asked.model_path)
         return self._sampler_of(asked.session_id, asked.sampling_session_seq_id, folder, asked.model_path).id
 
     def _check_samples(self) -> None:
@@ -405,7 +437,10 @@ class Service:
         self._check_samples()
         made = Sampled(f"{session}:sample:{number}", folder, path)
         with self._lock:
-            return self._client(session).samplers.setdefault(made.id, made)
+            samplers = self._client(session).samplers
+            if made.id not in samplers:
+                journal.add_sampler(self.directory, made.id, {"folder": str(folder), "path": path})
+            return samplers.setdefault(made.id, made)
 
     def sampled(self, sampler: str) -> Sampled:
         """Return what a client samples from.
@@ -431,7 +466,7 @@ class Service:
         assert engine is not None
         engine.check(asked)
 
-        folder = result.folder if result.path is None else self.saved(result.path)
+        folder = result.folder if result.path is None else self.checkpoints.saved(result.path)
 
         def work() -> Answer:
             return Answer(protobuf=samples_bytes(*engine.sample(folder, asked)))
@@ -439,37 +474,6 @@ class Service:
         session = sampler.partition(":")[0]
         one = Accepted(f"{sampler}:{number}", session, digest_of(body), _unused, _unused, len(body))
         return self.requests.accept_aside(one, work, self._sampling)
-
-    def _folder(self, model: str, kind: str, name: str) -> Path:
-        return self.directory / "checkpoints" / model.replace(":", "-") / kind / name
-
-    def saved(self, path: str) -> Path:
-        """Return the folder of a checkpoint by its path, ``tinker://MODEL/weights/NAME``.
-
-        Raises:
-            SpecError: there is none, or the path is of another form; nothing outside the run's directory is looked at.
-        """
-        parts = path.removeprefix(SCHEME).split("/")
-        fits = path.startswith(SCHEME) and len(parts) == 3 and parts[1] in KINDS
-        if not fits or not NAME.fullmatch(parts[0].replace(":", "-")) or not NAME.fullmatch(parts[2]):
-            raise SpecError(
-                "path", f"{json.dumps(path[:100])} is no path of a checkpoint", f"use {SCHEME}MODEL/weights/NAME"
-            )
-        folder = self._folder(*parts)
-        if not (folder / ABOUT).is_file() or _expired(folder):
-            raise SpecError("path", f"there is no checkpoint {path}", "use a path that save_weights returned")
-        return folder
-
-    def _drop_expired(self) -> None:
-        """Remove the checkpoints whose ``ttl_seconds`` are over."""
-        for about in self.directory.glob(f"checkpoints/*/*/*/{ABOUT}"):
-            if _expired(about.parent):
-                shutil.rmtree(about.parent, ignore_errors=True)
-
-
-def _expired(folder: Path) -> bool:
-    at = json.loads((folder / ABOUT).read_text()).get("expires_at")
-    return at is not None and time.time() > at
 
 
 def _unused(*_: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -260,8 +260,8 @@ def divide_module(module: nn.Module, division: Division) -> dict[str, Shard]:
     return division.divide(module, getattr(config, "model_type", type(module).__name__), config, gather_logits=True)
 
 
-def divide_experts(model: nn.Module, size: int) -> dict[str, Shard]:
-    """Reduce every experts module, in place, to the first of ``size`` shares of its experts.
+def divide_experts(model: nn.Module, size: int, copies: int = 0) -> dict[str, Shard]:
+    """Reduce every experts module, in place, to the first of ``size`` shares of its experts (``experts_of``).
 
     Returns:
         How each divided parameter is divided, by name.
@@ -271,7 +271,7 @@ def divide_experts(model: nn.Module, size: int) -> dict[str, Shard]:
     """
     result: dict[str, Shard] = {}
     by_parameter: dict[int, tuple[Shard, str]] = {}
-    for path, module in experts_of(model, size).items():
+    for path, module in experts_of(model, size, copies).items():
         count: int = module.num_experts  # type: ignore[assignment]
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -295,6 +295,8 @@ class Division:
     experts: int = 1
     """Number of copies that divide the experts."""
     expert_rank: int = 0
+    copies: int = field(default=0, compare=False)
+    """All copies, which errors name a divisor of; 0: not known yet."""
 
     @property
     def ranks(self) -> dict[Axis, int]:
@@ -309,7 +311,7 @@ class Division:
         Raises:
             SpecError: there is no table, the table does not fit, or a size is not divisible.
         """
-        result = divide_experts(model, self.experts) if self.experts > 1 else {}
+        result = divide_experts(model, self.experts, self.copies) if self.experts > 1 else {}
         if self.size > 1:
             table = table_for(model_type, Path(self.table) if self.table is not None else None)
             result |= divide(model, table, config, self.size, gather_logits=gather_logits, part=part)

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -43,8 +44,10 @@ def is_experts(module: nn.Module) -> bool:
     return len(given) == 4 and ("ind" in given[2] or "experts" in given[2]) and "weights" in given[3]
 
 
-def experts_of(model: nn.Module, size: int) -> dict[str, nn.Module]:
+def experts_of(model: nn.Module, size: int, copies: int = 0) -> dict[str, nn.Module]:
     """Return the experts modules of a model by path, once each divides evenly over ``size`` copies.
+
+    ``copies``: how many copies there are, a multiple of ``size``; 0: not known yet.
 
     Raises:
         SpecError: there are none, one does not, or a module of experts has another interface.
@@ -58,12 +61,13 @@ def experts_of(model: nn.Module, size: int) -> dict[str, nn.Module]:
             raise SpecError(KEY, why, "use experts: 1, which trains it")
     if not result:
         raise SpecError(KEY, f"{type(model).__name__} has no module of experts", "use experts: 1")
-    for path, module in result.items():
-        count: int = module.num_experts
+    counts: dict[str, int] = {path: module.num_experts for path, module in result.items()}
+    for path, count in counts.items():
         if count % size:
-            nearest = min((n for n in range(1, count + 1) if count % n == 0), key=lambda n: (abs(n - size), n))
             why = f"the {count} experts of {path} do not divide over {size} copies"
-            raise SpecError(KEY, why, f"use experts: {nearest}, of which replicas is a multiple")
+            common = gcd(copies, *counts.values())
+            fits = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: (abs(n - size), n))
+            raise SpecError(KEY, why, f"use experts: {fits}" + ("" if copies else ", of which replicas is a multiple"))
     return result
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Wait = Callable[[], object]
-Axis = Literal["tensor", "experts"]
-"""Over what a parameter is divided: the tensor ranks of a device, or the copies that divide experts."""
+Axis = Literal["tensor", "experts", "context"]
+"""What divides layers: the tensor ranks of a device, copies that divide experts, or copies that divide sequences."""
 
 
 class TensorGroup(Protocol):

@@ -12,7 +12,33 @@ import yaml
 ROOT = Path(__file__).parents[2]
 RAY_UP = sorted((ROOT / "cluster" / "ray-up").glob("*.yaml"))
 KUBERAY = sorted((ROOT / "cluster" / "kuberay").glob("*.yaml"))
-SCHEMA = yaml.safe_load(Path(__file__).with_name("kuberay_schema.yaml").read_text(encoding="utf-8"))
+HERE = Path(__file__).parent
+CRD = json.loads((HERE / "kuberay-1.7.0.json").read_text(encoding="utf-8"))
+POLICY = yaml.safe_load((HERE / "network_policy_schema.yaml").read_text(encoding="utf-8"))
+
+
+def strict(schema):
+    """Refuse fields that a custom resource definition does not have, as ``kubectl apply`` does."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields")
+    return {key: strict(value) for key, value in schema.items()} | ({"additionalProperties": False} if closed else {})
+
+
+def validate(resource):
+    """Check a resource by the schema of its kind: KubeRay's own, or that of a NetworkPolicy.
+
+    Raises:
+        jsonschema.ValidationError: the API server would refuse it.
+    """
+    if resource["kind"] == "NetworkPolicy":
+        jsonschema.Draft202012Validator(POLICY).validate(resource)
+    else:
+        assert resource["apiVersion"] == "ray.io/v1"
+        schema = {"$defs": strict(CRD["$defs"]), **strict(CRD["kinds"][resource["kind"]])}
+        jsonschema.Draft202012Validator(schema).validate(resource)
 
 
 def rays_schema():
@@ -47,7 +73,7 @@ def test_ray_up_would_not_read_a_wrong_one():
 def test_kuberay_reads_it(path):
     ray, policy = documents(path)
     for one in (ray, policy):
-        jsonschema.Draft202012Validator(SCHEMA).validate(one)
+        validate(one)
     spec = ray["spec"].get("rayClusterSpec", ray["spec"])
     assert spec["authOptions"] == {"mode": "token"}
     assert spec["enableInTreeAutoscaling"] is True
@@ -67,7 +93,7 @@ WRONG = [
     (("spec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
     (("spec", "workerGroupSpecs", 0, "maxReplica"), 4),
     (("spec", "workerGroupSpecs", 0, "template", "spec", "containers", 0, "resources", "limits", "memory"), "200 GB"),
-    (("apiVersion",), "ray.io/v1alpha1"),
+    (("spec", "workerGroupSpecs", 0, "template", "spec", "containers", 0, "ports"), [{"name": "gcs"}]),
 ]
 
 
@@ -79,7 +105,7 @@ def test_the_schema_refuses_what_kuberay_would(keys, value):
         inner = inner[key]
     inner[keys[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(SCHEMA).validate(ray)
+        validate(ray)
 
 
 def test_manifests_name_an_installed_kind_of_ray():

@@ -6,10 +6,18 @@ from dataclasses import replace
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
-from raypipe.cost.experts import all_to_all_seconds, divided_experts, reached, with_exchange
+from raypipe.cost.experts import (
+    all_to_all_seconds,
+    divided_experts,
+    grouped_share,
+    reached,
+    with_divided_experts,
+    with_exchange,
+)
 from raypipe.cost.hosts import Layout
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, linear_products
 from raypipe.cost.memory import parameter_bytes, stage_memory
+from raypipe.cost.profile import ExpertsProfile, Profile
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.stages import stage_costs
 from raypipe.errors import SpecError
@@ -106,6 +114,32 @@ def test_imbalance_costs_time_and_memory(cluster) -> None:
     assert skewed.exchanged_bytes == 2 * even.exchanged_bytes
     with pytest.raises(SpecError, match=r"parallel\.imbalance.*\n.*use 1 to 16"):
         divided_experts(mixture(), 8, 17)
+
+
+def test_a_measured_profile_divides_as_a_computed_one(cluster) -> None:
+    """But for times, which larger products make shorter where they are computed: those of measured rows grow alone."""
+    whole, loads = profile_of(cluster, 1), (3.0, *[1.0] * 125, 0.0, 0.0)
+    work = mixture()
+    shares = [grouped_share(one) for one in (work.forward, work.input_grad, work.weight_grad)]
+    assert shares == [1.0, 1.0, 1.0]
+    own = ExpertsProfile(work=work.experts, forward=0.5, input_grad=0.25, weight_grad=0.75, loads=loads)
+    layers = tuple(layer.model_copy(update={"experts": own}) for layer in whole.layers)
+    measured = Profile.model_validate_json(whole.model_copy(update={"layers": layers}).model_dump_json())
+    assert own.imbalance(8) == (3 + 15) / 16
+    assert own.imbalance(1) == 1.0
+    for given in (None, 1.5):
+        uneven = 1.125 if given is None else given
+        made, computed = with_divided_experts(measured, 8, given), profile_of(cluster, 8, uneven)
+        assert made.experts == 8
+        for a, b, before in zip(made.layers, computed.layers, whole.layers, strict=True):
+            apart = {"times", "iterations_s"}
+            assert a.model_dump(exclude=apart) == pytest.approx(b.model_dump(exclude=apart))
+            old, new = before.times[4], a.times[4]
+            assert new.forward == pytest.approx(old.forward * (1 + (uneven - 1) * 0.5))
+            assert new.joint == pytest.approx(new.input_grad + new.weight_grad)
+            assert new.input_grad == pytest.approx(old.input_grad * (1 + (uneven - 1) * 0.25))
+    with pytest.raises(SpecError, match=r"128 experts over 6 devices"):
+        with_divided_experts(measured, 6)
 
 
 def test_tokens_travel_in_forward_and_backward_of_a_stage(cluster) -> None:

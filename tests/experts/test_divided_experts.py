@@ -116,7 +116,9 @@ def test_one_expert_gets_every_token(family: str) -> None:
 def test_experts_that_cannot_be_divided() -> None:
     with pytest.raises(SpecError, match=r"4 experts of .*experts do not divide over 3 copies") as caught:
         divide_module(model_of("mixtral"), Division(1, 0, None, 3))
-    assert "use experts: 2" in str(caught.value)
+    assert "use experts: 2, of which replicas is a multiple" in str(caught.value)
+    with pytest.raises(SpecError, match=r"use experts: 1$"):  # 2 and 4 divide the experts, but not the copies
+        divide_module(model_of("mixtral"), Division(1, 0, None, 3, copies=9))
     config = transformers.AutoConfig.for_model("switch_transformers", vocab_size=32, d_model=8, d_kv=4, d_ff=8,
                                                num_heads=2, num_layers=2, num_experts=2)  # fmt: skip
     with pytest.raises(SpecError, match="SwitchTransformersExperts, whose experts cannot be divided") as caught:

@@ -30,7 +30,7 @@ def job_of(parallel: dict[str, Any], train: dict[str, Any] | None = None, model:
     ("parallel", "train", "where", "fix"),
     [
         ({"replicas": 3, "experts": 2}, {}, "parallel.experts", "use experts: 1"),
-        ({"replicas": 6, "experts": 4}, {}, "parallel.experts", "use experts: 3"),
+        ({"replicas": 6, "experts": 4}, {}, "parallel.experts", "use experts: 2"),  # 3 divides the copies alone
         ({"replicas": 2, "experts": 2, "update": "optimistic"}, {}, "parallel.update", "use auto"),
         ({"replicas": 2, "experts": 2, "sync": "reverse-first-k"}, {}, "parallel.sync", "leave sync out"),
         ({"replicas": 2, "experts": 2}, {"optimizer": "adafactor"}, "parallel.experts", "another optimizer"),
@@ -47,6 +47,13 @@ def test_what_cannot_be_combined(parallel: Any, train: Any, where: str, fix: str
         job_of(parallel, train)
     assert where in str(caught.value), caught.value
     assert fix in str(caught.value), caught.value
+
+
+def test_numbers_that_are_named_divide_copies_and_experts() -> None:
+    with pytest.raises(SpecError, match=r"use experts: 4$"):
+        job_of({"replicas": 12, "experts": 5})  # 6 divides the copies alone
+    with pytest.raises(SpecError, match=r"use experts: 2$"):
+        build_model(job_of({"replicas": 6, "experts": 3}), None, 0)  # 4 divides the experts alone
 
 
 def test_models_without_experts() -> None:

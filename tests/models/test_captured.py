@@ -46,7 +46,7 @@ def step(model, slices: int) -> tuple[float, dict[str, torch.Tensor]]:
     pieces: list[list] = [[], []]
     kept = []
     for i in range(slices):
-        inputs = whole if lengths is None else model.task.slice_inputs(whole, i, lengths)
+        inputs = whole if lengths is None else model.task.slice_inputs(whole, (i,), lengths)
         x: tuple[torch.Tensor, ...] = ()
         with random_keys(5, 0, [0, 1], True):
             for stage, own in zip(stages, pieces, strict=True):

@@ -13,13 +13,15 @@ from raypipe.errors import SpecError
 from raypipe.job import load_cluster, load_job
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.best_first import NEAR
-from raypipe.plan.choose import Decision, choose, label
+from raypipe.plan.choose import Decision, choose, label, look_for_first
 from raypipe.plan.decision_json import as_json
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.remedies import device_gib
+from raypipe.plan.watch import Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.live_activations import peak_activations
+from raypipe.search.budget import Budget
 from raypipe.simulate.engine import simulate
 from tests.bench.search.exhaustive import every, small
 from tests.exhaustive import exhaustive
@@ -210,6 +212,23 @@ def test_few_micro_batches_recompute_some_of_their_layers() -> None:
 
 
 @pytest.mark.slow
+def test_a_first_plan_is_looked_for_until_all_costs_are_known() -> None:
+    """Where none fits that shares nothing, the search would go on until all are ruled out."""
+    looks: list[int] = []
+
+    def ready() -> bool:
+        looks.append(1)
+        return len(looks) > 2
+
+    small = make_profile().model_copy(update={"memory_bytes": 1.0 * MIB})
+    for profile, most in ((small, 3), (make_profile(), 100)):
+        looks.clear()
+        watch = Watch(Budget(60.0))
+        look_for_first(make_job(), profile, None, watch, ready if profile is small else lambda: False)
+        assert len(looks) <= most
+        assert (watch.first_plan is None) == (profile is small)
+
+
 def test_nothing_fits_names_the_term_the_excess_and_what_would() -> None:
     with pytest.raises(SpecError, match="no plan fits") as caught:
         choose(make_job(), make_profile(memory_bytes=130 * MIB), search_s=0)

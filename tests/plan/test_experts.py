@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from raypipe.cost.profile import Profile
+from raypipe.cost.layer_work import ExpertsWork
+from raypipe.cost.profile import ExpertsProfile, Profile, TakenFor
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.plan.candidate import grids
 from raypipe.plan.choose import choose
 from raypipe.plan.decision_json import as_json
 from raypipe.plan.predict.predictor import Predictor
-from raypipe.plan.tensor_groups import ALONE, Judges, Sharing
+from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, measured_with_experts
 from tests.plan.conftest import make_job, make_profile
 
 NUMBERS = (2, 4)
@@ -68,6 +69,41 @@ def test_tokens_that_cost_nothing_are_sent_and_dear_ones_are_not() -> None:
     assert cheap.plan.parallel.experts == 4
     assert json.loads(json.dumps(as_json(cheap)))["candidates"][0]["experts"] == 4
     assert dear.best.candidate.experts == 1
+
+
+def measured(memory_gib: float, loads: tuple[float, ...] = (), compiled: bool = False) -> Profile:
+    """The model of ``mixtures`` as it is measured, of which the profile says what belongs to its four experts."""
+    whole = make_profile(layers=4, devices=4, memory_bytes=memory_gib * 2**30)
+    own = whole.layers[1].parameters * 3 // 4
+    work = ExpertsWork(experts=4, per_token=1, rows=128, row_bytes=64.0, parameters=own, kept=0.5)
+    experts = ExpertsProfile(work=work, forward=0.8, input_grad=0.8, weight_grad=0.8, loads=loads)
+    layers = [layer.model_copy(update={"experts": experts}) for layer in whole.layers[1:-1]]
+    taken_for = TakenFor(model={}, optimizer="adamw", compiled=True) if compiled else None
+    return whole.model_copy(update={"layers": (whole.layers[0], *layers, whole.layers[-1]), "taken_for": taken_for})
+
+
+def test_measured_costs_are_divided_by_the_measured_loads() -> None:
+    job, uneven = make_job(layers=4), (2.0, 1.0, 0.5, 0.5)
+    even, skewed = (measured_with_experts(job, measured(8, loads), 4) for loads in ((), uneven))
+    assert set(even) == set(skewed) == {Sharing(experts=n) for n in NUMBERS}
+    for n, busiest in ((2, 1.5), (4, 2.0)):
+        a, b = even[Sharing(experts=n)].layers[1], skewed[Sharing(experts=n)].layers[1]
+        assert b.exchanged_bytes == pytest.approx(busiest * a.exchanged_bytes)
+        assert b.kept_bytes == pytest.approx((1 + (busiest - 1) * 0.5) * a.kept_bytes)
+        assert b.times[1].forward == pytest.approx((1 + (busiest - 1) * 0.8) * a.times[1].forward)
+    given = make_job(layers=4, parallel={"auto": True, "imbalance": 1.0, "experts": 2})
+    (said,) = measured_with_experts(given, measured(8, uneven), 4).values()
+    assert said.layers == even[Sharing(experts=2)].layers  # a job's own number comes first
+    assert measured_with_experts(job, measured(8, uneven, compiled=True), 4) == {}
+
+
+def test_a_measured_model_that_fits_no_device_divides_its_experts() -> None:
+    whole = {"auto": True, "stages": 1, "shard": "none"}
+    with pytest.raises(SpecError, match="no plan fits"):
+        choose(make_job(layers=4, parallel={**whole, "experts": 1}), measured(0.4), search_s=0)
+    best = choose(make_job(layers=4, parallel=whole), measured(0.4), search_s=0).best
+    assert best.candidate.experts > 1
+    assert best.fits
 
 
 def test_a_number_without_costs_of_its_own_has_those_of_whole_experts() -> None:

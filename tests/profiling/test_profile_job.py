@@ -15,6 +15,7 @@ from raypipe.cost.profile import Noise, Profile
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, job_from
 from raypipe.models import GptLayers
+from raypipe.plan.tensor_groups import Sharing, measured_with_experts
 from raypipe.profiling import layer_times
 from raypipe.profiling import profile_job as profiling
 from raypipe.profiling.profile_job import measure_profile
@@ -39,6 +40,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
+from tests.experts.families import FAMILIES
 from tests.runtime.runs.small_runs import small_job
 from tests.runtime.runs.test_any_model import half_frozen
 
@@ -204,6 +206,28 @@ def test_frozen_layers_are_measured_as_such(local_ray, tmp_path: Path) -> None:
     assert profile.layers[0].parameters > profile.layers[0].trained == 0
     assert profile.layers[-1].trained == profile.layers[-1].parameters > 0
     assert profile.update_s_per_parameter > 0
+
+
+@pytest.mark.runs
+def test_a_profile_says_what_is_the_experts_and_what_they_get(local_ray, text_folder: Path) -> None:
+    """Three layers, of which two are measured: the loads of the third are its own, as the model by itself routes."""
+    config = {**FAMILIES["qwen3_moe"], "num_hidden_layers": 3}
+    model = {"hf": "qwen3_moe", "config": config, "sequence": 16}
+    job = job_from({
+        "name": "experts", "model": model, "data": {"type": "bytes", "path": str(text_folder)},
+        "train": {"steps": 1, "batch": 8, "dtype": "float32"}, "parallel": "auto",
+    })  # fmt: skip
+    profile = measure_profile(job, [2], 1, quick=True)
+    found = [layer.experts for layer in profile.layers if layer.experts is not None]
+    assert len(found) == 3
+    for own in found:
+        assert own.work.parameters == 4 * 3 * 16 * 8
+        assert 0 < own.forward < 1
+        assert sum(own.loads) == pytest.approx(4)
+        assert all(round(load / 4 * 128) == pytest.approx(load / 4 * 128) for load in own.loads)  # 2 x 2 x 16 tokens
+        assert own.imbalance(2) == pytest.approx(max(sum(own.loads[:2]), sum(own.loads[2:])) / 2)
+    assert len({own.loads for own in found}) > 1
+    assert set(measured_with_experts(job, profile, 4)) == {Sharing(experts=2), Sharing(experts=4)}
 
 
 def test_a_model_that_fits_no_device_is_refused(text_folder: Path) -> None:

@@ -10,43 +10,67 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+
+import psutil
 
 STARTS_S = 180.0
 """Longest wait until it answers; it starts Ray and the workers, on a machine that may be busy."""
 
 
-class Server(NamedTuple):
+class Server:
     """A server that answers."""
 
-    url: str
-    pid: int
-    log: Path
-    run: Path
-    """Directory of its run."""
+    def __init__(self, words: list[str], port: int, folder: Path, environment: Mapping[str, str]) -> None:
+        self.url, self.log, self.run = f"http://127.0.0.1:{port}", folder / "serve.log", folder / "served"
+        self._words, self._port, self._environment = words, port, dict(environment)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def start(self, *options: str) -> None:
+        """Start it, and wait until it answers."""
+        words = [*self._words, "--port", str(self._port), "--run-dir", str(self.run), *options]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                words, stdout=out, stderr=out, cwd=Path(__file__).parents[2], env=self._environment
+            )
+        deadline = time.monotonic() + STARTS_S
+        while not (f" at {self.url}" in self.log.read_text() and _answers(self._port)):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """Kill it, which it cannot notice; what it has started ends with it, or a moment later."""
+        family = psutil.Process(self.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait(60)
+        _, left = psutil.wait_procs(family, 20)
+        for process in left:
+            process.kill()
+
+    def end(self) -> None:
+        """End it by SIGTERM, as it should be ended."""
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(60)
+        assert status == 128 + signal.SIGTERM, self.log.read_text()
 
 
 @contextlib.contextmanager
 def serving(job: Path, folder: Path, environment: Mapping[str, str], *options: str) -> Iterator[Server]:
-    """Serve a job by the command on a free port; it ends by SIGTERM, as it should."""
+    """Serve a job by the command on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    run, log, url = folder / "served", folder / "serve.log", f"http://127.0.0.1:{port}"
-    words = [sys.executable, "-m", "raypipe", "serve", str(job), "--port", str(port), "--run-dir", str(run), *options]
-    with log.open("wb") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=out, cwd=Path(__file__).parents[2], env=dict(environment))
+    server = Server([sys.executable, "-m", "raypipe", "serve", str(job), *options], port, folder, environment)
     try:
-        deadline = time.monotonic() + STARTS_S
-        while not (f" at {url}" in log.read_text() and _answers(port)):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield Server(url, process.pid, log, run)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        status = process.wait(60)
-    assert status == 128 + signal.SIGTERM, log.read_text()
+        server.start()
+        yield server
+    except BaseException:
+        server.process.kill()
+        raise
+    server.end()
 
 
 def _answers(port: int) -> bool:

@@ -202,6 +202,12 @@ def test_two_hundred_wrong_requests(serving: Serving) -> None:
     assert serving.service.session._calls == calls + 1  # the replayed one did not run again
 
 
+def test_samples_that_a_killed_server_was_drawing_are_asked_for_anew(serving: Serving) -> None:
+    for request, status in (("a:sample:0:1", 410), ("a:train:0:1", 404)):
+        body = json.dumps({"request_id": request}).encode()
+        assert ask(serving, "POST", "/api/v1/retrieve_future", body, JSON)[0] == status
+
+
 def test_too_much_is_refused_and_comes_later(serving: Serving) -> None:
     session = asked(serving, "create_session")["session_id"]
     model = asked(serving, "create_model", session_id=session, model_seq_id=0, base_model=BASE)["model_id"]

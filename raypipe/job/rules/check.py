@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import isqrt
+from collections.abc import Iterator, Sequence
+from math import gcd, isqrt
 from typing import TYPE_CHECKING, get_args
 
 from raypipe.errors import nearest
@@ -43,7 +43,8 @@ def problems(
     yield from without_effect(Parts(model, data, train, parallel))
     yield from _packed(model, train, parallel)
     yield from _graphs(train, parallel)
-    yield from _experts(train, parallel)
+    yield from _experts(model, train, parallel)
+    yield from _context(train, parallel)
     if train.loss_chunk_tokens is not None and train.compile != "none":
         why = f"compiled stages (compile: {train.compile}) keep their logits whole"
         yield "train.loss_chunk_tokens", why, "leave it out, or use compile: none"
@@ -250,30 +251,65 @@ def _tensor(model: ModelSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
         yield "parallel.update", why, "use auto, which then waits"
 
 
-def _experts(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configurations of transformers have for the number of experts of a layer."""
+
+
+def _experts(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     """Keys that cannot be combined with experts that copies divide."""
     size, key = parallel.experts, "parallel.experts"
     if size == 1:
         return
-    chosen = parallel.auto and "replicas" not in parallel.given
-    if not chosen and parallel.replicas % size:
-        copies = parallel.replicas
-        fits = min((n for n in range(1, copies + 1) if copies % n == 0), key=lambda n: (abs(n - size), n))
-        yield key, f"{copies} replicas are not a multiple of {size}", f"use experts: {fits}, or other replicas"
-    if parallel.update == "optimistic":
-        yield "parallel.update", f"optimistic cannot be combined with experts: {size}", "use auto, which then waits"
-    if parallel.late_updates:
-        what = "side_stream" if parallel.side_stream is not None else "sync"
-        why = f"makes updates while the next step runs, which cannot be combined with experts: {size}"
-        yield f"parallel.{what}", why, f"leave {what} out, or use experts: 1"
-    if parallel.sub_pipelined:
-        yield "parallel.sub_pipelined", f"cannot be combined with experts: {size}", "use false, or experts: 1"
+    config = model.config if isinstance(model, HfSpec) else {}
+    counts = [count for name in COUNTS if isinstance(count := config.get(name), int)]
+    # Where no count is given, the model has experts for this size, as far as can be known here.
+    yield from _divided_by_copies("experts", parallel, counts or [size])
     if train.cuda_graphs != "none":
         why = f"a graph has fixed sizes, and with experts: {size} the tokens of a copy's experts change"
         yield "train.cuda_graphs", why, "use none, or experts: 1"
     if train.updates_whole:
         why = f"experts: {size} divides parameters, of which {train.optimizer} reads whole rows and columns"
         yield key, why, "use experts: 1, or another optimizer"
+
+
+def _divided_by_copies(name: str, parallel: ParallelSpec, counts: Sequence[int] = ()) -> Iterator[BrokenRule]:
+    """Keys that cannot be combined with what consecutive copies divide, ``experts`` or ``context``; so many copies have
+    to divide ``counts``, too."""
+    size, copies = getattr(parallel, name), parallel.replicas
+    chosen = parallel.auto and "replicas" not in parallel.given
+    if not chosen and copies % size:
+        common = gcd(copies, *counts)
+        fits = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: (abs(n - size), n))
+        why = f"{copies} replicas are not a multiple of {size}"
+        more = "" if any(n % size for n in counts) else f", or replicas: {-(-copies // size) * size}"
+        yield f"parallel.{name}", why, f"use {name}: {fits}{more}"
+    if parallel.update == "optimistic":
+        yield "parallel.update", f"optimistic cannot be combined with {name}: {size}", "use auto, which then waits"
+    if parallel.late_updates:
+        what = "side_stream" if parallel.side_stream is not None else "sync"
+        why = f"makes updates while the next step runs, which cannot be combined with {name}: {size}"
+        yield f"parallel.{what}", why, f"leave {what} out, or use {name}: 1"
+    if parallel.sub_pipelined:
+        yield "parallel.sub_pipelined", f"cannot be combined with {name}: {size}", f"use false, or {name}: 1"
+
+
+def _context(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+    """Keys that cannot be combined with sequences that copies divide."""
+    size, key = parallel.context, "parallel.context"
+    if size == 1:
+        return
+    yield from _divided_by_copies("context", parallel)
+    if parallel.slices > 1:
+        yield key, f"{size} cannot be combined with slices: {parallel.slices}", "use context: 1, or slices: 1"
+    if train.compile != "none":
+        why = f"compiled stages (compile: {train.compile}) run whole sequences"
+        yield key, why, "use context: 1, or train.compile: none"
+    if train.cuda_graphs != "none":
+        why = f"a graph has no waits for other copies, which context: {size} needs in each attention"
+        yield "train.cuda_graphs", why, "use none, or context: 1"
+    if train.tokens_per_step is not None:
+        why = "rows of packed documents differ in length, and all sequences are divided alike"
+        yield key, why, "use context: 1, or set train.tokens_per_step to null"
 
 
 WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", "tensor_table", "experts", "imbalance"}
@@ -348,12 +384,14 @@ def _slices(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
 
 def _batch(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     batch = train.batch
-    unit = parallel.microbatch * parallel.replicas
+    unit = parallel.microbatch * parallel.sample_copies
     if batch % unit:
         low, high = neighbours(batch, unit)
+        copies = f"replicas = {parallel.replicas}"
         yield (
             "train.batch",
-            f"{batch} is not divisible by microbatch = {parallel.microbatch} times replicas = {parallel.replicas}",
+            f"{batch} is not divisible by microbatch = {parallel.microbatch} times {copies}"
+            + (f" / context = {parallel.context}" if parallel.context > 1 else ""),
             f"use {_either(low, high)}, or another microbatch",
         )
 

@@ -159,7 +159,12 @@ def on_hosts(
     text = f"planned for {words(planned)}{_of(made_for.kinds)}, runs on {words(came)}{_of(kinds) if several else ''}"
     costed = [kind.kind_name for kind in profile.kinds] if profile is not None and profile.other_kinds else []
     known = all(kind in costed for kind in kinds) if costed else not several
-    usable = profile is not None and plan.parallel.tensor == 1 and known and _is_of(profile, job, plan)
+    usable = (
+        profile is not None
+        and plan.parallel.tensor == plan.parallel.context == 1
+        and known
+        and _is_of(profile, job, plan)
+    )
     if profile is None or before_s is None or not usable:
         none = plan.model_copy(update={"predicted_step_s": None, "made_for": None})
         return OtherHosts(none, f"{text}: its prediction does not apply, and there is no profile to make another")

@@ -71,7 +71,8 @@ class StageArrays:
     def times(self, microbatch: int) -> dict[str, Array]:
         """Per field of ``TaskTimes``, the seconds of each layer; layers that are alike are looked up once.
 
-        F, B and R of experts that copies divide also wait for tokens, at least as long as the fastest layout takes.
+        F, B and R of experts or sequences that copies divide also wait for these, at least as long as the fastest
+        layout takes.
         """
         if microbatch not in self._times:
             layers, kinds = self.profile.layers, times_of_stages(self.profile.layers).kinds
@@ -79,12 +80,13 @@ class StageArrays:
             self._times[microbatch] = {
                 name: np.array([getattr(known[kind], name) for kind in kinds]) for name in FIELDS
             }
-            if self.profile.experts > 1:
+            if self.profile.exchanging > 1:
                 sizes = {layer.exchanged_bytes for layer in layers}
                 least = {size: least_exchange_seconds(self.profile, size * microbatch) for size in sizes}
                 waits = np.array([least[layer.exchanged_bytes] for layer in layers])
-                for name in ("forward", "input_grad", "joint", "recompute"):
-                    self._times[microbatch][name] += 2 * waits
+                ahead, back = self.profile.exchanges
+                for name, often in (("forward", ahead), ("recompute", ahead), ("input_grad", back), ("joint", back)):
+                    self._times[microbatch][name] += often * waits
         return self._times[microbatch]
 
     def seconds(self, cut: Cut, microbatch: int, split: bool, share: float, frozen: Sequence[int]) -> StageSeconds:

@@ -242,9 +242,9 @@ class Executor(ProgramRunner):
     def _rows(self, mbs: Sequence[int]) -> int:
         """Count the samples that the data really delivered for these micro-batches (if the stage reads any).
 
-        Those of a micro-batch in slices count with its last slice.
+        Those of a micro-batch in slices count with its last slice, those that copies divide with the first copy.
         """
-        whole = [mb for mb in mbs if (mb + 1) % self.settings.slices == 0]
+        whole = [mb for mb in mbs if (mb + 1) % self.settings.slices == 0 and not current_group("context").rank]
         inputs = [next(iter(self._inputs(mb).values()), None) for mb in whole]
         return sum(self.settings.samples_per_microbatch if x is None else len(x) for x in inputs)
 

@@ -16,6 +16,7 @@ from raypipe.data.sample_order import Split, sample_keys
 from raypipe.errors import RaypipeError, TransportError
 from raypipe.job.spec import JobSpec
 from raypipe.models import DTYPES, LayeredModel, Lengths, Task
+from raypipe.models.current_slice import own_chunks
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.stage import StageModule
@@ -134,12 +135,22 @@ def device_feed(setup: Setup, model: LayeredModel, modules: Modules, device: tor
         device: where the samples go.
         reads_whole: see ``open_data``.
     """
+    feed = _whole_feed(setup, model, modules, device, reads_whole)
+    if setup.slices > 1:
+        feed.cut(setup.slices, model.slice_lengths(setup.slices))
+    if (context := setup.parallel.context) > 1:
+        feed.hold(own_chunks(setup.ranks["context"], context), model.chunk_lengths(context), setup.copies)
+    return feed
+
+
+def _whole_feed(setup: Setup, model: LayeredModel, modules: Modules, device: torch.device, reads_whole: bool) -> Feed:
+    """See ``device_feed``; of whole sequences."""
     job, task, samples = setup.job, model.task, setup.samples_per_microbatch
     reads = {name for module in modules.values() for name in module.reads}
     if setup.samples is not None:
         own: dict[Split, set[int]] = {
-            "train": _microbatches_read(setup.train.values(), modules, setup.microbatches, setup.slices),
-            "val": _microbatches_read([setup.evaluate], modules, setup.microbatches, setup.slices),
+            "train": _microbatches_read(setup.train.values(), modules, setup),
+            "val": _microbatches_read([setup.evaluate], modules, setup),
         }
         return StreamFeed(setup.samples, job, task, reads, samples, device, own, setup.left_out)
     budget = token_budget(job, setup.parallel.replicas, model)
@@ -149,9 +160,9 @@ def device_feed(setup: Setup, model: LayeredModel, modules: Modules, device: tor
     )
 
 
-def _microbatches_read(programs: Iterable[Program], modules: Modules, microbatches: int, slices: int) -> set[int]:
-    """Return the micro-batches of which programs read raw inputs."""
+def _microbatches_read(programs: Iterable[Program], modules: Modules, setup: Setup) -> set[int]:
+    """Return the micro-batches of the data of which programs read raw inputs."""
     tasks = [action.task for program in programs for action in program.actions]
     held = [task for task in tasks if (task.stage, task.replica) in modules]
     reading = [task for task in held if modules[task.stage, task.replica].reads]
-    return {mb % microbatches // slices for task in reading for mb in task.mbs}
+    return {setup.copies.of_data(mb % setup.microbatches // setup.slices) for task in reading for mb in task.mbs}

@@ -54,14 +54,18 @@ class Datum(NamedTuple):
 
 
 class CallData(NamedTuple):
-    """A call's micro-batches."""
+    """The micro-batches of one call, or of several that run together."""
 
     rows: Mapping[str, NDArray[Any]]
     """By raw input, one row per sequence: ``[rows, longest]``, or ``[rows]`` for ``ROW``."""
     lengths: tuple[int, ...]
     """Of every micro-batch."""
     order: tuple[int, ...]
-    """The number of each row's sequence in the call, ``PADDING`` for none."""
+    """The number of each row's sequence, over all calls; ``PADDING`` for none."""
+    calls: tuple[int, ...] = ()
+    """Of every micro-batch, the number of its call."""
+    names: tuple[frozenset[str], ...] = ()
+    """Of every call, its raw inputs."""
 
 
 class Limits(NamedTuple):
@@ -150,7 +154,31 @@ def pack(data: Sequence[Datum], each: int, microbatches: int, limits: Limits, dt
         for name in names:
             rows[name][row, :end] = one.inputs[name]
     rows[ROW] = np.array(order)
-    return CallData(rows, tuple(lengths), tuple(order))
+    return CallData(rows, tuple(lengths), tuple(order), (0,) * microbatches, (frozenset(rows),))
+
+
+def together(parts: Sequence[CallData]) -> CallData:
+    """Return the micro-batches of several calls as those of one, in their order."""
+    if len(parts) == 1:
+        return parts[0]
+    longest = max(max(part.lengths) for part in parts)
+    kinds = {name: values.dtype for part in parts for name, values in part.rows.items()}
+    count = sum(len(part.order) for part in parts)
+    rows = {name: np.zeros(count if name == ROW else (count, longest), kind) for name, kind in kinds.items()}
+    lengths: list[int] = []
+    order: list[int] = []
+    calls: list[int] = []
+    for number, part in enumerate(parts):
+        at, sequences = len(order), sum(row != PADDING for row in order)
+        for name, values in part.rows.items():
+            if name != ROW:
+                rows[name][at : at + len(part.order), : values.shape[1]] = values
+        order += [row if row == PADDING else row + sequences for row in part.order]
+        lengths += part.lengths
+        calls += [number] * len(part.lengths)
+    rows[ROW] = np.array(order)
+    names = tuple(frozenset(part.rows) for part in parts)
+    return CallData(rows, tuple(lengths), tuple(order), tuple(calls), names)
 
 
 KEPT = 32
@@ -346,6 +374,10 @@ class Log:
     def add(self, call: PendingCall[Any]) -> None:
         """Add the newest call, and drop what its state no longer depends on."""
         self.calls.append(call)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the calls that the state no longer depends on."""
         base = 0
         for number, one in enumerate(self.calls):
             if one.base and one.done:

@@ -15,17 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
 from raypipe.errors import SampleCountError, SpecError, TransportError
+from raypipe.files import write_whole
 from raypipe.job.spec import JobSpec
-from raypipe.models import GptLayers, LayeredModel, build_model
-from raypipe.models.captured import CapturedModel
-from raypipe.models.task import NextToken
+from raypipe.models import build_model
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.plan import Plan
 from raypipe.runtime.group.worker_group import WorkerGroup
@@ -38,14 +37,16 @@ from raypipe.runtime.session.call_data import (
     Datum,
     Key,
     Kind,
-    Limits,
     Log,
     PendingCall,
     Refs,
     check,
     pack,
+    together,
 )
-from raypipe.runtime.session.session_worker import AdamW, CallPart, WorkerUpdate
+from raypipe.runtime.session.session_job import asked_of_workers, check_job, limits_of, mixes
+from raypipe.runtime.session.session_worker import AdamW, CallOn, CallPart, WorkerUpdate
+from raypipe.runtime.session.slots import Adapters
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.setup.communicators import check_devices
@@ -61,8 +62,23 @@ LOST = (ray.exceptions.RayActorError, TransportError)
 """Errors that a worker's death causes: on itself, and on those that wait for its messages."""
 MOST_LIVES = 100
 """How often workers may be started anew."""
+KEPT_NAME = "kept-{slot}-{number}"
+"""Folder of a snapshot, in the session's directory."""
+NOTE = "note.json"
+"""File of a snapshot with what its caller notes."""
 
 T = TypeVar("T")
+Note = Callable[[int], bytes]
+"""From the number of updates in a snapshot to what is kept with it; called before the snapshot counts."""
+
+
+class Call(NamedTuple):
+    """A forward, with or without backward, of one slot."""
+
+    data: Sequence[Datum]
+    loss: str = "cross_entropy"
+    options: Options = NO_OPTIONS
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +128,23 @@ class Session:
         check_job(job, plan)
         self.job, self.plan, self.workers = asked_of_workers(job), plan, workers
         self.limits = limits_of(build_model(job, None, 0, plan.parallel), job)
-        self._directory = directory
+        self.directory = directory
         self._programs = CallPrograms(plan, job.train.batch, not workers.on_cpus())
         self._known: OrderedDict[Key, None] = OrderedDict()
         self._queued: deque[PendingCall[Any]] = deque()
         self._lock = threading.RLock()
-        self._calls = self._snapshots = self.lives = 0
+        self._calls = self.lives = 0
+        kept = KEPT_NAME.format(slot="*", number="*")  # by a process that died
+        for left in directory.glob(f".{kept}.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        earlier = directory.glob(kept)
+        self._snapshots = max((int(folder.name.rpartition("-")[2]) for folder in earlier), default=0)
         self._logs: defaultdict[int, Log] = defaultdict(Log)
         self._begun = {0}
         """Slots that have weights; the first one those that the stages are built with."""
         self._updates: Counter[int] = Counter()
+        self.mixes = mixes(job, plan.one_copy()) and plan.parallel.replicas == 1
+        """Whether several calls can run in one pass."""
         self._gradients: set[int] = set()
         """Slots that have something to update with."""
 
@@ -137,8 +160,8 @@ class Session:
             workers.actors, workers.locations, timeout_s=job.train.message_timeout_s
         )  # there is no data to find
         running = running_of(self.plan, job.train.batch, clips=False)
-        self._directory.mkdir(parents=True, exist_ok=True)
-        setups = setups_of(workers, job, running, self._directory, None, False, 0, recovers=False, left_out=0)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        setups = setups_of(workers, job, running, self.directory, None, False, 0, recovers=False, left_out=0)
         return [count for count, _ in ray.get(workers.call_each("setup", [(setup,) for setup in setups]))]
 
     def forward(
@@ -149,7 +172,7 @@ class Session:
         Raises:
             SpecError: the data does not fit the loss or the model.
         """
-        return self._call("forward", data, loss, options, slot)
+        return self.together("forward", [Call(data, loss, options, slot)])[0]
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0
@@ -159,22 +182,92 @@ class Session:
         Raises:
             SpecError: the data does not fit the loss or the model.
         """
-        return self._call("backward", data, loss, options, slot)
+        return self.together("backward", [Call(data, loss, options, slot)])[0]
 
-    def optim_step(self, adam: AdamW, slot: int = 0) -> PendingCall[Updated]:
+    def together(self, kind: Kind, calls: Sequence[Call]) -> list[PendingCall[Outputs]]:
+        """Queue calls in one pass through the pipeline, where the plan ``mixes``, or else one after the other.
+
+        Each micro-batch runs on the weights of its own call, so that calls of a few micro-batches each fill the
+        pipeline together. Slots' gradients add up in the order of their micro-batches, as they do alone.
+
+        Raises:
+            SpecError: the data of a call does not fit its loss or the model; none is queued.
+        """
+        for one in calls:
+            check(one.data, one.loss, one.options, self.limits)
+        if len(calls) > 1 and not self.mixes:
+            return [self.together(kind, [one])[0] for one in calls]
+        self.wait_for_room()
+        with self._lock:
+            for one in calls:
+                if one.slot not in self._begun:
+                    raise SpecError("slot", f"{one.slot} has no weights yet", "load some first")
+            parts = self._packed([one.data for one in calls])
+            refs = self._issue(kind, calls, together(parts))
+            if kind == "backward":
+                self._gradients.update(one.slot for one in calls)
+            result, begin = [], 0
+            for number, (one, part) in enumerate(zip(calls, parts, strict=True)):
+                result.append(self._queue_one(kind, one, part, refs, number, begin))
+                begin += len(one.data)
+            return result
+
+    def _packed(self, data: Sequence[Sequence[Datum]]) -> list[CallData]:
+        """Return the micro-batches of calls, of which there are as many together as the schedule has an order for."""
+        each = self._programs.each
+        dtype = "float64" if self.job.train.dtype == "float64" else "float32"
+        counts = [-(-len(one) // each) for one in data]
+        counts[-1] += self._programs.fitting(sum(counts) * each if len(data) > 1 else len(data[0])) - sum(counts)
+        return [pack(one, each, count, self.limits, dtype) for one, count in zip(data, counts, strict=True)]
+
+    def _issue(self, kind: Kind, calls: Sequence[Call], data: CallData) -> Refs:
+        """Queue a run of calls with the workers."""
+        on = tuple(CallOn(one.slot, one.loss, dict(one.options)) for one in calls)
+        size = sum(values.nbytes for values in data.rows.values())
+        sent: Any = data if size <= INLINE_BYTES else ray.put(data)
+        key = Key(kind, len(data.lengths))
+        return self._run(key, lambda number: self.workers.call("run_calls", on, number, key, sent))
+
+    def _queue_one(
+        self, kind: Kind, call: Call, part: CallData, refs: Refs, number: int, begin: int
+    ) -> PendingCall[Outputs]:
+        """Queue call ``number`` of a run, whose sequences are those from ``begin``; new workers run it alone."""
+        at, first = [number, begin], [refs]
+
+        def issue() -> Refs:
+            if first:
+                return first.pop()
+            at[:] = 0, 0
+            (alone,) = self._packed([call.data])
+            return self._issue(kind, [call], alone)
+
+        def read(parts: list[CallPart]) -> Outputs:
+            return _outputs(call.data, parts, *at)
+
+        return self._queue(call.slot, read, issue, kind == "backward")
+
+    def optim_step(self, adam: AdamW, slot: int = 0, note: Note | None = None) -> PendingCall[Updated]:
         """Queue an update with the gradients of all calls since the last one.
+
+        Args:
+            adam: its numbers.
+            slot: the slot.
+            note: makes ``NOTE`` of the snapshot, if one is written after this update.
 
         Raises:
             SpecError: there are none, or a number is out of range.
         """
         check_adam(adam)
-        self._wait_for_room()
+        self.wait_for_room()
         with self._lock:
             if slot not in self._gradients:
                 raise SpecError("optim_step", "no forward_backward has come since the last one", "call it first")
             self._gradients.discard(slot)
             self._updates[slot] += 1
             key, step = Key("update", 0), self._updates[slot]
+
+            def update(number: int) -> Refs:
+                return self.workers.call("update", slot, number, key, adam)
 
             def read(parts: list[WorkerUpdate]) -> Updated:
                 seconds = math.fsum(part.seconds for part in parts)
@@ -184,23 +277,27 @@ class Session:
                 )
                 return Updated(step, math.sqrt(math.fsum(part.norm_squared for part in parts)), idle, between)
 
-            made = self._queue(slot, read, lambda: self._run(key, "update", slot, (adam,)))
+            made = self._queue(slot, read, lambda: self._run(key, update))
             if len(self._logs[slot].calls) >= SNAPSHOT:
-                self._snapshot(slot)
+                self._snapshot(slot, note)
             return made
 
     def save(self, folder: Path, slot: int = 0) -> PendingCall[Path]:
         """Queue writing the weights and the optimizer's state into a folder, which is there when all is written; what
         was there before is replaced then."""
-        self._wait_for_room()
+        self.wait_for_room()
         with self._lock:
             return self._queue(slot, *self._writing(folder, slot), changes=False)
 
-    def _writing(self, folder: Path, slot: int) -> tuple[Callable[[list[Any]], Path], Callable[[], Refs]]:
+    def _writing(
+        self, folder: Path, slot: int, note: Note | None = None
+    ) -> tuple[Callable[[list[Any]], Path], Callable[[], Refs]]:
         """Return what ends a save, and what queues it."""
-        partial = folder.with_name(f".{folder.name}.partial")
+        partial, updates = folder.with_name(f".{folder.name}.partial"), self._updates[slot]
 
         def whole(_: list[Any]) -> Path:
+            if note is not None:
+                write_whole(partial / NOTE, note(updates))
             shutil.rmtree(folder, ignore_errors=True)
             return partial.rename(folder)
 
@@ -211,33 +308,50 @@ class Session:
 
         return whole, issue
 
-    def _snapshot(self, slot: int) -> None:
+    def _snapshot(self, slot: int, note: Note | None = None) -> None:
         """Queue writing a slot's state, which has no gradients now, so that its log begins there."""
         self._snapshots += 1
-        folder = self._directory / f"kept-{slot}-{self._snapshots}"
-        whole, issue = self._writing(folder, slot)
+        folder = self.directory / KEPT_NAME.format(slot=slot, number=self._snapshots)
+        whole, issue = self._writing(folder, slot, note)
 
         def read(parts: list[Any]) -> Path:
             made = whole(parts)
-            for old in self._directory.glob(f"kept-{slot}-*"):
+            for old in self.directory.glob(KEPT_NAME.format(slot=slot, number="*")):
                 if old != folder:
                     shutil.rmtree(old, ignore_errors=True)
             return made
 
         self._queue(slot, read, issue, base=True, again=lambda: self.workers.call("read_weights", slot, folder, True))
 
-    def load(self, folder: Path, with_optimizer: bool, slot: int = 0, lasting: bool = False) -> PendingCall[None]:
+    def load(
+        self,
+        folder: Path,
+        with_optimizer: bool,
+        slot: int = 0,
+        lasting: bool = False,
+        updates: int | None = None,
+        adapters: Adapters | None = None,
+    ) -> PendingCall[None]:
         """Queue reading weights that ``save`` wrote; gradients since the last update are dropped.
 
-        ``lasting``: nobody changes the folder while the session lasts.
+        Args:
+            folder: what ``save`` wrote.
+            with_optimizer: whether to read the optimizer's state too.
+            slot: the slot.
+            lasting: whether nobody changes the folder until a snapshot that comes after it is whole.
+            updates: of the slot so far; None for as many as were made here.
+            adapters: the part of the job's adapters that the slot trains, where the folder has its start values; None
+                for what the folder has.
         """
-        self._wait_for_room()
+        self.wait_for_room()
         with self._lock:
             self._gradients.discard(slot)
             self._begun.add(slot)
+            if updates is not None:
+                self._updates[slot] = updates
 
             def issue() -> Refs:
-                return self.workers.call("read_weights", slot, folder, with_optimizer)
+                return self.workers.call("read_weights", slot, folder, with_optimizer, adapters)
 
             made = self._queue(slot, _nothing, issue, base=True)
             if not lasting:
@@ -246,32 +360,12 @@ class Session:
 
     def free(self, slot: int) -> PendingCall[None]:
         """Queue giving up all that a slot has."""
-        self._wait_for_room()
+        self.wait_for_room()
         with self._lock:
             self._gradients.discard(slot)
             self._begun.discard(slot)
             self._updates.pop(slot, None)
             return self._queue(slot, _nothing, lambda: self.workers.call("free", slot), base=True)
-
-    def _call(self, kind: Kind, data: Sequence[Datum], loss: str, options: Options, slot: int) -> PendingCall[Outputs]:
-        check(data, loss, options, self.limits)
-        self._wait_for_room()
-        with self._lock:
-            if slot not in self._begun:
-                raise SpecError("slot", f"{slot} has no weights yet", "load some first")
-            count, each = self._programs.fitting(len(data)), self._programs.each
-            dtype = "float64" if self.job.train.dtype == "float64" else "float32"
-            call = pack(data, each, count, self.limits, dtype)
-            size = sum(values.nbytes for values in call.rows.values())
-            sent: Any = call if size <= INLINE_BYTES else ray.put(call)
-            key, arguments, changes = Key(kind, count), (sent, loss, dict(options)), kind == "backward"
-            if changes:
-                self._gradients.add(slot)
-
-            def issue() -> Refs:
-                return self._run(key, "run_call", slot, arguments)
-
-            return self._queue(slot, lambda parts: _outputs(data, call, parts), issue, changes)
 
     def _queue(
         self,
@@ -288,15 +382,15 @@ class Session:
         self._logs[slot].add(made)
         return made
 
-    def _wait_for_room(self) -> None:
-        """Wait until fewer than ``QUEUED`` calls are queued. Whoever waits has no lock: workers may have to be started
+    def wait_for_room(self, most: int = QUEUED) -> None:
+        """Wait until fewer than so many calls are queued. Whoever waits has no lock: workers may have to be started
         anew for the oldest one to end."""
-        while len(self._queued) >= QUEUED:
+        while len(self._queued) >= most:
             with suppress(Exception):  # whoever asks for its result gets the error; another thread may have taken it
                 self._queued.popleft().result()
 
-    def _run(self, key: Key, method: str, slot: int, arguments: tuple[Any, ...]) -> Refs:
-        """Call a method of all workers that runs a program, which they are told first where it is new."""
+    def _run(self, key: Key, call: Callable[[int], Refs]) -> Refs:
+        """Make a numbered call of all workers that runs a program, which they are told first where it is new."""
         if key not in self._known:
             made = self._programs.programs(key)
             self.workers.call_each("learn", [(key, program) for program in made])
@@ -306,7 +400,7 @@ class Session:
         self._known[key] = None
         self._known.move_to_end(key)
         number, self._calls = self._calls, self._calls + 1
-        return self.workers.call(method, slot, number, key, *arguments)
+        return call(number)
 
     def recover(self, error: Exception, lives: int) -> bool:
         """Start all workers anew after one has died, and have them do again what is in the logs.
@@ -331,6 +425,7 @@ class Session:
             self._known.clear()
             self.set_up()
             for log in self._logs.values():
+                log.drop()  # a snapshot may have become whole, and the one before it is gone
                 for call in log.calls:
                     if call.counts:
                         call.reissue()
@@ -341,14 +436,15 @@ def _nothing(_: list[Any]) -> None:
     """Make no result."""
 
 
-def _outputs(data: Sequence[Datum], call: CallData, parts: Sequence[CallPart]) -> Outputs:
-    counted = sum(part.samples for part in parts)
-    if counted != len(call.order):
-        why = f"its loss covers {counted} sequences instead of {len(call.order)}"
-        raise SampleCountError("a call", why, "this is a fault of raypipe: report it with the run's plan.json")
+def _outputs(data: Sequence[Datum], parts: Sequence[CallPart], number: int, begin: int) -> Outputs:
+    """Return the outputs of call ``number`` of a run, whose sequences are those from ``begin``."""
     result = {row: values for part in parts for row, values in part.logprobs.items()}
-    logprobs = [result[i][: len(one.tokens)] for i, one in enumerate(data)]
-    return Outputs(math.fsum(part.loss_sum for part in parts), logprobs)
+    lost = [i for i in range(len(data)) if begin + i not in result]
+    if lost:
+        why = f"its loss covers {len(data) - len(lost)} sequences instead of {len(data)}"
+        raise SampleCountError("a call", why, "this is a fault of raypipe: report it with the run's plan.json")
+    logprobs = [result[begin + i][: len(one.tokens)] for i, one in enumerate(data)]
+    return Outputs(math.fsum(part.loss_sums[number] for part in parts), logprobs)
 
 
 def check_adam(adam: AdamW) -> None:
@@ -364,63 +460,6 @@ def check_adam(adam: AdamW) -> None:
     for name, (value, least, below) in values.items():
         if not least <= value < below:  # also where it is not a number
             raise SpecError(f"optim_step.{name}", f"is {value}", f"use a number from {least:g}, below {below:g}")
-
-
-REFUSED = "sessions run"
-"""How the reasons for which jobs are refused begin."""
-
-
-def check_job(job: JobSpec, plan: Plan) -> None:
-    """Raise SpecError where a job or its plan asks for what sessions do not have."""
-    parallel, train = plan.parallel, job.train
-    wanted: list[tuple[str, Any, Any, str]] = [
-        ("train.optimizer", train.optimizer, "adamw", "AdamW"),
-        ("train.compile", train.compile, "none", "stages eagerly"),
-        ("train.cuda_graphs", train.cuda_graphs, "none", "stages eagerly"),
-        ("train.tokens_per_step", train.tokens_per_step, None, "the sequences of their calls"),
-        ("train.label_smoothing", train.label_smoothing, 0, "the losses of their calls"),
-        ("train.loss_chunk_tokens", train.loss_chunk_tokens, None, "whole logits"),
-        ("parallel.tensor", parallel.tensor, 1, "without tensor parallelism"),
-        ("parallel.experts", parallel.experts, 1, "without expert parallelism"),
-        ("parallel.slices", parallel.slices, 1, "whole sequences"),
-        ("parallel.shard", parallel.shard, "none", "replicas that hold whole stages"),
-        ("parallel.side_stream", parallel.side_stream, None, "one stream"),
-        ("parallel.placement", parallel.placement == "branches", False, "models that are a chain"),
-    ]
-    for key, have, want, how in wanted:
-        if have != want:
-            raise SpecError(key, f"{REFUSED} {how}", f"set {key} to {want}, or use raypipe train")
-    if parallel.by_layer:
-        raise SpecError("parallel.sync", f"{REFUSED} updates of their own", "use sync: lazy, or raypipe train")
-    if plan.one_copy().versions != "flush":
-        why = f"{REFUSED} synchronous schedules, and {parallel.schedule} keeps several versions of the weights"
-        raise SpecError("parallel.schedule", why, "use 1f1b, zb-h1, zb-v or chimera")
-
-
-def asked_of_workers(job: JobSpec) -> JobSpec:
-    """Return the job with which workers are set up: a call may clip, and a group of parameters that decays says so."""
-    clips = {} if job.train.clip is not None else {"clip": 1.0}
-    train = job.train.model_copy(update={"weight_decay": 1.0, "on_nonfinite": "stop", **clips})
-    return job.model_copy(update={"train": train})
-
-
-def limits_of(model: LayeredModel, job: JobSpec) -> Limits:
-    """Return what a model takes.
-
-    Raises:
-        SpecError: it does not predict the next token of every position, or depends on the other sequences of a call.
-    """
-    if not isinstance(model.task, NextToken) or model.batch_statistics:
-        raise SpecError("model", f"{REFUSED} language models that predict the next token", "use a causal one")
-    if isinstance(model, GptLayers):
-        return Limits(model.model.vocabulary, model.model.sequence)
-    assert isinstance(model, CapturedModel)
-    (logits,) = model.graph.outputs.values()
-    kind = model.graph.operations[logits].type
-    vocabulary = kind.shape[-1] if kind is not None else None
-    if not isinstance(vocabulary, int):
-        raise SpecError("model", "the size of its vocabulary is not fixed", "use a causal language model")
-    return Limits(vocabulary, int(job.model.sequence or 1), model.shortest_slice)
 
 
 def arrays(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:

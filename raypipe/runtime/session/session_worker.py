@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +15,18 @@ from torch import Tensor
 
 from raypipe.data.sample_order import Split
 from raypipe.models import DTYPES, Inputs, LayeredModel, Lengths
+from raypipe.runtime.executor.runner import Handler
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.recovery.replacement import parts_when_lost
 from raypipe.runtime.session.call_data import PADDING, CallData, Key
-from raypipe.runtime.session.slots import Slots, read, write
+from raypipe.runtime.session.slots import Adapters, Slots, read, write
 from raypipe.runtime.session.token_losses import ROW, TOKENS, CallTask, Options
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.update.updates import Updates
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.kinds import COMPUTE
-from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.lowering.programs import Action, Program
 
 MOST_MICROBATCHES = 1 << 20
 """Micro-batch ids between one call's first and the next call's, where a run has its step's number of them."""
@@ -46,11 +47,19 @@ class AdamW:
 class CallPart(NamedTuple):
     """One device's report of a call."""
 
-    loss_sum: float
-    samples: int
-    """Sequences in ``loss_sum``, with those that are padding."""
+    loss_sums: tuple[float, ...]
+    """Of each of the calls that ran together."""
     logprobs: Mapping[int, NDArray[Any]]
-    """By the number of a sequence in its call: ``[padded length]``."""
+    """By the number of a sequence over all of the calls: ``[padded length]``."""
+
+
+class CallOn(NamedTuple):
+    """What a call's micro-batches run on."""
+
+    slot: int
+    """The weights."""
+    loss: str
+    options: Options
 
 
 class WorkerUpdate(NamedTuple):
@@ -85,8 +94,9 @@ class CallFeed(Feed):
 
     def inputs(self, split: Split, step: int, mb: int) -> Inputs:
         """See ``Feed.inputs``."""
-        rows, length = self._rows_of(split, mb), self._call.lengths[mb]
-        return {name: self._tensor(name, values[rows], length) for name, values in self._call.rows.items()}
+        call, rows = self._call, self._rows_of(split, mb)
+        names = call.names[call.calls[mb]]
+        return {name: self._tensor(name, call.rows[name][rows], call.lengths[mb]) for name in sorted(names)}
 
     def _tensor(self, name: str, values: NDArray[Any], length: int) -> Tensor:
         if name == ROW:  # read on the host
@@ -115,8 +125,12 @@ class StageSession(StageWorker):
     def setup(self, setup: Setup) -> tuple[int, list[str]]:
         """See ``StageWorker.setup``."""
         self.programs: dict[Key, Program] = {}
+        self.calls: Sequence[CallOn] = ()
+        """Those that run now."""
+        self.of_microbatch: tuple[int, ...] = ()
         held = super().setup(replace(setup, microbatches=MOST_MICROBATCHES))
         self.slots = Slots(self.modules, self.optimizers, self.executor)
+        self.executor.surround(self._for_its_call)
         self._since, self._called_s, self._computed_s = time.monotonic(), 0.0, 0.0
         return held
 
@@ -128,24 +142,38 @@ class StageSession(StageWorker):
         """Drop a program."""
         del self.programs[key]
 
+    def _for_its_call(self, handler: Handler) -> Handler:
+        """Surround a handler of tasks: each runs on the weights, and with the loss, of its micro-batch's call."""
+
+        def handle(executor: Any, action: Action) -> None:
+            if self.calls and action.task.kind in COMPUTE:
+                call = self.of_microbatch[action.task.mbs[0]]
+                self.slots.use(self.calls[call].slot)
+                self.task.use(call)
+            handler(executor, action)
+
+        return handle
+
     @parts_when_lost
-    def run_call(self, slot: int, number: int, key: Key, call: CallData, loss: str, options: Options) -> CallPart:
-        """Run the micro-batches of a call; with ``key.kind`` backward, their gradients add to those of earlier calls.
+    def run_calls(self, calls: Sequence[CallOn], number: int, key: Key, data: CallData) -> CallPart:
+        """Run the micro-batches of calls; with ``key.kind`` backward, their gradients add to those of earlier calls.
 
         Args:
-            slot: the weights to run on.
-            number: of the call in its session.
+            calls: the weights and the loss of each.
+            number: of the run in its session.
             key: names the program.
-            call: the data.
-            loss: name of the loss.
-            options: its options.
+            data: the data of all.
         """
-        self.slots.use(slot)
-        self.feed.begin(call)
-        self.task.begin(loss, options)
-        result = self._run(key, number, 0.0, "train" if key.kind == "backward" else "val")
-        kept = {row: values.cpu().numpy() for row, values in self.task.take().items() if row != PADDING}
-        return CallPart(result.loss_sum, result.samples, kept)
+        self.calls, self.of_microbatch = calls, data.calls
+        self.feed.begin(data)
+        self.task.begin([(one.loss, one.options) for one in calls])
+        try:
+            self._run(key, number, 0.0, "train" if key.kind == "backward" else "val")
+        finally:
+            self.calls = ()
+        logprobs, sums = self.task.take()
+        kept = {row: values.cpu().numpy() for row, values in logprobs.items() if row != PADDING}
+        return CallPart(sums, kept)
 
     @parts_when_lost
     def update(self, slot: int, number: int, key: Key, adam: AdamW) -> WorkerUpdate:
@@ -187,14 +215,16 @@ class StageSession(StageWorker):
         write(folder, self.rank, [(self.modules[key].trained, self.optimizers[key]) for key in first])
 
     @parts_when_lost
-    def read_weights(self, slot: int, folder: Path, with_optimizer: bool) -> None:
+    def read_weights(self, slot: int, folder: Path, with_optimizer: bool, adapters: Adapters | None = None) -> None:
         """Read weights, and with them the optimizer's state or none; gradients since the last update are dropped.
+
+        ``adapters``: see ``slots.read``.
 
         Raises:
             CheckpointError: they are those of another model.
         """
         self.slots.use(slot)
-        read(folder, [(m.trained, self.optimizers[key]) for key, m in self.modules.items()], with_optimizer)
+        read(folder, [(m.trained, self.optimizers[key]) for key, m in self.modules.items()], with_optimizer, adapters)
         for key in self.modules:
             self.executor.sync.drop(key)
         self.executor.casts.drop()

@@ -8,6 +8,8 @@ several models follow one another as those of one model do.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +105,38 @@ class Slots:
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 BETWEEN = "::"
+DOWN, UP = ".lora_A.", ".lora_B."
+"""In peft's names of an adapter's two matrices, ``[rank, inputs]`` and ``[outputs, rank]``."""
+
+
+class Adapters(NamedTuple):
+    """The part of the job's adapters that a slot trains.
+
+    All slots have matrices of the job's rank, for which stages and their kernels are made. The rows of ``lora_A``
+    beyond a slot's own rank begin as zeros, and so does all of ``lora_B``, as peft has it. Then both have gradients of
+    zero there, whatever the data, and AdamW leaves zeros: the slot is exactly an adapter of its rank, whose scale is
+    the job's.
+    """
+
+    rank: int
+    without: str = ""
+    """Pattern of the names of layers whose adapters stay zero, as those of rank 0."""
+    seed: int | None = None
+    """Draws ``lora_A``; None for the job's start values."""
+
+    def start(self, name: str, value: Tensor) -> Tensor:
+        """Return what a parameter starts with, given the job's start value."""
+        if DOWN not in name:
+            return value
+        if self.seed is not None:  # as peft does: Kaiming's uniform bound for a slope of sqrt(5)
+            key = int.from_bytes(hashlib.sha256(f"{self.seed} {name}".encode()).digest()[:8], "big")
+            bound = value.shape[1] ** -0.5
+            drawn = torch.empty(value.shape, dtype=torch.float64)
+            value = drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(key)).to(value.dtype)
+        left_out = bool(self.without) and re.search(self.without, name) is not None
+        value = value.clone()
+        value[0 if left_out else self.rank :] = 0
+        return value
 
 
 def write(folder: Path, rank: int, held: Iterable[tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]]) -> None:
@@ -124,8 +158,11 @@ def read(
     folder: Path,
     held: Iterable[tuple[Mapping[str, nn.Parameter], torch.optim.Optimizer]],
     with_optimizer: bool,
+    adapters: Adapters | None = None,
 ) -> None:
     """Set the parameters of a device's stages, and their optimizers' state; without it the optimizers begin anew.
+
+    ``adapters``: to begin with these, where the folder has the job's start values.
 
     Raises:
         CheckpointError: the folder does not have all parameters, or one has another shape.
@@ -146,7 +183,7 @@ def read(
             if value.shape != parameter.shape:
                 why = f"{name} has shape {list(value.shape)}, and in the model {list(parameter.shape)}"
                 raise CheckpointError(str(folder), why, "load weights of the same model")
-            load_master(optimizer, parameter, value)
+            load_master(optimizer, parameter, value if adapters is None else adapters.start(name, value))
             master = updated_tensor(optimizer, parameter)
             optimizer.state.pop(master, None)
             prefix = f"{name}{BETWEEN}"

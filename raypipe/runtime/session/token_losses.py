@@ -11,7 +11,8 @@ the gradient as the weights of a cross entropy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -122,33 +123,42 @@ LOSSES: Final[Mapping[str, TokenLoss]] = MappingProxyType(
 
 
 class CallTask(Task):
-    """The loss of the call that runs now, and the log-probabilities of its targets."""
+    """The losses of the calls that run now, and the log-probabilities of their targets."""
 
     reads = frozenset({TARGETS})
 
     def __init__(self) -> None:
-        self._loss, self._options = LOSSES["cross_entropy"], NO_OPTIONS
+        self.begin([("cross_entropy", NO_OPTIONS)])
+
+    def begin(self, losses: Sequence[tuple[str, Options]]) -> None:
+        """Have the losses of some calls from now on; options that are not given have their defaults."""
+        self._losses = [(LOSSES[name].function, {**LOSSES[name].options, **options}) for name, options in losses]
+        self._call = 0
         self._kept: dict[int, Tensor] = {}
+        self._sums: list[dict[int, Tensor]] = [{} for _ in losses]
+        """Of each call, the loss of each sequence, by its number."""
 
-    def begin(self, name: str, options: Options) -> None:
-        """Use a loss from now on; options that are not given have their defaults."""
-        self._loss = LOSSES[name]
-        self._options = {**self._loss.options, **options}
-        self._kept = {}
+    def use(self, call: int) -> None:
+        """Have the loss of a call from now on."""
+        self._call = call
 
-    def take(self) -> dict[int, Tensor]:
-        """Return the log-probabilities ``[length]`` of each sequence since ``begin``, by its number, with padding."""
+    def take(self) -> tuple[dict[int, Tensor], tuple[float, ...]]:
+        """Return the log-probabilities ``[length]`` of each sequence since ``begin``, by its number, with padding; and
+        the loss of each call."""
         kept, self._kept = self._kept, {}
-        return kept
+        return kept, tuple(math.fsum(loss.item() for loss in sums.values()) for sums in self._sums)
 
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """See ``Task.loss``; ``output``: logits ``[samples, length, vocabulary]``."""
         logits, targets = at_least_float32(output), inputs[TARGETS]
         logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         # A recomputed forward comes a second time, with the same values.
-        self._kept.update(zip(inputs[ROW].tolist(), logprobs.detach(), strict=True))
-        losses = self._loss.function(logprobs, inputs, self._options)
-        return losses.masked_fill(inputs[OWN] == 0, 0.0).sum()
+        rows = inputs[ROW].tolist()
+        self._kept.update(zip(rows, logprobs.detach(), strict=True))
+        function, options = self._losses[self._call]
+        each = function(logprobs, inputs, options).masked_fill(inputs[OWN] == 0, 0.0).sum(-1)
+        self._sums[self._call].update(zip(rows, each.detach(), strict=True))
+        return each.sum()
 
     def targets(self, inputs: Inputs) -> int:
         """Count the positions that are no padding."""

@@ -22,6 +22,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 from raypipe.models.task import Field
 from raypipe.runtime.setup.communicators import Topology
+from raypipe.runtime.stage.inputs import Copies
 from raypipe.runtime.stage.shapes import StageIOSpecs
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import TiedHolders
@@ -36,13 +37,16 @@ TENSOR_GROUP = "tensor"
 """Key, in what ``own_groups`` returns, of the group of one device's tensor-parallel ranks."""
 EXPERT_GROUP = "experts"
 """Key, in what ``own_groups`` returns, of the group of devices that divide experts with this one."""
+CONTEXT_GROUP = "context"
+"""The same, of the group of devices that divide sequences with this one."""
 
 
-# Experts: consecutive data-parallel copies divide those of every stage.
+# Consecutive data-parallel copies divide the experts of every stage, or sequences.
 
 
 def expert_ranks(replicas: int, copies: int, experts: int) -> tuple[int, ...]:
-    """Return which share of the experts each replica holds, where ``experts`` consecutive copies divide them.
+    """Return which share of the experts, or of sequences, each replica has, where ``experts`` consecutive copies divide
+    them.
 
     >>> expert_ranks(replicas=8, copies=4, experts=2)  # two directions in each copy
     (0, 0, 1, 1, 0, 0, 1, 1)
@@ -50,21 +54,23 @@ def expert_ranks(replicas: int, copies: int, experts: int) -> tuple[int, ...]:
     return tuple(replica // (replicas // copies) % experts for replica in range(replicas))
 
 
-def expert_groups(placement: Sequence[Sequence[int]], copies: int, experts: int) -> dict[str, tuple[int, ...]]:
-    """Return the groups of devices that divide experts, by name; each holds one share of all stages in its place.
+def copy_groups(
+    kind: str, placement: Sequence[Sequence[int]], copies: int, together: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the groups of devices that divide something, by name; each has one share of all stages in its place.
 
-    >>> expert_groups([[0, 1], [2, 3]], copies=2, experts=2)
+    >>> copy_groups("experts", [[0, 1], [2, 3]], copies=2, together=2)
     {'experts 0, 2': (0, 2), 'experts 1, 3': (1, 3)}
     """
-    if experts == 1:
+    if together == 1:
         return {}
     of_copy = len(placement) // copies
     result: dict[str, tuple[int, ...]] = {}
-    for first in range(0, len(placement), of_copy * experts):
+    for first in range(0, len(placement), of_copy * together):
         for replica in range(first, first + of_copy):
-            members = [placement[replica + n * of_copy] for n in range(experts)]
+            members = [placement[replica + n * of_copy] for n in range(together)]
             for devices in zip(*members, strict=True):
-                result[f"{EXPERT_GROUP} {', '.join(map(str, devices))}"] = devices
+                result[f"{kind} {', '.join(map(str, devices))}"] = devices
     return result
 
 
@@ -114,7 +120,8 @@ def own_groups(
     size: int,
     served_by: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, T]:
-    """Select a process's own groups by their device-level names, and those of its device and its experts by theirs.
+    """Select a process's own groups by their device-level names; that of its device, and those that divide experts or
+    sequences, by theirs.
 
     ``served_by``: see ``served_by_another``.
     """
@@ -124,7 +131,8 @@ def own_groups(
         result = {name.removesuffix(suffix): group for name, group in groups.items() if name.endswith(suffix)}
         result[TENSOR_GROUP] = groups[f"{TENSOR_GROUP} {device}"]
     result |= {name: result[one] for name, one in served_by.items() if one in result}
-    return {EXPERT_GROUP if name.startswith(f"{EXPERT_GROUP} ") else name: group for name, group in result.items()}
+    kinds = (EXPERT_GROUP, CONTEXT_GROUP)
+    return {next((k for k in kinds if name.startswith(f"{k} ")), name): group for name, group in result.items()}
 
 
 def own_channels(channels: Mapping[int, T], size: int) -> dict[int, T]:
@@ -198,7 +206,13 @@ class Setup:
     def ranks(self) -> dict[Axis, int]:
         """This process's rank in each group over which layers are divided."""
         replica = next(r for r, devices in enumerate(self.placement) if self.device in devices)
-        return {"tensor": self.tensor_rank, "experts": self.expert_ranks[replica]}
+        parts = expert_ranks(len(self.placement), self.parallel.replicas, self.parallel.context)
+        return {"tensor": self.tensor_rank, "experts": self.expert_ranks[replica], "context": parts[replica]}
+
+    @property
+    def copies(self) -> Copies:
+        """Which micro-batches of the data the copies take."""
+        return Copies(self.microbatches // self.slices // self.parallel.replicas, self.parallel.context)
 
     @property
     def rank(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,26 @@ from raypipe.models.task import ANY_LENGTH
 from raypipe.schedule.microbatch_order import Order
 
 
+class Copies(NamedTuple):
+    """Which micro-batches copies take: those of ``together`` consecutive ones are of the same samples."""
+
+    each: int
+    """Micro-batch ids of one copy."""
+    together: int
+
+    def of_data(self, mb: int) -> int:
+        """Return the micro-batch of the data that a micro-batch id stands for.
+
+        >>> [Copies(each=2, together=2).of_data(mb) for mb in range(8)]
+        [0, 1, 0, 1, 2, 3, 2, 3]
+        """
+        copy, number = divmod(mb, self.each)
+        return copy // self.together * self.each + number
+
+
+OWN_SAMPLES = Copies(1, 1)
+
+
 class Feed:
     """Reads a step's samples at once, which is far cheaper than one micro-batch at a time.
 
@@ -25,15 +46,22 @@ class Feed:
     A GPU gets them through pinned memory on a stream of their own, and ``prefetch`` starts that a step ahead; their
     targets are counted on the host before. ``left_out`` mini-batches of the training data are not used. Where
     micro-batches run in slices, ``slices`` is their number and ``lengths_of_slice`` how long each raw input is in one;
-    a micro-batch id is then that of a slice.
+    a micro-batch id is then that of a slice. Where ``copies`` divide sequences, this one runs the slices ``held`` of
+    each.
     """
 
     slices = 1
     lengths_of_slice: Lengths = ANY_LENGTH
+    held: tuple[int, ...] = ()
+    copies = OWN_SAMPLES
 
     def cut(self, slices: int, lengths_of_slice: Lengths) -> None:
         """Give inputs slice by slice from now on."""
         self.slices, self.lengths_of_slice = slices, lengths_of_slice
+
+    def hold(self, held: tuple[int, ...], lengths_of_slice: Lengths, copies: Copies) -> None:
+        """Give these slices of each sequence, together, from now on."""
+        self.held, self.lengths_of_slice, self.copies = held, lengths_of_slice, copies
 
     def __init__(
         self,
@@ -110,7 +138,7 @@ class Feed:
     def of_data(self, split: Split, step: int, mb: int) -> int:
         """Return the micro-batch of the data that a micro-batch id stands for."""
         order = self._orders.get(step) if split == "train" else None
-        return mb if order is None else order[mb]
+        return self.copies.of_data(mb) if order is None else order[mb]
 
     def drop(self, split: Split, step: int) -> None:
         """Free the samples of a finished step."""
@@ -128,6 +156,8 @@ class Feed:
         """
         if self.slices > 1:
             return self.lengths_of_slice
+        if self.held:
+            return {name: len(self.held) * length for name, length in self.lengths_of_slice.items()}
         return self._lengths_of(split, step, self.of_data(split, step, mb))
 
     def _lengths_of(self, split: Split, step: int, mb: int) -> Lengths:
@@ -159,7 +189,8 @@ class Feed:
             name: values[rows, : lengths[name]].contiguous() if name in lengths else values[rows]
             for name, values in samples.items()
         }
-        return inputs if self.slices == 1 else self.task.slice_inputs(inputs, number, self.lengths_of_slice)
+        held = self.held or ((number,) if self.slices > 1 else ())
+        return self.task.slice_inputs(inputs, held, self.lengths_of_slice) if held else inputs
 
     def targets(self, split: Split, step: int) -> int:
         """Count the targets of the whole mini-batch; at least 1, because losses are divided by it."""

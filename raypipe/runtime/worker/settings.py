@@ -41,7 +41,10 @@ def step_settings(setup: Setup, device: torch.device, batch_statistics: bool, di
     # And running statistics that an update has moved cannot be taken back.
     skips = job.train.on_nonfinite == "skip"
     together = (
-        setup.tensor > 1 or setup.parallel.experts > 1 or divides or ((setup.recovers or skips) and batch_statistics)
+        setup.tensor > 1
+        or max(parallel.experts, parallel.context) > 1
+        or divides
+        or ((setup.recovers or skips) and batch_statistics)
     )
     update: RequestedNormPolicy = "wait" if together else parallel.update
     return StepSettings(

@@ -50,6 +50,7 @@ from raypipe.runtime.recovery.replacement import (
 from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.setup.setup import (
+    CONTEXT_GROUP,
     EXPERT_GROUP,
     TENSOR_GROUP,
     Setup,
@@ -270,7 +271,7 @@ class StageWorker:
         """Build the stages and their optimizers."""
         job = setup.job
         self.plan = plan = self._model(setup)
-        plan.slices = setup.slices
+        plan.slices = max(setup.slices, setup.parallel.context)
         self.io_specs = specs = io_specs_of(setup, plan)
         self.modules: dict[StageKey, StageModule] = {
             (stage, replica): build_stage(setup, plan, specs, stage, self.device)
@@ -295,8 +296,6 @@ class StageWorker:
             for key, kept in versions.items():
                 kept.restore(read_previous(checkpoint, self.modules[key], setup.tied, setup.ranks))
         feed = self._feed(setup, plan)
-        if setup.slices > 1:
-            feed.cut(setup.slices, plan.slice_lengths(setup.slices))
         senders = own_channels(communicators.senders, setup.tensor)
         receivers = own_channels(communicators.receivers, setup.tensor)
         if setup.parallel.side_stream is not None:
@@ -338,6 +337,7 @@ class StageWorker:
             "tensor": self._group("tensor", groups.get(TENSOR_GROUP)),
             "experts": self._group("experts", groups.get(EXPERT_GROUP)),
         }
+        self._group("context", groups.get(CONTEXT_GROUP))
         if setup.recovers and communicators.world is not None:
             self.executor.updates.ledger = Ledger(communicators.world, self.modules, setup.done, 2 * MOST_STEPS)
 

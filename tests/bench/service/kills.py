@@ -1,10 +1,11 @@
-"""Kill stage workers of ``raypipe serve`` at random moments of calls that come through its API.
+"""Kill stage workers of ``raypipe serve``, or the server, at random moments of calls that come through its API.
 
-    python -m tests.bench.service.kills [--kills 20] [--seed 4]
+    python -m tests.bench.service.kills [--kills 20] [--of workers|server] [--seed 4]
 
 Two clients train a model each of a GPT in two stages, float64, with the unmodified ``tinker`` client, four updates
-ahead of their results; in every round a random worker is killed (SIGKILL). Each loss and each gradient norm has to be
-that of plain PyTorch to 1e-9: an update that was lost, or made twice, shows in all that follow. Exit status 1 if not.
+ahead of their results; in every round a random worker is killed (SIGKILL), or the server, which is then started again
+with ``--resume`` on its port. Each loss and each gradient norm has to be that of plain PyTorch to 1e-9: an update that
+was lost, or made twice, shows in all that follow. Exit status 1 if not.
 """
 
 from __future__ import annotations
@@ -46,21 +47,26 @@ def workers(server: Server) -> list[int]:
     return [process.pid for process in family if "StageSession" in " ".join(process.cmdline())]
 
 
-def kill_later(server: Server, rng: random.Random) -> threading.Thread:
-    """Kill a random worker in up to a tenth of a second, when calls are under way."""
-    victim, wait_s = rng.choice(workers(server)), rng.uniform(0.0, 0.1)
+def kill_later(server: Server, of: str, rng: random.Random) -> threading.Thread:
+    """Kill a random worker, or the server, in up to a tenth of a second, when calls are under way."""
+    victim, wait_s = rng.choice(workers(server)) if of == "workers" else 0, rng.uniform(0.0, 0.1)
 
     def kill() -> None:
         time.sleep(wait_s)
-        os.kill(victim, signal.SIGKILL)
+        if victim:
+            os.kill(victim, signal.SIGKILL)
+        else:
+            server.kill()
+            server.start("--resume")
 
     thread = threading.Thread(target=kill)
     thread.start()
     return thread
 
 
-def apart(server: Server, kills: int, rng: random.Random) -> float:
-    """Train while workers are killed; return how far a loss or norm was from plain PyTorch's, relative to its size."""
+def apart(server: Server, kills: int, of: str, rng: random.Random) -> float:
+    """Train while workers, or the server, are killed; return how far a loss or norm was from plain PyTorch's, relative
+    to its size."""
     clients: list[Any] = []
     for _ in range(2):
         service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
@@ -77,7 +83,7 @@ def apart(server: Server, kills: int, rng: random.Random) -> float:
                 calls = [client.forward_backward(sent(one), LOSS) for one in data]
                 queued.append((which, data, calls, client.optim_step(asked)))
             if update == 1 and number < kills:
-                killing = kill_later(server, rng)
+                killing = kill_later(server, of, rng)
         for which, data, calls, updated in queued:
             for one, call in zip(data, calls, strict=True):
                 expected, _ = plain[which].forward_backward(one, LOSS)
@@ -92,13 +98,13 @@ def apart(server: Server, kills: int, rng: random.Random) -> float:
 
 def main() -> int:
     """Run all rounds; the exit status says if a number was another one."""
-    asked = options(__doc__, kills=20, seed=4)
+    asked = options(__doc__, kills=20, of="workers", seed=4)
     with tempfile.TemporaryDirectory(prefix="raypipe-bench-kills-") as name:
         folder = Path(name)
         job = json.loads(job_of({}).model_dump_json(exclude_unset=True))
         (path := folder / "job.json").write_text(json.dumps(job))
         with serving(path, folder, without_ray(RAY_ADDRESS="local"), "--models", "2") as server:
-            worst = apart(server, asked.kills, random.Random(asked.seed))
+            worst = apart(server, asked.kills, asked.of, random.Random(asked.seed))
     sound = worst <= CLOSE
     print(f"{asked.kills} kills: {'no update was lost or made twice' if sound else f'a number is {worst:.1e} apart'}")
     return int(not sound)

@@ -1,14 +1,18 @@
 """Causal attention of slices against that of whole sequences: results and gradients."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from raypipe.models import slice_attention
-from raypipe.models.current_slice import SliceRun, current_slice, slice_run
+from raypipe.models.current_slice import SliceRun, current_slice, own_chunks, positions_of, slice_run
 from raypipe.models.keyed_operations import Site, keyed_attention
-from raypipe.models.keyed_random import random_keys
+from raypipe.models.keyed_random import keyed_dropout, random_keys
 from raypipe.models.slice_attention import Dropped, causal_attention
+from tests.experts.threads import Member
+from tests.tensor.threads import run_members
 
 
 def tensors(heads: int, keys: int) -> list[torch.Tensor]:
@@ -77,3 +81,46 @@ def test_whole_sequences_run_in_torchs_kernel() -> None:
     assert torch.equal(
         causal_attention(query, key, value), F.scaled_dot_product_attention(query, key, value, is_causal=True)
     )
+
+
+class Copy(Member):
+    """One of the copies that divide sequences."""
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return self.meeting.exchange(self.rank, x)
+
+
+def held(x: torch.Tensor, rank: int, copies: int) -> torch.Tensor:
+    parts = x.chunk(2 * copies, 2)
+    return torch.cat([parts[n] for n in own_chunks(rank, copies)], 2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("heads", "keys", "scale"), [(4, 4, None), (4, 2, 0.2)])
+@pytest.mark.parametrize("copies", [2, 3, 4])
+def test_copies_that_divide_sequences_add_up_to_the_whole(copies, heads, keys, scale, dropout) -> None:
+    """Results, gradients, and what is dropped of weights and of values by position."""
+    *inputs, gradient = tensors(heads, keys)
+    site = Site(3, 0, None, (1, heads, 24, 24))
+
+    def attention(*own: torch.Tensor) -> torch.Tensor:
+        with random_keys(1, 2, [4, 7], True):
+            dropped = keyed_dropout(own[0], 0.2, 5, sequence_dim=2)
+            grouped = heads != keys
+            return keyed_attention(dropped, *own[1:], None, dropout, True, scale=scale, enable_gqa=grouped, site=site)
+
+    whole = [x.clone().requires_grad_() for x in inputs]
+    expected = attention(*whole)
+    expected.backward(gradient)
+
+    def work(rank: int, _: Copy) -> list[torch.Tensor]:
+        own = [held(x, rank, copies).requires_grad_() for x in inputs]
+        made = attention(*own)
+        made.backward(held(gradient, rank, copies))
+        places = positions_of(24 // copies)
+        assert torch.equal(places, held(torch.arange(24).view(1, 1, 24), rank, copies).flatten())
+        return [made.detach(), *(x.grad for x in own if x.grad is not None)]
+
+    for rank, found in enumerate(run_members(copies, Copy, "context", work)):
+        for mine, theirs in zip(found, [expected.detach(), *(x.grad for x in whole)], strict=True):
+            assert torch.allclose(mine, held(theirs, rank, copies), rtol=0, atol=1e-13)

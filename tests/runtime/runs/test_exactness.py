@@ -68,6 +68,7 @@ PLANS = [
     {"schedule": "gpipe", "stages": 2, "slices": 2},
     {"schedule": "zb-h1", "stages": 4, "slices": 2},
     {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "slices": 4},
+    {"schedule": "zb-h1", "stages": 2, "replicas": 4, "context": 2},
 ]
 MORE = [
     {"schedule": "1f1b", "stages": 1, "replicas": 2},
@@ -85,6 +86,12 @@ MORE = [
     {"schedule": "1f1b", "stages": 4, "slices": 2},
     {"schedule": "zb-h1", "stages": 2, "slices": 4, "replicas": 2},
     {"schedule": "1f1b", "stages": 2, "slices": 2, "replicas": 2, "shard": "zero3"},
+    {"schedule": "1f1b", "stages": 2, "replicas": 2, "context": 2},
+    {"schedule": "1f1b", "stages": 1, "replicas": 4, "context": 4, "sync": "wait-free"},
+    {"schedule": "chimera", "stages": 2, "replicas": 4, "context": 4, "sync": "eager"},
+    {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "replicas": 2, "context": 2, "recompute": "full"},
+    {"schedule": "1f1b", "stages": 2, "replicas": 4, "context": 2, "shard": "zero3"},
+    {"schedule": "1f1b", "stages": 2, "replicas": 2, "context": 2, "tensor": 2},
 ]
 """Other shapes of the same schedules."""
 
@@ -173,7 +180,11 @@ SGD = {"optimizer": "sgd", "lr": 0.5, "weight_decay": 0.0}
 @pytest.mark.runs
 @pytest.mark.parametrize(
     "parallel",
-    [{"stages": 4}, {"stages": 2, "replicas": 2}, *exhaustive({"stages": 2}, {"stages": 1, "recompute": "full"})],
+    [
+        {"stages": 4},
+        {"stages": 2, "replicas": 2},
+        *exhaustive({"stages": 2}, {"stages": 1, "recompute": "full"}, {"stages": 2, "replicas": 2, "context": 2}),
+    ],
     ids=lambda p: "-".join(map(str, p.values())),
 )
 def test_two_buffered_weights(parallel, stage_pool, text_folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from raypipe.job import JobSpec
 from raypipe.models import build_model
 from raypipe.plan.online.better_order import running_of
 from raypipe.runtime.calls import RowOrders
-from raypipe.runtime.session.session import check_job
+from raypipe.runtime.session.session_job import check_job
 from raypipe.train import make_plan
 from tests.runtime.compiled.pieces import assert_same, compiled_device, step_of
 from tests.runtime.runs.one_device import even_cut, one_device

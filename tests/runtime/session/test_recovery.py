@@ -17,7 +17,7 @@ import ray
 
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.session import session as session_module
-from raypipe.runtime.session.session import QUEUED, Session
+from raypipe.runtime.session.session import QUEUED, Call, Session
 from raypipe.runtime.session.session_worker import AdamW, StageSession
 from raypipe.train import make_plan
 from tests.runtime.runs.plain_training import whole_gpt
@@ -62,8 +62,12 @@ def killed_while_called(session: Session, kills: int, tmp_path: Path) -> None:
             slot, loss = rng.randrange(2), "ppo"
             calls = [sampled(rng, loss, rng.randint(1, 6)) for _ in range(rng.randint(1, 2))]
             adam = AdamW(lr=0.01, eps=1e-8, weight_decay=0.1, clip=1.0)
-            queued.append((slot, calls, [session.forward_backward(c, loss, slot=slot) for c in calls], adam))
-            queued[-1] += (session.optim_step(adam, slot),)
+            made = [session.forward_backward(c, loss, slot=slot) for c in calls]
+            other = [sampled(rng, loss, 2)]  # in one pass with a call of the other model, which is done alone again
+            calls.append(sampled(rng, loss, 2))
+            pair = session.together("backward", [Call(calls[-1], loss, {}, slot), Call(*other, loss, {}, 1 - slot)])
+            queued.append((slot, calls, [*made, pair[0]], adam, session.optim_step(adam, slot)))
+            queued.append((1 - slot, other, pair[1:], adam, session.optim_step(adam, 1 - slot)))
             if step == 1:
                 pid = session.workers.locations[rng.randrange(2)].pid
                 threading.Timer(rng.uniform(0.0, 0.02), os.kill, (pid, signal.SIGKILL)).start()

@@ -15,7 +15,8 @@ from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.runtime.session.call_data import Datum, Limits, check
-from raypipe.runtime.session.session import arrays, check_job
+from raypipe.runtime.session.session import Call, arrays
+from raypipe.runtime.session.session_job import check_job
 from raypipe.runtime.session.session_worker import AdamW
 from raypipe.runtime.session.token_losses import HIGH, LOSSES, LOW
 from raypipe.train import make_plan
@@ -262,6 +263,61 @@ def test_models_whose_calls_take_turns_equal_each_alone(
     assert 0 <= result.between_calls <= result.bubble_ratio < 1
     expected, _ = plain[1].forward_backward(data, "cross_entropy")  # with the weights that the optimizer's state led to
     assert session.forward(data, slot=0).result().loss_sum == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [
+        ({}, GPT),
+        ({"schedule": "zb-h1"}, {**QWEN3, "lora": LORA}),
+        ({"schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"}, GPT),
+    ],
+    ids=["whole", "adapters, zb-h1", "whole, interleaved, recomputed"],
+)
+def test_calls_of_several_models_in_one_pass_equal_each_alone(
+    session_of: Opened, tmp_path: Path, parallel: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """With a loss of each one's own, and gradients that some of them have from calls before."""
+    job, rng = job_of(parallel, model), random.Random(13)
+    session = session_of(job)
+    assert session.mixes
+    session.save(tmp_path / "start").result()
+    plain = [PlainCalls(whole_gpt(job) if model is GPT else whole_model(job)) for _ in range(3)]
+    for slot in range(3):
+        session.load(tmp_path / "start", with_optimizer=False, slot=slot)
+    for turn in range(5):
+        losses = rng.sample(list(LOSSES), 3)
+        calls = [Call(sampled(rng, loss, rng.randint(1, 5)), loss, {}, slot) for slot, loss in enumerate(losses)]
+        runs = session._calls
+        queued = session.together("backward", calls) + session.together("forward", calls[1:])
+        assert session._calls == runs + 2
+        if turn % 2:
+            more = Call(sampled(rng, "ppo", 2), "ppo", {LOW: 0.5, HIGH: 0.9}, 1)
+            queued += session.together("backward", [more, calls[0]])
+        for slot, (call, one) in enumerate(zip(queued, calls, strict=False)):
+            expected, logprobs = plain[slot].forward_backward(one.data, one.loss)
+            assert call.result().loss_sum == pytest.approx(expected, abs=1e-9), turn
+            for ours, theirs in zip(call.result().logprobs, logprobs, strict=True):
+                np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=1e-9)
+        assert [call.result().loss_sum for call in queued[3:5]] == pytest.approx(
+            [call.result().loss_sum for call in queued[1:3]], abs=1e-9
+        )
+        if turn % 2:
+            expected, _ = plain[1].forward_backward(more.data, "ppo", 0.5, 0.9)
+            assert queued[5].result().loss_sum == pytest.approx(expected, abs=1e-9)
+            plain[0].forward_backward(calls[0].data, calls[0].loss)
+        for slot in range(3):
+            adam = AdamW(lr=0.01 * (slot + 1), eps=1e-8, weight_decay=0.1, clip=1.0)
+            norm = session.optim_step(adam, slot).result().grad_norm
+            assert norm == pytest.approx(plain[slot].optim_step(adam), abs=1e-9), turn
+
+
+def test_copies_do_not_mix(session_of: Opened) -> None:
+    session = session_of(job_of({"schedule": "chimera"}))
+    data = sampled(random.Random(1), "ppo", 2)
+    assert not session.mixes
+    first, second = session.together("forward", [Call(data, "ppo")] * 2)
+    assert first.result().loss_sum == second.result().loss_sum
 
 
 @pytest.mark.parametrize(
