@@ -7,18 +7,23 @@ plan for the devices as they are then, and that plan's step beside the best that
 whichever of the four is slow, or for three without it. Exit status 1 where the device is not named within 20 steps, the
 step stays more than 10 % above that, another device is named, or losses are not those of an undisturbed run to 1e-9.
 
-``--quiet N`` runs N jobs of small GPTs undisturbed, over 2 x 2 and 4 devices, and counts the devices that are named
-(none should be); other programs may use the cores meanwhile, and ``--load K`` starts K that do.
+The run's profile is replaced by what the layers take, of which a profile counts the processor time alone;
+``--as-measured`` leaves it, for a plan that is not quite for these layers.
+
+``--quiet SECONDS`` has processes compute for as long in each of four cases, 2 to 8 of them, short steps and long ones,
+and counts those that are named: none should be, whatever else uses the cores.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -33,12 +38,18 @@ from raypipe.job.spec import JobSpec, load_job
 from raypipe.observe.run_dir import PROFILE
 from raypipe.plan.choose import choose
 from raypipe.plan.online.at_speeds import at_speeds
+from raypipe.plan.online.measured_steps import StepClock
+from raypipe.plan.online.stragglers import Stragglers
+from raypipe.schedule import Shape, generate
+from raypipe.schedule.ir import Schedule
+from raypipe.schedule.kinds import COMPUTE
+from raypipe.schedule.lowering.asynchronous import WHOLE
+from raypipe.schedule.passes import add_updates
 from tests.bench.command import options, write_rows
-from tests.job_files import write_job, write_text
 from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import events, rows
 
-LAYERS, SECONDS, WIDTH = 14, 0.005, 8
+LAYERS, SECONDS, WIDTH = 14, 0.004, 8
 NAMED_WITHIN, NEAR, LOSS_LIMIT = 20, 1.1, 1e-9
 RUN_S = 200.0
 
@@ -159,7 +170,7 @@ def as_they_nap(profile: Profile) -> Profile:
     return profile.model_copy(update={"layers": tuple(layers), "alone": 1.0})
 
 
-def slow_device(folder: Path, slowdown: float, device: int, warm: int) -> dict[str, Any]:
+def slow_device(folder: Path, slowdown: float, device: int, warm: int, as_measured: bool) -> dict[str, Any]:
     """Slow a device down and let it recover; return what was measured."""
     slow = folder / "slow"
     job = napping_job(folder, 100_000, slow)
@@ -178,7 +189,8 @@ def slow_device(folder: Path, slowdown: float, device: int, warm: int) -> dict[s
         if not run.wait(lambda: len(run.steps()) >= warm):
             run.result()
         profile = as_they_nap(load_profile(run.directory / PROFILE))
-        write_whole(run.directory / PROFILE, profile.model_dump_json())
+        if not as_measured:
+            write_whole(run.directory / PROFILE, profile.model_dump_json())
         pid = events(run.directory, "started")[-1]["devices"][device]["pid"]
         result["before_s"] = run.step_s(5)
         at = len(run.steps())
@@ -225,43 +237,62 @@ def _loss(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tens
     return torch.nn.functional.cross_entropy(module(batch["features"]), batch["labels"])
 
 
-def quiet(folder: Path, number: int, load: int) -> list[dict[str, Any]]:
-    """Run small jobs undisturbed, and count what is named."""
-    burn = "import time\nwhile True:\n  t=time.time()\n  while time.time()-t<0.7: pass\n  time.sleep(0.3)"
-    programs = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(load)]
-    text, found = write_text(folder / "text"), []
-    shapes = [("1f1b", 2, 2), ("1f1b", 4, 1), ("zb-v", 2, 2), ("gpipe", 4, 1)]
-    try:
-        for k in range(number):
-            schedule, stages, replicas = shapes[k % len(shapes)]
-            shape = {"schedule": schedule, "stages": stages, "replicas": replicas, "microbatch": 1}
-            job = write_job(folder / f"{k}.yaml", text, shape, layers=6, hidden=48, steps=400, eval_batches=1)
-            run = Run(job, folder / f"run-{k}")
-            done = run.result()
-            named = [(e["step"], e["device"], round(e["slowdown"], 2)) for e in events(run.directory, "straggler")]
-            found.append({"shape": f"{schedule}:{stages}x{replicas}", "step_s": done["measured_step_s"],
-                          "load": os.getloadavg()[0], "named": named})  # fmt: skip
-            print(json.dumps(found[-1]), flush=True)
-    finally:
-        for program in programs:
-            program.kill()
-    return found
+def compute(rank: int, schedule: Schedule, size: int, together: Any, results: Any) -> None:
+    """Make the products of one device's tasks, step after step, each beginning when all have ended the one before."""
+    matrix = torch.rand(size, size)
+    while True:
+        together.wait()
+        times = []
+        for task in schedule.orders[rank]:
+            began = time.monotonic()
+            if task.kind in COMPUTE:
+                for _ in range(10 if task.kind == "F" else 20):
+                    matrix @ matrix
+            times.append((began, time.monotonic()))
+        results.put((rank, np.array(times)))
+
+
+def quiet(devices: int, size: int, steps: int, most_s: float) -> dict[str, Any]:
+    """Count the devices that are named where all compute, undisturbed but for whatever uses the cores."""
+    schedule = add_updates(generate("1f1b", Shape(devices=devices, microbatches=8)))
+    context = multiprocessing.get_context("spawn")
+    together, results = context.Barrier(devices), context.Queue()
+    given = (schedule, size, together, results)
+    processes = [context.Process(target=compute, args=(rank, *given), daemon=True) for rank in range(devices)]
+    watch, clock, names, done = Stragglers(), StepClock(schedule), list[tuple[int, int, float]](), 0
+    for process in processes:
+        process.start()
+    waiting: list[deque[Any]] = [deque() for _ in processes]
+    begun = 0.0
+    while done < steps and (done == 0 or time.monotonic() - begun < most_s):
+        rank, times = results.get()
+        waiting[rank].append(times)
+        if not all(waiting):
+            continue
+        begun, done = begun or time.monotonic(), done + 1
+        clock.add(WHOLE, [of_rank.popleft() for of_rank in waiting], number=done)
+        names += [(done, e.fields["device"], round(e.fields["slowdown"], 2)) for e in watch.observe(clock)]
+    for process in processes:
+        process.kill()
+    step_s = (time.monotonic() - begun) / done
+    return {"devices": devices, "steps": done, "step_s": step_s, "load": os.getloadavg()[0], "named": names}
 
 
 def main() -> int:
     """Print what was measured; exit status 1 beyond a limit."""
-    args = options(__doc__, slowdown="2.0", device=2, warm=25, quiet=0, load=0, keep=Path, json=Path)
+    args = options(__doc__, slowdown="2.0", device=2, warm=25, quiet=0.0, as_measured=False, keep=Path, json=Path)
+    if args.quiet:
+        found = []
+        for devices, size in ((2, 96), (4, 48), (4, 160), (8, 96)):
+            found.append(quiet(devices, size, 4000, args.quiet))
+            print(json.dumps(found[-1]), flush=True)
+        write_rows(args.json, found)
+        return int(any(one["named"] for one in found))
     os.environ["RAY_ADDRESS"] = start_ray(4)
     with tempfile.TemporaryDirectory(prefix="raypipe-slow-") as name:
         folder = args.keep or Path(name)
         folder.mkdir(exist_ok=True)
-        if args.quiet:
-            found = quiet(folder, args.quiet, args.load)
-            write_rows(args.json, found)
-            alarms = sum(len(one["named"]) for one in found)
-            print(f"{alarms} devices named in {len(found)} undisturbed runs")
-            return 1 if alarms else 0
-        result = slow_device(folder, float(args.slowdown), args.device, args.warm)
+        result = slow_device(folder, float(args.slowdown), args.device, args.warm, args.as_measured)
     print(json.dumps(result))
     write_rows(args.json, [result])
     good = result["named"] == args.device and result["after_steps"] <= NAMED_WITHIN and result["off"] <= LOSS_LIMIT
