@@ -12,7 +12,13 @@ NEWER = $(BIN)/vermin --target=$(OLDEST)- --violations --no-tips --quiet --eval-
 # Tests start hundreds of processes that import raypipe.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train train-short test test-all bench docs gpu shim lint unit matrix clean
+# Run by an environment's Python: the folders of the packages of interpreter $(1), among them torch, on its path too.
+PACKAGES_OF = import pathlib, subprocess, sysconfig; \
+  folder = pathlib.Path(sysconfig.get_path("purelib")); \
+  theirs = """import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\\n")"""; \
+  (folder / "torch_of_python.pth").write_text(subprocess.check_output(["$(1)", "-c", theirs], text=True))
+
+.PHONY: train train-short test test-all bench peers docs gpu shim lint unit matrix clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -68,8 +74,17 @@ train-short: $(VENV)/.run
 	rm -rf $(VENV)/short
 	$(BIN)/python -m raypipe train jobs/quickstart.yaml --set train.steps=4 --run-dir $(VENV)/short
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.dev peers
 	$(BIN)/python -m tests.bench
+
+# DeepSpeed, in an environment of its own over the packages of $(VENV); says how large that is. Where it cannot be had,
+# `make bench` leaves it out and says so.
+PEERS := .venv-peers
+peers: $(VENV)/.dev
+	@test -e $(PEERS)/bin/deepspeed || { $(BIN)/python -m venv --clear $(PEERS) && \
+	  $(PEERS)/bin/python -c '$(call PACKAGES_OF,$(abspath $(BIN))/python)' && \
+	  $(PEERS)/bin/python -m pip install --quiet --editable '.[peers]' && du -sh $(PEERS); } || \
+	  { rm -rf $(PEERS); echo "DeepSpeed is left out: it could not be installed"; }
 
 # The docs as a site, in site/; a broken link or reference is an error.
 docs: $(VENV)/.dev
@@ -92,7 +107,7 @@ gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
 	  { echo "no GPU: the torch of $(PYTHON) finds no CUDA device (make gpu PYTHON=... chooses the interpreter)"; exit 2; }
 	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/python -c '$(GPU_PATH)'
+	$(GPU_VENV)/bin/python -c '$(call PACKAGES_OF,$(PYTHON))'
 	$(GPU_VENV)/bin/python $(GPU_PIP) --editable '.[dev]'
 	$(GPU_VENV)/bin/python -m tests.bench.gpu --report $(GPU_REPORT)
 
