@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 # The oldest Python that pyproject.toml promises, and all that `make matrix` looks for.
 OLDEST := 3.10
-PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 # What no interpreter but the oldest can tell without running it: a name of the standard library that came later.
 NEWER = $(BIN)/vermin --target=$(OLDEST)- --violations --no-tips --quiet --eval-annotations --backport typing_extensions raypipe
 
@@ -18,7 +18,7 @@ PACKAGES_OF = import pathlib, subprocess, sysconfig; \
   theirs = """import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\\n")"""; \
   (folder / "torch_of_python.pth").write_text(subprocess.check_output(["$(1)", "-c", theirs], text=True))
 
-.PHONY: train train-short test test-all bench peers docs gpu shim lint unit matrix clean
+.PHONY: train train-short test test-all bench peers docs gpu shim lint unit matrix oldest clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -69,6 +69,15 @@ matrix:
 	  echo "$$python: installing, a short job, the unit tests"; \
 	  $(MAKE) --no-print-directory VENV=.venv-$$python PYTHON=$$python train-short unit || failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+# The oldest versions of what pyproject.toml names, under the oldest Python. torch's is built for CUDA: 7 GB.
+LOWEST := .venv-oldest
+oldest:
+	test -x $(LOWEST)/bin/uv || { python$(OLDEST) -m venv $(LOWEST) && $(LOWEST)/bin/python -m pip install --quiet uv; }
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+	  --editable '.[hf,data,tensorboard,mlflow,wandb,serve]'
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python pytest pytest-xdist hypothesis
+	$(LOWEST)/bin/python -m pytest -n 2 -m "not runs and not slow and not exhaustive"
 
 train-short: $(VENV)/.run
 	rm -rf $(VENV)/short
