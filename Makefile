@@ -5,14 +5,20 @@ BIN := $(VENV)/bin
 
 # The oldest Python that pyproject.toml promises, and all that `make matrix` looks for.
 OLDEST := 3.10
-PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 # What no interpreter but the oldest can tell without running it: a name of the standard library that came later.
 NEWER = $(BIN)/vermin --target=$(OLDEST)- --violations --no-tips --quiet --eval-annotations --backport typing_extensions raypipe
 
 # Tests start hundreds of processes that import raypipe.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train train-short test test-all bench docs gpu shim lint unit matrix clean
+# Run by an environment's Python: the folders of the packages of interpreter $(1), among them torch, on its path too.
+PACKAGES_OF = import pathlib, subprocess, sysconfig; \
+  folder = pathlib.Path(sysconfig.get_path("purelib")); \
+  theirs = """import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\\n")"""; \
+  (folder / "torch_of_python.pth").write_text(subprocess.check_output(["$(1)", "-c", theirs], text=True))
+
+.PHONY: train train-short test test-all bench peers docs gpu shim lint unit matrix oldest clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -64,12 +70,30 @@ matrix:
 	  $(MAKE) --no-print-directory VENV=.venv-$$python PYTHON=$$python train-short unit || failed="$$failed $$python"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
+# The oldest versions of what pyproject.toml names, under the oldest Python. torch's is built for CUDA: 7 GB.
+LOWEST := .venv-oldest
+oldest:
+	test -x $(LOWEST)/bin/uv || { python$(OLDEST) -m venv $(LOWEST) && $(LOWEST)/bin/python -m pip install --quiet uv; }
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+	  --editable '.[hf,data,tensorboard,mlflow,wandb,serve]'
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python pytest pytest-xdist hypothesis
+	$(LOWEST)/bin/python -m pytest -n 2 -m "not runs and not slow and not exhaustive"
+
 train-short: $(VENV)/.run
 	rm -rf $(VENV)/short
 	$(BIN)/python -m raypipe train jobs/quickstart.yaml --set train.steps=4 --run-dir $(VENV)/short
 
-bench: $(VENV)/.dev
+bench: $(VENV)/.dev peers
 	$(BIN)/python -m tests.bench
+
+# DeepSpeed, in an environment of its own over the packages of $(VENV); says how large that is. Where it cannot be had,
+# `make bench` leaves it out and says so.
+PEERS := .venv-peers
+peers: $(VENV)/.dev
+	@test -e $(PEERS)/bin/deepspeed || { $(BIN)/python -m venv --clear $(PEERS) && \
+	  $(PEERS)/bin/python -c '$(call PACKAGES_OF,$(abspath $(BIN))/python)' && \
+	  $(PEERS)/bin/python -m pip install --quiet --editable '.[peers]' && du -sh $(PEERS); } || \
+	  { rm -rf $(PEERS); echo "DeepSpeed is left out: it could not be installed"; }
 
 # The docs as a site, in site/; a broken link or reference is an error.
 docs: $(VENV)/.dev
@@ -92,7 +116,7 @@ gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null || \
 	  { echo "no GPU: the torch of $(PYTHON) finds no CUDA device (make gpu PYTHON=... chooses the interpreter)"; exit 2; }
 	test -x $(GPU_VENV)/bin/python || $(PYTHON) -m venv $(GPU_VENV)
-	$(GPU_VENV)/bin/python -c '$(GPU_PATH)'
+	$(GPU_VENV)/bin/python -c '$(call PACKAGES_OF,$(PYTHON))'
 	$(GPU_VENV)/bin/python $(GPU_PIP) --editable '.[dev]'
 	$(GPU_VENV)/bin/python -m tests.bench.gpu --report $(GPU_REPORT)
 

@@ -22,7 +22,6 @@ from raypipe.cli._shared.options import (
 )
 from raypipe.errors import RequestError, nearest
 from raypipe.files import short, strict_json
-from raypipe.job.field_types import MOST_DEVICES
 
 SCALINGS = ("linear", "sqrt", "none")
 MOST_EPOCHS, MOST_SEEDS = 1_000_000, 1000
@@ -60,6 +59,7 @@ def epochs(
 ) -> None:
     """Measure epochs to a target loss by really training on this device, with the global batch of N workers."""
     from raypipe.job import load_job
+    from raypipe.job.field_types import MOST_DEVICES
     from raypipe.observe.progress import stderr_console
     from raypipe.profiling.epochs_to_target import Asked, Scaling, default_scaling, epochs_table, measure_epochs
 
@@ -140,6 +140,7 @@ def hybrid(
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as one JSON object.")] = False,
 ) -> None:
     """Compare data parallelism with hybrids of data and model parallelism by time to accuracy."""
+    from raypipe.job.field_types import MOST_DEVICES
     from raypipe.plan.hybrid import compare, load_epochs, workers_needed
 
     counts = None if devices is None else comma_list("--devices", devices, int)

@@ -34,10 +34,10 @@ from raypipe.cli._shared.options import (
 )
 from raypipe.errors import RequestError, check_known, nearest
 from raypipe.files import short, strict_json
-from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NORM_POLICIES, parse_norm_policy
+from raypipe.schedule.shape import Innermost
 
 AUTO_OPTIONS = {*SEARCH, "chunks", "pipelines", "memory_limit"}
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import groupby, pairwise, repeat
 from math import gcd
 
-from raypipe.job.parallel_spec import Innermost
+from raypipe.schedule.shape import Innermost
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,9 @@ from raypipe.cost.stages import (
     reduced_width,
     trained_parameters,
 )
-from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
+from raypipe.schedule.shape import Innermost
 
 
 def shard_group(sharding: Sharding, copies: int) -> int:

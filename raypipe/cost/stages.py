@@ -14,12 +14,13 @@ from raypipe.cost.profile import LayerProfile, LinkFit, Profile
 from raypipe.cost.sizes import times_of_stages
 from raypipe.errors import SpecError
 from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH, ReduceDtype, WireDtype
-from raypipe.job.parallel_spec import Innermost, ParallelSpec
+from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import message_dtype, reduce_dtype
 from raypipe.job.train_spec import TrainSpec
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import recomputed_pairs
+from raypipe.schedule.shape import Innermost
 
 Cut = Sequence[Sequence[int]]
 """Per stage, the layers it holds."""

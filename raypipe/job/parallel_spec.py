@@ -13,13 +13,11 @@ from raypipe.job.field_types import Count, CountKey, Positive, ReduceDtype, Spec
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import BY_LAYER
-from raypipe.schedule.shape import Concat, ParallelShape, Shape, pipeline_shape
+from raypipe.schedule.shape import Concat, Innermost, ParallelShape, Shape, pipeline_shape
 
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 GatherKey = Gather | Literal["order"]
 """A policy, or positions of the order's own."""
-Innermost = Literal["stages", "replicas"]
-"""What follows one another as devices are numbered host by host."""
 Shares = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(strict=False)]
 Layers = Annotated[tuple[int | str, ...], Field(strict=False, min_length=1)]
 SHAPE = {f.name for f in fields(ParallelShape)} - {"microbatches", "memory_limit"}

@@ -15,14 +15,14 @@ from typing import Any, Literal
 
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import GatherKey, Innermost, ParallelSpec, Shard, zero_level
+from raypipe.job.parallel_spec import GatherKey, ParallelSpec, Shard, zero_level
 from raypipe.job.spec import JobSpec
 from raypipe.plan.cut.layers import Balance
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.sync import Sync
-from raypipe.schedule.shape import MOST, NEUTRAL, OPTIONS, Concat, Grid, ParallelShape
+from raypipe.schedule.shape import MOST, NEUTRAL, OPTIONS, Concat, Grid, Innermost, ParallelShape
 
 Recompute = Literal["none", "full", "microbatches", "layers"]
 """What a plan recomputes while it waits for the gradient; a job's ``parallel.recompute`` takes the same words.

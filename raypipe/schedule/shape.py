@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 from raypipe.errors import ScheduleError, check_known
 
 Concat = Literal["direct", "doubling", "halving"]
+Innermost = Literal["stages", "replicas"]
+"""What follows one another as devices are numbered host by host."""
 MOST = 10_000_000
 """Stages times micro-batches: what is above would fill the memory of any machine, and is a typing error."""
 

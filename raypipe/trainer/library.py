@@ -266,11 +266,18 @@ def check_fields(args: Any) -> None:
 
 
 def _is_set(args: Any, field: Field[Any]) -> bool:
-    """Return whether a field differs from its default; None, "none" and "no" are equal, but False and True not."""
+    """Return whether a field differs from its default; None, "none" and "no" are equal, but False and True not.
+
+    So is a dict of nothing: older releases of transformers leave one in ``fsdp_config`` where no FSDP is asked for.
+    """
     default = field.default if field.default_factory is MISSING else field.default_factory()
     value = getattr(args, field.name)
-    given, usual = (None if not v or v in ("none", "no", ["none"]) else text(v) for v in (value, default))
+    given, usual = (None if _is_nothing(v) else text(v) for v in (value, default))
     return given != usual
+
+
+def _is_nothing(value: Any) -> bool:
+    return not value or value in ("none", "no", ["none"]) or (isinstance(value, dict) and not any(value.values()))
 
 
 def text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""raypipe beside torch.distributed.pipelining, DistributedDataParallel and a single process: ``python -m tests.bench``.
+"""raypipe beside torch, DeepSpeed, accelerate and a single process: ``python -m tests.bench``.
 
 All contenders start from the same weights and see the same samples, micro-batches, optimizer and threads. One of them
 runs at a time, the others sleep; every round gives each its turn. Exits with 1 if any losses disagree.

@@ -14,10 +14,10 @@ from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.sizes import stage_times, times_at, times_of_stages
 from raypipe.cost.stages import costs_of, parameters, stage_costs, with_cast_messages
 from raypipe.errors import SpecError
-from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.passes import place_gradient_sync, replicate
+from raypipe.schedule.shape import Innermost
 from raypipe.simulate.engine import simulate
 
 CUT = [(0, 1), (2,), (3,), (4, 5)]

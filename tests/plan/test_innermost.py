@@ -10,14 +10,13 @@ import pytest
 
 from raypipe.cost.profile import LinkFit
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import Innermost
 from raypipe.plan.best_first import best_first
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import choose
 from raypipe.plan.decision_json import as_json
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.plan.predict.predictor import Predictor
-from raypipe.schedule.shape import Grid
+from raypipe.schedule.shape import Grid, Innermost
 from tests.plan.conftest import make_job, make_profile
 from tests.plan.test_best_first import flushing, setting
 

@@ -85,6 +85,15 @@ def test_a_field_that_is_refused_is_one_error(name, tmp_path, monkeypatch) -> No
     assert ARGUMENTS[name].words in str(caught.value)
 
 
+def test_what_older_releases_leave_in_fsdp_config_asks_for_nothing(tmp_path) -> None:
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    args.fsdp_config = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
+    library.check_fields(args)
+    args.fsdp_config["min_num_params"] = 10
+    with pytest.raises(SpecError, match="fsdp_config"):
+        library.check_fields(args)
+
+
 def test_a_field_of_another_release_is_refused_by_name(tmp_path) -> None:
     @dataclasses.dataclass
     class Newer(transformers.TrainingArguments):

@@ -12,13 +12,13 @@ from raypipe.cost.memory import ParameterBytes, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import crowding, reduced_width
-from raypipe.job.parallel_spec import Innermost
 from raypipe.plan.certificate.assigned import Assigned, assigned_bound
 from raypipe.plan.certificate.closed import closed_bound, spread_bound
 from raypipe.plan.certificate.instance import Instance, Kind, Resource
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import Judges
+from raypipe.schedule.shape import Innermost
 
 RESOURCES: tuple[Resource, ...] = ("memory", "link", "barrier")
 """What may bind besides compute."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from raypipe.errors import RequestError, ScheduleError
-from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS, Innermost, ParallelSpec, Shard
+from raypipe.job.parallel_spec import JOBS_OWN, SAME_AS, ParallelSpec, Shard
 from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.plan.emit.layout import TrainerLayout, layer_by_layer
 from raypipe.plan.predict.prediction import Cut
 from raypipe.schedule.forms.text import to_torch_csv
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import SHARDED
-from raypipe.schedule.shape import NEUTRAL
+from raypipe.schedule.shape import NEUTRAL, Innermost
 
 Shards = Mapping[Shard, Shard]
 """What copies divide in a plan -> what they may divide in a trainer."""

@@ -15,7 +15,7 @@ from raypipe.cost.kinds import capacities
 from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import INNERMOST, Innermost
+from raypipe.job.parallel_spec import INNERMOST
 from raypipe.job.requested_schedule import recomputed_after
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate, candidates, in_slices
@@ -31,7 +31,7 @@ from raypipe.plan.predict.step_time import StepOverheads, StepTime, step_time
 from raypipe.plan.shard_ways import shard_ways
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes.sync import Sync
-from raypipe.schedule.shape import Grid
+from raypipe.schedule.shape import Grid, Innermost
 
 FINAL = 60_000
 """Tasks of a step up to which it is timed whole for what is shown in the end (else ``DIRECT``)."""

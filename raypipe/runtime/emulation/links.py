@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from raypipe.cost.hosts import Hosts, Layout, Placed
-from raypipe.job.parallel_spec import Innermost
 from raypipe.schedule.costs import CostTable, each_latency
 from raypipe.schedule.ir import Schedule
+from raypipe.schedule.shape import Innermost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

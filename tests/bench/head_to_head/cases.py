@@ -18,6 +18,9 @@ ZERO3 = "zero3"
 """No pipeline, and the devices divide weights, gradients and optimizer state. torch's side is FSDP2."""
 UNCUT = {DATA_PARALLEL: "ddp", ZERO3: "fsdp2"}
 """What torch's side is asked for (``blocks.Order.kind``) where there is no pipeline."""
+PEERS = {"deepspeed": ("1f1b", *UNCUT), "accelerate": (DATA_PARALLEL,)}
+"""What else takes a turn, and at which schedules. DeepSpeed's pipeline engine knows 1F1B alone. accelerate has no
+pipeline that trains, and no FSDP on CPUs: it takes the plugin and trains whole copies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import programs
 from tests.bench.head_to_head.cases import DEVICES
-from tests.bench.head_to_head.rivals import Block
+from tests.bench.head_to_head.rivals import Block, forget_peak, peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +72,18 @@ class RaypipeSide:
         (directory / "data").symlink_to(data)
         log = RunLog(directory)
         driver = Driver(job, plan, directory, log, lambda *_: None)
-        driver.clock = clock = RecordingClock(driver.schedule, [at.pid for at in workers.locations])
+        pids = [at.pid for at in workers.locations]
+        driver.clock = clock = RecordingClock(driver.schedule, pids)
+        for pid in pids:
+            forget_peak(pid)
         try:
             driver.run(workers, None, 0)
             losses = [row["loss"] for row in read_rows(directory / METRICS) if "loss" in row]
         finally:
             log.close()
             shutil.rmtree(directory)
-        return Block(clock.step_s, clock.device_cpu, losses), DriverCost(*driver_share(clock, warm_up))
+        peak = max(peak_bytes(pid) for pid in pids)
+        return Block(clock.step_s, clock.device_cpu, losses, peak), DriverCost(*driver_share(clock, warm_up))
 
     def first_step_ratio(self, job: JobSpec, plan: Plan, data: Path, warm_up: int) -> float:
         """First step of fresh actors over a steady step of the same actors."""

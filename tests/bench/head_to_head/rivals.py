@@ -22,7 +22,7 @@ class Order:
     """What a rival's process is asked to run: ``steps`` steps from the job's start weights."""
 
     kind: str
-    """``pipeline``, ``ddp``, ``fsdp2`` or ``plain``."""
+    """``pipeline``, ``ddp``, ``fsdp2``, ``plain``, ``deepspeed`` or ``accelerate``."""
     job: JobSpec
     plan: Plan
     data: Path
@@ -44,6 +44,8 @@ class RankReport:
     """Per step, this process's part of the mini-batch loss; the parts add up."""
     same_order: bool = True
     """Its schedule has exactly raypipe's order of tasks."""
+    peak_bytes: int = 0
+    """Most memory this process held during the block (``peak_bytes``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Block:
     cpu: list[float]
     """Processor time used by all devices at the end of each step."""
     losses: list[float]
+    peak_bytes: int = 0
+    """Most memory that one device's process held during the block."""
 
     def steady(self, warm_up: int) -> float:
         """Median step of the block, its first ``warm_up`` steps left out.
@@ -77,12 +81,25 @@ def joined(reports: Sequence[RankReport]) -> Block:
     starts = [min(r.begin for r in reports), *ends[:-1]]
     losses = [sum(parts) for parts in zip(*(r.losses for r in reports), strict=True)]
     cpu = [sum(used) for used in zip(*(r.cpu for r in reports), strict=True)]
-    return Block([end - start for start, end in zip(starts, ends, strict=True)], cpu, losses)
+    steps = [end - start for start, end in zip(starts, ends, strict=True)]
+    return Block(steps, cpu, losses, max(r.peak_bytes for r in reports))
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Largest relative difference between two loss curves."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def forget_peak(pid: int | str = "self") -> None:
+    """Let the peak of a process's resident memory count from now on."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_bytes(pid: int | str = "self") -> int:
+    """Return the most memory a process has held since ``forget_peak``, pages of files and shared ones left out."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
+    return 1024 * (kib["VmHWM"] - kib["RssFile"] - kib["RssShmem"])
 
 
 # Starts the rivals' processes and asks them for blocks; between orders they sleep on a socket.
@@ -91,7 +108,9 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 class Rival:
     """One group of processes: several under torchrun, or a single one."""
 
-    def __init__(self, name: str, folder: Path, processes: int, threads: int) -> None:
+    def __init__(
+        self, name: str, folder: Path, processes: int, threads: int, python: Path | str = sys.executable
+    ) -> None:
         address = str(folder / f"{name}.sock")
         worker = ["-m", "tests.bench.head_to_head.worker", address]
         if processes > 1:
@@ -102,7 +121,7 @@ class Rival:
             worker = [*launcher, *worker]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         with Listener(address, family="AF_UNIX") as listener:
-            self._process = subprocess.Popen([sys.executable, *worker], env=environment)
+            self._process = subprocess.Popen([str(python), *worker], env=environment, stdout=sys.stderr)
             links = [listener.accept() for _ in range(processes)]
         self._links: list[Connection] = [link for _, link in sorted((link.recv(), link) for link in links)]
         self.same_order = True

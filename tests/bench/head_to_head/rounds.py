@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,10 +16,12 @@ from raypipe.errors import RaypipeError
 from raypipe.job.spec import JobSpec
 from raypipe.plan.plan import Plan
 from raypipe.train import make_plan
-from tests.bench.head_to_head.cases import DEVICES, UNCUT, Case
+from tests.bench.head_to_head.cases import DEVICES, PEERS, UNCUT, Case
 from tests.bench.head_to_head.raypipe_side import DriverCost, RaypipeSide
 from tests.bench.head_to_head.rivals import Block, Order, Rival
 
+PEERS_PYTHON = Path(__file__).parents[3] / ".venv-peers/bin/python"
+"""The interpreter of the environment that ``make peers`` makes: what is here, and DeepSpeed."""
 IDEAL = "one process, 1 thread, micro-batches"
 Say = Callable[[str], None]
 Turn = tuple[str, Callable[[], None]]
@@ -32,6 +35,8 @@ class Rivals:
     pair: Rival
     one_thread: Rival
     two_threads: Rival
+    peers: Rival | None
+    """A pair whose interpreter has DeepSpeed; none where that was not to be had."""
 
 
 @contextmanager
@@ -41,7 +46,9 @@ def rivals(folder: Path) -> Iterator[Rivals]:
     try:
         for name, processes, threads in (("pair", DEVICES, 1), ("one", 1, 1), ("two", 1, DEVICES)):
             started.append(Rival(name, folder, processes, threads))
-        yield Rivals(*started)
+        if PEERS_PYTHON.exists():
+            started.append(Rival("peers", folder, DEVICES, 1, PEERS_PYTHON))
+        yield Rivals(*started[:3], peers=started[3] if len(started) > 3 else None)
     finally:
         for rival in started:
             rival.stop()
@@ -125,7 +132,20 @@ def _pipelines(
 
         turns += [(f"raypipe {name}", ours), (f"torch {name}", theirs)]
         turns += [(f"raypipe {name}, compiled", ours_compiled)] * compiled
+        turns += _peers(case, name, Order("", job, plan, data, case.steps), others, result)
     return turns
+
+
+def _peers(case: Case, name: str, order: Order, others: Rivals, result: CaseResult) -> list[Turn]:
+    if others.peers is None:
+        result.skipped["DeepSpeed, accelerate"] = "make peers installs them, with an index that has them"
+        return []
+    peers = others.peers
+
+    def turn(peer: str) -> None:
+        result.add(f"{peer} {name}", peers.block(replace(order, kind=peer)))
+
+    return [(f"{peer} {name}", partial(turn, peer)) for peer, known in PEERS.items() if name in known]
 
 
 def _plain(case: Case, job: JobSpec, plan: Plan, others: Rivals, data: Path, result: CaseResult) -> list[Turn]:

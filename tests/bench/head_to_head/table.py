@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.head_to_head.cases import DEVICES
+from tests.bench.head_to_head.cases import DEVICES, PEERS
 from tests.bench.head_to_head.rivals import Block, largest_difference
 from tests.bench.head_to_head.rounds import IDEAL, CaseResult
 
@@ -36,10 +36,6 @@ def summarise(result: CaseResult) -> dict[str, Any]:
             continue
         ours, theirs = steady(f"raypipe {name}"), steady(f"torch {name}")
         paired = [a / b for a, b in zip(ours, theirs, strict=True)]
-        work = {
-            side: median(block.work(case.warm_up) for block in result.blocks[f"{side} {name}"])
-            for side in ("raypipe", "torch")
-        }
         schedules[name] = {
             "raypipe_s": median(ours),
             "torch_s": median(theirs),
@@ -47,13 +43,24 @@ def summarise(result: CaseResult) -> dict[str, Any]:
             "ratio_range": [min(paired), max(paired)],
             "raypipe_share_of_ideal": median(s / DEVICES / a for a, s in zip(ours, single, strict=True)),
             "torch_share_of_ideal": median(s / DEVICES / b for b, s in zip(theirs, single, strict=True)),
-            "raypipe_cpu_s": work["raypipe"],
-            "torch_cpu_s": work["torch"],
             "same_order": result.same_order[name],
             "loss_difference": _difference(result, f"raypipe {name}", f"torch {name}"),
             "standstill_share": median(c.standstill for c in result.driver[name]),
             "driver_cpu_share": median(c.cpu for c in result.driver[name]),
         }
+        schedules[name]["peers"] = {
+            peer: {
+                "step_s": median(steady(f"{peer} {name}")),
+                "ratio": median(a / b for a, b in zip(ours, steady(f"{peer} {name}"), strict=True)),
+                "loss_difference": _difference(result, f"raypipe {name}", f"{peer} {name}"),
+            }
+            for peer in ("torch", *PEERS)
+            if f"{peer} {name}" in result.blocks
+        }
+        for side, row in {"raypipe": schedules[name], **schedules[name]["peers"]}.items():
+            blocks = result.blocks[f"{side} {name}"]
+            row["cpu_s"] = median(block.work(case.warm_up) for block in blocks)
+            row["peak_bytes"] = max(block.peak_bytes for block in blocks)
         if f"compiled {name}" in result.blocks:
             compiled = steady(f"compiled {name}")
             schedules[name] |= {
@@ -73,9 +80,10 @@ def summarise(result: CaseResult) -> dict[str, Any]:
             "loss_difference": _difference(result, best, name),
         }
         for name in result.blocks
-        if name == f"torch {torchs_best}" or not name.startswith(("raypipe ", "compiled ", "torch "))
+        if name == f"torch {torchs_best}" or not name.startswith(("raypipe ", "compiled ", "torch ", *PEERS))
     }
     differences = [row["loss_difference"] for row in (*schedules.values(), *plain.values())]
+    differences += [peer["loss_difference"] for row in schedules.values() for peer in row["peers"].values()]
     differences += [row.get("compiled_loss_difference", 0.0) for row in schedules.values()]
     return {
         "case": case.name,
@@ -122,12 +130,29 @@ def show(figures: dict[str, Any], out: Console) -> None:
         table.add_row(
             name, f"{row['raypipe_s'] * 1e3:.1f}", f"{row['torch_s'] * 1e3:.1f}",
             f"[{'green' if met else 'red'}]{row['ratio']:.3f}[/] ({low:.2f}-{high:.2f})",
-            f"{row['raypipe_cpu_s'] * 1e3:.1f}", f"{row['torch_cpu_s'] * 1e3:.1f}",
+            f"{row['cpu_s'] * 1e3:.1f}", f"{row['peers']['torch']['cpu_s'] * 1e3:.1f}",
             f"{row['raypipe_share_of_ideal']:.0%}", f"{row['torch_share_of_ideal']:.0%}",
             f"{row['loss_difference']:.0e}", "yes" if row["same_order"] else "no",
             _share(row["standstill_share"]), _share(row["driver_cpu_share"]),
         )  # fmt: skip
     out.print(table)
+    table = Table("on the same job", *("", "ms", "raypipe / it", "CPU ms", "peak MiB", "loss diff"))
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for name, row in figures["schedules"].items():
+        if len(row["peers"]) == 1:
+            continue
+        table.add_row(
+            name, "raypipe", f"{row['raypipe_s'] * 1e3:.1f}", "", f"{row['cpu_s'] * 1e3:.1f}",
+            f"{row['peak_bytes'] / 2**20:.0f}", "",
+        )  # fmt: skip
+        for peer, its in row["peers"].items():
+            table.add_row(
+                "", peer, f"{its['step_s'] * 1e3:.1f}", _colour(its["ratio"], 1.0, f"{its['ratio']:.3f}"),
+                f"{its['cpu_s'] * 1e3:.1f}", f"{its['peak_bytes'] / 2**20:.0f}", f"{its['loss_difference']:.0e}",
+            )  # fmt: skip
+    if table.rows:
+        out.print(table)
     compiled = {name: row for name, row in figures["schedules"].items() if "compiled_s" in row}
     if compiled:
         table = Table("compiled stages", *("ms", "/ eager", "/ torch", "loss diff"))

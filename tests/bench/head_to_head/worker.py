@@ -8,17 +8,31 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from dataclasses import replace
 from multiprocessing.connection import Client
 
 import torch
 import torch.distributed as dist
 
-from tests.bench.head_to_head.rivals import Order, RankReport
+from tests.bench.head_to_head.rivals import Order, RankReport, forget_peak, peak_bytes
 from tests.bench.head_to_head.torch_side import accumulate_steps, data_parallel_steps, sharded_steps
 
 
 def run(order: Order) -> RankReport:
     gc.collect()  # what the block before left is not collected in this one's time
+    forget_peak()
+    return replace(_run(order), peak_bytes=peak_bytes())
+
+
+def _run(order: Order) -> RankReport:
+    if order.kind == "deepspeed":
+        from tests.bench.head_to_head.peers_side import deepspeed_steps
+
+        return deepspeed_steps(order)
+    if order.kind == "accelerate":
+        from tests.bench.head_to_head.peers_side import accelerate_steps
+
+        return accelerate_steps(order)
     if order.kind == "pipeline":
         from tests.bench.head_to_head.torch_side import pipeline_steps
 

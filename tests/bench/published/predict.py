@@ -23,7 +23,6 @@ from raypipe.cost.stages import with_reduce_dtype
 from raypipe.cost.tensor import tensor_profile
 from raypipe.job import job_from, load_cluster
 from raypipe.job.cluster import ClusterSpec
-from raypipe.job.parallel_spec import Innermost
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import Decision, choose
@@ -32,7 +31,7 @@ from raypipe.plan.predict.prediction import Cut, Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import Sharing
 from raypipe.plan.watch import Watch
-from raypipe.schedule.shape import Grid
+from raypipe.schedule.shape import Grid, Innermost
 from raypipe.search.budget import Budget
 from tests.bench.published.models import MODELS, joined, works
 from tests.bench.published.trainers import (

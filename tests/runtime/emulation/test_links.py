@@ -8,13 +8,13 @@ from typing import get_args
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.job.parallel_spec import Innermost
 from raypipe.runtime.emulation.emulated_run import rehearsal
 from raypipe.runtime.emulation.links import Links
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.passes import shard
+from raypipe.schedule.shape import Innermost
 
 ALIKE = Links(latency_s=0.5, bytes_per_s=10.0, message_bytes=1.0, gradient_bytes=4.0)
 PIPELINE = generate("1f1b", Shape(devices=2, microbatches=4))
