@@ -94,7 +94,7 @@ class TaskTimes(Spec):
 
 
 class ExpertsProfile(Spec):
-    """What of a measured layer's costs belongs to its experts, so that these can be divided (``cost/experts.py``)."""
+    """The part of a measured layer's costs that its experts have, to divide them (``cost/experts.py``)."""
 
     work: ExpertsWork
     forward: Annotated[float, Field(ge=0, le=1)]

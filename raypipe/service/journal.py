@@ -36,7 +36,7 @@ PIN = "from"
 """A folder with the checkpoint that a request loads, as it was when the request was accepted."""
 
 
-class Written(NamedTuple):
+class WrittenRequest(NamedTuple):
     """A request that was accepted."""
 
     number: int
@@ -157,11 +157,11 @@ def adapters(folder: Path) -> Adapters:
     return Adapters(*json.loads((folder / ADAPTERS).read_bytes()))
 
 
-def requests(folder: Path, after: int = -1) -> list[Written]:
+def requests(folder: Path, after: int = -1) -> list[WrittenRequest]:
     """Return the requests of a model after one of them, in order."""
     found = [file for file in sorted(folder.glob("[0-9]*")) if file.name.count(".") == 1 and file.is_file()]
     numbers = [(int(file.name.partition(".")[0]), file) for file in found]
-    return [Written(at, file.name.partition(".")[2], file.read_bytes()) for at, file in numbers if at > after]
+    return [WrittenRequest(at, file.name.partition(".")[2], file.read_bytes()) for at, file in numbers if at > after]
 
 
 def drop(folder: Path, number: int) -> None:
@@ -174,7 +174,7 @@ def drop(folder: Path, number: int) -> None:
                 file.unlink(missing_ok=True)
 
 
-class Snapshot(NamedTuple):
+class ModelSnapshot(NamedTuple):
     """A snapshot of a model."""
 
     folder: Path
@@ -191,14 +191,14 @@ def note_of(model: str, number: int, updates: int, answers: Mapping[int, tuple[s
     return json.dumps({"model": model, "number": number, "updates": updates, "answers": kept}).encode()
 
 
-def snapshots(directory: Path) -> dict[str, Snapshot]:
+def snapshots(directory: Path) -> dict[str, ModelSnapshot]:
     """Return the newest snapshot of each model in a session's directory, by the model's name."""
     found = {}
     folders = directory.glob(KEPT_NAME.format(slot="*", number="*"))
     for folder in sorted(folders, key=lambda folder: int(folder.name.rpartition("-")[2])):
         note = json.loads((folder / NOTE).read_bytes())
         answers = {int(at): (digest, _ended(ended)) for at, (digest, ended) in note["answers"].items()}
-        found[note["model"]] = Snapshot(folder, note["number"], note["updates"], answers)
+        found[note["model"]] = ModelSnapshot(folder, note["number"], note["updates"], answers)
     return found
 
 

@@ -210,7 +210,7 @@ def come_back(service: Service, say: Callable[[str], None]) -> None:
         say(f"{count} models are back, with {again} requests since their snapshots, which run again")
 
 
-def _accepted_again(service: Service, model: TrainedModel, written: journal.Written) -> bool:
+def _accepted_again(service: Service, model: TrainedModel, written: journal.WrittenRequest) -> bool:
     """Accept a request that was accepted before; return False if there is no room for it now."""
     number, verb, body = written
     try:

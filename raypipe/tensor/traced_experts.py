@@ -72,11 +72,11 @@ def traced(module: HeldExperts, tokens: Tensor, numbers: Tensor, weights: Tensor
     cast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if cast else None
     parameters = list(module.parameters())
-    result: Tensor = _Call.apply(module.path, dtype, torch.is_grad_enabled(), tokens, numbers, weights, *parameters)  # type: ignore[no-untyped-call]
+    result: Tensor = _Experts.apply(module.path, dtype, torch.is_grad_enabled(), tokens, numbers, weights, *parameters)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Call(torch.autograd.Function):
+class _Experts(torch.autograd.Function):
     """Both operators, for the autograd of the trace."""
 
     @staticmethod

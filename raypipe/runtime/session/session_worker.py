@@ -54,7 +54,7 @@ class CallPart(NamedTuple):
 
 
 class CallOn(NamedTuple):
-    """What a call's micro-batches run on."""
+    """Weights and loss of a call's micro-batches."""
 
     slot: int
     """The weights."""
