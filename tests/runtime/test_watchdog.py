@@ -32,7 +32,7 @@ def test_a_peer_that_never_sends(waits_for, transport, stage_pool, text_folder, 
     rank, task, peer, message = WAITS[waits_for]
     job = small_job(text_folder, PLAN | {"transport": transport}, message_timeout_s=TIMEOUT_S)
     workers = stage_pool(2)
-    new_driver(job, tmp_path)._setup(workers, None, 0, False)
+    new_driver(job, tmp_path)._setup(workers, None, 0)
     begun = time.monotonic()
     with pytest.raises(ray.exceptions.RayTaskError) as caught:
         ray.get(workers.actors[rank].run_step.remote(0), timeout=60)
@@ -50,7 +50,7 @@ def test_a_device_that_stands_still_ends_the_run_and_its_name_is_told(stage_pool
     job = small_job(text_folder, PLAN, message_timeout_s=TIMEOUT_S, steps=3)
     driver = new_driver(job, tmp_path)
     workers = stage_pool(2)
-    driver._setup(workers, None, 0, False)
+    driver._setup(workers, None, 0)
     stuck = workers.locations[0].pid
     os.kill(stuck, signal.SIGSTOP)
     try:

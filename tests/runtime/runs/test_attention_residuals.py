@@ -7,15 +7,17 @@ made, which a pipeline that hands on one hidden state cannot express.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypipe.models import LayeredModel, build_model
-from tests.runtime.runs.eager_reference import assert_step_of
+from tests.runtime.runs.eager_reference import assert_step_of, eager_training
 from tests.runtime.runs.one_device import even_cut, run_step
-from tests.runtime.runs.small_runs import job_for
+from tests.runtime.runs.small_runs import drive, job_for
 
 WIDTH, HEADS, CLASSES, SEQUENCE = 16, 2, 257, 16
 MODEL = {"import": f"{__name__}:AttentionResiduals", "task": "causal-lm", "sequence": SEQUENCE}
@@ -94,3 +96,10 @@ def test_loss_and_gradients_are_the_whole_models(stages: int, split: bool) -> No
     cut = even_cut(model, stages)
     outcome = run_step(model, cut, rows, torch.float64, 2, split=split)
     assert_step_of(outcome, model, lambda whole: loss_of(whole, rows))
+
+
+@pytest.mark.runs
+def test_two_stages_a_device_train_as_one_process(stage_pool, text_folder, tmp_path: Path) -> None:
+    job = job_for(MODEL, text_folder, {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2}, clip=0.5)
+    done = drive(job, stage_pool, tmp_path)
+    assert done.losses == pytest.approx(eager_training(job, tmp_path / "data", loss_of)[0], abs=1e-9, rel=0)

@@ -89,7 +89,7 @@ def test_what_ray_carries_is_small(stage_pool, text_folder, tmp_path) -> None:
 
     actors = workers.actors
     workers.actors = [Counting(actor) for actor in actors]
-    driver._setup(workers, None, 0, False)
+    driver._setup(workers, None, 0)
     workers.actors = actors
     assert len(sent) == 2
     assert max(sent) < 32 << 10  # programs of a dozen tasks each, the job, the cut
