@@ -120,6 +120,8 @@ def _experts(
     held, state = _held[path], torch.zeros((), dtype=torch.int64)
     cast = torch.autocast(tokens.device.type, dtype, enabled=dtype is not None, cache_enabled=False)
     with torch.set_grad_enabled(keeps), cast:
+        if keeps:  # programs write over what they no longer read themselves
+            tokens, numbers, weights = tokens.detach().clone(), numbers.clone(), weights.detach().clone()
         leaves = [x.detach().requires_grad_(keeps) for x in (tokens, weights, *parameters)]
         # A module of its own around these parameters, since others may call the one that is held at the same time.
         module = copy.copy(held)
@@ -131,7 +133,7 @@ def _experts(
     if keeps:
         state.__dict__["ran"] = made, leaves
         held.add_loads(module.loads)
-    return made.detach(), state
+    return made.detach().clone() if keeps else made, state
 
 
 def _backward(state: Tensor, gradient: Tensor, leaves: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:

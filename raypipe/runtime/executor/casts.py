@@ -61,11 +61,15 @@ class Casts:
         return tuple(x.view_as(x) if x.requires_grad else x for x in payload)
 
     def drop(self) -> None:
-        """Forget the cached casts; call it when the weights change."""
+        """Forget the cached casts; call it when the weights change.
+
+        A model has casts of its own also without autocast, such as a router in float32, and a fused optimizer changes
+        parameters without a new version.
+        """
         if self.dtype is not None:
             torch.clear_autocast_cache()
-            for stage in self.stages:
-                stage.queue.drop_copies()
+        for stage in self.stages:
+            stage.queue.drop_copies()
 
 
 def _has_no_opaque_module(stage: nn.Module) -> bool:

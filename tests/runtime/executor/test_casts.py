@@ -125,6 +125,18 @@ def test_copies_never_outlive_the_weights(name, recompute, a_block_a_forward) ->
     assert len(set(result)) == 3
 
 
+def test_copies_go_with_the_weights_without_autocast_too() -> None:
+    """A router in float32 of a float64 model; fused optimizers change parameters without a new version."""
+    queue, weight = WeightQueue(), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    stage = GptLayers(GPT).build_stage([0], seed=0)
+    stage.queue = queue
+    narrow = queue.copy_in(weight, torch.float32)
+    weight.data.fill_(2.0)
+    assert queue.copy_in(weight, torch.float32) is narrow
+    Casts(torch.device("cpu"), None, [stage]).drop()
+    assert queue.copy_in(weight, torch.float32).tolist() == [2.0, 2.0]
+
+
 def copies(split: bool, recompute: bool = False) -> int:
     """Narrow copies of matrices that the graphs of a step save, each counted once."""
     model = GptLayers(GPT)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.observe.metrics import DATA_WAIT, EXPERT_LOAD, MEMORY_PLANNED, METRICS
+from raypipe.observe.metrics import DATA_WAIT, EXPERT_LOAD, MEMORY_PLANNED, METRICS, SLOWDOWN
 from raypipe.observe.run_log import METRICS as ROWS
 from raypipe.observe.run_log import read_rows
 from tests.job_files import write_job
@@ -65,7 +65,8 @@ def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp
     names = {name for result in scrapes for name in result}
     missing = {m.name for m in METRICS if not any(f"{m.exported}{end}" in names for end in ends)}
     unasked = {MEMORY_PLANNED.name, DATA_WAIT.name, EXPERT_LOAD.name}  # nothing is planned or streamed, and none served
-    assert missing == unasked | {m.name for m in METRICS if m.name.startswith("raypipe_session_")}
+    unasked |= {m.name for m in METRICS if m.name.startswith("raypipe_session_")}
+    assert missing - {SLOWDOWN.name} == unasked  # a device may turn slow
 
     steps = {row["step"]: row for row in read_rows(run / ROWS) if "val_loss" not in row}
     last = next(result for result in reversed(scrapes) if "ray_raypipe_step" in result)  # gauges end with their process
