@@ -15,6 +15,7 @@ from raypipe.cli.autoconfigure import _shared
 from raypipe.job import JobSpec, job_from, load_cluster
 from raypipe.partition.job_costs import SharedProfiles, capture_given, shared_profiles
 from raypipe.partition.partition_job import divided, to_capture
+from raypipe.plan.choose import look_for_first
 from raypipe.plan.watch import Watch
 from raypipe.search.budget import Budget
 from tests.plan.conftest import make_job, make_profile
@@ -67,13 +68,15 @@ def test_they_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Coming:
-    """Profiles that are there after so many questions."""
+    """Profiles that are there so many questions after a first plan."""
 
-    def __init__(self, questions: float) -> None:
-        self.left = questions
+    def __init__(self, watch: Watch, questions: float) -> None:
+        self.watch, self.left = watch, questions
 
     @property
     def ready(self) -> bool:
+        if self.watch.first_plan is None:
+            return False
         self.left -= 1
         return self.left < 0
 
@@ -85,7 +88,13 @@ class Coming:
 def test_a_first_plan_needs_none_of_them(questions: float, seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
     """It is there before they are; if the time is up, or somebody stops the choice, plans go without them."""
     watch = Watch(Budget(seconds))
-    found = _shared(Coming(questions), make_job(), make_profile(), None, watch)  # type: ignore[arg-type]
+    found = _shared(Coming(watch, questions), make_job(), make_profile(), None, watch)  # type: ignore[arg-type]
     assert watch.first_plan is not None
     assert found == ({"tensor": 2} if seconds else {})
     assert ("left out" in capsys.readouterr().err) == (not seconds)
+
+
+def test_the_look_for_a_first_plan_ends_when_they_are_there() -> None:
+    watch = Watch(Budget(60.0))
+    look_for_first(make_job(), make_profile(), None, watch, lambda: True)
+    assert watch.first_plan is None
