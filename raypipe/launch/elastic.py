@@ -223,7 +223,7 @@ class Elastic:
         plan, asked, devices = self.prepared.plan, self.prepared.asked, _devices(self.prepared)
         try:
             profile = load_profile(self.prepared.directory / PROFILE)
-            if plan.parallel.tensor > 1 or plan.parallel.experts > 1 or profile.other_kinds:
+            if max(plan.parallel.tensor, plan.parallel.experts, plan.parallel.context) > 1 or profile.other_kinds:
                 return
             was_s = step_at(self.prepared.job, profile, plan, self._slow)
             better = choose_at(asked, profile, devices, self._slow, SEARCH_S, Watch(Budget(BUDGET_S)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +201,15 @@ def test_a_slow_device_gets_less_until_it_recovers(run: Run) -> None:
         assert cut[1] < even[1] or slowdown == 1
         assert asked_to_stop(run.directory) is None
     assert (run.devices, run.anew) == ({"node 0": 2}, 0)
+
+
+@pytest.mark.parametrize("key", ["experts", "context"])
+def test_plans_that_are_not_costed_at_other_speeds_stay(run: Run, key: str) -> None:
+    prepared = run.elastic.prepared
+    parallel = prepared.plan.parallel.model_copy(update={key: 2})
+    run.elastic.prepared = replace(prepared, plan=prepared.plan.model_copy(update={"parallel": parallel}))
+    slowed(run, 1, 3.0)
+    assert asked_to_stop(run.directory) is None
 
 
 def test_who_is_slow_is_found_again_on_other_devices(run: Run) -> None:
