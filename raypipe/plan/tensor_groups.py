@@ -1,8 +1,9 @@
-"""Layers and experts that devices share, as dimensions of the plan search: one predictor for every way to share.
+"""Layers, experts and sequences that devices share, as dimensions of the plan search: one predictor for every way.
 
-A group that shares layers counts as one device in a profile of its own (``cost/tensor.py``), and copies that divide
-experts hold fewer of them in theirs (``cost/experts.py``), so each way has its own predictor. The grids of all ways
-share one queue, ordered by their lower bounds.
+A group that shares layers counts as one device in a profile of its own (``cost/tensor.py``), copies that divide experts
+hold fewer of them in theirs (``cost/experts.py``), and copies that divide sequences have a part of each in theirs
+(``cost/sizes.py``), so each way has its own predictor. The grids of all ways share one queue, ordered by their lower
+bounds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from raypipe.schedule.shape import Grid
 
 
 class Sharing(NamedTuple):
-    """How devices share layers and experts."""
+    """How devices share layers, experts and sequences."""
 
     tensor: int = 1
     """Devices of a group that shares each layer."""

@@ -29,7 +29,7 @@ from raypipe.runtime.recovery.failure import describe, is_final, own_error, root
 from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.set_up_workers import setups_of
-from raypipe.runtime.setup.setup import expert_ranks
+from raypipe.runtime.setup.setup import copy_ranks
 from raypipe.runtime.update.ledger import Facts, Standing, agreed_steps
 
 AT_ONE_STEP = 3
@@ -117,7 +117,7 @@ def _can_recover(job: JobSpec, running: Running, workers: WorkerGroup) -> bool:
 def _moved(running: Running, dead: Collection[int]) -> list[Transfer] | None:
     """Return what restores the processes of these ranks; None if a stage, or a share of its experts, is lost."""
     placement, parallel = running.schedule.placement, running.plan.parallel
-    shares = expert_ranks(len(placement), parallel.replicas, parallel.experts)
+    shares = copy_ranks(len(placement), parallel.replicas, parallel.experts)
     return transfers(placement, dead, parallel.tensor, shares)
 
 

@@ -26,7 +26,7 @@ from raypipe.runtime.setup.setup import (
     EXPERT_GROUP,
     Setup,
     copy_groups,
-    expert_ranks,
+    copy_ranks,
     served_by_another,
     tensor_rank_edges,
     tensor_rank_groups,
@@ -115,7 +115,7 @@ def setups_of(
         schedule.placement,
         tied,
         schedule.sharding is not None,
-        expert_ranks(schedule.replicas, plan.parallel.replicas, plan.parallel.experts),
+        copy_ranks(schedule.replicas, plan.parallel.replicas, plan.parallel.experts),
     ) | shard_groups(schedule.sharding, schedule.placement)
     # Where sums are started by a queue of their own, their order depends on time.
     in_order = not plan.parallel.late_updates and are_copies(schedule)

@@ -21,8 +21,9 @@ from raypipe.runtime.recovery.failure import describe, own_error
 from raypipe.runtime.session.call_data import Kind, check
 from raypipe.runtime.session.session import QUEUED, Call, Outputs, Session, Updated, check_adam
 from raypipe.runtime.session.session_worker import AdamW
-from raypipe.runtime.session.slots import Adapters, adapters_of, check_eps, check_loaded
+from raypipe.runtime.session.slots import Adapters
 from raypipe.service import journal
+from raypipe.service.adapters import adapters_of, check_eps, check_loaded
 from raypipe.service.futures import Accepted, Answer, GoneError, Queued, Requests, digest_of
 from raypipe.service.run_files import KINDS, Checkpoints, SinceUpdate, UpdateRows
 from raypipe.service.sampling import Sampler, SampleRequest

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from raypipe.errors import SpecError
-from raypipe.runtime.session.slots import Adapters, adapters_of, check_eps, check_loaded
+from raypipe.runtime.session.slots import Adapters
+from raypipe.service.adapters import adapters_of, check_eps, check_loaded
 from raypipe.service.server import LoraConfig
 
 Q, GATE, OTHER = "h.0.self_attn.q_proj", "h.0.mlp.gate_proj", "h.0.mixer.in_proj"

@@ -202,13 +202,12 @@ class Session:
             for one in calls:
                 if one.slot not in self._begun:
                     raise SpecError("slot", f"{one.slot} has no weights yet", "load some first")
-            parts = self._packed([one.data for one in calls])
-            refs = self._issue(kind, calls, together(parts))
+            refs = self._issue(kind, calls, together(self._packed([one.data for one in calls])))
             if kind == "backward":
                 self._gradients.update(one.slot for one in calls)
             result, begin = [], 0
-            for number, (one, part) in enumerate(zip(calls, parts, strict=True)):
-                result.append(self._queue_one(kind, one, part, refs, number, begin))
+            for number, one in enumerate(calls):
+                result.append(self._queue_one(kind, one, refs, number, begin))
                 begin += len(one.data)
             return result
 
@@ -228,9 +227,7 @@ class Session:
         key = Key(kind, len(data.lengths))
         return self._run(key, lambda number: self.workers.call("run_calls", on, number, key, sent))
 
-    def _queue_one(
-        self, kind: Kind, call: Call, part: CallData, refs: Refs, number: int, begin: int
-    ) -> PendingCall[Outputs]:
+    def _queue_one(self, kind: Kind, call: Call, refs: Refs, number: int, begin: int) -> PendingCall[Outputs]:
         """Queue call ``number`` of a run, whose sequences are those from ``begin``; new workers run it alone."""
         at, first = [number, begin], [refs]
 

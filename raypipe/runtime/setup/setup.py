@@ -44,14 +44,13 @@ CONTEXT_GROUP = "context"
 # Consecutive data-parallel copies divide the experts of every stage, or sequences.
 
 
-def expert_ranks(replicas: int, copies: int, experts: int) -> tuple[int, ...]:
-    """Return which share of the experts, or of sequences, each replica has, where ``experts`` consecutive copies divide
-    them.
+def copy_ranks(replicas: int, copies: int, together: int) -> tuple[int, ...]:
+    """Return which share each replica has of what ``together`` consecutive copies divide.
 
-    >>> expert_ranks(replicas=8, copies=4, experts=2)  # two directions in each copy
+    >>> copy_ranks(replicas=8, copies=4, together=2)  # two directions in each copy
     (0, 0, 1, 1, 0, 0, 1, 1)
     """
-    return tuple(replica // (replicas // copies) % experts for replica in range(replicas))
+    return tuple(replica // (replicas // copies) % together for replica in range(replicas))
 
 
 def copy_groups(
@@ -200,13 +199,13 @@ class Setup:
     @property
     def expert_ranks(self) -> tuple[int, ...]:
         """Which share of the experts each replica holds."""
-        return expert_ranks(len(self.placement), self.parallel.replicas, self.parallel.experts)
+        return copy_ranks(len(self.placement), self.parallel.replicas, self.parallel.experts)
 
     @property
     def ranks(self) -> dict[Axis, int]:
         """This process's rank in each group over which layers are divided."""
         replica = next(r for r, devices in enumerate(self.placement) if self.device in devices)
-        parts = expert_ranks(len(self.placement), self.parallel.replicas, self.parallel.context)
+        parts = copy_ranks(len(self.placement), self.parallel.replicas, self.parallel.context)
         return {"tensor": self.tensor_rank, "experts": self.expert_ranks[replica], "context": parts[replica]}
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypipe.runtime.setup.setup import (
     copy_groups,
-    expert_ranks,
+    copy_ranks,
     own_channels,
     own_groups,
     rank_of,
@@ -51,7 +51,7 @@ def test_each_device_exchanges_tokens_with_its_like_in_consecutive_copies() -> N
     placement = [row for w in range(4) for row in ((2 * w, 2 * w + 1), (2 * w + 1, 2 * w))]
     groups = copy_groups("experts", placement, copies=4, together=2)
     assert sorted(groups.values()) == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert expert_ranks(len(placement), 4, 2) == (0, 0, 1, 1) * 2
+    assert copy_ranks(len(placement), 4, 2) == (0, 0, 1, 1) * 2
     assert copy_groups("experts", placement, copies=4, together=1) == {}
     divided = {name: ranks for name, ranks in tensor_rank_groups(groups, 8, 2).items() if 7 in ranks}
     assert own_groups(divided, *tensor_rank_of(7, 2), 2) == {"experts": (3, 7), "tensor": (6, 7)}
