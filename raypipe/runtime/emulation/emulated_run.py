@@ -121,11 +121,10 @@ def rehearsal(
 def _of_busiest(costs: CostTable, experts: Collection[int], skew: float) -> CostTable:
     """Return the costs where the busiest copy gets ``skew`` times the mean of the tokens, for which all others wait."""
     names = ("forward", "input_grad", "weight_grad", "dispatch", "combine")
-    rows = {name: getattr(costs, name) for name in names}
-    return replace(
-        costs,
-        **{name: tuple(t * skew if s in experts else t for s, t in enumerate(row)) for name, row in rows.items()},
-    )
+    rows: dict[str, Any] = {
+        name: tuple(t * skew if s in experts else t for s, t in enumerate(getattr(costs, name))) for name in names
+    }
+    return replace(costs, **rows)
 
 
 NO_FAULTS_ANYWHERE: Mapping[int, DeviceFaults] = MappingProxyType({})
