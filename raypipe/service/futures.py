@@ -93,8 +93,8 @@ class Line:
     """The requests of one model, in its client's order."""
 
     next: int = 1
-    waiting: dict[int, Accepted] = field(default_factory=dict)
-    """Those that came before one that is to run before them, by number."""
+    waiting: dict[int, Accepted | None] = field(default_factory=dict)
+    """Those that came before one that is to run before them, by number; None for a number that was refused."""
     running: int = 0
 
 
@@ -155,7 +155,7 @@ class Requests:
             line = self._line(model)
             if (known := self._known.get(one.id)) is not None:
                 return self._again(known, one)
-            if number < line.next:
+            if number < line.next or number in line.waiting:
                 raise SpecError(one.id, f"number {number} has been used, and its result fetched", "use the next number")
             if number >= line.next + AHEAD or len(line.waiting) + line.running >= AHEAD:
                 raise BusyError(one.id, f"{AHEAD} requests of the model are waiting", "send it again later")
@@ -165,21 +165,29 @@ class Requests:
             return one.id
 
     def refuse(self, model: str, number: int, record: Callable[[], None]) -> None:
-        """Note that a number was used for a request that cannot run, so that later ones do not wait for it."""
+        """Note that a number was used for a request that cannot run, so that later ones do not wait for it.
+
+        Raises:
+            BusyError: the number is so far from the next one that it cannot be noted.
+        """
         with self._lock:
             line = self._lines.get(model)
-            if line is None or number != line.next:
+            if line is None or number < line.next or number in line.waiting:
                 return
+            if number >= line.next + AHEAD:
+                raise BusyError(f"{model}:{number}", f"{AHEAD} requests come before it", "send it again later")
             record()
-            line.next += 1
+            line.waiting[number] = None
             self._start_ready(line)
 
     def _start_ready(self, line: Line) -> None:
         """Start the requests whose turn it is."""
-        while (ready := line.waiting.pop(line.next, None)) is not None:
+        while line.next in line.waiting:
+            ready = line.waiting.pop(line.next)
             line.next += 1
-            line.running += 1
-            self._to_start.put((line, ready))
+            if ready is not None:
+                line.running += 1
+                self._to_start.put((line, ready))
 
     def accept_first(self, model: str, one: Accepted) -> str:
         """Accept the request that makes a model; its line opens with it."""
