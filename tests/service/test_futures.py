@@ -46,7 +46,7 @@ class Started:
         joins = None if kind is None else (kind, Call((), name))
         one = Accepted(name, "s", name, start, lambda _: Answer({}), 0, joins=joins)
         if number:
-            self.requests.accept(model, number, one)
+            self.requests.accept(model, one)
         else:
             self.requests.accept_first(model, one)
         return one
