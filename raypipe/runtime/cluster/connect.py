@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -176,6 +177,8 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
     else:
         os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")  # an actor for the page of a dashboard
     cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
+    if shutil.which("bash") is None:
+        raise RunError("ray", "starts its workers by bash, which is not on the PATH", "install bash, or add its folder")
     _have_token()
     this = psutil.Process()
     before = set(this.children())
