@@ -330,6 +330,8 @@ class Profile(Spec):
     reduce_dtype: ReduceDtype | None = None
     """``parallel.reduce_dtype`` of the job that is planned, where it is not the gradients' own; see
     ``cost.stages.with_reduce_dtype``."""
+    gathers_narrow: bool = False
+    """``train.gathers_narrow`` of the job that is planned; see ``cost.stages.as_exchanged``."""
     taken_for: TakenFor | None = None
     """The job that it was measured for; None if computed."""
     batch_statistics: bool = False

@@ -139,6 +139,14 @@ class _ChunkedLoss(torch.autograd.Function):
         if asked.head.waits:
             asked.head.queue.current.append(Closure(partial(add, weight, bias), trained))
             return gx, None, None, None
-        leaves = [None if p is None else p.detach().requires_grad_(p.requires_grad) for p in (weight, bias)]
+        leaves = [None if p is None else _leaf(p) for p in (weight, bias)]
         add(*leaves)  # type: ignore[arg-type]
         return gx, *(None if leaf is None else leaf.grad for leaf in leaves), None
+
+
+def _leaf(parameter: Tensor) -> Tensor:
+    """Return a leaf with a parameter's values, whose gradient has the dtype of the parameter's."""
+    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+    if parameter.is_leaf and getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+        leaf.grad_dtype = parameter.grad_dtype
+    return leaf
