@@ -35,7 +35,7 @@ from raypipe.models.running_statistics import (
 from raypipe.models.slice_attention import causal_attention
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task, Unprojected
-from raypipe.tensor import Division, Shard
+from raypipe.tensor import Division, Shard, in_order
 
 
 class Share(NamedTuple):
@@ -234,9 +234,13 @@ class CapturedModel(LayeredModel):
         return stage
 
     def share_of(self, division: Division) -> CapturedModel:
-        """Return the same model with the share of another tensor rank."""
+        """Return the same model with the share of another rank, and experts in another order.
+
+        Raises:
+            SpecError: the order is not one of this model's experts.
+        """
         other = copy(self)
-        other.division = division
+        other.division, other.shards = division, in_order(self.shards, division.expert_orders)
         return other
 
     def slice_lengths(self, slices: int) -> Lengths:
