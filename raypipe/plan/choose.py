@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -155,13 +156,8 @@ class _Chooser:
         """Copies of the whole model in several stages that divide its optimizer state (ZeRO-1) or its weights too
         (ZeRO-3), where memory does not ask for that but their gathers and reduce-scatters hide more of the link's time
         than whole sums do: the fastest of those tried, if enough shorter than ``step_s``."""
-        grids = sorted((g for g in self.grids if g.stages == g.tensor == 1 < g.replicas), key=self.judge.least_on)
-        on_each = [self._divided_on(grid) for grid in grids]
-        turns = (way for turn in zip_longest(*on_each) for way in turn if way is not None)
         best: Prediction | None = None
-        for way in islice(turns, DIVIDED_WAYS):
-            if self.watch.over:
-                break
+        for way in islice(self._ways_in_turn(step_s), DIVIDED_WAYS):
             most_s = step_s * (1 - (WORTH_DIVIDING if way.level == 3 else NEAR))
             most_s = most_s if best is None else min(most_s, best.step_s)
             if self.judge.least(way) >= most_s:
@@ -171,6 +167,25 @@ class _Chooser:
                     best = self.judge.time(p, final=True)
                     most_s = best.step_s
         return [] if best is None else [best]
+
+    def _ways_in_turn(self, step_s: float) -> Iterator[Candidate]:
+        """The best way to divide weights or state on each grid that may be faster than ``step_s``, then the second best
+        on each, and so on, until the time is up. Of thousands of grids, few come to their turn."""
+        grids = sorted((g for g in self.grids if g.stages == g.tensor == 1 < g.replicas), key=self.judge.least_on)
+        on_each: list[list[Candidate]] = []
+        for grid in grids:
+            if self.watch.over:
+                return
+            if self.judge.least_on(grid) >= step_s:
+                break
+            if ways := self._divided_on(grid):
+                on_each.append(ways[1:])
+                yield ways[0]
+        for way in itertools.chain.from_iterable(zip_longest(*on_each)):
+            if self.watch.over:
+                return
+            if way is not None:
+                yield way
 
     def _fitting(self, c: Candidate, step_s: float) -> Iterator[Prediction]:
         """The candidate if it fits, else what may be faster than ``step_s`` of what it can recompute."""
