@@ -158,6 +158,10 @@ class ParallelSpec(Spec):
     """Copies that divide the experts of each mixture-of-experts layer among them; ``replicas`` is a multiple of it.
     Each token goes to the copies that hold its experts and back (expert parallelism, docs/guides/experts.md). 1: every
     copy holds all experts. ``auto``: the planner decides when the run starts, with all else as given."""
+    expert_order: Annotated[tuple[Annotated[tuple[int, ...], Field(strict=False)], ...], Field(strict=False)] = ()
+    """With ``experts``: for each layer that has some, in the model's order, their numbers in the order in which copies
+    hold them, the first 1/E of them the first copy. Not given: ascending, but where E is chosen with measured loads,
+    which the planner then evens out."""
     imbalance: Annotated[float, Field(ge=1, le=1e6)] = 1.0
     """For the planner: rows that the busiest of the copies which divide experts computes in a layer, over the mean. 1:
     loads are even. Not given: as measured for each layer, where costs are measured; else 1."""

@@ -93,7 +93,9 @@ def _whole_loss(
     if tensor_rank is not None and (parallel.tensor > 1 or parallel.experts > 1):
         table = parallel.tensor_table if parallel.tensor > 1 else None
         copies = 0 if parallel.auto and "replicas" not in parallel.given else parallel.replicas
-        division = Division(parallel.tensor, tensor_rank, table, parallel.experts, expert_rank, copies)
+        division = Division(
+            parallel.tensor, tensor_rank, table, parallel.experts, expert_rank, copies, parallel.expert_order
+        )
     smoothing = job.train.label_smoothing
     if division is not None and division.experts > 1 and not isinstance(job.model, HfSpec | ImportSpec):
         why = "only the experts of models from model.hf and model.import can be divided"
@@ -106,7 +108,7 @@ def _whole_loss(
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
     # The capture is the same for all ranks, so it is made for rank 0 only.
-    common = division and replace(division, tensor_rank=0, expert_rank=0)
+    common = division and replace(division, tensor_rank=0, expert_rank=0, expert_orders=())
     lines = job.data.type == "lines"
     model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches, smoothing)
     return model if division is None else model.share_of(division)
@@ -153,9 +155,7 @@ def _captured(
     share = None
     if division is not None:
         divided = _divided(whole, division)
-        # Copies that divide experts alone draw random numbers for the whole of every tensor.
-        undivided = _captured(kind, record, mask, given, dtype, None, lines).graph if division.size > 1 else None
-        share = Share(division, divide_module(build_without_memory(whole), division), undivided)
+        share = Share(division, divide_module(build_without_memory(whole), division), None)
     build = divided if function is None else _ending(divided, function, list(fields))
 
     def fresh() -> Captured:
@@ -186,6 +186,9 @@ def _captured(
         return result
 
     result = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
+    if share is not None and share.division.size > 1 and any(one.random for one in result.graph.operations):
+        # Copies that divide experts alone draw random numbers for the whole of every tensor.
+        share = share._replace(whole=_captured(kind, record, mask, given, dtype, None, lines).graph)
     if packed:
         check_apart(result)
     named = {name: _field(name, fields) for name in result.graph.inputs}

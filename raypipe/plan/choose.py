@@ -35,7 +35,7 @@ from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.remedies import nothing_fits
 from raypipe.plan.searched import searched_gathers, searched_orders
-from raypipe.plan.tensor_groups import Judges, Sharing
+from raypipe.plan.tensor_groups import Judges, Sharing, expert_order
 from raypipe.plan.watch import ENDLESS, SearchProgress, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
@@ -225,15 +225,19 @@ def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
     stay = [*JOBS_OWN, BUDGET, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
+    stay += ["expert_order"] if p.candidate.experts > 1 else []
     own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
     recomputed = {"recompute": tuple(sorted(p.recomputed))} if p.recomputed else {}
     return {**p.candidate.parallel(**keep, **own, **recomputed).model_dump(), "auto": False}
 
 
-def plan_of(p: Prediction, job: JobSpec, certificate: Certificate | None = None) -> Plan:
-    """The plan file of a prediction."""
+def plan_of(
+    p: Prediction, job: JobSpec, certificate: Certificate | None = None, experts: tuple[tuple[int, ...], ...] = ()
+) -> Plan:
+    """The plan file of a prediction; ``experts``: the order in which copies hold them, if the job gives none."""
     order = None if p.order is None else replace(p.order, name=p.candidate.schedule)
     parallel = ParallelSpec.model_validate(parallel_of(p, job))
+    parallel = parallel.model_copy(update={"expert_order": parallel.expert_order or experts})
     plan = Plan.of(parallel, p.cut, job.train.batch, order, p.frozen)
     bound_s = None if certificate is None else certificate.bound_s
     return plan.model_copy(update={"predicted_step_s": p.step_s, "bound_s": bound_s})
@@ -353,7 +357,8 @@ def choose(
     costed = judge.of(c).profile
     hosts = tuple(c.tensor * n for n in costed.placed.of_first(c.groups))
     kinds = tuple(costed.kinds[k].kind_name for k in costed.kind_of_host[: len(hosts)])
-    plan = plan_of(best, job, rows[0].certificate).planned_for(job, profile.device_names, hosts, kinds)
+    plan = plan_of(best, job, rows[0].certificate, expert_order(profile, c.experts))
+    plan = plan.planned_for(job, profile.device_names, hosts, kinds)
     return Decision(
         plan=plan,
         rows=tuple(rows),

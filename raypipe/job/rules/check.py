@@ -312,7 +312,8 @@ def _context(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
         yield key, why, "use context: 1, or set train.tokens_per_step to null"
 
 
-WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", "tensor_table", "experts", "imbalance"}
+_OTHERS = ("sync", "recompute", "tensor_table", "experts", "expert_order")
+WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, *_OTHERS}
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 

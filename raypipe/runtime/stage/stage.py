@@ -140,6 +140,7 @@ class StageModule(nn.Module):
         """The modules of divided experts by their path in the model."""
         for path, experts in self.routed.items():
             hold(path, experts)
+            experts.order = next(cut.order for name, cut in self.shards.items() if name.rpartition(".")[0] == path)
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         """The parameters that the optimizer updates; the others are frozen."""
         last = layers[-1] == model.count - 1
