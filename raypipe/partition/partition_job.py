@@ -17,7 +17,7 @@ from raypipe.cost.profile import Slicing, load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
 from raypipe.cost.tensor import TensorRankWork
-from raypipe.errors import RequestError
+from raypipe.errors import RequestError, SpecError
 from raypipe.files import read_json, write_whole
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
@@ -43,6 +43,8 @@ def partition_job(
         SpecError: a file that cannot be read or is of another model, more stages than sub-graphs, too little memory.
         CaptureError: the model cannot be captured.
     """
+    if job.parallel.vocabulary == "split":
+        raise SpecError("parallel.vocabulary", "split, and costs are of layers whose head is whole", "use whole")
     schedule = base_schedule(job.parallel, job.train.batch)
     described = None if cluster is None else load_cluster(cluster).of_one_kind(str(cluster))
     measured = None if profile is None else load_profile(profile)
