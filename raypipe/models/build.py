@@ -161,9 +161,7 @@ def _captured(
     share = None
     if division is not None:
         divided = _divided(whole, division)
-        # Copies that divide experts alone draw random numbers for the whole of every tensor.
-        undivided = _captured(kind, record, mask, given, dtype, None, lines).graph if division.size > 1 else None
-        share = Share(division, divide_module(build_without_memory(whole), division), undivided)
+        share = Share(division, divide_module(build_without_memory(whole), division), None)
     build = divided if function is None else _ending(divided, function, list(fields))
 
     def fresh() -> Captured:
@@ -194,6 +192,9 @@ def _captured(
         return result
 
     result = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
+    if share is not None and share.division.size > 1 and any(one.random for one in result.graph.operations):
+        # Copies that divide experts alone draw random numbers for the whole of every tensor.
+        share = share._replace(whole=_captured(kind, record, mask, given, dtype, None, lines).graph)
     if packed:
         check_apart(result)
     named = {name: _field(name, fields) for name in result.graph.inputs}

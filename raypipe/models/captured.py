@@ -20,7 +20,7 @@ from raypipe.graph.operation_costs import forward_flops
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, selected
 from raypipe.graph.placeholders import placeholders
 from raypipe.graph.positions import sequence_flow
-from raypipe.graph.subgraphs import shard
+from raypipe.graph.subgraphs import Subgraphs, shard
 from raypipe.models.current_slice import positions_of
 from raypipe.models.document_attention import attend_by_document
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
@@ -101,13 +101,10 @@ class CapturedModel(LayeredModel):
             captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))
         self.captured, self.graph = captured, captured.graph
         graph = self.graph
-        self.sharding = sharding = piece_sharding(graph, [len(p) for p in pieces]) if branches else shard(graph)
+        self._divide(piece_sharding(graph, [len(p) for p in pieces]) if branches else shard(graph))
         self.drops_attention = any(o.random and o.target == ATTENTION for o in graph.operations)
         """Whether training drops weights of attention."""
         self.shortest_slice = max(graph.at_least.values(), default=1)
-        self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
-        self.edges = (*sharding.starts, sharding.end)
-        self._handed_on, self._results = between_spans(graph, sharding.starts)
         check_buffers(graph)
         self.batch_statistics = task.of_microbatch or any(map(uses_batch_statistics, graph.operations))
         one = self.sizes(1)
@@ -119,6 +116,13 @@ class CapturedModel(LayeredModel):
         self.sites = find_sites(written, self.sizes(2), self.sizes(4), whole)
         if share is not None:
             self.division, self.shards = share.division, share.shards
+
+    def _divide(self, sharding: Subgraphs) -> None:
+        """Take these sub-graphs as layers."""
+        graph, one, self.sharding = self.graph, self.sizes(1), sharding
+        self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
+        self.edges = (*sharding.starts, sharding.end)
+        self._handed_on, self._results = between_spans(graph, sharding.starts)
         self.held = tuple(
             graph.parameters_of([graph.operations[i] for i in range(a, b)]) for a, b in pairwise(self.edges)
         )
@@ -130,6 +134,12 @@ class CapturedModel(LayeredModel):
         head = graph.linear_head
         self.linear_head = bool(head) and head[0] >= sharding.starts[-1]
         self.flops = tuple(sum(forward_flops(graph, i, one) for i in range(a, b)) for a, b in pairwise(self.edges))
+
+    def as_if_deeper(self, more: int) -> CapturedModel:
+        """Return the model in the sub-graphs that it has where its last block but one comes so many times more."""
+        other = copy(self)
+        other._divide(shard(self.graph, more=more))
+        return other
 
     def sizes(self, samples: int, graph: OperationGraph | None = None, lengths: Lengths = ANY_LENGTH) -> Sizes:
         """Return the values of the symbolic sizes in the model's shapes, or in another graph with the same inputs."""

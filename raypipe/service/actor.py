@@ -36,10 +36,11 @@ from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.hosts.rank_order import kinds_of
 from raypipe.runtime.hosts.reserve import reserve
-from raypipe.runtime.session.call_data import Datum
-from raypipe.runtime.session.session import Session
+from raypipe.runtime.session.call_data import Datum, Kind
+from raypipe.runtime.session.session import Call, Session
 from raypipe.runtime.session.session_job import check_job
 from raypipe.runtime.session.session_worker import AdamW, StageSession
+from raypipe.runtime.session.slots import Adapters
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.service.journal import check_served
 from raypipe.train import Prepared, prepare_run
@@ -152,7 +153,10 @@ class SessionActor:
             finally:
                 self._next[caller] += 1
                 self._turns.notify_all()
-        return await asyncio.to_thread(queued.result)
+        if not isinstance(queued, list):
+            return await asyncio.to_thread(queued.result)
+        results = [await asyncio.to_thread(one.result) for one in queued]
+        return results if len(results) > 1 else results[0]  # Ray takes the values of several references as a list
 
     async def close(self) -> None:
         """Stop the workers."""
@@ -216,17 +220,31 @@ class RemoteSession:
         """See ``Session.forward_backward``; of ``Outputs``."""
         return self._call("forward_backward", data, loss, dict(options), slot)
 
+    def together(self, kind: Kind, calls: Sequence[Call]) -> list[ray.ObjectRef[Any]]:
+        """See ``Session.together``; of ``Outputs``, each."""
+        plain = [one._replace(options=dict(one.options)) for one in calls]
+        made = self._call("together", kind, plain, returns=len(calls))
+        return made if isinstance(made, list) else [made]
+
     def optim_step(self, adam: AdamW, slot: int = 0) -> ray.ObjectRef[Any]:
-        """See ``Session.optim_step``; of ``Updated``."""
+        """See ``Session.optim_step``; of ``Updated``. There is no ``note``: the session makes its snapshots itself."""
         return self._call("optim_step", adam, slot)
 
     def save(self, folder: Path, slot: int = 0) -> ray.ObjectRef[Any]:
         """See ``Session.save``; of the folder."""
         return self._call("save", folder, slot)
 
-    def load(self, folder: Path, with_optimizer: bool, slot: int = 0) -> ray.ObjectRef[Any]:
+    def load(
+        self,
+        folder: Path,
+        with_optimizer: bool,
+        slot: int = 0,
+        lasting: bool = False,
+        updates: int | None = None,
+        adapters: Adapters | None = None,
+    ) -> ray.ObjectRef[Any]:
         """See ``Session.load``."""
-        return self._call("load", folder, with_optimizer, slot)
+        return self._call("load", folder, with_optimizer, slot, lasting, updates, adapters)
 
     def free(self, slot: int) -> ray.ObjectRef[Any]:
         """See ``Session.free``."""
@@ -237,6 +255,7 @@ class RemoteSession:
         ray.get(self.actor.close.remote())
         ray.kill(self.actor)
 
-    def _call(self, method: str, *arguments: Any) -> ray.ObjectRef[Any]:
-        call: Callable[..., ray.ObjectRef[Any]] = self.actor.call.remote
-        return call(self._caller, next(self._numbers), method, *arguments)
+    def _call(self, method: str, *arguments: Any, returns: int = 1) -> Any:
+        """Return the reference of a call's result, or a list of several."""
+        call = self.actor.call.options(num_returns=returns)
+        return call.remote(self._caller, next(self._numbers), method, *arguments)

@@ -25,6 +25,8 @@ AHEAD = 256
 """Requests of a model that may be waiting, for the devices or for an earlier one."""
 KEPT_S = 120.0
 """How long a result is kept once it has been fetched, as its answer may have been lost."""
+SWEEP_S = 1.0
+"""Between two looks for results that need not be kept any longer."""
 RESTORED_S = 600.0
 """How long a result is kept that the server made before it was started anew, and whose client may not have it."""
 MOST_BYTES = 1 << 30
@@ -72,6 +74,8 @@ class Accepted:
     bytes: int
     record: Callable[[], None] = lambda: None
     """Writes down that it has been accepted; called before its client is told."""
+    keep: Callable[[Ended], None] = lambda _: None
+    """Writes down how it has ended; called before its client can ask for that."""
     joins: tuple[Kind, Call] | None = None
     """The call, if it can run together with others of its kind."""
     future: Future[Answer] = field(default_factory=Future)
@@ -93,8 +97,8 @@ class Line:
     """The requests of one model, in its client's order."""
 
     next: int = 1
-    waiting: dict[int, Accepted] = field(default_factory=dict)
-    """Those that came before one that is to run before them, by number."""
+    waiting: dict[int, Accepted | None] = field(default_factory=dict)
+    """Those that came before one that is to run before them, by number; None for a number that was refused."""
     running: int = 0
 
 
@@ -125,6 +129,7 @@ class Requests:
         self._lines: dict[str, Line] = {}
         self._known: dict[str, Accepted] = {}
         self._bytes = self._aside = 0
+        self._swept_at = 0.0
         self._lock = threading.Lock()
         self._to_start: queue.SimpleQueue[tuple[Line, Accepted] | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[tuple[Line, Accepted, Queued] | None] = queue.SimpleQueue()
@@ -143,8 +148,8 @@ class Requests:
             for one in [one for one in self._known.values() if one.session == session]:
                 self._forget(one)
 
-    def accept(self, model: str, number: int, one: Accepted) -> str:
-        """Accept request ``number`` of a model, or know it again; return its id.
+    def accept(self, model: str, one: Accepted) -> str:
+        """Accept a request of a model, or know it again; return its id.
 
         Raises:
             GoneError: there is no such model.
@@ -155,7 +160,8 @@ class Requests:
             line = self._line(model)
             if (known := self._known.get(one.id)) is not None:
                 return self._again(known, one)
-            if number < line.next:
+            number = one.number
+            if number < line.next or number in line.waiting:
                 raise SpecError(one.id, f"number {number} has been used, and its result fetched", "use the next number")
             if number >= line.next + AHEAD or len(line.waiting) + line.running >= AHEAD:
                 raise BusyError(one.id, f"{AHEAD} requests of the model are waiting", "send it again later")
@@ -165,21 +171,29 @@ class Requests:
             return one.id
 
     def refuse(self, model: str, number: int, record: Callable[[], None]) -> None:
-        """Note that a number was used for a request that cannot run, so that later ones do not wait for it."""
+        """Note that a number was used for a request that cannot run, so that later ones do not wait for it.
+
+        Raises:
+            BusyError: the number is so far from the next one that it cannot be noted.
+        """
         with self._lock:
             line = self._lines.get(model)
-            if line is None or number != line.next:
+            if line is None or number < line.next or number in line.waiting:
                 return
+            if number >= line.next + AHEAD:
+                raise BusyError(f"{model}:{number}", f"{AHEAD} requests come before it", "send it again later")
             record()
-            line.next += 1
+            line.waiting[number] = None
             self._start_ready(line)
 
     def _start_ready(self, line: Line) -> None:
         """Start the requests whose turn it is."""
-        while (ready := line.waiting.pop(line.next, None)) is not None:
+        while line.next in line.waiting:
+            ready = line.waiting.pop(line.next)
             line.next += 1
-            line.running += 1
-            self._to_start.put((line, ready))
+            if ready is not None:
+                line.running += 1
+                self._to_start.put((line, ready))
 
     def accept_first(self, model: str, one: Accepted) -> str:
         """Accept the request that makes a model; its line opens with it."""
@@ -213,11 +227,14 @@ class Requests:
 
         one.future.add_done_callback(end)
 
-    def answers(self, model: str, number: int) -> dict[int, tuple[str, Ended]]:
-        """Wait for the requests of a model up to ``number``; return digest and answer of each that is kept."""
+    def wait_for(self, model: str, number: int) -> int:
+        """Wait for the requests of a model up to ``number``; return the first one whose result is kept."""
         with self._lock:
-            asked = [(one.number, one) for one in self._known.values() if one.of == model]
-        return {at: (one.digest, one.future.exception() or one.future.result()) for at, one in asked if at <= number}
+            kept = {one.number: one for one in self._known.values() if one.of == model and one.number}
+        for one in kept.values():
+            if one.number <= number:
+                one.future.exception()
+        return min(kept, default=number + 1)
 
     def accept_aside(self, one: Accepted, work: Callable[[], Answer], pool: ThreadPoolExecutor) -> str:
         """Accept a request that needs no worker, and run it in a pool of threads; return its id.
@@ -270,8 +287,10 @@ class Requests:
         """
         with self._lock:
             now = time.monotonic()
-            for old in [one for one in self._known.values() if one.fetched_at and now - one.fetched_at > KEPT_S]:
-                self._forget(old)
+            if now - self._swept_at > SWEEP_S:
+                self._swept_at = now
+                for old in [one for one in self._known.values() if one.fetched_at and now - one.fetched_at > KEPT_S]:
+                    self._forget(old)
             found = self._known.get(request_id)
         if found is None:
             raise GoneError("request_id", "there is no such request, or its result was fetched before", "send it anew")
@@ -346,10 +365,13 @@ class Requests:
                 self._bytes += one.bytes - held
         one.start, one.finish = _ended, _ended
         if result is not None:
+            one.keep(result)
             one.future.set_result(result)
         else:
             assert error is not None
-            one.future.set_exception(self._failed(error))
+            told = self._failed(error)
+            one.keep(told)
+            one.future.set_exception(told)
 
 
 def _joining(

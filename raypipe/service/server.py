@@ -201,7 +201,7 @@ def come_back(service: Service, say: Callable[[str], None]) -> None:
     for session in journal.sessions(service.directory):
         for model in service.restore(session):
             count += 1
-            for written in journal.requests(model.folder, model.kept):
+            for written in model.journal.requests(model.kept):
                 again += 1
                 while not _accepted_again(service, model, written):
                     time.sleep(BUSY_S)

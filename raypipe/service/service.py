@@ -25,6 +25,7 @@ from raypipe.runtime.session.slots import Adapters
 from raypipe.service import journal
 from raypipe.service.adapters import adapters_of, check_eps, check_loaded
 from raypipe.service.futures import Accepted, Answer, GoneError, Queued, Requests, digest_of
+from raypipe.service.journal import Journal
 from raypipe.service.run_files import KINDS, Checkpoints, SinceUpdate, UpdateRows
 from raypipe.service.sampling import Sampler, SampleRequest
 from raypipe.service.wire import data_of, options_of, output_bytes, read_request, samples_bytes
@@ -45,8 +46,7 @@ class TrainedModel:
     slot: int
     """Of the runtime's session."""
     adapters: Adapters
-    folder: Path
-    """Of its requests (``journal``)."""
+    journal: Journal
     kept: int = -1
     """The last request that its snapshot had when the server came back."""
     steps: int = 0
@@ -204,27 +204,18 @@ class Service:
                 if len(taken) >= self.most:
                     why = f"this server has {self.most} models at once, and others have them until their sessions end"
                     raise SpecError("create_model", why, "end a session, or serve with more --models")
-                model = self._add(client, name, min(set(range(self.most)) - taken), adapters)
+                slot = min(set(range(self.most)) - taken)
+                model = self._add(client, Journal.of(self.directory, name, slot, adapters))
             if loads is None:
                 load = partial(self.session.load, self._start, False, model.slot, lasting=True, adapters=adapters)
             else:
-                pinned = journal.pinned(model.folder, 0)
-                load = partial(self.session.load, pinned, asked.optimizer, model.slot, lasting=True)
-            one = Accepted(
-                f"{model.id}:0",
-                asked.session_id,
-                digest_of(body),
-                load,
-                lambda _: Answer({"type": kind, "model_id": name, "path": None}),
-                len(body),
-                self._record(model, 0, kind, body, loads),
-            )
-            return self.requests.accept_first(model.id, one), model.id
+                load = partial(self.session.load, model.journal.pinned(0), asked.optimizer, model.slot, lasting=True)
+            finish = lambda _: Answer({"type": kind, "model_id": name, "path": None})  # noqa: E731
+            return self._accept(model, 0, kind, body, load, finish, loads)
 
-    def _add(self, client: Client, name: str, slot: int, adapters: Adapters) -> TrainedModel:
-        folder = journal.model_folder(self.directory, name, slot)
-        model = self._models[name] = TrainedModel(name, name.partition(":")[0], slot, adapters, folder)
-        client.models.append(name)
+    def _add(self, client: Client, of: Journal) -> TrainedModel:
+        model = self._models[of.name] = TrainedModel(of.name, of.name.partition(":")[0], of.slot, of.adapters, of)
+        client.models.append(model.id)
         return model
 
     def _record(
@@ -233,14 +224,16 @@ class Service:
         """Return what writes a request down that was not accepted before."""
         if self.returning:
             return lambda: None
-        return partial(journal.add, model.folder, number, verb, body, loads, None if number else model.adapters)
+        return partial(model.journal.add, number, verb, body, loads)
 
     def _note(self, model: TrainedModel, number: int, updates: int) -> bytes:
-        """Return the note of a snapshot after a request, and forget what the snapshot before it has."""
-        answers = self.requests.answers(model.id, number)
+        """Return the note of a snapshot after a request; forget what the snapshot before it has and nobody asks for."""
+        asked_for = self.requests.wait_for(model.id, number)
+        if model.journal.lost is not None:
+            raise model.journal.lost
         if (kept := journal.snapshots(self.session.directory).get(model.id)) is not None:
-            journal.drop(model.folder, kept.number)
-        return journal.note_of(model.id, number, updates, answers)
+            model.journal.drop(min(kept.number, asked_for - 1))
+        return journal.note_of(model.id, number, updates)
 
     def restore(self, session: str) -> list[TrainedModel]:
         """Bring a session back that a server had which was killed; return its models, with the state of their newest
@@ -250,12 +243,12 @@ class Service:
             client.samplers[name] = Sampled(name, Path(about["folder"]), about["path"])
         models = []
         for found in journal.models(self.directory, session):
-            model = self._add(client, found.name, found.slot, journal.adapters(found.folder))
+            model = self._add(client, found)
             models.append(model)
             kept = journal.snapshots(self.session.directory).get(model.id)
             if kept is not None:
                 model.kept, model.steps = kept.number, kept.updates
-                self.requests.restore(model.id, session, kept.number, kept.answers)
+                self.requests.restore(model.id, session, kept.number, found.answers(kept.number))
                 load = partial(self.session.load, kept.folder, True, model.slot, lasting=True, updates=kept.updates)
                 self.requests.then(load, model.id)
         return models
@@ -296,9 +289,11 @@ class Service:
         loads: Path | None = None,
         joins: tuple[Kind, Call] | None = None,
     ) -> tuple[str, str]:
-        record = self._record(model, number, verb, body, loads)
-        one = Accepted(f"{model.id}:{number}", model.session, digest_of(body), start, finish, len(body), record, joins)
-        return self.requests.accept(model.id, number, one), model.id
+        digest, record = digest_of(body), self._record(model, number, verb, body, loads)
+        keep, name = partial(model.journal.add_answer, number, digest), f"{model.id}:{number}"
+        one = Accepted(name, model.session, digest, start, finish, len(body), record, keep, joins)
+        accept = self.requests.accept if number else self.requests.accept_first
+        return accept(model.id, one), model.id
 
     # Calls.
 
@@ -395,7 +390,7 @@ class Service:
             loads, adapters = self._loaded(asked.path)
             if not self.returning:
                 check_loaded(model.adapters, adapters, asked.path)
-        path, with_optimizer, folder = asked.path, asked.optimizer, journal.pinned(model.folder, number)
+        path, with_optimizer, folder = asked.path, asked.optimizer, model.journal.pinned(number)
         return self._accept(
             model,
             number,

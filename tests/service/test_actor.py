@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import ray
 
 from raypipe.errors import SpecError
 from raypipe.runtime.session.call_data import Datum
-from raypipe.runtime.session.session import arrays
+from raypipe.runtime.session.session import Call, Session, arrays
 from raypipe.runtime.session.session_worker import AdamW
 from raypipe.service.actor import RemoteSession
 from tests.runtime.runs.plain_training import whole_gpt
@@ -27,6 +28,14 @@ def steps_elsewhere(name: str, data: list[list[Datum]], adam: AdamW, slot: int) 
     session = RemoteSession.find(name)
     made = [(session.forward_backward(one, slot=slot), session.optim_step(adam, slot)) for one in data]
     return [(ray.get(call).loss_sum, ray.get(update).grad_norm) for call, update in made]
+
+
+def test_it_has_the_verbs_of_a_session() -> None:
+    """All but ``note``, which a caller needs that keeps the requests itself."""
+    for name, method in inspect.getmembers(Session, inspect.isfunction):
+        if not name.startswith("_") and "PendingCall" in str(inspect.signature(method).return_annotation):
+            wanted, has = (list(inspect.signature(getattr(of, name)).parameters) for of in (Session, RemoteSession))
+            assert has == [parameter for parameter in wanted if parameter != "note"], name
 
 
 def test_other_processes_train_on_it(local_ray: None, tmp_path: Path) -> None:
@@ -47,6 +56,14 @@ def test_other_processes_train_on_it(local_ray: None, tmp_path: Path) -> None:
             for one, (loss, norm) in zip(data, found, strict=True):
                 assert loss == pytest.approx(plain.forward_backward(one, "cross_entropy")[0], rel=1e-9)
                 assert norm == pytest.approx(plain.optim_step(adam), rel=1e-9)
+        plain = [PlainCalls(whole_gpt(job)) for _ in range(2)]
+        made = [session.load(start, with_optimizer=False, slot=slot) for slot in range(2)]
+        mixed = [Call(one[0][:2], slot=slot) for slot, one in enumerate(work)]
+        for one, call, outputs in zip(plain, mixed, ray.get(session.together("backward", mixed)), strict=True):
+            assert outputs.loss_sum == pytest.approx(one.forward_backward(call.data, call.loss)[0], rel=1e-9)
+        for slot, one in enumerate(plain):
+            assert ray.get(session.optim_step(adam, slot)).grad_norm == pytest.approx(one.optim_step(adam), rel=1e-9)
+        assert ray.get([*made, *session.together("forward", mixed[:1])])[-1].loss_sum > 0
         with pytest.raises(SpecError, match="no forward_backward has come"):
             ray.get(session.optim_step(adam))
         assert ray.get(session.forward(work[0][0])).loss_sum > 0  # a refused call does not hold up the next

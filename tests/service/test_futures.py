@@ -10,7 +10,7 @@ import pytest
 
 from raypipe.errors import SpecError
 from raypipe.runtime.session.session import Call
-from raypipe.service.futures import Accepted, Answer, Requests
+from raypipe.service.futures import AHEAD, Accepted, Answer, BusyError, Requests
 
 
 class Done:
@@ -46,7 +46,7 @@ class Started:
         joins = None if kind is None else (kind, Call((), name))
         one = Accepted(name, "s", name, start, lambda _: Answer({}), 0, joins=joins)
         if number:
-            self.requests.accept(model, number, one)
+            self.requests.accept(model, one)
         else:
             self.requests.accept_first(model, one)
         return one
@@ -72,6 +72,21 @@ def test_the_next_calls_of_several_models_start_together() -> None:
     )
     assert order[:3] == [["a:0"], ["b:0"], ["c:0"]]
     assert order[3:] == [["a:1", "b:1"], ["a:2"], ["b:2"], ["c:1"], ["c:2", "a:3"]]
+
+
+def test_a_refused_number_that_came_early_is_used_up() -> None:
+    """The client sends three requests at once; the second, which is wrong, arrives first."""
+    started = Started()
+    recorded: list[int] = []
+    started.send("a", 0)
+    started.requests.refuse("a", 2, lambda: recorded.append(2))
+    started.requests.refuse("a", 2, lambda: recorded.append(2))
+    with pytest.raises(SpecError, match="number 2 has been used"):
+        started.send("a", 2)
+    with pytest.raises(BusyError):
+        started.requests.refuse("a", 1 + AHEAD, lambda: recorded.append(1 + AHEAD))
+    assert started.all("a:1:", "a:3:") == [["a:0"], ["a:1"], ["a:3"]]
+    assert recorded == [2]
 
 
 def test_a_call_that_fails_does_not_fail_those_that_it_would_have_joined() -> None:
