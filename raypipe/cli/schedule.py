@@ -280,7 +280,7 @@ def emulate(
     skew: Annotated[
         float,
         typer.Option(
-            metavar="X", help="With --expert-parts: in each step another copy's experts get X times the mean [1]."
+            metavar="X", help="With --expert-parts: in each step another copy's experts get X times the mean."
         ),
     ] = 1.0,
     norm: Annotated[

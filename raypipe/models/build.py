@@ -23,6 +23,7 @@ from raypipe.graph.operations import OperationGraph
 from raypipe.job import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models.captured import CapturedModel, Share
+from raypipe.models.divided_head import DividedHead
 from raypipe.models.given.read import given_model
 from raypipe.models.gpt import GptLayers
 from raypipe.models.layered import LayeredModel
@@ -67,7 +68,8 @@ def build_model(
     Args:
         job: the job.
         fields: the raw inputs that the data's arrays provide; None for text.
-        tensor_rank: build this tensor rank's share of the model (``parallel.tensor``); None builds the whole model.
+        tensor_rank: build this tensor rank's share of the model (``parallel.tensor``), with the layers of the plan
+            (``parallel.vocabulary``); None builds the whole model.
         parallel: the plan's section; None where there is no plan: the job's.
         expert_rank: which share of the experts to build (``parallel.experts``), where ``tensor_rank`` is not None.
 
@@ -77,7 +79,11 @@ def build_model(
     """
     model = _whole_loss(job, fields, tensor_rank, parallel, expert_rank)
     chunk = job.train.loss_chunk_tokens
-    return model if chunk is None else model.in_chunks(chunk)
+    model = model if chunk is None else model.in_chunks(chunk)
+    asked = job.parallel if parallel is None else parallel
+    if tensor_rank is None or asked.vocabulary == "whole":
+        return model
+    return DividedHead(model, asked.stages)
 
 
 def _whole_loss(

@@ -25,7 +25,16 @@ from raypipe.models.current_slice import positions_of
 from raypipe.models.document_attention import attend_by_document
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
-from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, Project, StageBody, TiedGroup, equal_slices
+from raypipe.models.layered import (
+    BodyEnds,
+    CutTensor,
+    LayeredModel,
+    LinearHead,
+    Project,
+    StageBody,
+    TiedGroup,
+    equal_slices,
+)
 from raypipe.models.running_statistics import (
     RunningStatistics,
     check_buffers,
@@ -195,6 +204,40 @@ class CapturedModel(LayeredModel):
     def reads(self, layers: Sequence[int]) -> frozenset[str]:
         """Return the raw inputs that these sub-graphs need, also for cheap operations that every stage repeats."""
         return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._operations(layers)))
+
+    @property
+    def head(self) -> LinearHead:
+        """See ``LayeredModel.head``."""
+        operations = self.graph.linear_head
+        if not self.linear_head or operations != tuple(range(operations[0], len(self.graph.operations))):
+            return super().head
+        names = self.graph.parameters_of([self.graph.operations[operations[0]]])
+        shape = _type(self.graph.operations[operations[0]]).shape
+        rows = int(evaluate_all(shape[-1:], self.sizes(1))[0])
+        return LinearHead(names, rows, sum(self.graph.parameters[name] for name in names) // rows)
+
+    def without_head(self) -> CapturedModel:
+        """See ``LayeredModel.without_head``."""
+        other, head, names = copy(self), self.graph.linear_head, self.head.names
+        other.linear_head, other.edges = False, (*self.edges[:-1], head[0])
+        other.held = (*self.held[:-1], tuple(name for name in self.held[-1] if name not in names))
+        product = sum(forward_flops(self.graph, n, self.sizes(1)) for n in head)
+        other.flops = (*self.flops[:-1], self.flops[-1] - product)
+        other._handed_on = (*self._handed_on, *self.graph.operations[head[0]].inputs)
+        return other
+
+    def read_by_head(self, samples: int, lengths: Lengths = ANY_LENGTH) -> CutTensor:
+        """See ``LayeredModel.read_by_head``; where there is no head, it is handed on as the last of all results."""
+        return self.tensors((len(self._results),), samples, lengths)[0]
+
+    def build_head(self, shard: Shard, seed: int, device: torch.device | str = "cpu") -> StageBody:
+        """See ``LayeredModel.build_head``."""
+        head = self.graph.linear_head
+        part = build_subgraph(self.captured, head, self.graph.operations[head[0]].inputs, (), device)
+        stage = CapturedBody(part.module, (), tuple(getattr(torch, _type(one).dtype) for one in part.leaves))
+        stage.head = tuple(self.graph.operations[n].name for n in head)
+        stage.fill(self.values, seed, device, lambda _, whole: shard.cut(whole, 0))
+        return stage
 
     def build_stage(
         self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: BodyEnds | None = None

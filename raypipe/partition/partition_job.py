@@ -43,6 +43,8 @@ def partition_job(
         SpecError: a file that cannot be read or is of another model, more stages than sub-graphs, too little memory.
         CaptureError: the model cannot be captured.
     """
+    if job.parallel.vocabulary == "split":
+        raise SpecError("parallel.vocabulary", "split, and costs are of layers whose head is whole", "use whole")
     schedule = base_schedule(job.parallel, job.train.batch)
     described = None if cluster is None else load_cluster(cluster).of_one_kind(str(cluster))
     measured = None if profile is None else load_profile(profile)

@@ -43,6 +43,16 @@ class Shard:
     """Which group divides it."""
     order: tuple[int, ...] = ()
     """Places along ``dim`` in the order in which ranks hold them; empty: ascending."""
+    own_rank: int | None = None
+    """The share, where it follows from the stage that holds it and not from the process; such shares may be uneven."""
+
+    @property
+    def rows(self) -> range:
+        """The part of ``dim`` that the share with an ``own_rank`` is."""
+        (length,) = self.parts
+        assert self.own_rank is not None
+        each = -(-length // self.size)
+        return range(length)[self.own_rank * each : (self.own_rank + 1) * each]
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the undivided tensor of which a share has shape ``shape``."""
@@ -51,7 +61,9 @@ class Shard:
         return tuple(whole)
 
     def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the share of rank ``rank`` as a new tensor."""
+        """Return the share of rank ``rank``, or of its own one, as a new tensor."""
+        if self.own_rank is not None:
+            return whole.narrow(self.dim, self.rows.start, len(self.rows)).clone()
         if self.order:
             length = len(self.order) // self.size
             chosen = torch.tensor(self.order[rank * length : (rank + 1) * length], device=whole.device)
