@@ -25,18 +25,19 @@ _ahead: list[subprocess.Popen[bytes]] = []
 """The processes that compile ahead, until they have ended."""
 
 
-def compile_ahead(*loads: Callable[[], None]) -> None:
+def compile_ahead(*loads: Callable[[], None]) -> bool:
     """Begin to call each of ``loads``, which compile, in a process of its own: this one then finds the code kept.
 
-    Numba takes half a minute of a core on a machine's first plan, while a command imports, captures and waits for Ray.
+    Numba takes half a minute of a core on a machine's first plan. Returns whether it is begun, now and not before.
     """
     if _ahead:
-        return
+        return False
     for load in loads:
         # What is done meanwhile is wanted sooner.
         process = start_apart(f"import os; os.nice(5); from {load.__module__} import {load.__name__} as f; f()")
         if process is not None:  # else this one compiles
             _ahead.append(process)
+    return bool(_ahead)
 
 
 def is_kept(function: Callable[..., object]) -> bool:

@@ -2,6 +2,7 @@
 
 While a run trains, the first one asks it for a checkpoint, and the exception follows when that is there. At any other
 time it is raised where the command is, or when Ray has started. The exit status is 143 or 130, as shells have it.
+Where what a run waits for is gone, a thread ends the command (``ends_without``), since no handler may run any more.
 Processes that a command starts beside itself (``start_apart``) get none of them, and end with it. A worker that trains
 only notes a SIGTERM (``told_to_go``), and goes between two steps.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -116,6 +118,51 @@ def start_apart(program: str, given: bytes = b"") -> subprocess.Popen[bytes] | N
     with suppress(OSError), process.stdin:  # it may have ended already
         process.stdin.write(given)
     return process
+
+
+LOOKS, LOOK_S = 3, 1.0
+"""Times in a row that what a run waits for has to be gone, and the interval between them."""
+
+
+@contextmanager
+def ends_without(there: Callable[[], bool], say: Callable[[int], str]) -> Iterator[None]:
+    """Have a signal in this block end the process when what the block waits for is gone; a second one does at once.
+
+    Python runs handlers between two of its instructions, but a call of Ray's whose cluster is gone may not return for
+    a minute. So a thread of this block's own hears of signals.
+
+    Args:
+        there: returns whether what the block waits for is there; it is asked from a signal on.
+        say: returns the last words, from the signal's number.
+    """
+    ours = [number for number in HANDLED if isinstance(signal.getsignal(number), _Handlers)]
+    if threading.current_thread() is not threading.main_thread() or not ours:
+        yield
+        return
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+    before = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    threading.Thread(target=_end_without, args=(heard, ours, there, say), name="raypipe-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(told)
+
+
+def _end_without(heard: int, ours: list[int], there: Callable[[], bool], say: Callable[[int], str]) -> None:
+    with os.fdopen(heard, "rb", buffering=0) as pipe:
+        numbers: list[int] = []
+        gone = 0
+        while gone < LOOKS and len(numbers) < 2:
+            if select.select([pipe], [], [], LOOK_S if numbers else None)[0]:
+                if not (data := pipe.read(64)):
+                    return  # the block has ended
+                numbers += [number for number in data if number in ours]
+            elif numbers:
+                gone = 0 if there() else gone + 1
+        print(say(numbers[0]), file=sys.stderr, flush=True)
+        os._exit(SHELL + numbers[0])
 
 
 _active: _Handlers | None = None

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from raypipe.observe.run_log import EVENTS, events_since_start, log_event
 from raypipe.observe.run_record import summarise
 from raypipe.plan.joint.better_plans import compile_kernels
 from raypipe.plan.shard_ways import check_statistics
-from raypipe.signals import end_on_signals, ended_by, waiting
+from raypipe.signals import end_on_signals, ended_by, ends_without, waiting
 
 if TYPE_CHECKING:
     from ray.train import Result
@@ -324,6 +325,10 @@ def _ended(
     request: RunRequest, watch: Sequence[Callable[[], None]], callbacks: Sequence[Any]
 ) -> Result | BaseException:
     """Run Ray Train to the end and return its result or the exception that it raised."""
+    import ray
+
+    from raypipe.runtime.cluster.connect import listens
+
     ended: list[Result | BaseException] = []
 
     def work() -> None:
@@ -335,7 +340,12 @@ def _ended(
     # Ray Train's fit() blocks; the main thread follows the run's logs meanwhile.
     thread = threading.Thread(target=work, name="raypipe-fit", daemon=True)
     thread.start()
-    with waiting() as received:
+    address = ray.get_runtime_context().gcs_address
+
+    def last_words(number: int) -> str:
+        return f"run: ended by {signal.Signals(number).name}; its Ray is gone\n  fix: continue with --resume"
+
+    with ends_without(partial(listens, address), last_words), waiting() as received:
         asked = False
         while thread.is_alive():
             thread.join(LOOK_S)

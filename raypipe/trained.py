@@ -95,10 +95,10 @@ def fill(module: nn.Module, directory: Path, job: JobSpec) -> None:
         inner = inner.base_model.model
     with torch.no_grad():
         for name, parameter in inner.named_parameters():
-            if (key := f"param/{name}") in checkpoint.files:
+            if (key := f"param/{name}") in checkpoint.stored:
                 parameter.copy_(checkpoint.read([key])[key])
         for name, buffer in inner.named_buffers():
-            if (key := buffer_key(name)) in checkpoint.files:
+            if (key := buffer_key(name)) in checkpoint.stored:
                 buffer.copy_(checkpoint.read([key])[key])
 
 
@@ -106,7 +106,7 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace, seed: 
     """Fill the module from the checkpoint, and with start values where that holds none since forward reads none."""
     values = source.values(source.build)
     parameters = dict(module.named_parameters())  # tied parameters by their first name, as in checkpoints
-    unused = [name for name in parameters if f"param/{name}" not in checkpoint.files]
+    unused = [name for name in parameters if f"param/{name}" not in checkpoint.stored]
     others = values.read(unused, (), seed) if unused else {}
     for name, parameter in parameters.items():
         value = others[name] if name in others else checkpoint.read([f"param/{name}"])[f"param/{name}"]
@@ -115,7 +115,7 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace, seed: 
     for name, value in values.read((), buffers, seed).items():
         parent, _, leaf = name.rpartition(".")  # replaced, for one that is made like a parameter has no memory either
         buffers[name] = module.get_submodule(parent)._buffers[leaf] = value.to(buffers[name].dtype)
-    learned = {name: buffer_key(name) for name in buffers if buffer_key(name) in checkpoint.files}
+    learned = {name: buffer_key(name) for name in buffers if buffer_key(name) in checkpoint.stored}
     for name, key in learned.items():
         buffers[name].copy_(checkpoint.read([key])[key])
 

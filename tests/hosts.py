@@ -154,18 +154,28 @@ def _namespace(flags: Sequence[str], prepare: str) -> Iterator[int]:
 
 
 @contextmanager
-def ray_cluster(members: Sequence[Host], cpus: int = 1) -> Iterator[dict[str, str]]:
+def ray_cluster(members: Sequence[Host], cpus: int = 1, forks: bool = True) -> Iterator[dict[str, str]]:
     """A Ray cluster with a raylet on every host, the first one's being the head; gives the settings that lead to it.
 
-    It ends with the hosts.
+    It ends with the hosts. ``forks``: see ``tests.ray_environment.start_ray``.
     """
-    ray = str(Path(sys.executable).with_name("ray"))
     head = members[0].address
     at = f"[{head}]:{GCS_PORT}" if ":" in head else f"{head}:{GCS_PORT}"
-    own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
-    forks = forking()
-    of_head = ["--head", "--port", str(GCS_PORT), "--node-ip-address", head, "--include-dashboard=false"]
-    members[0].must(ray, "start", *of_head, *own, **forks)
+    settings = forking() if forks else {}
+    members[0].must(
+        *_start(members[0], cpus), "--head", "--port", str(GCS_PORT), "--include-dashboard=false", **settings
+    )
     for host in members[1:]:
-        host.must(ray, "start", "--address", at, "--node-ip-address", host.address, *own, **forks)
+        host.must(*_start(host, cpus), "--address", at, **settings)
     yield {"RAY_ADDRESS": at}
+
+
+def start_raylet(host: Host, settings: dict[str, str], cpus: int) -> str:
+    """Start a raylet that forks nothing on a host that has lost its own; return why it did not start, if so."""
+    done = host.run(*_start(host, cpus), "--address", settings["RAY_ADDRESS"])
+    return done.stderr if done.returncode else ""
+
+
+def _start(host: Host, cpus: int) -> list[str]:
+    own = ["--num-cpus", str(cpus), "--object-store-memory", str(100 << 20), "--disable-usage-stats"]
+    return [str(Path(sys.executable).with_name("ray")), "start", "--node-ip-address", host.address, *own]

@@ -152,3 +152,27 @@ def test_a_run_is_asked_for_a_checkpoint_before_anything_else(tmp_path: Path) ->
     assert (stop.why, stop.pauses, stop.interrupts) == ("SIGTERM", True, True)
     go_on(tmp_path)
     assert asked_to_stop(tmp_path) is None
+
+
+WAITS = """
+import time
+from raypipe import signals
+signals.LOOK_S = 0.05
+with signals.end_on_signals(), signals.ends_without(lambda: {there}, lambda number: f"{{number}}: it is gone"):
+    with signals.waiting() as received:
+        print("ready", flush=True)
+        while received() is None or not {there}:
+            time.sleep(0.05)
+        time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_waits_for_something_that_is_gone_ends(there: bool) -> None:
+    program = [sys.executable, "-c", WAITS.format(there=there)]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == ((0, "") if there else (143, "15: it is gone\n"))

@@ -2,8 +2,9 @@
 
 A checkpoint is a directory ``step-00000050`` of safetensors files and one ``manifest.json``. Tensor names depend on the
 model and not on the plan that wrote them: ``param/<layer>.<path>``, ``optim/<layer>.<path>/<state>``, and
-``buffer/<path>`` for running statistics. The manifest is written last, so a directory without one is an unfinished
-checkpoint. Nothing is pickled.
+``buffer/<path>`` for running statistics. A tensor that stages divide by rows is stored as their pieces, with the rows
+behind its name (``[0:128]``), and read as one. The manifest is written last, so a directory without one is an
+unfinished checkpoint. Nothing is pickled.
 """
 
 from raypipe.checkpoint.read import (
@@ -23,6 +24,7 @@ from raypipe.checkpoint.write import (
     Snapshot,
     buffer_key,
     commit,
+    rows_key,
     step_directory,
     write_shard,
     write_snapshot,
@@ -43,6 +45,7 @@ __all__ = [
     "latest",
     "open_checkpoint",
     "outcome",
+    "rows_key",
     "step_directory",
     "write_shard",
     "write_snapshot",

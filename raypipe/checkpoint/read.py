@@ -8,9 +8,11 @@ import secrets
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -33,8 +35,18 @@ class Checkpoint:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All keys, sorted."""
-        return tuple(sorted(self.files))
+        """The keys of all tensors, sorted."""
+        return tuple(sorted(self.stored))
+
+    @cached_property
+    def stored(self) -> dict[str, list[str]]:
+        """Per tensor, the keys under which it is stored: its own, or those of its rows (``rows_key``), in order."""
+        pieces: dict[str, list[tuple[int, str]]] = {}
+        for key in self.files:
+            rows = _ROWS.fullmatch(key)
+            whole_key, begin = (key, 0) if rows is None else (rows[1], int(rows[2]))
+            pieces.setdefault(whole_key, []).append((begin, key))
+        return {key: [one for _, one in sorted(some)] for key, some in pieces.items()}
 
     def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
         """Read only these tensors, onto the CPU, in the dtype they were written in.
@@ -42,10 +54,16 @@ class Checkpoint:
         Raises:
             CheckpointError: the checkpoint does not hold a key, or a file is damaged.
         """
+        wanted = list(keys)
+        if missing := [key for key in wanted if key not in self.stored]:
+            raise CheckpointError(str(self.path), f"holds no {missing[0]}", nearest(missing[0], self.stored))
+        pieces = self._read_stored([one for key in wanted for one in self.stored[key]])
+        joins = {key: [pieces[one] for one in self.stored[key]] for key in wanted}
+        return {key: some[0] if len(some) == 1 else torch.cat(some) for key, some in joins.items()}
+
+    def _read_stored(self, keys: Iterable[str]) -> dict[str, Tensor]:
         by_file: dict[str, list[str]] = {}
         for key in keys:
-            if key not in self.files:
-                raise CheckpointError(str(self.path), f"holds no {key}", nearest(key, self.files))
             by_file.setdefault(self.files[key], []).append(key)
         result: dict[str, Tensor] = {}
         for file, wanted in by_file.items():
@@ -57,6 +75,7 @@ class Checkpoint:
         return result
 
 
+_ROWS = re.compile(r"(.*)\[([0-9]+):[0-9]+\]")
 _EARLIER = "use an earlier checkpoint"
 _STEP = re.compile(r"step-([0-9]{1,18})")
 

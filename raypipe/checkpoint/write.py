@@ -266,6 +266,11 @@ def step_directory(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def rows_key(rows: range) -> str:
+    """Return what follows the key of a tensor that is stored in several pieces, in the key of these rows."""
+    return f"[{rows.start}:{rows.stop}]"
+
+
 def buffer_key(name: str) -> str:
     """Return the key of a buffer that training changes, such as a batch norm's running mean."""
     return f"buffer/{name}"

@@ -264,6 +264,7 @@ def _shared(
 
     if not coming.ready:
         look_for_first(job, costs, devices, watch, lambda: coming.ready)
+    _compile()
     while not coming.ready:
         if watch.over and watch.first_plan is not None:
             print(
@@ -287,17 +288,24 @@ def _given_costs(
         return load_profile(profile), None
     from raypipe.job import load_cluster
     from raypipe.partition.job_costs import SharedProfiles, job_profile
-    from raypipe.plan.joint.better_plans import compile_kernels
 
     assert cluster is not None
     described = load_cluster(cluster)
     if devices is not None:
         described = described.resized(devices)
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; keep standard output for results
-        if compile_kernels():
-            print("compiling the planner, once on this machine, beside the search for a first plan", file=sys.stderr)
         coming = SharedProfiles(job, described)
+        if coming.ready:  # else captures, which the first plan waits for, have the cores
+            _compile()
         return job_profile(job, described), coming
+
+
+def _compile() -> None:
+    """Begin to compile the planner beside, where this machine has not yet."""
+    from raypipe.plan.joint.better_plans import compile_kernels
+
+    if compile_kernels():
+        print("compiling the planner, once on this machine, beside the search for a first plan", file=sys.stderr)
 
 
 def _measured_costs(job: JobSpec, devices: int | None) -> Profile:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Optional, get_args
 
 import typer
 
-from raypipe.cli._shared.make import Made, described, load_one, make, with_shards
+from raypipe.cli._shared.make import Made, described, load_one, make, with_experts, with_shards
 from raypipe.cli._shared.options import (
     SEARCH,
     SHAPE,
@@ -252,7 +252,9 @@ def emulate(
         float, typer.Option(metavar="US", min=0.0, help="Latency of a link in microseconds, added to --comm.")
     ] = 0.0,
     message_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of an activation.")] = 0.0,
-    grad_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients.")] = 0.0,
+    grad_mb: Annotated[
+        float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients, or of each of its parts.")
+    ] = 0.0,
     sharding: Texts,
     per_host: Annotated[
         int,
@@ -266,6 +268,21 @@ def emulate(
     innermost: Annotated[
         Text, typer.Option(metavar="WHICH", help="With --per-host: stages or replicas share a host [stages].")
     ] = None,
+    expert_parts: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Divide stages with --dispatch or --combine into N parts with experts, whose tokens travel beside "
+            "compute [0: in F and B].",
+        ),
+    ] = 0,
+    skew: Annotated[
+        float,
+        typer.Option(
+            metavar="X", help="With --expert-parts: in each step another copy's experts get X times the mean."
+        ),
+    ] = 1.0,
     norm: Annotated[
         Text, typer.Option(metavar="HOW", help="What updates do about a global norm: none, wait, optimistic [none].")
     ] = "none",
@@ -307,6 +324,10 @@ def emulate(
     _check_devices("--replicas", str(made.schedule.devices), replicas)
     if sharding["zero"] is not None and replicas == 1:
         raise RequestError("--zero", "one copy divides nothing", "add --replicas 2 or more")
+    if expert_parts:
+        made = with_experts(made, expert_parts)
+    elif skew != 1.0:
+        raise RequestError("--skew", "no tokens travel on their own", "add --expert-parts 1, --dispatch and --combine")
     made = with_shards([made], sharding, shape["unit"])[0]
     from raypipe.runtime.emulation.emulated_run import emulate
     from raypipe.runtime.emulation.links import Links
@@ -321,7 +342,7 @@ def emulate(
         innermost="replicas" if innermost == "replicas" else "stages",
     )
     with contextlib.redirect_stdout(sys.stderr):  # Ray prints notices of its own; standard output is for results
-        found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas, policy, clip_every)
+        found = emulate(made.schedule, _in_seconds(made.costs), links, steps, replicas, policy, clip_every, skew=skew)
     if trace is not None:
         from raypipe.observe.timelines import write_trace
 

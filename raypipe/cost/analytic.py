@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from raypipe.cost.gpt_work import SOFTWARE, gpt_work
 from raypipe.cost.kernels import Kernels
@@ -66,6 +67,15 @@ def analytic_profile(
     if isinstance(model, GptSpec):
         slicing = Slicing(positions=model.sequence)
     base_bytes, reserved = _reserved(device)
+    known: dict[LayerWork, LayerProfile] = {}
+
+    def layer(work: LayerWork) -> LayerProfile:
+        """Return its profile; layers that are alike but for their names are timed once."""
+        bare = replace(work, name="")
+        if bare not in known:
+            known[bare] = _layer(bare, kernels, sizes, iterating)
+        return known[bare].model_copy(update={"name": work.name})
+
     return Profile(
         source="analytic",
         device=device.name,
@@ -79,7 +89,7 @@ def analytic_profile(
         base_bytes=base_bytes,
         reserved=reserved,
         communication_share=device.communication_processors / (device.multiprocessors or 1),
-        layers=tuple(_layer(work, kernels, sizes, iterating) for work in works),
+        layers=tuple(map(layer, works)),
         tied_parameters=_tied(model, tied),
         trained_tied_parameters=trained_tied,
         update_s_per_parameter=update_bytes(optimizer, momentum, dtype) / kernels.bytes_s,

@@ -141,7 +141,9 @@ def _on_busiest(
     }
 
 
-def with_divided_experts(profile: Profile, group: int, imbalance: float | None = None) -> Profile:
+def with_divided_experts(
+    profile: Profile, group: int, imbalance: float | None = None, orders: Sequence[Sequence[int]] | None = None
+) -> Profile:
     """Return a measured profile as it is on the busiest of ``group`` copies that divide the experts of each layer.
 
     A copy computes as many rows as before, times the imbalance. What larger products gain is not counted: each expert
@@ -151,16 +153,20 @@ def with_divided_experts(profile: Profile, group: int, imbalance: float | None =
         profile: measured with all experts on each device.
         group: copies, E.
         imbalance: rows of the busiest copy, over the mean; None: as measured.
+        orders: of each layer with experts, the order in which copies hold them; empty: ascending, None: the most even.
 
     Raises:
         SpecError: the experts do not divide, or their loads cannot be so uneven.
     """
+    having = [n for n, layer in enumerate(profile.layers) if layer.experts is not None]
 
-    def divided(layer: LayerProfile) -> LayerProfile:
+    def divided(number: int, layer: LayerProfile) -> LayerProfile:
         own = layer.experts
         if own is None:
             return layer
-        uneven = own.imbalance(group) if imbalance is None else imbalance
+        check_group(own.work.experts, group)
+        order = orders[having.index(number)] if orders else None if orders is None else ()
+        uneven = own.imbalance(group, order) if imbalance is None else imbalance
         _, changed = _on_busiest(layer, own.work, group, uneven)
 
         def longer(seconds: float, share: float) -> float:
@@ -179,7 +185,9 @@ def with_divided_experts(profile: Profile, group: int, imbalance: float | None =
         return layer.model_copy(update={**changed, "times": times, "expert_parameters": held, "experts": None})
 
     return profile.each_kind(
-        lambda one: one.model_copy(update={"layers": tuple(map(divided, one.layers)), "experts": group})
+        lambda one: one.model_copy(
+            update={"layers": tuple(divided(n, layer) for n, layer in enumerate(one.layers)), "experts": group}
+        )
     )
 
 

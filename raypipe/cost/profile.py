@@ -6,7 +6,7 @@ the machine. Times are in seconds, sizes in bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -106,12 +106,39 @@ class ExpertsProfile(Spec):
     loads: Annotated[tuple[Bytes, ...], Field(strict=False)] = ()
     """Rows of each expert over the mean, as the router chose them for the job's own samples; none: not measured."""
 
-    def imbalance(self, group: int) -> float:
-        """Return the rows of the busiest of ``group`` copies that divide the experts, over the mean."""
-        if not self.loads:
-            return 1.0
-        held = len(self.loads) // group
-        return max(1.0, max(sum(self.loads[i : i + held]) for i in range(0, len(self.loads), held)) / held)
+    def imbalance(self, group: int, order: Sequence[int] | None = None) -> float:
+        """Return the rows of the busiest of ``group`` copies that divide the experts, over the mean.
+
+        ``order``: see ``busiest``; None: the most even one.
+        """
+        return busiest(self.loads, even_order(self.loads, group) if order is None else order, group)
+
+
+def busiest(loads: Sequence[float], order: Sequence[int], group: int) -> float:
+    """Return the load of the busiest of ``group`` copies that hold experts in an order, over the mean; 1 without loads.
+
+    >>> busiest((3, 1, 1, 3, 0, 0), (), 3), busiest((3, 1, 1, 3, 0, 0), (0, 4, 3, 5, 1, 2), 3)
+    (1.5, 1.125)
+    """
+    held, mean = len(loads) // group, sum(loads) / group
+    placed = [loads[k] for k in order or range(len(loads))]
+    return max(sum(placed[i : i + held]) for i in range(0, len(placed), held)) / mean if mean else 1.0
+
+
+def even_order(loads: Sequence[float], group: int) -> tuple[int, ...]:
+    """Return experts in an order in which ``group`` copies that hold equally many have loads as even as can be had so:
+    the largest first, each to the copy with the least load that has room. Nothing where that is not more even.
+
+    >>> even_order((3, 1, 1, 3, 0, 0), 3), even_order((1, 1, 1, 1), 2)
+    ((0, 4, 3, 5, 1, 2), ())
+    """
+    held = len(loads) // group
+    copies: list[list[int]] = [[] for _ in range(group)]
+    for expert in sorted(range(len(loads)), key=lambda k: (-loads[k], k)):
+        room = [own for own in copies if len(own) < held]
+        min(room, key=lambda own: sum(loads[k] for k in own)).append(expert)
+    order = tuple(k for own in copies for k in own)
+    return order if busiest(loads, order, group) < busiest(loads, (), group) else ()
 
 
 class LayerProfile(Spec):
@@ -303,6 +330,8 @@ class Profile(Spec):
     reduce_dtype: ReduceDtype | None = None
     """``parallel.reduce_dtype`` of the job that is planned, where it is not the gradients' own; see
     ``cost.stages.with_reduce_dtype``."""
+    gathers_narrow: bool = False
+    """``train.gathers_narrow`` of the job that is planned; see ``cost.stages.as_exchanged``."""
     taken_for: TakenFor | None = None
     """The job that it was measured for; None if computed."""
     batch_statistics: bool = False

@@ -16,6 +16,7 @@ from raypipe.cost.stages import (
     gradient_width,
     group_seconds,
     iterations,
+    narrow_bytes,
     reduced_width,
     trained_parameters,
 )
@@ -97,7 +98,8 @@ def with_sharding(
         if sharding.levels[stage]:
             experts = expert_parameters(profile, layers)  # each copy has its share of these already
             values = trained_parameters(profile, layers) - experts
-            gather[stage] = over_group("all_gather", stage, values * width)
+            narrow = narrow_bytes(profile, layers) if sharding.levels[stage] == 3 else 0.0  # half of what they take
+            gather[stage] = over_group("all_gather", stage, values * width - narrow)
             scatter[stage] = over_group("reduce_scatter", stage, values * reduced)
             if sharding.levels[stage] == 3:
                 forward[stage] += taken * min(forward[stage], gather[stage])

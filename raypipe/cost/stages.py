@@ -317,6 +317,23 @@ def trained_parameters(profile: Profile, layers: Sequence[int]) -> int:
     return sum(profile.layers[i].trained for i in layers) - tied
 
 
+def narrow_bytes(profile: Profile, layers: Sequence[int]) -> float:
+    """Return the bytes of a stage's weights that copies gather in 16 bits, where they divide them (ZeRO level 3).
+
+    They are those that autocast would cast. A matrix that two layers share, and experts, are gathered as they are.
+    """
+    if not profile.gathers_narrow:
+        return 0.0
+    tied, last, each = profile.trained_tied, len(profile.layers) - 1, WIDTH["bfloat16"]
+
+    def of(i: int) -> float:
+        layer = profile.layers[i]
+        aside = layer.expert_parameters + (tied if i == last else 0)
+        return max(0.0, min(layer.cast_bytes - each * aside, each * (layer.trained - aside)))
+
+    return sum(map(of, layers))
+
+
 def frozen_stages(profile: Profile, cut: Cut) -> tuple[int, ...]:
     """Return the stages of a cut that have no trained parameter, as a schedule's rules name them.
 
@@ -393,9 +410,11 @@ def _link(profile: Profile, users: int) -> LinkFit:
 
 
 def as_exchanged(profile: Profile, train: TrainSpec, parallel: ParallelSpec) -> Profile:
-    """The profile with messages and gradient sums in the dtypes that a job asks for."""
+    """The profile with messages, gradient sums and gathered weights in the dtypes that a job asks for."""
     cast = with_cast_messages(profile, message_dtype(train, parallel))
-    return with_reduce_dtype(cast, reduce_dtype(train, parallel))
+    summed = with_reduce_dtype(cast, reduce_dtype(train, parallel))
+    narrow = {"gathers_narrow": train.gathers_narrow}
+    return summed.each_kind(lambda kind: kind.model_copy(update=narrow)) if train.gathers_narrow else summed
 
 
 def with_cast_messages(profile: Profile, wire_dtype: WireDtype | None) -> Profile:

@@ -64,15 +64,20 @@ class Subgraphs:
         return range(self.starts[subgraphs[0]], (*self.starts, self.end)[subgraphs[-1] + 1])
 
 
-def shard(graph: OperationGraph, parts: int | None = None) -> Subgraphs:
-    """Divide a model into sub-graphs; with ``parts`` (the paper's k), a share is 1 / k of the whole model.
+def shard(graph: OperationGraph, parts: int | None = None, more: int = 0) -> Subgraphs:
+    """Divide a model into sub-graphs.
+
+    Args:
+        graph: the model.
+        parts: the paper's k: a share is 1 / k of the whole model.
+        more: take the share of a model whose last block but one comes so many times more.
 
     Raises:
         RequestError: the model has no parameters.
     """
     if not graph.parameters:
         raise RequestError("model", "has no parameters", "give a model that can be trained")
-    starts = _merge_light(graph, _starts(graph, parts))
+    starts = _merge_light(graph, _starts(graph, _share(graph, parts, more)))
     edges = [*starts, len(graph.operations)]
     labels = tuple(label(graph, range(a, b)) for a, b in pairwise(edges))
     blocks = tuple(_block(graph, range(a, b)) for a, b in pairwise(edges))
@@ -97,9 +102,9 @@ def common_operations(graph: OperationGraph) -> frozenset[int]:
     return frozenset(result)
 
 
-def _starts(graph: OperationGraph, parts: int | None) -> list[int]:
+def _starts(graph: OperationGraph, share: float) -> list[int]:
     """Run Algorithm 2, with Algorithm 1 inlined; return the sub-graphs' first operations."""
-    repeated, common, share = replicated(graph), common_operations(graph), _share(graph, parts)
+    repeated, common = replicated(graph), common_operations(graph)
     returned = set(graph.outputs.values())
     starts, outputs = [0], [-1]  # per sub-graph: its first operation, and the result it passes on once it is closed
     parameters: list[set[str]] = [set()]  # per sub-graph, the parameters it reads
@@ -144,13 +149,13 @@ def _home(starts: list[int], number: int) -> int:
     return home
 
 
-def _share(graph: OperationGraph, parts: int | None) -> float:
-    total = sum(graph.parameters.values())
+def _share(graph: OperationGraph, parts: int | None, more: int) -> float:
+    total, blocks = sum(graph.parameters.values()), list(graph.block_parameters.values())
     if parts is not None:
         return total / parts
-    if not graph.block_parameters:
+    if not blocks:
         return total / (SHARES_PER_BLOCK * len(graph.parameters))
-    return sum(graph.block_parameters.values()) / (SHARES_PER_BLOCK * graph.layers)
+    return (sum(blocks) + more * blocks[-2:][0]) / (SHARES_PER_BLOCK * (len(blocks) + more))
 
 
 def _block(graph: OperationGraph, span: range) -> str:

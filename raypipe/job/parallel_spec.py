@@ -13,7 +13,7 @@ from raypipe.job.field_types import Count, CountKey, Positive, ReduceDtype, Spec
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.passes.sync import BY_LAYER
-from raypipe.schedule.shape import Concat, Innermost, ParallelShape, Shape, pipeline_shape
+from raypipe.schedule.shape import Concat, Innermost, ParallelShape, Shape, Vocabulary, pipeline_shape
 
 Shard = Literal["none", "zero1", "zero2", "zero3"]
 GatherKey = Gather | Literal["order"]
@@ -77,6 +77,9 @@ class ParallelSpec(Spec):
     slices: Positive = 1
     """Slices that each micro-batch is cut into along the sequence, for causal models (docs/guides/long-sequences.md): a
     stage keeps the activations of slices, not of whole micro-batches. The sequence is a multiple of it."""
+    vocabulary: Vocabulary = "whole"
+    """``split``: the rows of a linear head's matrix are divided over the devices of the pipeline, with the optimizer's
+    state of them, and each computes its share of the loss (docs/guides/vocabulary.md). For ``schedule: 1f1b``."""
     context: Positive = 1
     """Copies that divide each sequence among them, for causal models (docs/guides/long-sequences.md); ``replicas`` is a
     multiple of it. A copy computes two of ``2 * context`` equal parts of a sequence, from both of its ends, and gets
@@ -158,6 +161,10 @@ class ParallelSpec(Spec):
     """Copies that divide the experts of each mixture-of-experts layer among them; ``replicas`` is a multiple of it.
     Each token goes to the copies that hold its experts and back (expert parallelism, docs/guides/experts.md). 1: every
     copy holds all experts. ``auto``: the planner decides when the run starts, with all else as given."""
+    expert_order: Annotated[tuple[Annotated[tuple[int, ...], Field(strict=False)], ...], Field(strict=False)] = ()
+    """With ``experts``: for each layer that has some, in the model's order, their numbers in the order in which copies
+    hold them, the first 1/E of them the first copy. Not given: ascending, but where E is chosen with measured loads,
+    which the planner then evens out."""
     imbalance: Annotated[float, Field(ge=1, le=1e6)] = 1.0
     """For the planner: rows that the busiest of the copies which divide experts computes in a layer, over the mean. 1:
     loads are even. Not given: as measured for each layer, where costs are measured; else 1."""

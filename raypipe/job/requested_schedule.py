@@ -12,6 +12,7 @@ from raypipe.errors import ScheduleError, SpecError, nearest
 from raypipe.files import expanded
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.schedule import SCHEDULES, generate
+from raypipe.schedule.families.vocabulary import graph_of
 from raypipe.schedule.forms.json_form import load
 from raypipe.schedule.ir import Schedule, Sharding, StageGraph
 from raypipe.schedule.kinds import BOOKKEEPING, SHARDED
@@ -89,11 +90,14 @@ def check_shape(schedule: Schedule, parallel: ParallelSpec, batch: int, source: 
     ):
         if have != want:
             raise ScheduleError(what, f"{source} has {have} {what}, the job {want}", "make them agree")
-    if schedule.graph != StageGraph.chain(schedule.stages) and parallel.placement != "branches":
+    split = parallel.vocabulary == "split"
+    asked = graph_of(parallel.stages) if split else StageGraph.chain(schedule.stages)
+    if schedule.graph != asked and parallel.placement != "branches":
+        what = "those of a divided head" if split else "a chain"
         raise ScheduleError(
             "edges",
-            f"{source} has edges that are not a chain, but the job's stages are one",
-            "leave the edges out, or use a plan with placement: branches",
+            f"{source} has edges that are not {what}, but the job's stages are",
+            "make a new plan" if split else "leave the edges out, or use a plan with placement: branches",
         )
 
 

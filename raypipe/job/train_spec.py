@@ -364,6 +364,14 @@ class TrainSpec(Spec):
         return self
 
     @property
+    def gathers_narrow(self) -> bool:
+        """Whether copies that divide weights gather those of products in bfloat16, as the arithmetic reads them.
+
+        The graphs of compiled stages cast weights themselves.
+        """
+        return self.dtype == "bfloat16" and self.compile == "none"
+
+    @property
     def updates_whole(self) -> bool:
         """Return whether the optimizer reads whole rows and columns of a parameter, so that nothing may divide it."""
         return OPTIMIZERS[self.optimizer].divides != "values"

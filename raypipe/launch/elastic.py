@@ -83,6 +83,8 @@ class Elastic:
         """Number of each device that is slow now, and how many times as long as they should its tasks take."""
         self._slow_judged: dict[int, float] = {}
         """The newest such devices for which the planner was asked."""
+        self._loads: list[list[int]] | None = None
+        """The newest loads of the experts that copies divide, where others would have more even ones."""
         for _ in self._events.new_rows():
             pass  # those of earlier runs
 
@@ -106,6 +108,8 @@ class Elastic:
         for row in rows:
             if row["event"] == "straggler":
                 self._slow[self._numbers()[row["device"]]] = row["slowdown"]
+            elif row["event"] == "uneven_experts":
+                self._loads = row["loads"]
         self._slow = {number: factor for number, factor in self._slow.items() if factor > 1.0}
         if ended := [row for row in rows if row["event"] in ("devices_lost", "paused")]:
             self._change(ended[-1])
@@ -114,7 +118,8 @@ class Elastic:
 
         with suppress(RayError):  # Ray does not answer now: the run need not end for that
             self._see_lost()
-            for see in (self._see_drained, self._see_slow, self._see_more if self._next is None else self._see_started):
+            more = self._see_more if self._next is None else self._see_started
+            for see in (self._see_drained, self._see_slow, self._see_uneven, more):
                 if asked_to_stop(self.prepared.directory) is None:
                     see()
 
@@ -235,6 +240,24 @@ class Elastic:
         slow = ", ".join(f"device {n} takes {factor:.2f} times as long" for n, factor in sorted(self._slow.items()))
         self._next = better
         self._why = f"{slow or 'no device is slow'}: a step of {new_s:.4f} s expected instead of {was_s:.4f}"
+
+    def _see_uneven(self) -> None:
+        """Ask the run to pause if copies that divide experts would have more even loads with them in another order."""
+        if self._loads is None or self._next is not None:
+            return
+        loads, self._loads = self._loads, None
+        from raypipe.cost.profile import load_profile
+        from raypipe.plan.online.uneven_experts import evened
+
+        try:
+            profile = load_profile(self.prepared.directory / PROFILE)
+            result = evened(self.prepared.job, profile, self.prepared.plan, loads)
+        except RequestError:  # the profile is of whole layers alone
+            return
+        if result is None or (new_s := result[1].predicted_step_s) is None or new_s > (1 - WORTH) * result[0]:
+            return
+        self._next = result[1]
+        self._why = f"experts in another order: a step of {new_s:.4f} s expected instead of {result[0]:.4f}"
 
     def _see_more(self) -> None:
         """Ask the run to pause if the cluster has had more devices for a while, and a plan for them pays."""

@@ -25,7 +25,9 @@ from raypipe.observe.run_log import log_event
 from raypipe.partition.this_machine import this_machine
 from raypipe.plan.branches import Branches, LayerCosts, choose_branches
 from raypipe.plan.plan import Plan, build_schedule, load_plan
+from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
+from raypipe.schedule.families.vocabulary import costs_of
 from raypipe.schedule.ir import Schedule
 from raypipe.search import Found, search
 from raypipe.search.placements import placed
@@ -48,7 +50,7 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
         SpecError: there are more stages than layers, or the schedule cannot train tied parameters of this cut.
         ScheduleError: the schedule does not exist for this shape.
     """
-    from raypipe.models import split_layers
+    from raypipe.models import DividedHead, split_layers
 
     layers = model.declared
     parallel = job.parallel
@@ -73,6 +75,10 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
     else:
         schedule = base_schedule(parallel, job.train.batch)
         cut = split_layers(layers, schedule.placement, lambda flops: simulate(schedule, _costs(flops)).makespan)
+        if isinstance(layers, DividedHead):
+            blocks = [float(sum(layers.flops[i] for i in part)) for part in cut[: parallel.stages]]
+            costs = costs_of(blocks, layers.head_flops)
+            order = generate(parallel.schedule, parallel.shape(job.train.batch), costs)
         if schedule.versions == "stash":
             _check_tied(layers, cut)
     # A file is run as it is written, with the gradients that frozen stages need not as well.
@@ -307,7 +313,7 @@ def _checked_schedule(plan: Plan, job: JobSpec, model: LayeredModel, plan_file: 
         SpecError: the cut does not belong to the model or to the schedule.
         ScheduleError: the schedule cannot run, or does not fit ``train.batch``.
     """
-    numbers, layers = [i for stage in plan.cut for i in stage], model.count
+    numbers, layers, own = [i for stage in plan.cut for i in stage], model.count, model.own_stages
     if plan.parallel.placement == "branches":  # a stage is any set of layers
         numbers = sorted(numbers)
     if numbers != list(range(layers)):
@@ -316,6 +322,9 @@ def _checked_schedule(plan: Plan, job: JobSpec, model: LayeredModel, plan_file: 
             f"holds layers {numbers} of a model with layers 0 to {layers - 1}",
             "use a plan made for this job",
         )
+    if plan.cut[len(plan.cut) - len(own) :] != own:
+        why = f"does not end with the shares of the head and the loss, stages {own}"
+        raise SpecError(f"{plan_file}: cut", why, "use a plan made for this job")
     empty = next((s for s, stage in enumerate(plan.cut) if not stage), None)
     if empty is not None:
         raise SpecError(f"{plan_file}: cut", f"gives stage {empty} no layers", "use a plan made for this job")

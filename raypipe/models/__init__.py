@@ -1,6 +1,7 @@
 """Models as lists of layers, and the tasks that they are trained for."""
 
 from raypipe.models.build import DTYPES, build_model
+from raypipe.models.divided_head import DividedHead
 from raypipe.models.gpt import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
 from raypipe.models.layered import BodyEnds, Chain, CutTensor, LayeredModel, StageBody, TiedGroup, split_layers
@@ -11,6 +12,7 @@ __all__ = [
     "BodyEnds",
     "Chain",
     "CutTensor",
+    "DividedHead",
     "Field",
     "GptLayers",
     "Inputs",

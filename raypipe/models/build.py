@@ -23,6 +23,7 @@ from raypipe.graph.operations import OperationGraph
 from raypipe.job import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models.captured import CapturedModel, Share
+from raypipe.models.divided_head import DividedHead
 from raypipe.models.given.read import given_model
 from raypipe.models.gpt import GptLayers
 from raypipe.models.layered import LayeredModel
@@ -67,7 +68,8 @@ def build_model(
     Args:
         job: the job.
         fields: the raw inputs that the data's arrays provide; None for text.
-        tensor_rank: build this tensor rank's share of the model (``parallel.tensor``); None builds the whole model.
+        tensor_rank: build this tensor rank's share of the model (``parallel.tensor``), with the layers of the plan
+            (``parallel.vocabulary``); None builds the whole model.
         parallel: the plan's section; None where there is no plan: the job's.
         expert_rank: which share of the experts to build (``parallel.experts``), where ``tensor_rank`` is not None.
 
@@ -77,7 +79,11 @@ def build_model(
     """
     model = _whole_loss(job, fields, tensor_rank, parallel, expert_rank)
     chunk = job.train.loss_chunk_tokens
-    return model if chunk is None else model.in_chunks(chunk)
+    model = model if chunk is None else model.in_chunks(chunk)
+    asked = job.parallel if parallel is None else parallel
+    if tensor_rank is None or asked.vocabulary == "whole":
+        return model
+    return DividedHead(model, asked.stages)
 
 
 def _whole_loss(
@@ -93,7 +99,9 @@ def _whole_loss(
     if tensor_rank is not None and (parallel.tensor > 1 or parallel.experts > 1):
         table = parallel.tensor_table if parallel.tensor > 1 else None
         copies = 0 if parallel.auto and "replicas" not in parallel.given else parallel.replicas
-        division = Division(parallel.tensor, tensor_rank, table, parallel.experts, expert_rank, copies)
+        division = Division(
+            parallel.tensor, tensor_rank, table, parallel.experts, expert_rank, copies, parallel.expert_order
+        )
     smoothing = job.train.label_smoothing
     if division is not None and division.experts > 1 and not isinstance(job.model, HfSpec | ImportSpec):
         why = "only the experts of models from model.hf and model.import can be divided"
@@ -106,7 +114,7 @@ def _whole_loss(
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
     # The capture is the same for all ranks, so it is made for rank 0 only.
-    common = division and replace(division, tensor_rank=0, expert_rank=0)
+    common = division and replace(division, tensor_rank=0, expert_rank=0, expert_orders=())
     lines = job.data.type == "lines"
     model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches, smoothing)
     return model if division is None else model.share_of(division)
@@ -153,9 +161,7 @@ def _captured(
     share = None
     if division is not None:
         divided = _divided(whole, division)
-        # Copies that divide experts alone draw random numbers for the whole of every tensor.
-        undivided = _captured(kind, record, mask, given, dtype, None, lines).graph if division.size > 1 else None
-        share = Share(division, divide_module(build_without_memory(whole), division), undivided)
+        share = Share(division, divide_module(build_without_memory(whole), division), None)
     build = divided if function is None else _ending(divided, function, list(fields))
 
     def fresh() -> Captured:
@@ -186,6 +192,9 @@ def _captured(
         return result
 
     result = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
+    if share is not None and share.division.size > 1 and any(one.random for one in result.graph.operations):
+        # Copies that divide experts alone draw random numbers for the whole of every tensor.
+        share = share._replace(whole=_captured(kind, record, mask, given, dtype, None, lines).graph)
     if packed:
         check_apart(result)
     named = {name: _field(name, fields) for name in result.graph.inputs}

@@ -20,12 +20,21 @@ from raypipe.graph.operation_costs import forward_flops
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, selected
 from raypipe.graph.placeholders import placeholders
 from raypipe.graph.positions import sequence_flow
-from raypipe.graph.subgraphs import shard
+from raypipe.graph.subgraphs import Subgraphs, shard
 from raypipe.models.current_slice import positions_of
 from raypipe.models.document_attention import attend_by_document
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
-from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, Project, StageBody, TiedGroup, equal_slices
+from raypipe.models.layered import (
+    BodyEnds,
+    CutTensor,
+    LayeredModel,
+    LinearHead,
+    Project,
+    StageBody,
+    TiedGroup,
+    equal_slices,
+)
 from raypipe.models.running_statistics import (
     RunningStatistics,
     check_buffers,
@@ -35,7 +44,7 @@ from raypipe.models.running_statistics import (
 from raypipe.models.slice_attention import causal_attention
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task, Unprojected
-from raypipe.tensor import Division, Shard
+from raypipe.tensor import Division, Shard, in_order
 
 
 class Share(NamedTuple):
@@ -92,13 +101,10 @@ class CapturedModel(LayeredModel):
             captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))
         self.captured, self.graph = captured, captured.graph
         graph = self.graph
-        self.sharding = sharding = piece_sharding(graph, [len(p) for p in pieces]) if branches else shard(graph)
+        self._divide(piece_sharding(graph, [len(p) for p in pieces]) if branches else shard(graph))
         self.drops_attention = any(o.random and o.target == ATTENTION for o in graph.operations)
         """Whether training drops weights of attention."""
         self.shortest_slice = max(graph.at_least.values(), default=1)
-        self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
-        self.edges = (*sharding.starts, sharding.end)
-        self._handed_on, self._results = between_spans(graph, sharding.starts)
         check_buffers(graph)
         self.batch_statistics = task.of_microbatch or any(map(uses_batch_statistics, graph.operations))
         one = self.sizes(1)
@@ -110,6 +116,13 @@ class CapturedModel(LayeredModel):
         self.sites = find_sites(written, self.sizes(2), self.sizes(4), whole)
         if share is not None:
             self.division, self.shards = share.division, share.shards
+
+    def _divide(self, sharding: Subgraphs) -> None:
+        """Take these sub-graphs as layers."""
+        graph, one, self.sharding = self.graph, self.sizes(1), sharding
+        self.names = tuple(f"{i} {label}" for i, label in enumerate(sharding.labels))
+        self.edges = (*sharding.starts, sharding.end)
+        self._handed_on, self._results = between_spans(graph, sharding.starts)
         self.held = tuple(
             graph.parameters_of([graph.operations[i] for i in range(a, b)]) for a, b in pairwise(self.edges)
         )
@@ -121,6 +134,12 @@ class CapturedModel(LayeredModel):
         head = graph.linear_head
         self.linear_head = bool(head) and head[0] >= sharding.starts[-1]
         self.flops = tuple(sum(forward_flops(graph, i, one) for i in range(a, b)) for a, b in pairwise(self.edges))
+
+    def as_if_deeper(self, more: int) -> CapturedModel:
+        """Return the model in the sub-graphs that it has where its last block but one comes so many times more."""
+        other = copy(self)
+        other._divide(shard(self.graph, more=more))
+        return other
 
     def sizes(self, samples: int, graph: OperationGraph | None = None, lengths: Lengths = ANY_LENGTH) -> Sizes:
         """Return the values of the symbolic sizes in the model's shapes, or in another graph with the same inputs."""
@@ -186,6 +205,40 @@ class CapturedModel(LayeredModel):
         """Return the raw inputs that these sub-graphs need, also for cheap operations that every stage repeats."""
         return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._operations(layers)))
 
+    @property
+    def head(self) -> LinearHead:
+        """See ``LayeredModel.head``."""
+        operations = self.graph.linear_head
+        if not self.linear_head or operations != tuple(range(operations[0], len(self.graph.operations))):
+            return super().head
+        names = self.graph.parameters_of([self.graph.operations[operations[0]]])
+        shape = _type(self.graph.operations[operations[0]]).shape
+        rows = int(evaluate_all(shape[-1:], self.sizes(1))[0])
+        return LinearHead(names, rows, sum(self.graph.parameters[name] for name in names) // rows)
+
+    def without_head(self) -> CapturedModel:
+        """See ``LayeredModel.without_head``."""
+        other, head, names = copy(self), self.graph.linear_head, self.head.names
+        other.linear_head, other.edges = False, (*self.edges[:-1], head[0])
+        other.held = (*self.held[:-1], tuple(name for name in self.held[-1] if name not in names))
+        product = sum(forward_flops(self.graph, n, self.sizes(1)) for n in head)
+        other.flops = (*self.flops[:-1], self.flops[-1] - product)
+        other._handed_on = (*self._handed_on, *self.graph.operations[head[0]].inputs)
+        return other
+
+    def read_by_head(self, samples: int, lengths: Lengths = ANY_LENGTH) -> CutTensor:
+        """See ``LayeredModel.read_by_head``; where there is no head, it is handed on as the last of all results."""
+        return self.tensors((len(self._results),), samples, lengths)[0]
+
+    def build_head(self, shard: Shard, seed: int, device: torch.device | str = "cpu") -> StageBody:
+        """See ``LayeredModel.build_head``."""
+        head = self.graph.linear_head
+        part = build_subgraph(self.captured, head, self.graph.operations[head[0]].inputs, (), device)
+        stage = CapturedBody(part.module, (), tuple(getattr(torch, _type(one).dtype) for one in part.leaves))
+        stage.head = tuple(self.graph.operations[n].name for n in head)
+        stage.fill(self.values, seed, device, lambda _, whole: shard.cut(whole, 0))
+        return stage
+
     def build_stage(
         self, layers: Sequence[int], seed: int, device: torch.device | str = "cpu", ends: BodyEnds | None = None
     ) -> StageBody:
@@ -224,9 +277,13 @@ class CapturedModel(LayeredModel):
         return stage
 
     def share_of(self, division: Division) -> CapturedModel:
-        """Return the same model with the share of another tensor rank."""
+        """Return the same model with the share of another rank, and experts in another order.
+
+        Raises:
+            SpecError: the order is not one of this model's experts.
+        """
         other = copy(self)
-        other.division = division
+        other.division, other.shards = division, in_order(self.shards, division.expert_orders)
         return other
 
     def slice_lengths(self, slices: int) -> Lengths:

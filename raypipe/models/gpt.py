@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -23,10 +24,19 @@ from torch.overrides import TorchFunctionMode
 from raypipe.job import GptSpec
 from raypipe.models.current_slice import positions_of
 from raypipe.models.keyed_random import KeyedDropout, fold64
-from raypipe.models.layered import BodyEnds, CutTensor, LayeredModel, Project, StageBody, TiedGroup, equal_slices
+from raypipe.models.layered import (
+    BodyEnds,
+    CutTensor,
+    LayeredModel,
+    LinearHead,
+    Project,
+    StageBody,
+    TiedGroup,
+    equal_slices,
+)
 from raypipe.models.slice_attention import causal_attention
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
-from raypipe.tensor import Division
+from raypipe.tensor import Division, Shard
 from raypipe.tensor.divide import HeadParallel
 from raypipe.tensor.group import entered
 
@@ -83,10 +93,10 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Applies the last norm and projects to logits: ``[batch, sequence, hidden]`` -> ``[.., .., vocabulary]``."""
 
-    def __init__(self, model: GptSpec) -> None:
+    def __init__(self, model: GptSpec, projects: bool = True) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(model.hidden)
-        self.project = nn.Linear(model.hidden, model.vocabulary, bias=False)
+        self.project = nn.Linear(model.hidden, model.vocabulary, bias=False) if projects else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits."""
@@ -94,11 +104,14 @@ class Head(nn.Module):
         return y
 
 
-def make_layer(model: GptSpec, index: int) -> nn.Module:
-    """Construct layer ``index`` of ``layers + 2``; its parameters do not have their start values yet."""
+def make_layer(model: GptSpec, index: int, projects: bool = True) -> nn.Module:
+    """Construct layer ``index`` of ``layers + 2``; its parameters do not have their start values yet.
+
+    ``projects``: the last one has the head's matrix.
+    """
     if index == 0:
         return Embedding(model)
-    return Block(model, index - 1) if index <= model.layers else Head(model)
+    return Block(model, index - 1) if index <= model.layers else Head(model, projects)
 
 
 def init_std(model: GptSpec, path: str) -> float | None:
@@ -177,6 +190,8 @@ class GptLayers(LayeredModel):
     """
 
     linear_head = True
+    projects = True
+    """Whether the last layer has the head's matrix, or ends with what that reads."""
 
     def __init__(
         self,
@@ -216,7 +231,7 @@ class GptLayers(LayeredModel):
     def _empty(self, i: int) -> nn.Module:
         """Construct layer ``i`` on the meta device."""
         with unset_parameters():
-            layer = make_layer(self.model, i)
+            layer = make_layer(self.model, i, self.projects)
         if self.division is not None:
             self.division.divide(layer, self.model.type, self.model, gather_logits=False, part=True)
         return layer
@@ -225,6 +240,29 @@ class GptLayers(LayeredModel):
         """Return the residual stream, which keeps the parameters' dtype under autocast too."""
         sequence = lengths.get("input_ids", self.model.sequence)
         return (CutTensor((samples, sequence, self.model.hidden), self.dtype, True),) * len(results)
+
+    @property
+    def head(self) -> LinearHead:
+        """See ``LayeredModel.head``."""
+        return LinearHead((f"{self.count - 1}.project.weight",), self.model.vocabulary, self.model.hidden)
+
+    def without_head(self) -> GptLayers:
+        """See ``LayeredModel.without_head``."""
+        other = copy(self)
+        other.projects, other.linear_head, other.tied = False, False, ()
+        other.flops = (*self.flops[:-1], 0.0)
+        return other
+
+    def read_by_head(self, samples: int, lengths: Lengths = ANY_LENGTH) -> CutTensor:
+        """See ``LayeredModel.read_by_head``."""
+        return self.tensors((0,), samples, lengths)[0]
+
+    def build_head(self, shard: Shard, seed: int, device: torch.device | str = "cpu") -> StageBody:
+        """See ``LayeredModel.build_head``."""
+        layer: Any = self.build(self.count - 1, seed)
+        layer.norm = nn.Identity()
+        layer.project.weight = nn.Parameter(shard.cut(layer.project.weight.detach(), 0).to(device))
+        return GptStage({self.count - 1: layer})
 
     def slice_lengths(self, slices: int) -> Lengths:
         """See ``LayeredModel.slice_lengths``; all but attention and positions is computed per token."""

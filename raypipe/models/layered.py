@@ -68,6 +68,19 @@ def equal_slices(sequence: int, slices: int) -> int:
     return sequence // slices
 
 
+class LinearHead(NamedTuple):
+    """The parameters of a linear head."""
+
+    names: tuple[str, ...]
+    """Of its weight, and of its bias if it has one."""
+    rows: int
+    """Of the weight: classes."""
+    row_elements: int
+    """Elements of all parameters for one row."""
+
+
+VOCABULARY = "parallel.vocabulary"
+"""The key that divides a head."""
 Project = Callable[[Tensor, Tensor, Tensor | None], Unprojected]
 """From what a linear head reads, its weight and its bias to what stands for its logits."""
 
@@ -133,6 +146,39 @@ class LayeredModel(ABC):
     """Tokens of whose logits the loss is computed at once; None for all."""
     linear_head: bool = False
     """Whether the last layer ends in a linear head."""
+    own_stages: tuple[tuple[int, ...], ...] = ()
+    """The layers, the last ones, that every plan has as these stages."""
+
+    @property
+    def heads(self) -> Sequence[int]:
+        """The layers that end in a linear head whose logits are not to be there whole."""
+        return () if self.loss_chunk is None else (self.count - 1,)
+
+    @property
+    def head(self) -> LinearHead:
+        """The linear head of a model whose head can be divided by rows (``divided_head``).
+
+        Raises:
+            SpecError: it cannot.
+        """
+        why = "split divides a linear head, and this model has none that it can take apart"
+        raise SpecError(VOCABULARY, why, "use whole")
+
+    def without_head(self) -> LayeredModel:
+        """Return the same model with a last layer that ends with what the head reads; see ``head``."""
+        raise NotImplementedError
+
+    def read_by_head(self, samples: int, lengths: Lengths = ANY_LENGTH) -> CutTensor:
+        """Return what the head reads of a micro-batch of ``samples``; see ``head`` and ``tensors``."""
+        raise NotImplementedError
+
+    def build_head(self, shard: Shard, seed: int, device: torch.device | str = "cpu") -> StageBody:
+        """Build the head alone, of its rows those of a share; see ``head`` and ``build_stage``."""
+        raise NotImplementedError
+
+    def shard_of(self, name: str, layers: Sequence[int]) -> Shard | None:
+        """Return how a parameter of these layers is divided; None if it is whole."""
+        return self.shards.get(name)
 
     def in_chunks(self, tokens: int) -> LayeredModel:
         """Return the same model with the loss of so many tokens at once.
@@ -331,7 +377,7 @@ Cut = tuple[tuple[int, ...], ...]
 
 
 def split_layers(model: LayeredModel, placement: Placement, step: Callable[[Sequence[float]], float]) -> Cut:
-    """Return the layer numbers of each stage. A cut assigns whole units of the model to stages.
+    """Return the layer numbers of each stage. A cut assigns whole units of the model to stages, but for its own ones.
 
     Args:
         model: the model; its ``flops`` are the costs of its layers.
@@ -342,7 +388,9 @@ def split_layers(model: LayeredModel, placement: Placement, step: Callable[[Sequ
     Raises:
         SpecError: there are more stages than units.
     """
-    units = model.units
+    units, own = model.units, model.own_stages
+    placement = [row[: len(row) - len(own)] for row in placement]
     flops = [float(sum(model.flops[i] for i in unit)) for unit in units]
     result: LayerCut = fastest_cut(flops, placement, lambda cut: step(cut.stage_cost))
-    return tuple(tuple(range(units[part[0]].start, units[part[-1]].stop)) for part in result.stages)
+    stages = (tuple(range(units[part[0]].start, units[part[-1]].stop)) for part in result.stages)
+    return (*stages, *own)

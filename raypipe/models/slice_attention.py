@@ -23,7 +23,6 @@ arXiv:2102.07988, for slices; Llama Team 2024, arXiv:2407.21783, section 3.3.2, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raypipe.compat.attention import piece_attention, piece_gradients
 from raypipe.errors import RunError
 from raypipe.models.current_slice import SliceCache, SliceRun, current_chunks, current_slice, own_chunks, slice_run
 from raypipe.models.keyed_random import (
@@ -44,8 +44,6 @@ from raypipe.models.keyed_random import (
     with_keys,
 )
 from raypipe.tensor.group import current_group
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +148,11 @@ class _SliceAttention(torch.autograd.Function):
         query, key, value, total, weights = ctx.saved_tensors
         (given,) = gradients
         masks: _Masks | None = ctx.masks
-        to_query, to_key, to_value = _block_backward(
+        to_query, to_key, to_value = piece_gradients(
             given, query, key, value, total, weights, True, ctx.scale, _mask(masks, query, len(ctx.earlier))
         )
         for number, piece in enumerate(ctx.earlier):
-            more, keys, values = _block_backward(
+            more, keys, values = piece_gradients(
                 given, query, piece.keys, piece.values, total, weights, False, ctx.scale, _mask(masks, query, number)
             )
             to_query.add_(more)
@@ -202,7 +200,7 @@ class _DividedAttention(torch.autograd.Function):
             to_query = torch.zeros_like(part)
             end = one.number * part.shape[2]
             for number, piece in [(one.number, own), *enumerate(earlier)]:
-                more, *to_piece = _block_backward(
+                more, *to_piece = piece_gradients(
                     given,
                     part,
                     piece.keys,
@@ -270,9 +268,11 @@ def _over_pieces(
     query: Tensor, own: SliceCache, earlier: Sequence[SliceCache], scale: float | None, masks: _Masks | None
 ) -> tuple[Tensor, Tensor]:
     """Return the queries' attention over their own piece, causally, and over those before; and the log-sum-exp."""
-    total, weights = _block(query, own, True, scale, None if masks is None else masks(query, masks.run.number))
+    total, weights = piece_attention(
+        query, own.keys, own.values, True, scale, None if masks is None else masks(query, masks.run.number)
+    )
     for number, piece in enumerate(earlier):
-        part, part_lse = _block(query, piece, False, scale, _mask(masks, query, number))
+        part, part_lse = piece_attention(query, piece.keys, piece.values, False, scale, _mask(masks, query, number))
         both = torch.logaddexp(weights, part_lse)
         total = total * _share(weights, both, total) + part * _share(part_lse, both, part)
         weights = both
@@ -286,90 +286,3 @@ def _mask(masks: _Masks | None, query: Tensor, number: int) -> Tensor | None:
 def _share(part: Tensor, whole: Tensor, like: Tensor) -> Tensor:
     """Return the share of a partial result in the whole: ``[batch, heads, queries, 1]``."""
     return (part - whole).exp().unsqueeze(-1).to(like.dtype)
-
-
-def _fused(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether torch's fused kernel for CPUs takes these tensors; elsewhere, the scores of one block are made."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1] == key.shape[-1]
-
-
-def _block(
-    query: Tensor, piece: SliceCache, causal: bool, scale: float | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return the queries' attention over one piece, and the log-sum-exp of its scores: ``[batch, heads, queries]``.
-
-    ``mask``: what its weights are multiplied by, ``[batch, heads, queries, keys]``.
-    """
-    key, value = (_all_heads(x, query) for x in (piece.keys, piece.values))
-    if mask is None and _fused(query, key, value):
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-        return out, lse
-    scores = _scores(query, key, causal, scale)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.unsqueeze(-1)).exp_()
-    if mask is not None:
-        weights.mul_(mask)
-    return weights.to(value.dtype) @ value, lse
-
-
-def _block_backward(
-    given: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    total: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what one piece gives to the gradients of queries, keys and values.
-
-    ``total`` and ``lse`` are those over all pieces: with them, the weights of the block are those in the whole.
-    ``mask`` is the forward's.
-    """
-    heads = key.shape[1]
-    key, value = (_all_heads(x, query) for x in (key, value))
-    if mask is None and _fused(query, key, value):
-        result: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            given.contiguous(), query, key, value, total, lse, 0.0, causal, scale=scale
-        )
-    else:
-        weights = (_scores(query, key, causal, scale) - lse.unsqueeze(-1)).exp()
-        by_weight = given.to(weights.dtype) @ value.transpose(-2, -1).to(weights.dtype)
-        kept = weights
-        if mask is not None:
-            by_weight, kept = by_weight * mask, weights * mask
-        back = weights * (by_weight - (given * total).sum(-1, keepdim=True)) * _scale(query, scale)
-        result = (
-            back.to(key.dtype) @ key,
-            back.transpose(-2, -1).to(query.dtype) @ query,
-            kept.transpose(-2, -1).to(given.dtype) @ given,
-        )
-    to_query, to_key, to_value = result
-    return to_query, _own_heads(to_key, heads), _own_heads(to_value, heads)
-
-
-def _scores(query: Tensor, key: Tensor, causal: bool, scale: float | None) -> Tensor:
-    """Return the scores of a block in float32 or more; -inf where a position would see a later one."""
-    scores = (query @ key.transpose(-2, -1)) * _scale(query, scale)
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~seen, -math.inf)
-    return scores
-
-
-def _scale(query: Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-
-
-def _all_heads(x: Tensor, query: Tensor) -> Tensor:
-    """Repeat keys or values for all the heads of queries that share them."""
-    return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], 1)
-
-
-def _own_heads(gradient: Tensor, heads: int) -> Tensor:
-    """Add up the gradients of the repeated heads."""
-    batch, repeated, *rest = gradient.shape
-    return gradient if repeated == heads else gradient.reshape(batch, heads, repeated // heads, *rest).sum(2)

@@ -377,6 +377,19 @@ class Unprojected(ABC):
     def cross_entropy(self, labels: Tensor, classes: int | None, smoothing: float) -> Tensor:
         """Return the same as the function ``cross_entropy``, of ``labels`` that are as many as the logits' rows."""
 
+    def row_statistics(self, labels: Tensor, classes: int, smoothing: float) -> Tensor:
+        """Return what one of several heads, each with some rows, says of each token: two numbers, ``[..., 2]``.
+
+        The first is the logsumexp of its logits. The second is the part of its logits in the labels' probability: the
+        target's logit where it has that row, else 0; with smoothing, also a share of all.
+
+        Args:
+            labels: int64 ``[...]``, counted from its first row.
+            classes: rows of all heads.
+            smoothing: as ``cross_entropy``'s.
+        """
+        raise NotImplementedError
+
 
 def cross_entropy(
     logits: Tensor | Unprojected, labels: Tensor, classes: int | None = None, smoothing: float = 0.0

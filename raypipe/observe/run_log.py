@@ -201,6 +201,7 @@ SENTENCES = {
     "undone": "{at}update undone and repeated with clipped gradients: their norm was {grad_norm:.4g}",
     "stuck": "{message}",
     "straggler": "{at}{message}",
+    "uneven_experts": "{at}{message}",
     "failed": "failed: {message}",
     "error": "failed: {message}",
     "out_of_memory": "out of memory, so it goes on with {change}",

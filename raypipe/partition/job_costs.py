@@ -30,8 +30,14 @@ from raypipe.signals import start_apart
 
 
 @no_collection()
-def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1) -> Profile:
-    """Return the computed profile of a job's model; ``experts``: of copies of which so many divide its experts.
+def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1, pieces: JobPieces | None = None) -> Profile:
+    """Return the computed profile of a job's model.
+
+    Args:
+        job: the job.
+        cluster: the devices.
+        experts: copies that divide the experts of each layer.
+        pieces: of the undivided model, where they are known.
 
     Raises:
         SpecError: the device has no peak for the job's arithmetic.
@@ -42,7 +48,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1) -> Profile
     if isinstance(job.model, GptSpec):
         model = job.model
     else:
-        result = job_pieces(divided(job, 1), alike=True)
+        result = pieces or job_pieces(divided(job, 1), alike=True)
         model, slicing = [tensor_rank.work for tensor_rank in result.tensor_ranks], result.slicing
         tied, trained_tied = tied_values(result), tied_values(result, trained=True)
         model = [divided_experts(work, experts, job.parallel.imbalance) for work in model]
@@ -181,11 +187,11 @@ def _of_experts(job: JobSpec, cluster: ClusterSpec, given: Mapping[str, Any]) ->
     if asked is None:
         if isinstance(job.model, GptSpec):
             return {}
-        pieces = job_pieces(divided(job, 1), alike=True).tensor_ranks
-        counts = [own.experts for rank in pieces if (own := rank.work.experts) is not None]
+        pieces = job_pieces(divided(job, 1), alike=True)
+        counts = [own.experts for rank in pieces.tensor_ranks if (own := rank.work.experts) is not None]
         hosts = [kind.devices_per_host for kind in cluster.kinds]
         sizes = expert_counts(job.train, counts, cluster.devices, hosts)
-        return {Sharing(experts=n): job_profile(job, cluster, n) for n in sizes}
+        return {Sharing(experts=n): job_profile(job, cluster, n, pieces) for n in sizes}
     if tensor > 1:
         why = f"plans of tensor: {tensor} and experts: {asked} are not costed: groups of tensor ranks would divide "
         why += "products of few rows further, and sum up all tokens that experts got"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import groupby
@@ -17,7 +17,7 @@ from raypipe.cost.profile import Slicing, load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
 from raypipe.cost.tensor import TensorRankWork
-from raypipe.errors import RequestError
+from raypipe.errors import CaptureError, RequestError, SpecError
 from raypipe.files import read_json, write_whole
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
@@ -43,6 +43,8 @@ def partition_job(
         SpecError: a file that cannot be read or is of another model, more stages than sub-graphs, too little memory.
         CaptureError: the model cannot be captured.
     """
+    if job.parallel.vocabulary == "split":
+        raise SpecError("parallel.vocabulary", "split, and costs are of layers whose head is whole", "use whole")
     schedule = base_schedule(job.parallel, job.train.batch)
     described = None if cluster is None else load_cluster(cluster).of_one_kind(str(cluster))
     measured = None if profile is None else load_profile(profile)
@@ -74,7 +76,7 @@ def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
 
     Args:
         job: the job.
-        alike: repeat one block of a deep model for those that are alike (``alike_blocks``). What crosses cuts behind
+        alike: repeat one block of a deep model for those that are alike (``_of_alike``). What crosses cuts behind
             them has that one's name then.
 
     Raises:
@@ -87,23 +89,32 @@ def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
         kept = load_pieces(one)
         if kept is not None:
             return kept
-    if alike and isinstance(job.model, HfSpec):
-        result = _of_alike(job)
-        if result is not None:
-            if key is not None:
-                save_pieces(f"{key}.alike", result)
-            return result
+    try:
+        repeated = _of_alike(job) if alike else None
+        result = repeated or captured_pieces(job)
+    except (SpecError, CaptureError) as error:
+        if key is not None and job.parallel.tensor > 1:  # every search for a plan asks whether layers divide
+            _save(key, {"refused": [type(error).__name__, *error.args]}, to_stderr)
+        raise
+    if key is not None:
+        save_pieces(key if repeated is None else f"{key}.alike", result)
+    return result
+
+
+def captured_pieces(job: JobSpec, more: int = 0) -> JobPieces:
+    """Return what ``job_pieces`` returns, from the model; in the pieces that it has where its last block but one comes
+    so many times ``more``."""
     from raypipe.data import declared_fields  # torch from here on
     from raypipe.models import build_model
+    from raypipe.models.captured import CapturedModel
     from raypipe.partition.pieces import pieces_of, slicing_of, tensor_ranks_of
 
     fields = declared_fields(job.data)
     model = build_model(job, fields, tensor_rank=0)
+    if more and isinstance(model, CapturedModel):
+        model = model.as_if_deeper(more)
     slicing = slicing_of(job, model, fields)
-    result = JobPieces(pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model), slicing)
-    if key is not None:
-        save_pieces(key, result)
-    return result
+    return JobPieces(pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model), slicing)
 
 
 def to_capture(job: JobSpec) -> bool:
@@ -124,23 +135,14 @@ def _names(key: str | None) -> list[str]:
     return [] if key is None else [key, f"{key}.alike"]
 
 
-def _of_alike(job: JobSpec) -> JobPieces | None:
-    captured: list[JobPieces] = []
-
-    def capture(shallow: JobSpec) -> tuple[tuple[ModelPiece, ...], tuple[TensorRankWork, ...]]:
-        captured.append(job_pieces(shallow))
-        return captured[-1].pieces, captured[-1].tensor_ranks
-
-    result = alike_blocks(job, capture)
-    return None if result is None else JobPieces(*result, captured[0].slicing)
-
-
 # The pieces of a job's model on disk, so that its partition can be looked at again without torch.
 #
 # Only for models whose code and configuration can be told without running any of it: the built-in GPT needs no keeping,
 # and what a function builds is known only once it has run.
-KEPT_AS = 6
+KEPT_AS = 7
 """Version of what is kept; increased when it changes, so that older pieces are no longer found."""
+REFUSALS: dict[str, type[RequestError]] = {"SpecError": SpecError, "CaptureError": CaptureError}
+"""Errors that are kept, in place of the pieces of a model whose layers cannot be divided."""
 
 
 class JobPieces(NamedTuple):
@@ -186,29 +188,43 @@ def pieces_key(job: JobSpec) -> str | None:
 
 
 def load_pieces(key: str, notify: Notify = to_stderr) -> JobPieces | None:
-    """The pieces kept under a key, and their work; None if there are none."""
+    """The pieces kept under a key, and their work; None if there are none.
+
+    Raises:
+        SpecError, CaptureError: the model was refused.
+    """
     path = cache_folder() / f"{key}.pieces.json"
+    refused: RequestError | None = None
     try:
-        pieces, tensor_ranks, slicing = read_json(path)
-        return JobPieces(
-            tuple(map(_piece, pieces)), tuple(map(_tensor_rank, tensor_ranks)), Slicing.model_validate(slicing)
-        )
+        content = read_json(path)
+        if isinstance(content, list):
+            pieces, tensor_ranks, slicing = content
+            return JobPieces(
+                tuple(map(_piece, pieces)), tuple(map(_tensor_rank, tensor_ranks)), Slicing.model_validate(slicing)
+            )
+        kind, *why = content["refused"]
+        refused = REFUSALS[kind](*why)
     except FileNotFoundError:
         return None
     except OSError as error:
         notify(f"passed over {path}: {error.strerror}")
     except (KeyError, TypeError, ValueError, RequestError) as error:
         notify(f"passed over {path}: it is damaged ({type(error).__name__}: {error})")
+    if refused is not None:
+        raise refused
     return None
 
 
 def save_pieces(key: str, found: JobPieces, notify: Notify = to_stderr) -> None:
     """Keep them; a folder that can't be written is no error."""
     works = [[asdict(rank.work), *rank[1:]] for rank in found.tensor_ranks]
-    content = json.dumps([[asdict(p) for p in found.pieces], works, found.slicing.model_dump()])
+    _save(key, [[asdict(p) for p in found.pieces], works, found.slicing.model_dump()], notify)
+
+
+def _save(key: str, content: object, notify: Notify) -> None:
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
-        write_whole(cache_folder() / f"{key}.pieces.json", content.encode())
+        write_whole(cache_folder() / f"{key}.pieces.json", json.dumps(content).encode())
     except OSError as error:
         notify(f"the pieces are not kept: {cache_folder()}: {error.strerror}")
 
@@ -282,14 +298,10 @@ class _Segment(NamedTuple):
         return bare, [work._replace(work=replace(work.work, name="")) for work in self.works]
 
 
-def alike_blocks(job: JobSpec, capture: Callable[[JobSpec], tuple[Pieces, Works]]) -> tuple[Pieces, Works] | None:
-    """Return the pieces of a deep model and their work; None if its blocks are not known to be alike.
-
-    Args:
-        job: whose model it is.
-        capture: returns the pieces of a job's model and their work.
-    """
-    if not isinstance(job.model, HfSpec) or job.model.lora is not None:
+def _of_alike(job: JobSpec) -> JobPieces | None:
+    """Return the pieces of a deep model, its work and how it runs in slices; None if its blocks are not known to be
+    alike."""
+    if not isinstance(job.model, HfSpec) or job.model.lora is not None or job.parallel.placement == "branches":
         return None
     from raypipe.models.sources.hugging_face import configuration  # transformers
 
@@ -300,19 +312,24 @@ def alike_blocks(job: JobSpec, capture: Callable[[JobSpec], tuple[Pieces, Works]
     few = _alike_from(job.model.model_dump_json(), depth) + 4
     if few > depth // 2:
         return None
-    captured = _segments(*capture(_with_layers(job, config, depth, few)))
+    pieces, works, slicing = captured_pieces(_with_layers(job, config, depth, few), depth - few)
+    captured = _segments(pieces, works)
     blocks = [one for one in captured if one.block]
-    if len(blocks) != few or blocks[-2].looks != blocks[-3].looks:
+    path = blocks[-1].block.rpartition(".")[0] if blocks else ""
+    if [one.block for one in blocks[-3:]] != [f"{path}.{n}" for n in range(few - 3, few)]:
         return None
-    path, at = blocks[-1].block.rpartition(".")[0], captured.index(blocks[-1])
+    if blocks[-2].looks != blocks[-3].looks:
+        return None
+    at = captured.index(blocks[-1])
     more = (blocks[-2].renamed(f"{path}.{n}") for n in range(few - 1, depth - 1))
     whole = [*captured[:at], *more, blocks[-1].renamed(f"{path}.{depth - 1}"), *captured[at + 1 :]]
     pieces = tuple(piece for one in whole for piece in one.pieces)
-    works = (work for one in whole for work in one.works)
-    return pieces, tuple(
+    every = (work for one in whole for work in one.works)
+    named = tuple(
         work._replace(work=replace(work.work, name=f"{n} {piece.label}"))
-        for n, (piece, work) in enumerate(zip(pieces, works, strict=True))
+        for n, (piece, work) in enumerate(zip(pieces, every, strict=True))
     )
+    return JobPieces(pieces, named, slicing)
 
 
 def _with_layers(job: JobSpec, config: Any, depth: int, layers: int) -> JobSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,7 +36,7 @@ from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.reasons import certified, why_refused, why_slower, why_too_large, why_won
 from raypipe.plan.remedies import nothing_fits
 from raypipe.plan.searched import searched_gathers, searched_orders
-from raypipe.plan.tensor_groups import Judges, Sharing
+from raypipe.plan.tensor_groups import Judges, Sharing, expert_order
 from raypipe.plan.watch import ENDLESS, SearchProgress, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
@@ -155,13 +156,8 @@ class _Chooser:
         """Copies of the whole model in several stages that divide its optimizer state (ZeRO-1) or its weights too
         (ZeRO-3), where memory does not ask for that but their gathers and reduce-scatters hide more of the link's time
         than whole sums do: the fastest of those tried, if enough shorter than ``step_s``."""
-        grids = sorted((g for g in self.grids if g.stages == g.tensor == 1 < g.replicas), key=self.judge.least_on)
-        on_each = [self._divided_on(grid) for grid in grids]
-        turns = (way for turn in zip_longest(*on_each) for way in turn if way is not None)
         best: Prediction | None = None
-        for way in islice(turns, DIVIDED_WAYS):
-            if self.watch.over:
-                break
+        for way in islice(self._ways_in_turn(step_s), DIVIDED_WAYS):
             most_s = step_s * (1 - (WORTH_DIVIDING if way.level == 3 else NEAR))
             most_s = most_s if best is None else min(most_s, best.step_s)
             if self.judge.least(way) >= most_s:
@@ -171,6 +167,25 @@ class _Chooser:
                     best = self.judge.time(p, final=True)
                     most_s = best.step_s
         return [] if best is None else [best]
+
+    def _ways_in_turn(self, step_s: float) -> Iterator[Candidate]:
+        """The best way to divide weights or state on each grid that may be faster than ``step_s``, then the second best
+        on each, and so on, until the time is up. Of thousands of grids, few come to their turn."""
+        grids = sorted((g for g in self.grids if g.stages == g.tensor == 1 < g.replicas), key=self.judge.least_on)
+        on_each: list[list[Candidate]] = []
+        for grid in grids:
+            if self.watch.over:
+                return
+            if self.judge.least_on(grid) >= step_s:
+                break
+            if ways := self._divided_on(grid):
+                on_each.append(ways[1:])
+                yield ways[0]
+        for way in itertools.chain.from_iterable(zip_longest(*on_each)):
+            if self.watch.over:
+                return
+            if way is not None:
+                yield way
 
     def _fitting(self, c: Candidate, step_s: float) -> Iterator[Prediction]:
         """The candidate if it fits, else what may be faster than ``step_s`` of what it can recompute."""
@@ -225,15 +240,19 @@ def parallel_of(p: Prediction, job: JobSpec) -> dict[str, object]:
     """The ``parallel`` keys of a plan; what the job says of other things than the plan stays."""
     keep = {"keep": p.keep} if p.keep is not None and any(p.keep) else {}
     stay = [*JOBS_OWN, BUDGET, *(["tensor_table"] if p.candidate.tensor > 1 else [])]
+    stay += ["expert_order"] if p.candidate.experts > 1 else []
     own = {key: value for key in stay if (value := job.parallel.given.get(key)) is not None}
     recomputed = {"recompute": tuple(sorted(p.recomputed))} if p.recomputed else {}
     return {**p.candidate.parallel(**keep, **own, **recomputed).model_dump(), "auto": False}
 
 
-def plan_of(p: Prediction, job: JobSpec, certificate: Certificate | None = None) -> Plan:
-    """The plan file of a prediction."""
+def plan_of(
+    p: Prediction, job: JobSpec, certificate: Certificate | None = None, experts: tuple[tuple[int, ...], ...] = ()
+) -> Plan:
+    """The plan file of a prediction; ``experts``: the order in which copies hold them, if the job gives none."""
     order = None if p.order is None else replace(p.order, name=p.candidate.schedule)
     parallel = ParallelSpec.model_validate(parallel_of(p, job))
+    parallel = parallel.model_copy(update={"expert_order": parallel.expert_order or experts})
     plan = Plan.of(parallel, p.cut, job.train.batch, order, p.frozen)
     bound_s = None if certificate is None else certificate.bound_s
     return plan.model_copy(update={"predicted_step_s": p.step_s, "bound_s": bound_s})
@@ -353,7 +372,8 @@ def choose(
     costed = judge.of(c).profile
     hosts = tuple(c.tensor * n for n in costed.placed.of_first(c.groups))
     kinds = tuple(costed.kinds[k].kind_name for k in costed.kind_of_host[: len(hosts)])
-    plan = plan_of(best, job, rows[0].certificate).planned_for(job, profile.device_names, hosts, kinds)
+    plan = plan_of(best, job, rows[0].certificate, expert_order(profile, c.experts))
+    plan = plan.planned_for(job, profile.device_names, hosts, kinds)
     return Decision(
         plan=plan,
         rows=tuple(rows),

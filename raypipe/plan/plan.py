@@ -317,7 +317,8 @@ def with_recompute(schedule: Schedule, parallel: ParallelSpec, cut: Cut) -> Sche
     """Add the recomputation that ``recompute`` and ``keep`` ask for to the schedule's own."""
     recomputed = layers_to_recompute(parallel, cut)
     if parallel.recompute == "full":
-        schedule = add_recompute(schedule, "early")
+        blocks = range(parallel.stages) if parallel.vocabulary == "split" else None  # shares keep no logits anyway
+        schedule = add_recompute(schedule, "early", blocks)
     elif recomputed is not None:  # only these layers recompute
         schedule = add_recompute(schedule, "early", [])
         stages = [s for s, layers in enumerate(cut) if recomputed & set(layers)]

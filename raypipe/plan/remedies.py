@@ -59,9 +59,11 @@ def nothing_fits(choice: PlanChoice, found: Ranking) -> SpecError:
         found: what the search found, none of which fits.
     """
     tried = sorted(found.too_large, key=lambda p: p.excess)[:1]
+    fewest = min((p.excess for p in tried), default=float("inf"))
     for lacks, p in _smallest(choice, [c for c in found.unmade if c.shard != "none"], LEAST_MOST_S, every=True):
         tried.append(p)
-        if min(one.excess for one in tried) <= lacks:
+        fewest = min(fewest, p.excess)
+        if fewest <= lacks:
             break
     if not tried:
         wanted = (c for grid in choice.grids for c in choice.judge.on(grid) if choice.wished(c))

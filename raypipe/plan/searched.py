@@ -211,4 +211,4 @@ def _sizes(judge: Predictor, p: Prediction) -> list[float]:
     each = parameter_bytes(profile.dtype, train.optimizer, train.momentum)
     samples = p.candidate.microbatch * float(form.size)
     stages = [stage_memory(profile, layers, samples, each, split=not form.joint) for layers in p.cut]
-    return [max(stage.weights + stage.casts, stage.gradients) for stage in stages]
+    return [max(stage.weights + stage.casts - 2 * stage.narrow, stage.gradients) for stage in stages]

@@ -14,7 +14,8 @@ from math import gcd
 from typing import NamedTuple
 
 from raypipe.cost.experts import with_divided_experts
-from raypipe.cost.profile import Profile
+from raypipe.cost.profile import Profile, even_order
+from raypipe.errors import SpecError
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate, divisors
@@ -83,7 +84,8 @@ def measured_with_experts(job: JobSpec, profile: Profile, devices: int) -> dict[
     are not, and what they take then is not known.
 
     Raises:
-        SpecError: the experts do not divide by what the job asks for, or its ``imbalance`` cannot be.
+        SpecError: the experts do not divide by what the job asks for, its ``imbalance`` cannot be, or its
+            ``expert_order`` is of another number of layers.
     """
     given = job.parallel.given if job.parallel.auto else {}
     asked = given.get("experts")
@@ -93,7 +95,23 @@ def measured_with_experts(job: JobSpec, profile: Profile, devices: int) -> dict[
         return {}
     sizes = expert_counts(job.train, counts, devices, profile.placed.of_first(devices)) if asked is None else [asked]
     imbalance = job.parallel.imbalance if "imbalance" in job.parallel.given else None
-    return {Sharing(experts=n): with_divided_experts(profile, n, imbalance) for n in sizes}
+    orders = job.parallel.expert_order or None
+    if orders is not None and len(orders) != len(counts):
+        why = f"{len(orders)} orders for {len(counts)} layers with experts"
+        raise SpecError("parallel.expert_order", why, "give one for each, or leave it out")
+    return {Sharing(experts=n): with_divided_experts(profile, n, imbalance, orders) for n in sizes}
+
+
+def expert_order(profile: Profile, group: int) -> tuple[tuple[int, ...], ...]:
+    """Return which experts of each layer go to which of ``group`` copies, as even as measured loads allow.
+
+    Nothing where no loads were measured, or ascending orders are as even.
+    """
+    layers = [own.loads or (1.0,) * own.work.experts for layer in profile.layers if (own := layer.experts) is not None]
+    orders = [even_order(loads, group) for loads in layers] if group > 1 else []
+    if not any(orders):
+        return ()
+    return tuple(order or tuple(range(len(loads))) for order, loads in zip(orders, layers, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from raypipe.plan.online.sequence import ControllerSequence
 from raypipe.plan.plan import Plan
 from raypipe.runtime.calls import CompiledSwap, DoneStep, Due, Dues, RowOrders, StepsPerCall, Ticket
 from raypipe.runtime.early_stop import Patience, patience_of
-from raypipe.runtime.executor.step import StepResult
+from raypipe.runtime.executor.step import StepResult, expert_loads
 from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
 from raypipe.runtime.hosts.node_files import clear
 from raypipe.runtime.in_place import RECOVERABLE, InPlace, LeavingWorkers, LostWorkers, Recovered, in_place_for
@@ -497,7 +497,8 @@ class Driver:
             self._per_call.took(step_s)
             self.copies.took(step_s)
             memory = [r.memory for r in results[::tensor]]
-            self.controller.observe(MeasuredStep(step_s, memory, self.clock))
+            loads = expert_loads(results[::tensor])
+            self.controller.observe(MeasuredStep(step_s, memory, self.clock, expert_loads=loads))
             self._log_events(step)
             self.metrics.norm = self.norm
             prediction = self.clock.prediction

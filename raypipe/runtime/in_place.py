@@ -25,6 +25,7 @@ from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import Running
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
 from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from raypipe.runtime.recovery.replacement import Transfer, transfers
@@ -36,6 +37,8 @@ AT_ONE_STEP = 3
 """Recoveries after the same step, beyond which the run restarts: whatever kills the workers comes with that step."""
 ENDED_S = 30.0
 """Time that the process of a device that hangs has to end."""
+ELSEWHERE_S = 15.0
+"""Time that Ray has to find devices on other nodes for those of a lost one."""
 NEWEST = 8
 """Calls per worker among which the cause is looked for."""
 
@@ -188,15 +191,23 @@ class InPlace:
         """Put new workers in the places of the dead, to go on after ``done`` steps; return how many waited already.
 
         Raises:
-            BaseException: ``error``, where too many have died after the same step, or a node of theirs is gone.
-            TransportError: a replacement does not start.
+            BaseException: ``error``, where too many have died after the same step, or a node of an elastic run is gone.
+            TransportError: a replacement does not start, for instance since no other node has room for those of a lost
+                one.
+            ClusterError: it is on a node that cannot run the job with the others.
         """
         self._at = (done, self._at[1] + 1 if self._at[0] == done else 1)
+        elastic = self._job.train.elastic is not None
         assert workers.places is not None
-        if self._at[1] > AT_ONE_STEP or workers.places.place.is_broken():
+        if self._at[1] > AT_ONE_STEP or (elastic and workers.places.place.is_broken()):
             raise error
+        workers.elsewhere_s = 0.0 if elastic else ELSEWHERE_S
+        known = {at.peer.node for at in workers.locations}
         result = self._replace(workers, lost.dead)
         workers.calls.clear()  # they failed because of what is mended now
+        if not {at.peer.node for at in workers.locations} <= known:
+            timeout_s = self._job.train.message_timeout_s
+            workers.apart = check_hosts(workers.actors, workers.locations, self._directory, timeout_s)
         return result
 
     def _stuck(self, workers: WorkerGroup) -> str:
@@ -240,6 +251,7 @@ class InPlace:
         from_pool = 0
         for rank in sorted(dead):
             title = workers.titles[rank]
+            ray.kill(workers.actors[rank])  # its node may only be out of reach for now
             node = workers.locations[rank].peer.node
             standby = workers.standby.take(node) if workers.standby is not None else None
             if standby is not None:

@@ -35,7 +35,7 @@ from raypipe.plan.online.recorded_steps import FEWEST
 from raypipe.plan.online.sequence import Guard
 from raypipe.plan.plan import Plan
 from raypipe.runtime.early_stop import Patience, score
-from raypipe.runtime.executor.step import StepResult, check_samples, communication_counts, expert_load, waits_of
+from raypipe.runtime.executor.step import StepResult, check_samples, communication_counts, expert_loads, waits_of
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy
 from raypipe.runtime.setup.communicators import Location, sharers
 from raypipe.runtime.update.norm import clip_factor, norm_of
@@ -431,8 +431,8 @@ class RunResults:
         }
         if self._streams:
             row["data_wait_share"] = max(r.data_wait_s for r in results) / step_s
-        if loads := expert_load(devices):
-            row["expert_load"] = loads
+        if loads := {path: own for path, own in expert_loads(devices).items() if own.any()}:
+            row["expert_load"] = {path: float(own.max() / own.mean()) for path, own in loads.items()}
         if self._train.report_to:
             row |= self._metrics.figures(step_s, devices)
         self._log.metric(row)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from raypipe.errors import ScheduleError, check_known
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.families import chimera, dual_pipe, greedy, out_of_order, textbook, zero_bubble
+from raypipe.schedule.families import chimera, dual_pipe, greedy, out_of_order, textbook, vocabulary, zero_bubble
 from raypipe.schedule.garbage_collection import no_collection
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import check_memory
@@ -36,8 +36,9 @@ class Family:
     an order made for even costs; so it holds all their activations at one moment."""
 
     def stages(self, shape: Shape) -> int:
-        """Stages of one replica: devices times chunks."""
-        return shape.devices * (self.fixed_chunks or shape.chunks)
+        """Stages of one replica: devices times chunks, and those of a vocabulary that devices divide."""
+        more = shape.devices + 1 if shape.vocabulary == "split" else 0
+        return shape.devices * (self.fixed_chunks or shape.chunks) + more
 
     def check(self, name: str, shape: Shape) -> None:
         """Refuse an option that this family would have to ignore.
@@ -57,13 +58,16 @@ class Family:
 
 
 _CHUNKS, _MEMORY, _SLICES = frozenset({"chunks"}), frozenset({"memory_limit"}), frozenset({"slices"})
+_VOCABULARY = frozenset({"vocabulary"})
 
 SCHEDULES: dict[str, Family] = {
     "gpipe": Family(make=textbook.gpipe, about="all forwards, then all backwards", options=_SLICES, fills=True),
     "1f1b": Family(
-        make=textbook.one_f_one_b, about="warm up, then one forward for one backward, then drain", options=_SLICES
+        make=vocabulary.one_f_one_b,
+        about="warm up, then one forward for one backward, then drain",
+        options=_SLICES | _VOCABULARY,
     ),
-    "dapple": Family(make=textbook.one_f_one_b, about="the same as 1f1b", options=_SLICES),
+    "dapple": Family(make=vocabulary.one_f_one_b, about="the same as 1f1b", options=_SLICES | _VOCABULARY),
     "interleaved-1f1b": Family(
         make=textbook.interleaved,
         about="1F1B with several stages a device: smaller bubbles, more messages",

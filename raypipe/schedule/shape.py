@@ -14,6 +14,8 @@ from raypipe.errors import ScheduleError, check_known
 Concat = Literal["direct", "doubling", "halving"]
 Innermost = Literal["stages", "replicas"]
 """What follows one another as devices are numbered host by host."""
+Vocabulary = Literal["whole", "split"]
+"""Where the rows of the head's matrix are."""
 MOST = 10_000_000
 """Stages times micro-batches: what is above would fill the memory of any machine, and is a typing error."""
 
@@ -51,6 +53,9 @@ class ScheduleOptions:
 
     slices: int = field(default=1, metadata=cli_option("K", "Slices of a micro-batch along the sequence [1]."))
     """Slices that a micro-batch is cut into along the sequence, k; for causal models."""
+    vocabulary: Vocabulary = field(default="whole", metadata=cli_option("HOW", "The head: whole or split [whole]."))
+    """``split``: each device holds a share of the rows of the head's matrix, as a stage of its own
+    (``families.vocabulary``)."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -90,6 +95,7 @@ class Shape(ScheduleOptions):
         if self.pipelines < 2 or self.pipelines % 2:
             raise ScheduleError("pipelines", f"{self.pipelines} is not 2f", "use an even number >= 2")
         check_known(ScheduleError, "concat", self.concat, get_args(Concat))
+        check_known(ScheduleError, "vocabulary", self.vocabulary, get_args(Vocabulary))
         if self.memory_limit is not None and not 0 < self.memory_limit < float("inf"):
             fix = "use a finite number above 0; leave it out for no limit"
             raise ScheduleError("memory_limit", f"{self.memory_limit} activations", fix)

@@ -38,7 +38,7 @@ def series(
     Raises:
         ScheduleError: the schedule cannot run; or ``norm`` is not ``free`` and a device has no update that could wait.
     """
-    lowered = step_programs(schedule)
+    lowered = step_programs(schedule, exchanges=True)
     sends = (m for way in lowered.values() for program in way for action in program.actions for m in action.sends)
     links = sorted({(m.src_device, m.dst_device) for m in sends if not m.local})
     made = {part: _on_links(one, lowered[part], links) for part, one in parts(schedule).items()}

@@ -27,7 +27,7 @@ from raypipe.tensor.traced_experts import HeldExperts, is_traced, traced
 
 EXPERTS = "experts"
 """The kind of division, among those of feature tables."""
-KEY = "parallel.experts"
+KEY, ORDER_KEY = "parallel.experts", "parallel.expert_order"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -91,6 +91,10 @@ class ExpertsParallel(HeldExperts):
 
     num_experts: int
     """Experts held here."""
+    order: tuple[int, ...] = ()
+    """All experts of the layer in the order in which copies hold them; empty: ascending."""
+    _places: tuple[tuple[int, ...], Tensor] | None = None
+    """That order, and each expert's place in it."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Map tokens ``[tokens, hidden]`` to the weighted sums of their experts' outputs, ``[tokens, hidden]``.
@@ -110,6 +114,8 @@ class ExpertsParallel(HeldExperts):
             return Routed(hidden_states, (top_k_index % held, hidden_states, top_k_weights))
         if torch.is_grad_enabled():  # once for a micro-batch: neither in a validation nor in what R repeats
             self.add_loads(torch.bincount(top_k_index.flatten(), minlength=held * group.size))
+        if self.order:
+            top_k_index = self._places_on(top_k_index.device)[top_k_index]
         holder = top_k_index // held
         wanted = (holder.unsqueeze(-1) == torch.arange(group.size, device=holder.device)).any(1)  # [tokens, copies]
         to, token = wanted.t().nonzero(as_tuple=True)  # a token goes once to each copy that holds experts of it
@@ -119,6 +125,11 @@ class ExpertsParallel(HeldExperts):
         travel = _Travel(counts.tolist(), received.tolist())
         numbers = torch.where(holder[token] == to.unsqueeze(-1), top_k_index[token] % held, held)  # held: not there
         return Routed(hidden_states, travel.start(numbers, hidden_states[token], top_k_weights[token]), token, travel)
+
+    def _places_on(self, device: torch.device) -> Tensor:
+        if self._places is None or self._places[0] != self.order or self._places[1].device != device:
+            self._places = self.order, torch.tensor(self.order).argsort().to(device)
+        return self._places[1]
 
     def compute(self, routed: Routed) -> Routed:
         """Compute the tokens that arrive, and start to send their results back."""

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 Wait = Callable[[], object]
-Axis = Literal["tensor", "experts", "context"]
-"""What divides layers: the tensor ranks of a device, copies that divide experts, or copies that divide sequences."""
+Axis = Literal["tensor", "experts", "context", "vocabulary"]
+"""What divides layers: the tensor ranks of a device, copies that divide experts, copies that divide sequences, or the
+stages that divide a head, which are no group."""
 
 
 class TensorGroup(Protocol):

@@ -86,10 +86,11 @@ def main() -> int:
                     continue
                 figures.append(summarise(result))
                 show(figures[-1], out)
+                if args.json:  # after each case: a later one may fail
+                    text = json.dumps({"machine": about, "cases": figures}, indent=1)
+                    args.json.write_text(text + "\n", encoding="utf-8")
         finally:
             side.stop()
-    if args.json:
-        args.json.write_text(json.dumps({"machine": about, "cases": figures}, indent=1) + "\n", encoding="utf-8")
     return 0 if all(f["losses_agree"] for f in figures) else 1
 
 

@@ -54,8 +54,14 @@ def documents(path):
 
 @pytest.mark.parametrize("path", RAY_UP, ids=lambda p: p.stem)
 def test_ray_up_reads_it(path):
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
     (cluster,) = documents(path)
     jsonschema.validate(cluster, rays_schema())
+    filled = prepare_config(cluster)  # what `ray up` does before it starts anything
+    validate_config(filled)
+    least = {node.get("min_workers", 0) for node in filled["available_node_types"].values()}
+    assert least == ({2} if path.stem == "local" else {0})
     for node in cluster.get("available_node_types", {}).values():
         assert node["node_config"]
     starts = [c for c in cluster["head_start_ray_commands"] if "ray start" in c]

@@ -118,14 +118,14 @@ def test_imbalance_costs_time_and_memory(cluster) -> None:
 
 def test_a_measured_profile_divides_as_a_computed_one(cluster) -> None:
     """But for times, which larger products make shorter where they are computed: those of measured rows grow alone."""
-    whole, loads = profile_of(cluster, 1), (3.0, *[1.0] * 125, 0.0, 0.0)
+    whole, loads = profile_of(cluster, 1), (18.0, *[1.0] * 110, *[0.0] * 17)
     work = mixture()
     shares = [grouped_share(one) for one in (work.forward, work.input_grad, work.weight_grad)]
     assert shares == [1.0, 1.0, 1.0]
     own = ExpertsProfile(work=work.experts, forward=0.5, input_grad=0.25, weight_grad=0.75, loads=loads)
     layers = tuple(layer.model_copy(update={"experts": own}) for layer in whole.layers)
     measured = Profile.model_validate_json(whole.model_copy(update={"layers": layers}).model_dump_json())
-    assert own.imbalance(8) == (3 + 15) / 16
+    assert own.imbalance(8) == 18 / 16  # 15 experts without tokens share its copy
     assert own.imbalance(1) == 1.0
     for given in (None, 1.5):
         uneven = 1.125 if given is None else given

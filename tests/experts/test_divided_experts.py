@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from raypipe.errors import SpecError
 from raypipe.runtime.backward.split_backward import Closure, WeightQueue, defer_weight_gradients
-from raypipe.tensor import Division, divide_module, is_experts
+from raypipe.tensor import Division, divide_module, in_order, is_experts
+from raypipe.tensor.experts import ExpertsParallel
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
 from tests.experts.threads import Member, run_copies
@@ -30,10 +31,15 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
-def divided(family: str, size: int, rank: int, whole: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+def divided(
+    family: str, size: int, rank: int, whole: nn.Module, orders: tuple[tuple[int, ...], ...] = ()
+) -> tuple[nn.Module, dict[str, Any]]:
     division = Division(1, 0, None, size, rank)
     model = model_of(family)
-    shards = divide_module(model, division)
+    shards = in_order(divide_module(model, division), orders)
+    for path, module in model.named_modules():
+        if isinstance(module, ExpertsParallel):
+            module.order = next(cut.order for name, cut in shards.items() if name.startswith(path))
     own = {name: division.cut(shards.get(name), value) for name, value in whole.state_dict().items()}
     model.load_state_dict(own)
     return model, shards
@@ -41,10 +47,17 @@ def divided(family: str, size: int, rank: int, whole: nn.Module) -> tuple[nn.Mod
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "size"),
-    [*((family, 2) for family in FAMILIES), ("mixtral", 4), *exhaustive(*((f, 4) for f in FAMILIES if f != "mixtral"))],
+    ("family", "size", "orders"),
+    [
+        *((family, 2, ()) for family in FAMILIES),
+        ("mixtral", 4, ()),
+        ("mixtral", 2, ((2, 0, 3, 1), (0, 3, 1, 2))),
+        *exhaustive(*((f, 4, ()) for f in FAMILIES if f != "mixtral")),
+    ],
 )
-def test_copies_with_divided_experts_train_as_one_process(family: str, size: int) -> None:
+def test_copies_with_divided_experts_train_as_one_process(
+    family: str, size: int, orders: tuple[tuple[int, ...], ...]
+) -> None:
     """Unequal numbers of tokens."""
     whole = model_of(family)
     tokens = torch.randint(0, 257, (7, 8), generator=torch.Generator().manual_seed(2))
@@ -53,7 +66,7 @@ def test_copies_with_divided_experts_train_as_one_process(family: str, size: int
     expected.backward()
 
     def work(rank: int, _member: Member) -> tuple[float, dict[str, Tensor | None], dict[str, Any]]:
-        model, shards = divided(family, size, rank, whole)
+        model, shards = divided(family, size, rank, whole, orders)
         loss = loss_of(model, rows[rank])
         loss.backward()
         return loss.item(), {name: p.grad for name, p in model.named_parameters()}, shards
@@ -126,6 +139,10 @@ def test_experts_that_cannot_be_divided() -> None:
     assert "experts: 1, which trains it" in str(caught.value)
     with pytest.raises(SpecError, match="Linear has no module of experts"):
         divide_module(nn.Linear(2, 2), Division(1, 0, None, 2))
+    with pytest.raises(SpecError, match=r"1 orders for 2 layers with experts"):
+        divided("mixtral", 2, 0, model_of("mixtral"), ((2, 0, 3, 1),))
+    with pytest.raises(SpecError, match=r"\[2, 0, 3, 2\] does not name each of the 4 experts of model.layers.1.*once"):
+        divided("mixtral", 2, 0, model_of("mixtral"), ((2, 0, 3, 1), (2, 0, 3, 2)))
 
 
 def test_token_rows_are_sent_once_to_each_copy() -> None:

@@ -45,7 +45,7 @@ PLANS = [
     {"schedule": "1f1b", "stages": 2, **TWO},
     {"schedule": "zb-v", "stages": 2, **TWO, "sync": "eager"},
     {"schedule": "chimera", "stages": 2, **TWO, "microbatch": 1},
-    {"schedule": "1f1b", "stages": 1, "shard": "zero3", **TWO},
+    {"schedule": "1f1b", "stages": 1, "shard": "zero3", **TWO, "expert_order": [[3, 0, 2, 1], [1, 2, 0, 3]]},
     {"schedule": "dualpipev", "stages": 1, **TWO, "microbatch": 1},
     {"schedule": "1f1b", "stages": 2, "slices": 2, **TWO},
     *exhaustive(

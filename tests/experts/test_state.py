@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,8 +32,9 @@ class Gathered(SoloGroup):
         return shares if to == self.rank else None
 
 
-def copies(experts: int) -> list[Copy]:
-    job = job_of({"replicas": 4, "experts": experts}, {"optimizer": "adamw"})
+def copies(experts: int, order: Sequence[int] = ()) -> list[Copy]:
+    held = {"expert_order": [order, order[::-1]]} if order else {}
+    job = job_of({"replicas": 4, "experts": experts, **held}, {"optimizer": "adamw"})
     result = []
     for rank in range(experts):
         model = build_model(job, None, 0, expert_rank=rank)
@@ -66,11 +67,11 @@ def test_state_is_the_same_bits_under_any_number_of_copies(tmp_path: Path) -> No
     first = saved(two, tmp_path / "first")
     expected = first.read(first.keys)
     assert any("exp_avg_sq" in key and "experts" in key for key in expected)
-    for experts in (1, 2, 4):
-        again = copies(experts)
+    for experts, order in ((1, ()), (2, ()), (4, ()), (2, (2, 0, 3, 1))):
+        again = copies(experts, order)
         for rank, (module, optimizer) in enumerate(again):
             read_state(first, module, optimizer, (), {"tensor": 0, "experts": rank})
-        written = saved(again, tmp_path / str(experts))
+        written = saved(again, tmp_path / f"{experts}{order}")
         assert written.keys == first.keys
         found = written.read(written.keys)
         assert [key for key in expected if not torch.equal(found[key], expected[key])] == []

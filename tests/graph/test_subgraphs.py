@@ -99,6 +99,23 @@ def test_a_long_skip_in_one_block_keeps_all_of_it_together_but_one_between_block
     assert [len(cross) for cross in cut.cuts] == [1, 2, 2]
 
 
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 40), st.integers(0, 9))
+def test_a_shallow_model_is_divided_as_the_deep_one_that_repeats_a_block(first, size, more):
+    """What a share is depends on how many blocks are large: small ones may be one sub-graph, or several."""
+
+    def model(repeated):
+        sizes = [5, *first, *[size] * repeated, 7]
+        inside = range(1, len(sizes) - 1)
+        rows = [
+            (f"f{i}", [f"f{i - 1}" if i else "x", f"w{i}"], f"h.{i}" if i in inside else "") for i in range(len(sizes))
+        ]
+        return graph(rows, **{f"w{i}": n for i, n in enumerate(sizes)})
+
+    shallow, deep = shard(model(4), more=more), shard(model(4 + more))
+    same = len(first) + 4  # operations up to the second block that is repeated
+    assert [n for n in shallow.starts if n <= same] == [n for n in deep.starts if n <= same]
+
+
 @st.composite
 def graphs(draw):
     """Operations that read up to three earlier ones or raw inputs, some with parameters, in up to three blocks."""

@@ -16,8 +16,9 @@ def test_every_option_of_a_shape_is_a_key_with_the_same_default() -> None:
 
 def test_the_keys_of_a_plan_are_the_fields_of_its_candidate() -> None:
     """With another value than its default, each is in the plan's ``parallel`` section and in its schedule's shape."""
-    numbers = {key: 2 if value is None else 2 * value for key, value in NEUTRAL.items() if key != "concat"}
-    other = {**numbers, "concat": "halving"}
+    words = {"concat": "halving", "vocabulary": "split"}
+    numbers = {key: 2 if value is None else 2 * value for key, value in NEUTRAL.items() if key not in words}
+    other = {**numbers, **words}
     c = Candidate.on(Grid(4, 2, 3, 8), "zeropp", **other)
     spec = c.parallel()
     shape = spec.shape(48)

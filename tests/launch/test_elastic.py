@@ -28,6 +28,7 @@ from raypipe.runtime.group import worker_group
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.train import prepare_run
 from tests.plan.conftest import make_job, make_profile
+from tests.plan.test_experts import measured
 
 
 class Devices:
@@ -210,6 +211,32 @@ def test_plans_that_are_not_costed_at_other_speeds_stay(run: Run, key: str) -> N
     run.elastic.prepared = replace(prepared, plan=prepared.plan.model_copy(update={"parallel": parallel}))
     slowed(run, 1, 3.0)
     assert asked_to_stop(run.directory) is None
+
+
+def test_experts_go_to_other_copies_where_loads_would_be_more_even(run: Run) -> None:
+    profile = measured(8).model_copy(update={"devices": 2, "hosts": (2,)})
+    (run.directory / PROFILE).write_text(profile.model_dump_json())
+    asked = make_job(layers=4, parallel={"auto": True, "experts": 2, "replicas": 2, "stages": 1}, elastic={"wait_s": 0})
+    plan = choose(asked, profile, 2, search_s=0).plan
+    schedule = build_schedule(plan, asked.train.batch)
+    now = replace(run.elastic.prepared, job=with_plan(asked, plan), plan=plan, schedule=schedule, asked=asked)
+    run.elastic.prepared = now
+    layers = sum(layer.experts is not None for layer in profile.layers)
+    for loads, pauses in (([11, 10, 10, 9], False), ([4, 3, 1, 0], True)):
+        run.log.event("uneven_experts", loads=[loads] * layers, message="the busiest of 2 copies ...")
+        run.look(1)
+        assert (asked_to_stop(run.directory) is not None) is pauses
+    stop = asked_to_stop(run.directory)
+    assert stop is not None
+    assert stop.pauses
+    assert stop.why.startswith("experts in another order: a step of")
+    run.log.event("paused", step=7, message=stop.why)
+    run.look(1)
+    assert (run.devices, run.anew) == ({"node 0": 2}, 0)
+    after = load_plan(run.directory / "plan.json")
+    assert after.parallel.expert_order == ((0, 3, 1, 2),) * layers
+    assert after.program == plan.program
+    assert after.differences(now.job) == plan.differences(now.job)
 
 
 def test_who_is_slow_is_found_again_on_other_devices(run: Run) -> None:

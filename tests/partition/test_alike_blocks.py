@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from raypipe.job import JobSpec, job_from
-from raypipe.partition.partition_job import JobPieces, alike_blocks, job_pieces
+from raypipe.partition.partition_job import JobPieces, _of_alike, captured_pieces
+from tests.exhaustive import exhaustive
+from tests.experts.families import FAMILIES
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 SLIDING = {"layer_types": ["full_attention"] * 6 + ["sliding_attention"] * 6, "sliding_window": 8}
 
 
@@ -30,14 +31,9 @@ def job(kind: str, tensor: int = 1, **config: Any) -> JobSpec:
     )  # fmt: skip
 
 
-def captured(one: JobSpec) -> tuple[Any, Any]:
-    result = job_pieces(one)
-    return result.pieces, result.tensor_ranks
-
-
-def bare(found: JobPieces | tuple[Any, Any]) -> tuple[Any, Any]:
-    pieces, works = found[:2]
-    return [replace(p, behind=tuple(replace(x, name="") for x in p.behind)) for p in pieces], list(works)
+def bare(found: JobPieces) -> JobPieces:
+    pieces = tuple(replace(p, behind=tuple(replace(x, name="") for x in p.behind)) for p in found.pieces)
+    return found._replace(pieces=pieces)
 
 
 @pytest.fixture(autouse=True)
@@ -45,17 +41,27 @@ def no_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
 
 
+DENSE_FIRST = {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 64}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [("llama", {"tie_word_embeddings": True}), ("qwen3_moe", EXPERTS), ("llama", {"tensor": 2})],
-    ids=["tied", "experts", "divided"],
+    [
+        ("llama", {"tie_word_embeddings": True, "tensor": 2}),
+        *exhaustive(
+            ("deepseek_v3", {**FAMILIES["deepseek_v3"], **DENSE_FIRST}),  # dense blocks are smaller than a share
+            *((kind, config) for kind, config in FAMILIES.items() if kind != "gpt_oss"),
+            ("glm4_moe", {**FAMILIES["glm4_moe"], "first_k_dense_replace": 2}),
+            ("deepseek_v3", {**FAMILIES["deepseek_v3"], **DENSE_FIRST, "moe_intermediate_size": 16}),
+        ),
+    ],
 )
 def test_they_are_those_of_the_whole_model(kind: str, config: dict[str, Any]) -> None:
-    one = job(kind, num_hidden_layers=13, **config)
-    result = alike_blocks(one, captured)
+    one = job(kind, **{**config, "num_hidden_layers": 13})
+    result = _of_alike(one)
     assert result is not None
-    assert bare(result) == bare(job_pieces(one))
+    assert bare(result) == bare(captured_pieces(one))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +70,7 @@ def test_they_are_those_of_the_whole_model(kind: str, config: dict[str, Any]) ->
     ids=["shallow", "two kinds of attention"],
 )
 def test_others_are_captured_whole(one: JobSpec) -> None:
-    assert alike_blocks(one, captured) is None
+    assert _of_alike(one) is None
 
 
 def test_costs_of_pieces_that_are_kept_load_neither_torch_nor_transformers() -> None:

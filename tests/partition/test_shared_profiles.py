@@ -12,9 +12,10 @@ import pytest
 
 import raypipe.partition.job_costs as job_costs
 from raypipe.cli.autoconfigure import _shared
+from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from, load_cluster
 from raypipe.partition.job_costs import SharedProfiles, capture_given, shared_profiles
-from raypipe.partition.partition_job import divided, to_capture
+from raypipe.partition.partition_job import captured_pieces, divided, job_pieces, to_capture
 from raypipe.plan.choose import look_for_first
 from raypipe.plan.watch import Watch
 from raypipe.search.budget import Budget
@@ -38,7 +39,7 @@ def small_job() -> JobSpec:
 
 @pytest.mark.slow
 def test_what_is_captured_elsewhere_is_found_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that cannot be divided so is passed over there."""
+    """So is why a model cannot be divided so."""
     monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
     job = small_job()
     jobs = [divided(job, size) for size in (3, 2)]
@@ -46,7 +47,12 @@ def test_what_is_captured_elsewhere_is_found_here(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "stdin", io.StringIO(given))
     assert all(map(to_capture, jobs))
     capture_given()
-    assert [to_capture(one) for one in jobs] == [True, False]
+    assert not any(map(to_capture, jobs))
+    with pytest.raises(SpecError, match="do not divide over tensor = 3") as kept:
+        job_pieces(jobs[0])
+    with pytest.raises(SpecError) as made:
+        captured_pieces(jobs[0])
+    assert kept.value.args == made.value.args
 
 
 @pytest.mark.exhaustive

@@ -16,7 +16,7 @@ from raypipe.files import short
 from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import LONGEST, CostTable
 from raypipe.schedule.ir import Schedule
-from raypipe.schedule.passes import shard
+from raypipe.schedule.passes import divide_experts, shard
 from raypipe.schedule.passes.shard import Gather
 from raypipe.schedule.shape import MOST
 
@@ -185,6 +185,19 @@ def with_shards(made: list[Made], given: Mapping[str, str | None], unit: str | N
             raise RequestError(where, error.why, error.fix) from error
         result.append(replace(one, schedule=schedule))
     return result
+
+
+def with_experts(made: Made, parts: int) -> Made:
+    """Make the dispatch and combine of a schedule tasks of their own (``passes.divide_experts``).
+
+    Raises:
+        RequestError: no stage has any, or the schedule has a kind of task that cannot be divided.
+    """
+    try:
+        schedule, costs = divide_experts(made.schedule, made.costs, parts=parts)
+    except ScheduleError as error:
+        raise RequestError("--expert-parts", error.why, error.fix) from error
+    return replace(made, schedule=schedule, costs=costs)
 
 
 def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> CostTable:

@@ -1,13 +1,13 @@
 """Memory of each device of a schedule: its tasks are played in order, and the fullest moment counts.
 
-Follows the runtime: float32 (or float64) weights whatever the arithmetic and one narrow copy of them under autocast, a
-full set of weights, gradients and optimizer state for every stage replica, what autograd and the deferred weight
-gradients keep of each micro-batch in flight. Messages count from the task that sends them to the task that uses them,
-at both ends, as long as no dependency rules that out (``held_messages``): a sender keeps a copy until the receiver has
-taken it, and which of the two has it depends on their speed. Gradients of a stage with several holders accumulate in
-the buckets that are reduced; only those of older weight versions are copied there, one flat vector per stage, and those
-that are summed in another dtype. Of a sharded stage (``Schedule.sharding``) a device holds its share, and the rest for
-as long as ``LiveShards`` says.
+Follows the runtime: float32 (or float64) weights whatever the arithmetic and one narrow copy of them under autocast
+(those of products are gathered narrow), a full set of weights, gradients and optimizer state for every stage replica,
+what autograd and the deferred weight gradients keep of each micro-batch in flight. Messages count from the task that
+sends them to the task that uses them, at both ends, as long as no dependency rules that out (``held_messages``): a
+sender keeps a copy until the receiver has taken it, and which of the two has it depends on their speed. Gradients of a
+stage with several holders accumulate in the buckets that are reduced; only those of older weight versions are copied
+there, one flat vector per stage, and those that are summed in another dtype. Of a sharded stage (``Schedule.sharding``)
+a device holds its share, and the rest for as long as ``LiveShards`` says.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class _Moments:
         shown = 0.0 if setting.beside_shards else 1.0
         self.live = LiveShards(
             setting.schedule,
-            [shown * stage.dense * stage.weights for stage in self.stages],
+            [shown * (stage.dense * stage.weights - stage.narrow) for stage in self.stages],
             [shown * stage.dense * stage.gradients for stage in self.stages],
         )
         self._most = 0.0
@@ -326,7 +326,11 @@ class _Moments:
             return  # made of the gathered weights
         if (stage, replica) not in self.cast:
             self.cast.add((stage, replica))
-            self.casts += self.stages[stage].casts * self.versions
+            self.casts += self._casts(stage)
+
+    def _casts(self, stage: int) -> float:
+        of = self.stages[stage]
+        return of.casts - of.narrow if self.setting.schedule.zero_level(stage) == 3 else of.casts * self.versions
 
     def bookkeeping(self, task: Task) -> None:
         """A task without micro-batches."""
@@ -334,7 +338,7 @@ class _Moments:
         if kind in SHARDED:
             if kind == "FREE" and (s, replica) in self.cast:  # made of the gathered weights
                 self.cast.discard((s, replica))
-                self.casts -= self.stages[s].casts * self.versions
+                self.casts -= self._casts(s)
             self.moment()
             if kind == "RS":  # from now on this device has its share of the sum
                 self.grade(s, replica)

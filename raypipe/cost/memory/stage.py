@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from raypipe.cost.memory.parameter import ParameterBytes
 from raypipe.cost.profile import LayerProfile, Profile
-from raypipe.cost.stages import expert_parameters, parameters, trained_parameters
+from raypipe.cost.stages import expert_parameters, narrow_bytes, parameters, trained_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class StageMemory:
     """Gradients in float32 while the optimizer updates master weights."""
     casts: float
     """Autocast's narrow copies of the weights."""
+    narrow: float
+    """The part of ``casts`` that needs no copy where copies of the stage gather weights: they arrive narrow."""
     reduced: float
     """The flat vector in which gradients are all-reduced; those of a tied matrix are reduced apart, in place."""
     kept: float
@@ -122,6 +124,7 @@ def stage_memory(
         optimizer=float(values * (each.optimizer + each.master)),
         update=float(values * each.master),
         casts=sum(layer.cast_bytes for layer in own),
+        narrow=narrow_bytes(profile, layers),
         reduced=float((values - (tied if ends else 0)) * each.gradient),
         kept=(sum(layer.kept_bytes for layer in own) + own[0].unread_input_bytes) * samples
         + output

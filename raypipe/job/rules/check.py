@@ -45,11 +45,16 @@ def problems(
     yield from _graphs(train, parallel)
     yield from _experts(model, train, parallel)
     yield from _context(train, parallel)
+    yield from _vocabulary(train, parallel)
     if train.loss_chunk_tokens is not None and train.compile != "none":
         why = f"compiled stages (compile: {train.compile}) keep their logits whole"
         yield "train.loss_chunk_tokens", why, "leave it out, or use compile: none"
     if train.updates_whole:
-        for key, wanted in (("tensor", 1), *([("shard", "none")] if train.updates_alone else [])):
+        for key, wanted in (
+            ("tensor", 1),
+            ("vocabulary", "whole"),
+            *([("shard", "none")] if train.updates_alone else []),
+        ):
             if getattr(parallel, key) != wanted:
                 divides = f"{getattr(parallel, key)} divides parameters"
                 why = f"{divides}, of which {train.optimizer} reads whole rows and columns"
@@ -312,7 +317,42 @@ def _context(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
         yield key, why, "use context: 1, or set train.tokens_per_step to null"
 
 
-WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, "sync", "recompute", "tensor_table", "experts", "imbalance"}
+def _vocabulary(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+    """Keys that cannot be combined with a head whose rows the devices divide."""
+    if parallel.vocabulary == "whole":
+        return
+    if parallel.auto:
+        fix = "give schedule: 1f1b, stages and microbatch, or use whole"
+        yield "parallel.vocabulary", "the planner knows no plans that divide a head", fix
+    for key, wanted in (
+        ("tensor", 1),
+        ("experts", 1),
+        ("context", 1),
+        ("shard", "none"),
+        ("keep", None),
+        ("side_stream", None),
+        ("replan", None),
+    ):
+        if getattr(parallel, key) != wanted:
+            yield f"parallel.{key}", "cannot be combined with vocabulary: split", _use(key, wanted)
+    if parallel.sync in BY_LAYER:
+        yield "parallel.sync", f"{parallel.sync} cannot be combined with vocabulary: split", "use lazy or eager"
+    if parallel.recompute == "stage-aware":
+        why = "stage-aware is for a chain of stages, and vocabulary: split adds others"
+        yield "parallel.recompute", why, "use none, full, or a list of layers"
+    if train.compile != "none":
+        yield "train.compile", f"{train.compile} runs whole logits, and vocabulary is split", "use none"
+    if train.metrics is not None:
+        why = "a function for figures gets predictions, which are all logits, and vocabulary is split"
+        yield "train.metrics", why, "leave it out, or use vocabulary: whole"
+
+
+def _use(key: str, wanted: object) -> str:
+    return "leave it out" if wanted is None else f"use {key}: {wanted}"
+
+
+_OTHERS = ("sync", "recompute", "tensor_table", "experts", "expert_order")
+WISHES = {*SHAPE, *SHARDING, *JOBS_OWN, INNERMOST, BUDGET, *_OTHERS}
 """Keys that may be given beside ``auto: true``: the planner chooses among plans that have them."""
 
 

@@ -196,6 +196,12 @@ RULES = (
         f"{OUT}, or raise tensor",
     ),
     Rule(
+        ("parallel.expert_order",),
+        lambda job: job.parallel.experts > 1,
+        "no experts are divided with experts: 1",
+        f"{OUT}, or raise experts",
+    ),
+    Rule(
         ("parallel.imbalance",),
         lambda job: job.parallel.auto,
         "is read by the planner alone",

@@ -47,7 +47,8 @@ def schedule_rules(
         key = KEYS.get(error.where, error.where)
         yield f"parallel.{key if key in type(parallel).model_fields else 'schedule'}", _why(error), error.fix
         return
-    yield from depth(schedule.stages, parallel.stages, layers)
+    split = parallel.vocabulary == "split"
+    yield from depth(parallel.stages if split else schedule.stages, parallel.stages, layers)
     yield from _keep(parallel, schedule.placement)
     if parallel.memory_cap_mb is not None and schedule.versions != "flush":
         yield (

@@ -117,6 +117,7 @@ def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Dr
         bare = replace(layout.order.without(SHARDED), sharding=None)
         draft.layout = replace(layout, order=bare if parallel.schedule == "auto" else None)
     draft.set(f"{title} runs whole micro-batches", slices=1, sub_pipelined=False)
+    draft.set(f"{title} holds experts in ascending order", expert_order=())
     draft.set("a key of this job alone", **{key: getattr(DEFAULTS, key) for key in JOBS_OWN})
     draft.set(f"{title} keeps all or recomputes blocks", activation_memory_budget=1.0)
     draft.silently(update="wait", auto=False, tensor_table=None, first_k=None, side_stream=None, memory_cap_mb=None)

@@ -94,12 +94,9 @@ def load_bounds_and_walk() -> None:
 
 
 def compile_kernels() -> bool:
-    """Begin to compile all of it beside, in two processes, if this machine has not yet; return whether it has not."""
-    last, first = walk_kernel.shortest, list_kernel.list_schedule
-    if is_kept(last) and is_kept(first):
-        return False
-    compile_ahead(load_orders, load_bounds_and_walk)
-    return True
+    """Begin to compile all of it beside, in two processes, if this machine has not yet; return whether it is begun."""
+    kept = is_kept(walk_kernel.shortest) and is_kept(list_kernel.list_schedule)
+    return not kept and compile_ahead(load_orders, load_bounds_and_walk)
 
 
 def _targets(ranked: Sequence[Prediction]) -> Iterator[Prediction]:

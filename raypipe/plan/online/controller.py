@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.online.measured_steps import StepClock
@@ -33,6 +36,8 @@ class MeasuredStep:
     """The clock that timed this plan's steps, this one included."""
     costs: CostTable | None = None
     """Measured costs in seconds; set once per clock, with the step after which enough steps were measured."""
+    expert_loads: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    """Tokens of each expert, over all copies, by layer in the model's order; none where experts are not divided."""
 
 
 class Event(NamedTuple):

@@ -25,6 +25,7 @@ from raypipe.plan.online.controller import Controller, Event, MeasuredStep, Step
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.replan import Replanner
 from raypipe.plan.online.stragglers import Stragglers
+from raypipe.plan.online.uneven_experts import UnevenExperts
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import in_flight
@@ -212,7 +213,7 @@ class Guard:
 
 class ControllerSequence:
     """The Controller that the driver uses. Once per clock, it also predicts the time of later steps; and it names
-    devices that turn slow.
+    devices that turn slow, and uneven loads of experts that another order of them would even out.
 
     Args:
         present: the plan that runs first.
@@ -238,6 +239,7 @@ class ControllerSequence:
         self._present = present
         made_for = present.plan.made_for
         self._stragglers = Stragglers(slow, alike=made_for is None or not made_for.kinds)
+        self._uneven = UnevenExperts(present.plan.parallel.experts, present.plan.parallel.expert_order)
         self._events: list[Event] = []
         self._name = ""
         self._active: Controller | None = None
@@ -258,6 +260,8 @@ class ControllerSequence:
         costs = self._predict(measured.clock)
         if self._present.plan.parallel.experts == 1:  # devices wait inside tasks for the one with the busiest expert
             self._events += self._guard("naming slow devices", self._stragglers.observe, measured.clock) or []
+        else:
+            self._events += self._guard("adding up loads", self._uneven.observe, measured.expert_loads) or []
         step = measured if costs is None else replace(measured, costs=costs)
         self._ask(lambda active: active.observe(step))
 

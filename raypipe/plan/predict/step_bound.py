@@ -25,6 +25,7 @@ from raypipe.cost.experts import least_exchange_seconds
 from raypipe.cost.memory import kept_bytes, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import FIELDS, times_at, times_of_stages
+from raypipe.cost.stages import narrow_bytes
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.form import Form
@@ -142,15 +143,16 @@ class StageArrays:
         experts = np.add.reduceat(self._size("expert_parameters"), starts) * (p.experts > 1)
         dense = values - experts
         optimizer, gradients, weights = (group if level >= least else 1 for least in (1, 2, 3))
+        narrow = np.array([narrow_bytes(p, layers) for layers in cut]) * (level == 3)
         return {
             "weights": (experts + dense / weights) * each.weight,
-            "gathered": dense * each.weight * (level == 3),
+            "gathered": dense * each.weight * (level == 3) - narrow,
             "frozen": (held - values) * each.weight,
             "gradients": (experts + dense / gradients) * each.gradient,
             "summing": dense * each.gradient * (level >= 2),
             "optimizer": (experts + dense / optimizer) * (each.optimizer + each.master),
             # 16-bit copies of weights that are gathered go with these.
-            "casts": np.add.reduceat(self._size("cast_bytes"), starts),
+            "casts": np.add.reduceat(self._size("cast_bytes"), starts) - narrow,
             "reduced": reduced * each.gradient,
             "kept": kept * microbatch + output + fixed,
             "kept_for_w": np.add.reduceat(self._size("waiting"), starts) * microbatch,

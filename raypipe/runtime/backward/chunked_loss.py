@@ -12,7 +12,7 @@ flight these would be as many matrices of the vocabulary's size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypipe.models.task import Unprojected, cross_entropy
+from raypipe.models.task import Unprojected, at_least_float32, cross_entropy
 from raypipe.runtime.backward.deferred import Closure, WeightQueue, accumulate_product
 
 
@@ -66,52 +66,127 @@ class ChunkedHead(Unprojected):
 
     def cross_entropy(self, labels: Tensor, classes: int | None, smoothing: float) -> Tensor:
         """See Unprojected."""
+        measure = partial(cross_entropy, classes=classes, smoothing=smoothing)
+        return self._computed(_ChunkedLoss, labels, measure)
+
+    def row_statistics(self, labels: Tensor, classes: int, smoothing: float) -> Tensor:
+        """See Unprojected."""
+        measure = partial(row_statistics, classes=classes, smoothing=smoothing)
+        # Of a target's logit alone, the gradient is its row of the weight, and needs no product.
+        read = self._computed(_RowStatistics, labels, measure, looks_up=not (smoothing or self.scaled))
+        return read.view(*labels.shape, 2)
+
+    def _computed(self, function: Any, labels: Tensor, measure: Measure, looks_up: bool = False) -> Tensor:
         flat = replace(self, hidden=self.hidden.flatten(0, -2), waits=self.waits and self.queue.defers(self.weight))
-        asked = _Asked(flat, labels.flatten(), classes, smoothing, torch.is_grad_enabled())
-        loss: Tensor = _ChunkedLoss.apply(flat.hidden, self.weight, self.bias, asked)  # type: ignore[no-untyped-call]
-        return loss
+        asked = _Asked(flat, labels.flatten(), measure, torch.is_grad_enabled(), looks_up)
+        result: Tensor = function.apply(flat.hidden, self.weight, self.bias, asked)
+        return result
+
+
+Measure = Callable[[Tensor, Tensor], Tensor]
+"""From the logits of some tokens and their labels to their loss, or to what a share of the head says of each."""
+
+
+def row_statistics(logits: Tensor, labels: Tensor, classes: int, smoothing: float) -> Tensor:
+    """Return what a share of the head's rows says of each token (``Unprojected.row_statistics``), ``[tokens, 2]``."""
+    logits = at_least_float32(logits)
+    rows = logits.shape[-1]
+    own = (labels >= 0) & (labels < rows)
+    target = logits.gather(-1, labels.clamp(0, rows - 1).unsqueeze(-1)).squeeze(-1)
+    likely = (1 - smoothing) * target.where(own, 0.0)
+    if smoothing:
+        likely = likely + smoothing / classes * logits.sum(-1)
+    return torch.stack((logits.logsumexp(-1), likely), -1)
 
 
 class _Asked(NamedTuple):
-    """The loss that is asked for; autograd must not see its tensors as arguments."""
+    """What is asked of a head; autograd must not see its tensors as arguments."""
 
     head: ChunkedHead
     labels: Tensor
-    classes: int | None
-    smoothing: float
+    measure: Measure
     graded: bool
     """Whether a backward may follow."""
+    looks_up: bool
+    """Whether the gradient of the target's logit is a row of the weight."""
+
+    def chunks(self) -> Iterator[slice]:
+        """Return which tokens to compute together, in order."""
+        count, tokens = len(self.labels), self.head.tokens
+        return (slice(begin, begin + tokens) for begin in range(0, count, tokens))
 
     def of_chunk(
-        self, x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, wanted: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of some tokens, and if ``wanted`` its gradient, times ``scale``, at the head's product.
+        self, x: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return what is measured of some tokens, and for each of ``scales`` its gradient, times that, at the head's
+        product.
 
         The logits are gone when it returns, before those of the next tokens are made.
         """
-        logits = F.linear(x, weight, bias).requires_grad_(wanted)
-        with torch.set_grad_enabled(wanted):
-            loss = cross_entropy(self.head.scale(logits), labels, self.classes, self.smoothing)
-        return loss.detach(), torch.autograd.grad(loss, logits, scale)[0] if wanted else None
+        logits = F.linear(x, weight, bias).requires_grad_(bool(scales))
+        with torch.set_grad_enabled(bool(scales)):
+            made = self.measure(self.head.scale(logits), labels)
+        last = len(scales) - 1
+        grads = (torch.autograd.grad(made, logits, s, retain_graph=n < last)[0] for n, s in enumerate(scales))
+        return made.detach(), *grads
+
+    def read(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the input and the parameters in the dtype of the product."""
+        cast = self.head.queue.cast
+        used = cast(weight)
+        return hidden.to(used.dtype), used, None if bias is None else cast(bias)
+
+
+def _finished(ctx: Any, gx: Tensor | None, x: Tensor, used: Tensor, used_bias: Tensor | None, scale: Tensor) -> Any:
+    """Return the gradients of a head's function; leave those of its parameters to W where they may wait.
+
+    Args:
+        ctx: the function's context.
+        gx: the gradient of its input.
+        x, used, used_bias: what it read.
+        scale: the gradient of what was measured: one, or one of each token.
+    """
+    asked, weight, bias = ctx.asked, ctx.weight, ctx.bias
+
+    def add(weight: Tensor, bias: Tensor | None) -> None:
+        for chunk in asked.chunks():
+            own = scale[chunk] if scale.dim() else scale
+            _, gradient = asked.of_chunk(x[chunk], asked.labels[chunk], used, used_bias, own)
+            accumulate_product(weight, bias, gradient.t(), x[chunk], gradient)
+            del gradient
+
+    trained = tuple(p for p in (weight, bias) if p is not None and p.requires_grad)
+    if not trained:
+        return gx, None, None, None
+    if asked.head.waits:
+        asked.head.queue.current.append(Closure(partial(add, weight, bias), trained))
+        return gx, None, None, None
+    leaves = [None if p is None else _leaf(p) for p in (weight, bias)]
+    add(*leaves)  # type: ignore[arg-type]
+    return gx, *(None if leaf is None else leaf.grad for leaf in leaves), None
+
+
+def _leaf(parameter: Tensor) -> Tensor:
+    """Return a leaf with a parameter's values, whose gradient has the dtype of the parameter's."""
+    leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+    if parameter.is_leaf and getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+        leaf.grad_dtype = parameter.grad_dtype
+    return leaf
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> Tensor:
-        queue, tokens = asked.head.queue, asked.head.tokens
-        used, used_bias = queue.cast(weight), None if bias is None else queue.cast(bias)
-        x = hidden.to(used.dtype)
+        x, used, used_bias = asked.read(hidden, weight, bias)
         back = torch.empty_like(x) if asked.graded and ctx.needs_input_grad[0] else None
         losses = []
         with torch.autocast(x.device.type, enabled=False):
-            for begin in range(0, len(x), tokens):
-                chunk = slice(begin, begin + tokens)
+            for chunk in asked.chunks():
                 read = x[chunk], asked.labels[chunk], used, used_bias
-                loss, gradient = asked.of_chunk(*read, None, back is not None)
+                loss, *gradient = asked.of_chunk(*read, *([] if back is None else [None]))
                 losses.append(loss)
-                if back is not None and gradient is not None:
-                    torch.mm(gradient, used, out=back[chunk])
-                del gradient
+                if back is not None:
+                    torch.mm(gradient.pop(), used, out=back[chunk])
         if asked.graded:
             ctx.save_for_backward(x, used, used_bias, back)
             ctx.asked, ctx.weight, ctx.bias, ctx.dtype = asked, weight, bias, hidden.dtype
@@ -121,24 +196,46 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (scale,) = grads
         x, used, used_bias, back = ctx.saved_tensors
-        asked, weight, bias, x = ctx.asked, ctx.weight, ctx.bias, x.detach()
-        tokens = asked.head.tokens
-
-        def add(weight: Tensor, bias: Tensor | None) -> None:
-            for begin in range(0, len(x), tokens):
-                chunk = slice(begin, begin + tokens)
-                _, gradient = asked.of_chunk(x[chunk], asked.labels[chunk], used, used_bias, scale)
-                assert gradient is not None
-                accumulate_product(weight, bias, gradient.t(), x[chunk], gradient)
-                del gradient
-
         gx = None if back is None else back.to(ctx.dtype) * scale
-        trained = tuple(p for p in (weight, bias) if p is not None and p.requires_grad)
-        if not trained:
-            return gx, None, None, None
-        if asked.head.waits:
-            asked.head.queue.current.append(Closure(partial(add, weight, bias), trained))
-            return gx, None, None, None
-        leaves = [None if p is None else p.detach().requires_grad_(p.requires_grad) for p in (weight, bias)]
-        add(*leaves)  # type: ignore[arg-type]
-        return gx, *(None if leaf is None else leaf.grad for leaf in leaves), None
+        return _finished(ctx, gx, x.detach(), used, used_bias, scale)
+
+
+class _RowStatistics(torch.autograd.Function):
+    """What a share of the head's rows says of each token.
+
+    The gradient of the input is, for each token, a sum of two vectors times the gradients of its two numbers. The
+    forward keeps these vectors, so that the backward computes nothing of the vocabulary's width.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> Tensor:
+        x, used, used_bias = asked.read(hidden, weight, bias)
+        count = 0 if not (asked.graded and ctx.needs_input_grad[0]) else 1 if asked.looks_up else 2
+        backs = [torch.empty_like(x) for _ in range(count)]
+        which = torch.eye(2, dtype=at_least_float32(used[:0]).dtype, device=x.device)[:count]
+        statistics = []
+        with torch.autocast(x.device.type, enabled=False):
+            for chunk in asked.chunks():
+                labels = asked.labels[chunk]
+                each = (one.expand(len(labels), 2) for one in which)
+                made, *gradients = asked.of_chunk(x[chunk], labels, used, used_bias, *each)
+                statistics.append(made)
+                for back in reversed(backs):
+                    torch.mm(gradients.pop(), used, out=back[chunk])
+        if asked.graded:
+            ctx.save_for_backward(x, used, used_bias, *backs)
+            ctx.asked, ctx.weight, ctx.bias, ctx.dtype = asked, weight, bias, hidden.dtype
+        return torch.cat(statistics)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (scale,) = grads
+        x, used, used_bias, *backs = ctx.saved_tensors
+        gx = None
+        if backs:
+            if ctx.asked.looks_up:
+                labels = ctx.asked.labels
+                own = ((labels >= 0) & (labels < len(used))).unsqueeze(-1)
+                backs.append(used[labels.clamp(0, len(used) - 1)].where(own, 0.0))
+            gx = sum(scale[:, n : n + 1] * back for n, back in enumerate(backs)).to(ctx.dtype)
+        return _finished(ctx, gx, x.detach(), used, used_bias, scale)

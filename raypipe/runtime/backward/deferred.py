@@ -82,9 +82,9 @@ class WeightQueue:
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add ``gradient`` to a parameter's gradient, in the parameter's dtype."""
+    """Add ``gradient`` to a parameter's gradient, in the parameter's dtype, or that which its gradients have."""
     if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or parameter.dtype)
     else:
         parameter.grad.add_(gradient)
 

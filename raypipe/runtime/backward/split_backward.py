@@ -16,6 +16,7 @@ Source: zero-bubble pipeline parallelism (the split) and out-of-order backprop s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -153,6 +154,10 @@ OPERATIONS: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
 """Per operation, the function that runs it deferred, and the positions of arguments that must be parameters or None."""
 
 
+NARROWED = {"linear", "addmm", "mm", "bmm", "baddbmm", "matmul", "conv1d", "conv2d", "conv3d"}
+"""Products whose operands autocast casts to its dtype, on CPUs and on GPUs."""
+
+
 def _defer_in_graph(module: fx.GraphModule, queue: WeightQueue) -> set[nn.Parameter]:
     """Defer the operations of a graph that support it; return the parameters whose gradients are all deferred."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -211,6 +216,37 @@ class Weights:
         """Return the argument at a position."""
         result: fx.Node = _leaves(node)[place]
         return result
+
+
+def weights_of_products(root: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that ``root`` reads in one place each, in a product that autocast makes narrower.
+
+    Autocast casts these wherever they are read; others, those of norms and embeddings, it leaves as they are. It holds
+    before and after ``defer_weight_gradients``.
+    """
+    found, times = set[nn.Parameter](), Counter[nn.Parameter]()
+    left = [root]
+    while left:
+        module = left.pop()
+        if isinstance(module, fx.GraphModule):
+            parameters = dict(module.named_parameters(remove_duplicate=False))
+            read = [n for n in module.graph.nodes if n.op == "get_attr" and n.target in parameters]
+            times.update(parameters[str(n.target)] for n in read)
+            found.update(parameters[str(n.target)] for n in read if _read_by_product(n))
+            continue
+        own = list(module.parameters(recurse=False))
+        times.update(own)
+        if type(module) is nn.Linear:
+            found.update(own)
+        left += module.children()
+    return {p for p in found if times[p] == 1}
+
+
+def _read_by_product(node: fx.Node) -> bool:
+    (user,) = node.users if len(node.users) == 1 else (None,)
+    if user is None or _leaves(user).count(node) != 1:
+        return False
+    return user.target in (_linear, _product) or (user.op == "call_function" and name_of(user) in NARROWED)
 
 
 def find_weights(graph: fx.Graph, read: Mapping[fx.Node, nn.Parameter]) -> Weights:

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import sys
 import tempfile
@@ -35,6 +36,8 @@ END_S = 5.0
 """Time that the processes of a Ray started here have to end with it."""
 ANSWER_S = 10.0
 """Time that a cluster has to answer a connection."""
+LISTENS_S = 2.0
+"""Time that it has to take one."""
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """An empty HTTP/2 SETTINGS frame, which both sides send first."""
 MOST_PORT = 65535
@@ -150,6 +153,16 @@ def _check_reachable(address: str) -> None:
         raise SpecError("RAY_ADDRESS", f"what answers at {address} is no Ray cluster", UNREACHABLE)
 
 
+def listens(address: str) -> bool:
+    """Return whether something listens at the address of a Ray cluster that this process is part of."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LISTENS_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def _speaks_http2(server: socket.socket) -> bool:
     """Return whether the other side speaks HTTP/2 (RFC 9113, section 3.4), which gRPC and so Ray run over."""
     server.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS)
@@ -164,6 +177,8 @@ def _start_local(devices: int, dashboard_port: int | None, quiet: dict[str, Any]
     else:
         os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "0")  # an actor for the page of a dashboard
     cpus = local_cpus(devices, cores) if not gpus else max(devices, cores)
+    if shutil.which("bash") is None:
+        raise RunError("ray", "starts its workers by bash, which is not on the PATH", "install bash, or add its folder")
     _have_token()
     this = psutil.Process()
     before = set(this.children())

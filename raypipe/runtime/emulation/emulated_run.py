@@ -21,7 +21,7 @@ from raypipe.plan.online.recorded_steps import NO_WAITS, RecordedSteps, StepWait
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import QUEUED_CALLS
 from raypipe.runtime.emulation.device_processes import DeviceProcesses
-from raypipe.runtime.emulation.emulated_worker import NO_FAULTS, DeviceFaults, EmulatedSetup
+from raypipe.runtime.emulation.emulated_worker import NO_FAULTS, DeviceFaults, EmulatedSetup, Routing
 from raypipe.runtime.emulation.links import Links, with_links
 from raypipe.runtime.group.worker_group import WorkerGroup, device_title
 from raypipe.runtime.hosts.devices import DeviceRequest
@@ -34,7 +34,7 @@ from raypipe.runtime.update.shards import dividing_group, same_shard_group, shar
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule, StageGraph, Task, Versions
-from raypipe.schedule.kinds import NETWORK
+from raypipe.schedule.kinds import EXCHANGES, NETWORK
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import edges, step_programs
@@ -66,6 +66,7 @@ class Rehearsal:
     seconds_per_message: float = 0.0
     norm: NormPolicy = "none"
     clip_every: int = 0
+    skew: float = 1.0
 
     def step_ends(self, steps: int) -> tuple[float, ...]:
         """Predict when each of the first ``steps`` steps ends, in seconds."""
@@ -77,30 +78,53 @@ class Rehearsal:
 
 
 def rehearsal(
-    base: Schedule, costs: CostTable, links: Links, replicas: int, norm: NormPolicy = "none", clip_every: int = 0
+    base: Schedule,
+    costs: CostTable,
+    links: Links,
+    replicas: int,
+    norm: NormPolicy = "none",
+    clip_every: int = 0,
+    skew: float = 1.0,
 ) -> Rehearsal:
     """Make the step of ``replicas`` data-parallel copies of ``base``.
 
     Stages with several holders all-reduce their gradients as late as possible (lazily), then update. Of a sharded
-    schedule (``passes.shard``) the copies divide what its levels say. The arguments are those of ``emulate``.
+    schedule (``passes.shard``) the copies divide what its levels say; all of them divide the experts of one whose
+    all-to-all are tasks (``passes.divide_experts``). The arguments are those of ``emulate``.
 
     Raises:
         ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
     """
     schedule = add_updates(place_gradient_sync(replicate(as_run(base), replicas), "lazy", costs))
+    if base.rules.experts and base.exchange == (1, 1):
+        schedule = replace(schedule, exchange=(replicas, replicas))
     verify(schedule)
     if norm not in NORMS[schedule.versions]:
         raise ScheduleError("norm", f"{schedule.name}'s updates wait for none", "use none, or with 2BW optimistic")
     if links.per_host and schedule.graph != StageGraph.chain(schedule.stages):
         raise ScheduleError("per_host", "which links are used is known for chains of stages only", "leave it out")
+    copies = schedule.exchange[1]
+    if skew != 1.0 and not 1.0 <= skew <= copies:
+        why = f"the busiest of {copies} copies that divide experts cannot get {skew:g} times the mean of the tokens"
+        raise ScheduleError("skew", why, f"give a number from 1 to {copies}")
     return Rehearsal(
         schedule=schedule,
-        costs=with_links(costs, links, schedule, base.placement, replicas),
+        costs=with_links(_of_busiest(costs, schedule.rules.experts, skew), links, schedule, base.placement, replicas),
         copies=replicas,
         seconds_per_message=0.0 if links.per_host else links.seconds_per_message,
         norm=norm,
         clip_every=clip_every if schedule.versions == "flush" else 0,
+        skew=skew,
     )
+
+
+def _of_busiest(costs: CostTable, experts: Collection[int], skew: float) -> CostTable:
+    """Return the costs where the busiest copy gets ``skew`` times the mean of the tokens, for which all others wait."""
+    names = ("forward", "input_grad", "weight_grad", "dispatch", "combine")
+    rows: dict[str, Any] = {
+        name: tuple(t * skew if s in experts else t for s, t in enumerate(getattr(costs, name))) for name in names
+    }
+    return replace(costs, **rows)
 
 
 NO_FAULTS_ANYWHERE: Mapping[int, DeviceFaults] = MappingProxyType({})
@@ -142,6 +166,7 @@ def emulate(
     norm: NormPolicy = "none",
     clip_every: int = 0,
     faults: Mapping[int, DeviceFaults] = NO_FAULTS_ANYWHERE,
+    skew: float = 1.0,
 ) -> Emulated:
     """Run ``steps`` steps of ``replicas`` data-parallel copies of ``base`` on emulated devices.
 
@@ -156,13 +181,15 @@ def emulate(
         clip_every: with ``norm="ahead"``, the update of every ``clip_every``-th step is undone and the forwards since
             then run again, which the prediction leaves out; 0 for never.
         faults: by device, what goes wrong there, which the prediction leaves out.
+        skew: where copies divide experts, the tokens of the busiest one as a multiple of the mean; in each step another
+            copy is the busiest.
 
     Raises:
-        ScheduleError: the schedule cannot run, or its updates cannot wait for a norm.
+        ScheduleError: the schedule cannot run, its updates cannot wait for a norm, or no copy gets so many tokens.
         SpecError: there is not enough memory for so many devices, or there are too many steps to predict.
         ClusterError: the nodes cannot work together.
     """
-    what = rehearsal(base, costs, links, replicas, norm, clip_every)
+    what = rehearsal(base, costs, links, replicas, norm, clip_every, skew)
     _check_length(what, steps)
     request = connect(what.schedule.devices, emulated=True)
     check_processes(what.schedule.devices, ray.cluster_resources().get("memory", math.inf))
@@ -235,19 +262,26 @@ def run_rehearsal(
 
 def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFaults]) -> None:
     schedule, costs = what.schedule, what.costs
+    exchanging = exchanging_devices(schedule)
     topology = Topology(
         peers=tuple(x.peer for x in workers.locations),
         rendezvous=rendezvous_of(workers.locations),
         edges=edges(schedule),
-        groups=shared_groups(schedule.placement, ()) | shard_groups(schedule.sharding, schedule.placement),
+        groups=shared_groups(schedule.placement, ())
+        | shard_groups(schedule.sharding, schedule.placement)
+        | {_exchange_group(devices): devices for devices in exchanging.values() if len(devices) > 1},
         transport="auto",
         run_id=workers.run_id,
     )
     ways = parts(schedule)
-    lowered = step_programs(schedule, ahead=what.norm == "optimistic")
+    lowered = step_programs(schedule, ahead=what.norm == "optimistic", exchanges=True)
     waits = collective_waits(schedule)
     groups = {part: collective_groups(one, topology.groups) for part, one in ways.items()}
     times = {part: [tuple(costs.durations(one, list(order))) for order in one.orders] for part, one in ways.items()}
+    places = [
+        {key: (devices.index(rank), len(devices)) for key, devices in exchanging.items() if rank in devices}
+        for rank in range(schedule.devices)
+    ]
     setups = [
         EmulatedSetup(
             rank=rank,
@@ -262,19 +296,44 @@ def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFau
             norm=what.norm,
             clip_every=what.clip_every,
             faults=faults.get(rank, NO_FAULTS),
+            routing=Routing(places[rank], what.skew),
         )
         for rank in range(len(workers.actors))
     ]
     ray.get(workers.call_each("setup", [(one,) for one in setups]))
 
 
+Experts = dict[tuple[int, int], tuple[int, ...]]
+"""(stage of experts, replica) -> the devices that divide them."""
+
+
+def exchanging_devices(schedule: Schedule) -> Experts:
+    """Return which devices divide the experts of each stage replica that holds some."""
+    copies, together = schedule.exchange
+    of_copy = schedule.replicas // copies
+    result: Experts = {}
+    for replica in range(schedule.replicas):
+        first = replica // of_copy // together * together
+        rows = [schedule.placement[(first + n) * of_copy + replica % of_copy] for n in range(together)]
+        result |= {(s, replica): tuple(row[s] for row in rows) for s in schedule.rules.experts}
+    return result
+
+
+def _exchange_group(devices: Sequence[int]) -> str:
+    return f"experts of {' '.join(map(str, devices))}"
+
+
 def collective_groups(schedule: Schedule, groups: Collection[str]) -> list[tuple[str, ...]]:
     """Return per device and action the name of the process group of a collective; nothing if it has one member."""
     members = shard_members(schedule.sharding, schedule.placement)
+    exchanging = exchanging_devices(schedule)
 
     def group(task: Task) -> str:
         if task.kind not in NETWORK:
             return ""
+        if task.kind in EXCHANGES:
+            name = _exchange_group(exchanging[task.stage, task.replica])
+            return name if name in groups else ""
         member = members.get((task.stage, task.replica))
         if member is None:
             name = stage_group(task.stage)
@@ -287,7 +346,7 @@ def collective_groups(schedule: Schedule, groups: Collection[str]) -> list[tuple
 
 def collective_waits(schedule: Schedule) -> list[tuple[tuple[int, ...], ...]]:
     """Return per device and action the collectives of the device that a computation waits for."""
-    if schedule.sharding is None:
+    if schedule.sharding is None and not schedule.rules.experts:
         return [()] * schedule.devices
     graph = link(schedule)
 

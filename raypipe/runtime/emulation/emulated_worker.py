@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -32,6 +32,7 @@ from raypipe.runtime.update.collectives import Push
 from raypipe.runtime.update.norm import Shares
 from raypipe.runtime.update.policy import UpdatePolicy
 from raypipe.schedule.costs import Comm, latencies, latency
+from raypipe.schedule.ir import Task
 from raypipe.schedule.kinds import KINDS, NETWORK
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.norm_policy import NormPolicy
@@ -41,7 +42,7 @@ from raypipe.schedule.lowering.programs import Action, Message, Program
 
 
 class AllReduceLane:
-    """Emulates the all-reduces, gathers and reduce-scatters of one device with the simulator's rule for their begin.
+    """Emulates the collectives of one device with the simulator's rule for their begin.
 
     One begins when its last holder has issued it and has finished its previous one. A thread exchanges these times with
     the other holders while the device computes.
@@ -118,6 +119,27 @@ class DeviceFaults:
 
 NO_FAULTS = DeviceFaults()
 
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How unevenly routers send tokens to the copies that divide experts: in each step another copy gets the most.
+
+    The costs of experts are those of the busiest copy, which the all-to-all of all copies wait for.
+    """
+
+    places: Mapping[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    """(stage of experts, replica) -> which of how many copies this device is."""
+    skew: float = 1.0
+    """Tokens of the busiest copy, as a multiple of the mean."""
+
+    def share(self, task: Task, step: int) -> float:
+        """Return how long a task takes in a step, as a share of what the busiest copy takes for it."""
+        place, copies = self.places.get((task.stage, task.replica), (0, 1))
+        if copies == 1 or place == np.random.default_rng(step).integers(copies):
+            return 1.0
+        return (copies - self.skew) / (copies - 1) / self.skew
+
+
 OVERSHOOT_S = 0.0002
 """``time.sleep`` may return this late, so the last part of a wait yields the processor in a loop instead."""
 LOOK_S = 0.0005
@@ -143,13 +165,15 @@ class EmulatedSetup:
     seconds_per_message: float
     """A message's bytes over the link's bandwidth; 0 for links without a limit."""
     waits: tuple[tuple[int, ...], ...] = ()
-    """Of a sharded schedule: per action, the AG and RS actions of this device that it waits for."""
+    """Where stages are sharded or experts divided: per action, the collectives of this device that it waits for."""
     norm: NormPolicy = "none"
     """What updates have to do with a global gradient norm."""
     clip_every: int = 0
     """Every so many steps the norm is too large, and with ``norm="optimistic"`` the update is undone; 0 for never."""
     faults: DeviceFaults = NO_FAULTS
     """What goes wrong on this device."""
+    routing: Routing = field(default_factory=Routing)
+    """Which of the tokens that travel to experts this device gets."""
 
 
 class EmulatedUpdates(UpdatePolicy):
@@ -265,7 +289,7 @@ class EmulatedRunner(ProgramRunner):
         if begin > time.monotonic():
             wait_until(begin)
             begin = self._began[self._index] = time.monotonic()
-        duration = next(self._durations) * faults.slower(self.step)
+        duration = next(self._durations) * faults.slower(self.step) * self.setup.routing.share(action.task, self.step)
         if action.task.kind == "F" and not self._has_read:  # a device reads a step's samples at once
             self._has_read = True
             duration += faults.data_s

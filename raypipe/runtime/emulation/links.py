@@ -81,7 +81,8 @@ def with_links(
         copies: data-parallel copies.
     """
     stages = range(schedule.stages)
-    holders = [len({held[s] for held in schedule.placement}) for s in stages]
+    dividing = [schedule.exchange[1] if s in schedule.rules.experts else 1 for s in stages]
+    holders = [len({held[s] for held in schedule.placement}) // dividing[s] for s in stages]
     members = [1] * schedule.stages
     if schedule.sharding is not None:
         group = schedule.sharding.group or schedule.sharding.copies

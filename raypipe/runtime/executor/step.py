@@ -190,13 +190,17 @@ def check_samples(where: str, results: Sequence[StepResult], due: int) -> None:
         )
 
 
-def expert_load(devices: Sequence[StepResult]) -> dict[str, float]:
-    """Return, per module of divided experts, the tokens of the busiest expert as a multiple of the mean."""
+def expert_loads(devices: Sequence[StepResult]) -> dict[str, NDArray[np.int64]]:
+    """Return the tokens of each expert, over all copies, by module of divided experts in the model's order."""
     total: dict[str, NDArray[np.int64]] = {}
     for one in devices:
         for path, counts in one.expert_loads.items():
             total[path] = total.get(path, 0) + np.asarray(counts)
-    return {path: float(counts.max() / counts.mean()) for path, counts in sorted(total.items()) if counts.any()}
+
+    def place(path: str) -> list[tuple[int, str]]:
+        return [(int(name) if name.isdigit() else 0, name) for name in path.split(".")]
+
+    return {path: total[path] for path in sorted(total, key=place)}
 
 
 def waits_of(devices: Sequence[StepResult]) -> StepWaits:

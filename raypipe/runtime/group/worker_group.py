@@ -111,6 +111,8 @@ class WorkerGroup:
     """The devices, which are released when the workers stop unless they are ``held``; None if nobody knows."""
     places: Places | None = None
     """Where a worker that dies can be started again; None if nobody knows."""
+    elsewhere_s: float = 0.0
+    """Time that Ray has to find devices for those of a lost node."""
     process_groups: int = 0
     """Process groups that the newest set-up made."""
     apart: dict[str, str] = field(default_factory=dict)
@@ -149,13 +151,17 @@ class WorkerGroup:
         """Wait until all workers have started, and note where they are.
 
         Raises:
-            TransportError: some did not start within ``START_S``, or the node of one is gone; the run may try again.
+            TransportError: some did not start within ``START_S``, or the node of one is gone and there are no devices
+                elsewhere; the run may try again.
         """
         where = late = self.call("locate")
-        deadline = time.monotonic() + START_S
+        whole = time.monotonic()
+        deadline = whole + START_S
         while late and time.monotonic() < deadline:
             _, late = ray.wait(where, num_returns=len(where), timeout=LOOK_S)
-            if late and self.places is not None and self.places.place.is_broken():
+            if not late or self.places is None or not self.places.place.is_broken():
+                whole = time.monotonic()
+            elif time.monotonic() >= whole + self.elsewhere_s:
                 first = self._first_of(where, late)
                 raise TransportError(first, "its node, or another of the run's, is gone", "bring it back, or resume")
         if late:

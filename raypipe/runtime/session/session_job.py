@@ -32,6 +32,7 @@ def check_job(job: JobSpec, plan: Plan) -> None:
         ("parallel.experts", parallel.experts, 1, "without expert parallelism"),
         ("parallel.slices", parallel.slices, 1, "whole sequences"),
         ("parallel.context", parallel.context, 1, "whole sequences"),
+        ("parallel.vocabulary", parallel.vocabulary, "whole", "whole logits"),
         ("parallel.shard", parallel.shard, "none", "replicas that hold whole stages"),
         ("parallel.side_stream", parallel.side_stream, None, "one stream"),
         ("parallel.placement", parallel.placement == "branches", False, "models that are a chain"),

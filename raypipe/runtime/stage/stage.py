@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,7 +128,8 @@ class StageModule(nn.Module):
         """Per part but the last, and per tensor that it passes on, whether a gradient comes back."""
         self.set_recomputed(recomputed)
         self.named = self.body.named()
-        self.shards = {name: model.shards[name] for name in self.named if name in model.shards}
+        shards = {name: model.shard_of(name, layers) for name in self.named}
+        self.shards = {name: shard for name, shard in shards.items() if shard is not None}
         """How the parameters of which this stage holds a share are divided, by name."""
         self.experts = frozenset(name for name, cut in self.shards.items() if cut.axis == "experts")
         """Names of those that copies divide."""
@@ -140,6 +142,7 @@ class StageModule(nn.Module):
         """The modules of divided experts by their path in the model."""
         for path, experts in self.routed.items():
             hold(path, experts)
+            experts.order = next(cut.order for name, cut in self.shards.items() if name.rpartition(".")[0] == path)
         self.trained = {name: p for name, p in self.named.items() if p.requires_grad}
         """The parameters that the optimizer updates; the others are frozen."""
         last = layers[-1] == model.count - 1
@@ -166,10 +169,9 @@ class StageModule(nn.Module):
             names = {id(parameter): name for name, parameter in self.named.items()}
             joint = [self.body.get_parameter(path) for path in defer_weight_gradients(self.body, self.queue)]
             self.joint_names += [names[id(parameter)] for parameter in joint if parameter.dim() > 1]
-        if last and model.loss_chunk is not None:
-            self.body.leave_head_to(
-                partial(ChunkedHead, tokens=model.loss_chunk, queue=self.queue, waits=split and not freed)
-            )
+        if layers[-1] in model.heads:
+            tokens = model.loss_chunk or sys.maxsize
+            self.body.leave_head_to(partial(ChunkedHead, tokens=tokens, queue=self.queue, waits=split and not freed))
 
     def set_recomputed(self, recomputed: Collection[int] | None) -> None:
         """Choose the layers that R recomputes: any layers, if the stage was built with ``finest``; None for all."""

@@ -28,7 +28,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from raypipe.checkpoint import Checkpoint, ShardInfo, Snapshot
-from raypipe.errors import CheckpointError, TransportError
+from raypipe.errors import TransportError
 from raypipe.runtime.executor.step import StepResult, Written
 from raypipe.runtime.hosts.node_files import SentShard
 
@@ -233,20 +233,15 @@ class KeptCopy(Checkpoint):
         files = {key: shard.info.file for shard in shards for key in shard.info.keys}
         return KeptCopy(Path(f"the copy of step {step}"), step, meta, files, shards)
 
-    def read(self, keys: Iterable[str]) -> dict[str, Tensor]:
-        """See Checkpoint.read; shards come from whoever holds them.
+    def _read_stored(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """Read from whoever holds the shards.
 
         Raises:
-            CheckpointError: the copy does not hold a key.
             TransportError: nobody holds one of its shards as it was sent.
         """
-        wanted = list(keys)
-        missing = [key for key in wanted if key not in self.files]
-        if missing:
-            raise CheckpointError(str(self.path), f"holds no {missing[0]}", "restart from the last checkpoint")
         by_file = {shard.info.file: shard for shard in self.shards}
         fetched = cache(lambda file: _tensors(by_file[file]))
-        return {key: fetched(self.files[key])[key] for key in wanted}
+        return {key: fetched(self.files[key])[key] for key in keys}
 
 
 def _tensors(shard: KeptShard) -> dict[str, Tensor]:

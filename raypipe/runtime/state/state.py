@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raypipe.checkpoint import Checkpoint, buffer_key
+from raypipe.checkpoint import Checkpoint, buffer_key, rows_key
 from raypipe.errors import CheckpointError
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
@@ -106,14 +106,18 @@ def state_pieces(
     for name, parameter in module.named.items():
         if name in divided or not _saves(module, name, tied):
             continue
-        shard = module.shards.get(name)
+        shard, rows, first = module.shards.get(name), "", True
+        if shard is not None and shard.own_rank is not None:  # stored as it is, beside the other stages' rows
+            rows, first, shard = rows_key(shard.rows), shard.own_rank == 0, None
         updated = updated_tensor(optimizer, parameter)
-        result.append(TensorPiece(f"param/{name}", updated.detach(), shard))
+        result.append(TensorPiece(f"param/{name}{rows}", updated.detach(), shard))
         for key, value in sorted(optimizer.state.get(updated, {}).items()):
-            if isinstance(value, Tensor):
-                result.append(
-                    TensorPiece(f"optim/{name}/{key}", value, shard if value.shape == parameter.shape else None)
-                )
+            if not isinstance(value, Tensor):
+                continue
+            if value.shape == parameter.shape:
+                result.append(TensorPiece(f"optim/{name}/{key}{rows}", value, shard))
+            elif first:
+                result.append(TensorPiece(f"optim/{name}/{key}", value, None))
     for one in module.statistics:
         result += [TensorPiece(buffer_key(name), value, None) for name, value in one.buffers_by_name.items()]
     return result
@@ -196,7 +200,7 @@ def read_state(
 
 
 def _own(whole: Tensor, shard: Shard | None, ranks: Mapping[Axis, int]) -> Tensor:
-    return whole if shard is None else shard.cut(whole, ranks[shard.axis])
+    return whole if shard is None else shard.cut(whole, ranks.get(shard.axis, 0))
 
 
 def previous_pieces(

@@ -227,9 +227,17 @@ class FlatGradients:
     Args:
         parameters: in the order in which their gradients lie in the flat tensor.
         size, offsets: elements of the flat tensor and each one's first, if there are zeros beside the parameters' own.
+        dtype: of the gradients; None for that of the parameters.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], size: int = 0, offsets: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        size: int = 0,
+        offsets: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._dtype = dtype
         self.parameters = tuple(parameters)
         *first, end = accumulate((p.numel() for p in parameters), initial=0)
         self._size, self._offsets = size or end, offsets or first
@@ -256,7 +264,7 @@ class FlatGradients:
             self.flat.zero_()
         elif not self._views:
             first = self.parameters[0]
-            self.flat = torch.zeros(self._size, dtype=first.dtype, device=first.device)
+            self.flat = torch.zeros(self._size, dtype=self._dtype or first.dtype, device=first.device)
             places = zip(self._offsets, self.parameters, strict=True)
             self._views = [self.flat[at : at + p.numel()].view(p.shape) for at, p in places]
         for p, view in zip(self.parameters, self._views, strict=True):

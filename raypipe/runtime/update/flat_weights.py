@@ -1,8 +1,9 @@
 """The parameters of one stage replica and one dtype in a flat tensor, of which each member of a group owns a shard.
 
-The parameters' values are views of the flat tensor, so gathering the shards into it restores all of them. From ZeRO
-level 3 on, its memory is freed between ``release`` and the next ``gather``: the views stay, and so do those that
-autograd has saved for a backward, which gathers the weights again before it reads them.
+The parameters' values are views of the flat tensor, so gathering the shards into it restores all of them. At ZeRO
+level 3, its memory is freed between ``release`` and the next ``gather``: the views stay, and so do those that autograd
+has saved for a backward, which gathers the weights again before it reads them. Weights that are only ever read in
+another dtype are gathered in it: the shards, which the optimizer updates, and the gradients stay as they are.
 
 torch's FSDP2 does the same for the modules of a model, driven by hooks around their forwards and backwards. Here the
 schedule says when to gather and reduce, and weight gradients may be computed long after a backward (W), of which its
@@ -132,6 +133,7 @@ class FlatWeights:
         level: ZeRO level: 1 divides optimizer state, 2 gradients too, 3 weights too.
         reduce_dtype: in which gradients are summed; None for their own.
         costs: of the update of each parameter, where none may be divided (``FlatLayout``).
+        gather_dtype: in which weights are gathered, at level 3; None for their own.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class FlatWeights:
         level: int,
         reduce_dtype: torch.dtype | None = None,
         costs: Mapping[str, float] | None = None,
+        gather_dtype: torch.dtype | None = None,
     ) -> None:
         self.reduce_dtype = reduce_dtype
         self.group, self.level = group, level
@@ -148,14 +151,17 @@ class FlatWeights:
         offsets = self.layout.offsets
         self.parameters = {name: parameters[name] for name in offsets}
         first = next(iter(parameters.values()))
-        self.whole = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
+        values = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
+        self.whole = values if gather_dtype is None else torch.empty_like(values, dtype=gather_dtype)
         with torch.no_grad():
             for name, offset in offsets.items():
                 p = parameters[name]
-                part = self.whole[offset : offset + p.numel()].view(p.shape)
-                part.copy_(p)
-                p.data = part
-        own = self.whole[group.rank() * self.layout.shard :][: self.layout.shard]
+                place = slice(offset, offset + p.numel())
+                values[place].view(p.shape).copy_(p)
+                p.data = self.whole[place].view(p.shape)
+                if gather_dtype is not None:
+                    p.grad_dtype = values.dtype
+        own = values[group.rank() * self.layout.shard :][: self.layout.shard]
         self.shard = own.clone() if level == 3 else own
         """This member's shard of the weights; below level 3 a view of the flat tensor."""
         self.parts = self.layout.parts(group.rank())
@@ -164,7 +170,8 @@ class FlatWeights:
         self._bytes = self.whole.untyped_storage().nbytes()
         self.gathered = True
         """Whether the parameters have their values, up to the last ``gather``."""
-        self.gradients = FlatGradients(list(self.parameters.values()), self.layout.padded, list(offsets.values()))
+        places = self.layout.padded, list(offsets.values())
+        self.gradients = FlatGradients(list(self.parameters.values()), *places, dtype=values.dtype)
         self._gathering: dist.Work | None = None
         self._scattering: list[tuple[Pending, Tensor]] = []
         """Reduce-scatters that are under way, oldest first, each with its result: a part of the gradients, in place."""
@@ -185,7 +192,7 @@ class FlatWeights:
         if not self.gathered:
             self.whole.untyped_storage().resize_(self._bytes)
             self.gathered = True
-        self._gathering = start_all_gather(self.whole, self.shard, self.group)
+        self._gathering = start_all_gather(self.whole, self.shard.to(self.whole.dtype), self.group)
 
     def leave(self) -> None:
         """Let go of the group and of what is under way on it, for good: its connections end with the last reference."""

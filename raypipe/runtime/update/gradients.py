@@ -150,6 +150,9 @@ class GradientSync:
         self.totals: dict[StageKey, Tensor] = {}
         """What ``launch`` was given beside the gradients, summed; whoever takes it takes it out."""
         self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
+        stage_shares = {m.named[name]: cut for m in modules.values() for name, cut in m.shards.items()}
+        self._rows = {p: cut for p, cut in stage_shares.items() if cut.own_rank is not None}
+        """Parameters that are some rows of what other stages hold whole, or other rows of."""
         self._sharded = sharded = sharded or {}
         spread: set[str] = set()
         for tie in tied:
@@ -305,7 +308,9 @@ class GradientSync:
         for tie in self.start_ties():
             total = tie.wait(push)
             for copy in tie.copies:
-                copy.grad = total if copy is tie.copies[0] else total.clone()
+                rows = self._rows.get(copy)
+                own = total if rows is None else total.narrow(rows.dim, rows.rows.start, len(rows.rows))
+                copy.grad = own if copy is tie.copies[0] and rows is None else own.clone()
         return completed
 
     def settle(self, key: StageKey, push: Push, clock: Clock) -> Mark | None:
@@ -326,9 +331,9 @@ class GradientSync:
         """Start to sum the parameters that several stages hold over all their copies."""
         started = []
         for tie, copies in self._ties:
-            total = _gradient(copies[0])
+            total = self._whole_gradient(copies[0])
             for copy in copies[1:]:
-                total = total + _gradient(copy)
+                total = total + self._whole_gradient(copy)
             group = self.groups.get(f"tied {tie.name}")
             work = None
             if group is not None:
@@ -337,6 +342,15 @@ class GradientSync:
                 self.all_reduces += 1 / group.size()
             started.append(TieSum(tie.name, copies, total, work))
         return started
+
+    def _whole_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """Return a parameter's gradient; of some rows of one, with zeros for the others."""
+        gradient, rows = _gradient(parameter), self._rows.get(parameter)
+        if rows is None:
+            return gradient
+        whole = gradient.new_zeros(rows.whole_shape(gradient.shape))
+        whole.narrow(rows.dim, rows.rows.start, len(rows.rows)).copy_(gradient)
+        return whole
 
     @property
     def tied_copies(self) -> list[list[nn.Parameter]]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from raypipe.checkpoint import Checkpoint
 from raypipe.errors import CheckpointError
 from raypipe.job.train_spec import TrainSpec
+from raypipe.runtime.backward.split_backward import weights_of_products
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.collectives import Push, start_all_reduce, wait_for
 from raypipe.runtime.update.flat_weights import FlatPart, FlatWeights
@@ -39,6 +40,8 @@ class ShardedStage:
         reduce_dtype: in which gradients are summed; None for their own.
         counts: whether this shard counts in the global norm; the other holders of the same shard say no.
         costs: of the update of each parameter that must lie in one shard, by name.
+        gather_dtype: in which the parameters ``cast`` are gathered, at level 3.
+        cast: parameters that the stage only reads in ``gather_dtype``.
     """
 
     def __init__(
@@ -52,16 +55,19 @@ class ShardedStage:
         counts: bool = True,
         reduce_dtype: torch.dtype | None = None,
         costs: Mapping[str, float] = NONE,
+        gather_dtype: torch.dtype | None = None,
+        cast: Collection[nn.Parameter] = (),
     ) -> None:
         self._reduce_dtype = reduce_dtype
         self.stage, self.level, self.group, self.others, self.counts = stage, level, group, others, counts
-        alike: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        alike: dict[tuple[torch.dtype, bool, torch.dtype | None], dict[str, nn.Parameter]] = {}
         for name, p in module.trained.items():
             if name not in undivided:
-                alike.setdefault((p.dtype, name in costs), {})[name] = p
+                narrow = gather_dtype if level == 3 and p in cast else None
+                alike.setdefault((p.dtype, name in costs, narrow), {})[name] = p
         self.flats = [
-            FlatWeights(some, group, level, reduce_dtype, {name: costs[name] for name in some} if whole else None)
-            for (_, whole), some in alike.items()
+            FlatWeights(some, group, level, reduce_dtype, {n: costs[n] for n in some} if whole else None, narrow)
+            for (_, whole, narrow), some in alike.items()
         ]
         self.names = frozenset(name for flat in self.flats for name in flat.parameters)
         """The parameters that are divided."""
@@ -254,8 +260,10 @@ def divide(
     """Divide a device's stages as the schedule says; their parameters become views of flat tensors.
 
     ``undivided``: names of parameters that stay whole, which others hold as well; ``reduce_dtype``: in which gradients
-    are summed; None for their own; ``train``: says the optimizer, which may read whole matrices.
+    are summed; None for their own; ``train``: says the optimizer, which may read whole matrices, and the arithmetic.
     """
+    # torch before 2.10 has no gradients wider than their parameter.
+    narrow = train is not None and train.gathers_narrow and hasattr(Tensor, "grad_dtype")
     if sharding is None:
         return DeviceShards({})
     result: dict[StageKey, ShardedStage] = {}
@@ -275,6 +283,8 @@ def divide(
             counts=placement[0][stage] in member.group,
             reduce_dtype=reduce_dtype,
             costs={} if train is None else whole_costs(train, module.trained),
+            gather_dtype=torch.bfloat16 if narrow else None,
+            cast=weights_of_products(module) if narrow else (),
         )
     return DeviceShards(result)
 

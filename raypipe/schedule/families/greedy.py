@@ -89,6 +89,11 @@ class Unordered:
                 self.after[p].append(i)
         self._ranks: dict[Callable[[Task], tuple[int, ...]], list[int]] = {}
 
+    def wait(self, task: int, other: int) -> None:
+        """Let a task of the order wait for another one, as if it depended on that."""
+        self.graph.preds[task].append(other)
+        self.after[other].append(task)
+
     def ranks(self, key: Callable[[Task], tuple[int, ...]]) -> list[int]:
         """Return each task's place by this key."""
         if key not in self._ranks:

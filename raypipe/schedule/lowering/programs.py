@@ -92,14 +92,15 @@ class Program:
     """Frozen stages: their last task for a micro-batch is its forward, where it has no backward, or B (no W)."""
 
 
-def programs(schedule: Schedule, drains: bool = True, ahead: bool = False) -> list[Program]:
+def programs(schedule: Schedule, drains: bool = True, ahead: bool = False, exchanges: bool = False) -> list[Program]:
     """Lower a schedule to one program per device, in time linear in tasks.
 
     Messages follow from the dependency rule (``deps.transfers``); the first task that takes a tensor receives it, such
-    as a W that comes before its B. With ``ahead``, devices may begin a step while the last update is pending.
+    as a W that comes before its B. With ``ahead``, devices may begin a step while the last update is pending. With
+    ``exchanges``, DF, CF, DB and CB may be tasks of their own, which only emulated devices have handlers for.
     """
-    if schedule.rules.experts:
-        why = "its all-to-all are tasks of their own, which are planned and simulated, but not run"
+    if schedule.rules.experts and not exchanges:
+        why = "its all-to-all are tasks of their own, which are planned, simulated and emulated, but not run"
         raise ScheduleError(schedule.name, why, "run the schedule that was divided (passes.divide_experts)")
     taken, given = transfers(schedule.graph, schedule.rules)
     heads = tasks_ahead(schedule) if ahead else [0] * schedule.devices
@@ -157,9 +158,11 @@ def _weights_first(order: Sequence[Task]) -> Iterator[tuple[int, int]]:
             yield from (pair for pair in _pairs((task,), "B") if pair in weights_done)
 
 
-def step_programs(schedule: Schedule, ahead: bool = False) -> dict[Part, list[Program]]:
+def step_programs(schedule: Schedule, ahead: bool = False, exchanges: bool = False) -> dict[Part, list[Program]]:
     """Return the programs of each kind of step, one per device; a schedule that flushes has one kind, see ``parts``."""
-    return {part: programs(one, drains=part[1], ahead=ahead) for part, one in parts(schedule).items()}
+    return {
+        part: programs(one, drains=part[1], ahead=ahead, exchanges=exchanges) for part, one in parts(schedule).items()
+    }
 
 
 def completed_by(program: Program) -> frozenset[Task]:

@@ -15,12 +15,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
 from raypipe.job.spec import load_job
 from raypipe.models import GptLayers, cross_entropy, random_keys
+from raypipe.models.current_slice import SliceRun, slice_run
+from raypipe.models.slice_attention import causal_attention
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.schedule.forms.text import from_text
@@ -162,6 +165,54 @@ def memory(device: torch.device) -> Found:
     return {"predicted_bytes": predicted.total, "allocated_bytes": result}
 
 
+def sliced_attention(device: torch.device) -> Found:
+    """Attention of four slices is as near to float64's as whole sequences' is, in memory without scores.
+
+    With heads that share keys and without, in the kernel that torch has for the dtype.
+    """
+    result: Found = {}
+    length = 4096 if device.type == "cuda" else 256
+    for dtype, keys in ((torch.bfloat16, 2), (torch.bfloat16, 8), (torch.float32, 8)):
+        sizes = [(1, n, length, 64) for n in (8, keys, keys, 8)]
+        *exact, given = (torch.randn(size, dtype=torch.float64, device=device) for size in sizes)
+        errors, peaks = [], []
+        for slices in (1, 4):
+            own = [x.to(dtype).requires_grad_() for x in exact]
+            pieces: list[Any] = []
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+                before = torch.cuda.memory_allocated(device)
+            made = []
+            for i in range(slices):
+                with slice_run(SliceRun(i, slices, pieces) if slices > 1 else None):
+                    made.append(causal_attention(*(x.chunk(slices, 2)[i] for x in own), enable_gqa=True))
+            for y, g in reversed(list(zip(made, given.to(dtype).chunk(slices, 2), strict=True))):
+                y.backward(g)
+            if device.type == "cuda":
+                peaks.append(torch.cuda.max_memory_allocated(device) - before)
+            wide = [x.detach().double().requires_grad_() for x in own]
+            expected = F.scaled_dot_product_attention(*wide, is_causal=True, enable_gqa=True)
+            expected.backward(given.to(dtype).double())
+            pairs = [(torch.cat(made, 2), expected), *((x.grad, y.grad) for x, y in zip(own, wide, strict=True))]
+            errors.append(
+                max(
+                    float((x.detach().double() - y.detach()).abs().max())
+                    for x, y in pairs
+                    if x is not None and y is not None
+                )
+            )
+        scores = 8 * (length // 4) ** 2 * 4
+        found = {"error": errors[1], "error_whole": errors[0], "peak_bytes": peaks, "scores_bytes": scores}
+        result[f"{str(dtype).removeprefix('torch.')}, {keys} heads of keys"] = found
+        if errors[1] > 3 * errors[0]:
+            raise AssertionError(
+                f"{dtype}: slices differ from float64 by {errors[1]:.3g}, the whole by {errors[0]:.3g}"
+            )
+        if peaks and peaks[1] > peaks[0] + scores:
+            raise AssertionError(f"{dtype}: slices take {peaks[1]} bytes and the whole {peaks[0]}: scores are made")
+    return result
+
+
 def clocks(device: torch.device) -> Found:
     """The tasks' spans by events cover the kernels that torch's profiler saw, to 5 %."""
     _gpu_only(device)
@@ -269,6 +320,7 @@ def _pipeline(transport: str, environment: dict[str, str]) -> Found:
 SECTIONS: dict[str, Callable[[torch.device], Found]] = {
     section.__name__: section
     for section in (
-        tests, losses, bfloat16, host_waits, memory, clocks, step_time, cuda_graphs, train, inside_one_gpu, between_gpus
+        tests, losses, bfloat16, sliced_attention, host_waits, memory, clocks, step_time, cuda_graphs, train,
+        inside_one_gpu, between_gpus,
     )
 }  # fmt: skip

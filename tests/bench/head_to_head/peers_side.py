@@ -113,6 +113,7 @@ def deepspeed_pipeline(deepspeed: Any, order: Order) -> RankReport:
         loss = float(engine.train_batch(samples))
         clock.step(loss if last else 0.0)
     engine.destroy()
+    deepspeed.utils.groups.mpu = None  # it stays, and an engine without a pipeline would take its sizes
     return clock.report()
 
 

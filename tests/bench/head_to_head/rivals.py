@@ -22,7 +22,7 @@ class Order:
     """What a rival's process is asked to run: ``steps`` steps from the job's start weights."""
 
     kind: str
-    """``pipeline``, ``ddp``, ``fsdp2``, ``plain``, ``deepspeed`` or ``accelerate``."""
+    """``pipeline``, ``ddp``, ``fsdp2``, ``ep``, ``plain``, ``deepspeed`` or ``accelerate``."""
     job: JobSpec
     plan: Plan
     data: Path

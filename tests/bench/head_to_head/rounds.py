@@ -78,7 +78,7 @@ def run_case(
 ) -> CaseResult:  # fmt: skip
     """Measure ``case``; raypipe's Ray and the rivals' processes are up already. ``compiled``: raypipe takes a turn with
     compiled stages too."""
-    result = CaseResult(case)
+    result = CaseResult(case := case.in_folder(folder))
     jobs: dict[str, tuple[JobSpec, Plan]] = {}
     for name in case.schedules:
         try:
@@ -137,15 +137,17 @@ def _pipelines(
 
 
 def _peers(case: Case, name: str, order: Order, others: Rivals, result: CaseResult) -> list[Turn]:
-    if others.peers is None:
-        result.skipped["DeepSpeed, accelerate"] = "make peers installs them, with an index that has them"
-        return []
-    peers = others.peers
+    def turn(peer: str, processes: Rival) -> None:
+        result.add(f"{peer} {name}", processes.block(replace(order, kind=peer)))
 
-    def turn(peer: str) -> None:
-        result.add(f"{peer} {name}", peers.block(replace(order, kind=peer)))
-
-    return [(f"{peer} {name}", partial(turn, peer)) for peer, known in PEERS.items() if name in known]
+    turns: list[Turn] = []
+    for peer in (peer for peer, known in PEERS.items() if name in known):
+        processes = others.pair if peer == "fsdp2" else others.peers
+        if processes is None:
+            result.skipped["DeepSpeed, accelerate"] = "make peers installs them, with an index that has them"
+        else:
+            turns.append((f"{peer} {name}", partial(turn, peer, processes)))
+    return turns
 
 
 def _plain(case: Case, job: JobSpec, plan: Plan, others: Rivals, data: Path, result: CaseResult) -> list[Turn]:

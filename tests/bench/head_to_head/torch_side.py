@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.parallel import DistributedDataParallel
 
 from raypipe.data import Corpus
+from raypipe.job.model_spec import HfSpec
 from raypipe.job.spec import JobSpec
 from raypipe.models import GptLayers, cross_entropy
 from raypipe.plan.plan import build_schedule
@@ -40,8 +42,28 @@ def adamw(job: JobSpec, module: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def whole_model(job: JobSpec) -> nn.Sequential:
+class Logits(nn.Module):
+    """A transformers model as what gives logits for tokens; its parts to shard are its layers."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self.train()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens, use_cache=False).logits
+        return logits
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.model.model.layers)
+
+
+def whole_model(job: JobSpec) -> Any:
     """All layers, with the start weights every contender has."""
+    if isinstance(job.model, HfSpec):
+        return Logits(job.model.hf)
     plan = GptLayers(job.model)
     return nn.Sequential(*(plan.build(i, job.train.seed) for i in range(plan.count)))
 
@@ -71,6 +93,69 @@ def sharded_steps(order: Order) -> RankReport:
     fully_shard(model, mesh=mesh)
     dist.barrier()
     return _steps(order, model, dist.get_rank(), dist.get_world_size())
+
+
+class Exchange(torch.autograd.Function):
+    """Rows sent to other ranks; their gradients come back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, into: list[int], out: list[int]) -> Tensor:
+        ctx.sizes = into, out
+        arrived = rows.new_empty(sum(into), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows.contiguous(), into, out)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        into, out = ctx.sizes
+        back = gradient.new_empty(sum(out), *gradient.shape[1:])
+        dist.all_to_all_single(back, gradient.contiguous(), out, into)
+        return back, None, None
+
+
+class DividedExperts(nn.Module):
+    """This rank's part of a layer's experts: rows are sent to the ranks that hold their experts, and back."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.held = experts.num_experts // ranks
+        own = slice(rank * self.held, (rank + 1) * self.held)
+        for name in ("gate_up_proj", "down_proj"):
+            weight = nn.Parameter(getattr(experts, name).detach()[own].clone())
+            weight.register_hook(
+                lambda grad: grad / ranks
+            )  # of the sum over all ranks' losses, which _steps multiplies
+            setattr(experts, name, weight)
+        experts.num_experts = self.held
+        self.experts = experts
+
+    def forward(self, rows: Tensor, top: Tensor, weights: Tensor) -> Tensor:
+        order = top.flatten().argsort(stable=True)
+        which = top.flatten()[order]
+        ranks = dist.get_world_size()
+        sent = torch.bincount(which // self.held, minlength=ranks)
+        come = torch.empty_like(sent)
+        dist.all_to_all_single(come, sent)
+        out, into = sent.tolist(), come.tolist()
+        local = torch.empty(sum(into), dtype=which.dtype)
+        dist.all_to_all_single(local, which % self.held, into, out)
+        arrived = Exchange.apply(rows[order // top.shape[1]], into, out)
+        done = self.experts(arrived, local[:, None], arrived.new_ones(len(local), 1))
+        back = Exchange.apply(done, out, into)
+        return torch.zeros_like(rows).index_add(0, order // top.shape[1], back * weights.flatten()[order, None])
+
+
+def divided_experts_steps(order: Order) -> RankReport:
+    """Divide each layer's experts over the ranks by torch's all-to-all; DistributedDataParallel holds the rest."""
+    model = whole_model(order.job)
+    for layer in model:
+        layer.mlp.experts = DividedExperts(layer.mlp.experts)
+    experts = [name for name, _ in model.named_parameters() if ".experts." in name]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    dist.barrier()
+    return _steps(order, parallel, dist.get_rank(), dist.get_world_size())
 
 
 def _steps(order: Order, model: nn.Module, share: int, shares: int) -> RankReport:

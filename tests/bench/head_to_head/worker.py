@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 
 from tests.bench.head_to_head.rivals import Order, RankReport, forget_peak, peak_bytes
-from tests.bench.head_to_head.torch_side import accumulate_steps, data_parallel_steps, sharded_steps
+from tests.bench.head_to_head.torch_side import (
+    accumulate_steps,
+    data_parallel_steps,
+    divided_experts_steps,
+    sharded_steps,
+)
 
 
 def run(order: Order) -> RankReport:
@@ -39,6 +44,8 @@ def _run(order: Order) -> RankReport:
         return pipeline_steps(order)
     if order.kind == "ddp":
         return data_parallel_steps(order)
+    if order.kind == "ep":
+        return divided_experts_steps(order)
     if order.kind == "fsdp2":
         return sharded_steps(order)
     return accumulate_steps(order)

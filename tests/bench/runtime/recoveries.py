@@ -2,7 +2,7 @@
 
     python -m tests.bench.runtime.recoveries [--kills 8] [--runs 1] [--standby 1] [--shape 1f1b:2x2:zero3] [--json FILE]
 
-Every shape (SCHEDULE:STAGESxREPLICAS[:SHARD]) trains undisturbed once and then ``--runs`` times with ``--kills`` kills
+Every shape (``parallel_of``) trains undisturbed once and then ``--runs`` times with ``--kills`` kills
 (SIGKILL) of a random worker each. Where its stages have twins (replicas, Chimera), these give a replacement their
 state, and at most one step is repeated (zb: or two); else the run has ``train.copy_every=1`` and all go on from the
 copies, with at most one step repeated that had ended. A run is sound if its losses are those of the undisturbed one,
@@ -15,6 +15,7 @@ with ``train.recovery=restart`` beside it. Exit status 1 if a run was not sound.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,7 +35,7 @@ import ray
 from ray.util import list_named_actors
 
 from tests.bench.command import options, write_rows
-from tests.bench.runtime.kill_workers import ended
+from tests.experts.families import FAMILIES
 from tests.job_files import write_job, write_text
 from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import events, rows
@@ -44,10 +46,61 @@ SHAPES = (
 RUN_S = 1200.0
 
 
+def parallel_of(shape: str) -> dict[str, Any]:
+    """Return what SCHEDULE:STAGESxREPLICAS[:MORE] asks for; MORE is a way to shard, ``tensor2`` or ``experts2``.
+
+    >>> parallel_of("1f1b:2x2:experts2")
+    {'schedule': '1f1b', 'stages': 2, 'replicas': 2, 'experts': 2}
+    """
+    schedule, size, more = [*shape.split(":"), ""][:3]
+    stages, replicas = map(int, size.split("x"))
+    key = more.rstrip("0123456789")
+    asked = {key: int(more.removeprefix(key))} if key in ("tensor", "experts") else {"shard": more or "none"}
+    return {"schedule": schedule, "stages": stages, "replicas": replicas, **asked}
+
+
+def has_twins(shape: str) -> bool:
+    """Return whether every stage, with its experts, is on two devices."""
+    size, *more = shape.split(":")[1:]
+    return not more and (shape.startswith("chimera") or not size.endswith("x1"))
+
+
 def recovered_job(path: Path, text: Path, shape: dict[str, Any], **train: Any) -> Path:
     """Write the job of a shape."""
     often = {"eval_every": 40, "eval_batches": 1, "checkpoint_every": 60, "message_timeout_s": 60.0, "max_failures": 20}
-    return write_job(path, text, {"microbatch": 1, **shape}, layers=4, hidden=16, **often, **train)
+    write_job(path, text, {"microbatch": 1, **shape}, layers=4, hidden=16, **{**often, **train})
+    if "experts" in shape:
+        model = {"hf": "mixtral", "config": FAMILIES["mixtral"], "sequence": 16}
+        path.write_text(json.dumps({**json.loads(path.read_text()), "model": model}))
+    return path
+
+
+class Train:
+    """``raypipe train``, whose output goes to files: nobody reads it meanwhile, and a full pipe would hold it up.
+
+    ``on``: words that run it elsewhere, in the environment ``env``.
+    """
+
+    def __init__(
+        self, job: Path, directory: Path, *extra: str, on: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> None:
+        words = [*on, sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory), "--json", *extra]
+        self._out, self._said = (tempfile.TemporaryFile("w+") for _ in range(2))  # noqa: SIM115 - until the run ends
+        self._process = subprocess.Popen(words, stdout=self._out, stderr=self._said, env=env, start_new_session=True)
+
+    def poll(self) -> int | None:
+        """Return its exit status; None while it runs."""
+        return self._process.poll()
+
+    def ended(self, timeout_s: float = RUN_S) -> tuple[int, dict[str, Any], str]:
+        """Return exit status, result and errors, when it ends; it is killed after ``timeout_s``."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        out, said = (file.seek(0) or file.read() for file in (self._out, self._said))
+        return self._process.returncode, json.loads(out.splitlines()[0]) if self.poll() == 0 else {}, said
 
 
 @dataclass(slots=True)
@@ -76,17 +129,6 @@ class Run:
         most = 0 if self.told else 2 if self.shape.startswith("zb") or not self.twins else 1
         few = max(self.repeated, default=0) <= most
         return self.status == 0 and self.same_losses and as_wanted and few
-
-
-def has_twins(shape: str) -> bool:
-    return shape.startswith("chimera") or not shape.endswith(("x1", "zero3"))
-
-
-def train(job: Path, directory: Path, *extra: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "raypipe", "train", str(job), "--run-dir", str(directory), "--json", *extra],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ), start_new_session=True,
-    )  # fmt: skip
 
 
 def pids_of(directory: Path) -> list[int]:
@@ -127,7 +169,7 @@ def killing(
     shape: str, job: Path, directory: Path, kills: int, losses: list[float], *extra: str, told: bool = False
 ) -> Run:
     run = Run(shape, told=told)
-    process = train(job, directory, *extra)
+    process = Train(job, directory, *extra)
     seen = 0
     while len(run.seconds) < kills and process.poll() is None:
         if attempts(directory) <= seen or newest(directory) < 3:
@@ -156,7 +198,7 @@ def killing(
         run.seconds.append(time.monotonic() - began)
         if "train.recovery=restart" not in extra and process.poll() is None:
             run.same_processes &= all(alive(pid) for pid in members if pid != victim)
-    run.status, result, said = ended(process, RUN_S)
+    run.status, result, said = process.ended()
     if run.status:
         print(said[-3000:], file=sys.stderr)
     run.same_losses = result.get("losses") == losses
@@ -193,14 +235,11 @@ def main() -> int:
         folder.mkdir(exist_ok=True)
         text = write_text(folder / "text")
         for shape in args.shape:
-            schedule, size, shard = [*shape.split(":"), "none"][:3]
-            stages, replicas = size.split("x")
-            begin = folder / f"{schedule}-{size}-{shard}"
-            shaped = {"schedule": schedule, "stages": int(stages), "replicas": int(replicas), "shard": shard}
+            begin = folder / shape.replace(":", "-")
             clip = None if args.clip == "null" else float(args.clip)
-            job = recovered_job(begin.with_suffix(".yaml"), text, shaped, steps=args.steps, clip=clip)
+            job = recovered_job(begin.with_suffix(".yaml"), text, parallel_of(shape), steps=args.steps, clip=clip)
             compiled = ("--set", "train.compile=inductor", "--set", "train.compile_first=true") if args.compiled else ()
-            status, undisturbed, said = ended(train(job, begin, *compiled), RUN_S)
+            status, undisturbed, said = Train(job, begin, *compiled).ended()
             if status:
                 print(said, file=sys.stderr)
                 return 1

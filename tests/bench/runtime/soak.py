@@ -28,8 +28,7 @@ import psutil
 
 from raypipe.observe.run_dir import STOP, ask
 from tests.bench.command import options, write_rows
-from tests.bench.runtime.kill_workers import ended
-from tests.bench.runtime.recoveries import RUN_S, alive, newest, pids_of, recovered_job, train
+from tests.bench.runtime.recoveries import Train, alive, newest, pids_of, recovered_job
 from tests.job_files import write_text
 from tests.processes import descendants
 from tests.ray_environment import start_ray
@@ -129,7 +128,7 @@ def main() -> int:
         shape = {"schedule": "1f1b", "stages": 2, "replicas": 2}
         job = recovered_job(folder / "job.yaml", text, shape, steps=10**6, clip=1.0)
         watch = Watch(directory)
-        process = train(job, directory, "--set", f"train.checkpoint_every={args.checkpoint_every}")
+        process = Train(job, directory, "--set", f"train.checkpoint_every={args.checkpoint_every}")
         kills, due, looked = 0, time.monotonic() + args.every, 0.0
         ends = time.monotonic() + 60 * args.minutes
         while process.poll() is None and time.monotonic() < ends:
@@ -149,7 +148,7 @@ def main() -> int:
                 due = now + args.every
         if process.poll() is None:
             ask(directory, STOP, "enough")
-        status, result, said = ended(process, RUN_S)
+        status, result, said = process.ended()
         steps = len(result.get("losses", []))
         recovered, saved = len(events(directory, "recovered")), len(events(directory, "checkpoint"))
         time.sleep(5.0)

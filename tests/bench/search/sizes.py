@@ -25,6 +25,8 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "qwen3-8": ("qwen3-30b-a3b", "h100", 8, []),
     "128-layers": ("gpt2-1.3b", "p100", 2048, ["model.layers=128", "train.batch=2048"]),
     "512-layers": ("gpt2-1.3b", "a100", 64, ["model.layers=512", "train.batch=512"]),
+    "v3-256": ("deepseek-v3", "h100", 256, []),
+    "v3-1024": ("deepseek-v3", "h100", 1024, []),
     "405b-512": ("llama3-405b", "h100", 512, []),
     "405b-1024": ("llama3-405b", "h100", 1024, ["train.batch=512"]),
 }

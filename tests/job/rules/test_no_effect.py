@@ -87,6 +87,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("parallel.alphas", 0.5, {"parallel": {"recompute": "full"}}, {"parallel": {"recompute": "stage-aware"}}),
     ("parallel.memory_cap_mb", 100, {}, {"parallel": {"recompute": "stage-aware"}}),
     ("parallel.tensor_table", "table.yaml", {}, {"parallel": {"tensor": 2}, "model": CAPTURED}),
+    ("parallel.expert_order", [[1, 0]], {}, {"parallel": {"experts": 2, "replicas": 2, "microbatch": 1}}),
     ("parallel.imbalance", 1.5, {}, {"parallel": {"experts": "auto"}}),
     ("parallel.sub_pipelined", True, {}, {"parallel": {"tensor": 2, "microbatch": 4}, "model": CAPTURED}),
 ]  # fmt: skip

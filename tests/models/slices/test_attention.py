@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from raypipe.models import slice_attention
+from raypipe.compat import attention
 from raypipe.models.current_slice import SliceRun, current_slice, own_chunks, positions_of, slice_run
 from raypipe.models.keyed_operations import Site, keyed_attention
 from raypipe.models.keyed_random import keyed_dropout, random_keys
 from raypipe.models.slice_attention import Dropped, causal_attention
 from tests.experts.threads import Member
+from tests.models.slices.cuda_kernels import CudaKernels
 from tests.tensor.threads import run_members
 
 
@@ -20,12 +26,22 @@ def tensors(heads: int, keys: int) -> list[torch.Tensor]:
     return [torch.randn(2, n, 24, 8, dtype=torch.float64, generator=generator) for n in (heads, keys, keys, heads)]
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.fixture
+def with_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let attention run in a kernel for GPUs, or, without one, by its scores."""
+    if request.param != "cpu":
+        monkeypatch.setattr(attention, "fused_kernel", lambda *_: request.param)
+        monkeypatch.setattr(attention, "aten", CudaKernels())
+
+
+KERNELS = pytest.mark.parametrize("with_kernel", ["cpu", "flash", "efficient", None], indirect=True)
+
+
+@KERNELS
+@pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize(("heads", "keys", "scale"), [(4, 4, None), (4, 2, 0.2)])
 @pytest.mark.parametrize("slices", [1, 2, 3, 8])
-def test_slices_add_up_to_the_whole(fused, heads, keys, scale, slices, monkeypatch) -> None:
-    if not fused:  # as on devices without a kernel that gives the log-sum-exp
-        monkeypatch.setattr(slice_attention, "_fused", lambda *_: False)
+def test_slices_add_up_to_the_whole(heads, keys, scale, slices) -> None:
     *inputs, gradient = tensors(heads, keys)
     whole = [x.clone().requires_grad_() for x in inputs]
     expected = F.scaled_dot_product_attention(*whole, is_causal=True, scale=scale, enable_gqa=heads != keys)
@@ -75,6 +91,65 @@ def test_slices_drop_nothing_in_evaluation() -> None:
     assert torch.allclose(result, F.scaled_dot_product_attention(query, key, value, is_causal=True), atol=1e-13)
 
 
+class Sizes(TorchDispatchMode):
+    """Remembers the bytes of the largest tensor that an operator returned."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = [x.numel() * x.element_size() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.largest = max([self.largest, *found])
+        return result
+
+
+@pytest.mark.parametrize(("kernel", "largest"), [("flash", 1), ("efficient", 1), (None, 32)])
+def test_kernels_for_gpus_make_neither_scores_nor_more_heads(kernel, largest, monkeypatch) -> None:
+    """torch's own functions of shapes and arguments, on the meta device: nothing is larger than a slice's queries."""
+    monkeypatch.setattr(attention, "fused_kernel", lambda *_: kernel)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # knows no such device
+    pieces, made = [], []
+    with Sizes() as sizes:
+        for i in range(4):
+            own = [
+                torch.empty(2, n, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (8, 2, 2)
+            ]
+            with slice_run(SliceRun(i, 4, pieces)):
+                made.append((causal_attention(*own, None, True), own))
+        for total, own in reversed(made):
+            total.backward(torch.empty_like(total))
+            assert [x.grad.shape for x in own] == [x.shape for x in own]
+    assert sizes.largest == largest * 2 * 8 * 1024 * 64 * 2
+
+
+def test_torch_says_which_kernel_takes_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention first, which lets heads of queries share one of keys; then the other with as many of both."""
+    asked: list[tuple[str, int, bool, bool]] = []
+
+    def kernel(heads: int, width: int, *takes: str) -> str | None:
+        def answer(name: str) -> Any:
+            def can_use(params: Any) -> bool:
+                asked.append((name, params.key.shape[1], params.is_causal, params.enable_gqa))
+                return name in takes
+
+            return can_use
+
+        asked.clear()
+        monkeypatch.setattr(attention, "can_use_flash_attention", answer("flash"))
+        monkeypatch.setattr(attention, "can_use_efficient_attention", answer("efficient"))
+        with FakeTensorMode():
+            query, key = (torch.empty(1, n, 64, width, device="cuda", dtype=torch.bfloat16) for n in (8, heads))
+            return attention.fused_kernel(query, key, key, True)
+
+    assert kernel(2, 64, "flash", "efficient") == "flash"
+    assert asked == [("flash", 2, True, True)]
+    assert kernel(2, 64, "efficient") == "efficient"
+    assert asked == [("flash", 2, True, True), ("efficient", 8, True, False)]
+    assert kernel(8, 12, "flash", "efficient") == "efficient"  # F.scaled_dot_product_attention would pad the heads
+    assert kernel(8, 64) is None
+    assert attention.fused_kernel(*(torch.empty(1, 8, 64, n) for n in (64, 64, 32)), True) is None
+
+
 def test_whole_sequences_run_in_torchs_kernel() -> None:
     query, key, value, _ = tensors(4, 4)
     assert current_slice() is None
@@ -95,6 +170,8 @@ def held(x: torch.Tensor, rank: int, copies: int) -> torch.Tensor:
     return torch.cat([parts[n] for n in own_chunks(rank, copies)], 2)
 
 
+@KERNELS
+@pytest.mark.usefixtures("with_kernel")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize(("heads", "keys", "scale"), [(4, 4, None), (4, 2, 0.2)])
 @pytest.mark.parametrize("copies", [2, 3, 4])

@@ -108,6 +108,15 @@ def test_a_ray_that_does_not_come_up_is_one_error(asked: list[str], monkeypatch:
     assert asked == ["shutdown"]
 
 
+def test_a_root_without_bash_is_named_before_workers_are_waited_for(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RunError, match="bash"):
+        cluster.connect(2)
+    assert not asked
+
+
 def test_what_answers_and_is_no_ray_is_one_error(
     asked: list[str], listening: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from raypipe.runtime.emulation.emulated_run import (
     check_processes,
     collective_groups,
     emulate,
+    exchanging_devices,
     rehearsal,
 )  # fmt: skip
 from raypipe.runtime.emulation.emulated_worker import AllReduceLane, EmulatedRunner, EmulatedSetup, wait_until
@@ -35,10 +36,10 @@ from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import from_text
-from raypipe.schedule.kinds import NETWORK
+from raypipe.schedule.kinds import EXCHANGES, NETWORK
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import programs
-from raypipe.schedule.passes import shard
+from raypipe.schedule.passes import divide_experts, shard, split_backward
 
 MS = 1e-3
 EXACT = 1 - 1e-6
@@ -141,6 +142,48 @@ def test_no_sharded_step_is_faster_than_predicted(local_ray) -> None:
         for task, start, end in spans:
             if task.kind in ("AG", "RS"):
                 assert end - start >= 1 * MS * EXACT  # half an all-reduce
+
+
+@pytest.mark.runs
+def test_no_step_whose_tokens_travel_is_faster_than_predicted(local_ray) -> None:
+    """Two copies divide experts; in each step one of them gets 1.5 times the mean of the tokens, the other half."""
+    base = generate("zb-h1", Shape(devices=2, microbatches=3))
+    costs = replace(CostTable.even(2, 8 * MS, 8 * MS, 4 * MS), dispatch=(2 * MS,) * 2, combine=(2 * MS,) * 2)
+    order, table = divide_experts(base, costs)
+    result = emulate(order, table, Links(), 3, 2, skew=1.5)
+    for k in (1, 2, 3):
+        assert sum(result.measured_s[:k]) >= sum(result.predicted_steps_s[:k]) * EXACT
+    (routed,) = {table.forward[s] for s in order.rules.experts}
+    busiest: dict[int, list[float]] = {0: [], 1: []}
+    for spans in result.timeline.spans:
+        for task, start, end in spans:
+            if task.kind == "F" and task.stage in order.rules.experts:
+                busiest[task.replica].append((end - start) / routed)
+            if task.kind in EXCHANGES:
+                assert end - start >= 1.5 * 2 * MS * EXACT
+    less, more = sorted(busiest.values(), key=min)
+    assert min(more) >= 1.5 * EXACT
+    assert 0.5 * EXACT <= min(less) < 1.5
+
+
+def test_who_exchanges_tokens_with_whom() -> None:
+    """Both directions of Chimera in three copies: the copies of a direction divide its experts."""
+    base = generate("chimera", Shape(devices=2, microbatches=2))
+    costs = replace(CostTable.even(2, 8 * MS, 8 * MS, 4 * MS), dispatch=(2 * MS,) * 2, combine=(2 * MS,) * 2)
+    what = rehearsal(*divide_experts(split_backward(base), costs), SUMS, 3, skew=2)
+    experts = what.schedule.rules.experts
+    assert experts == (1, 4)
+    directions = [(0, 2, 4), (1, 3, 5)]
+    assert exchanging_devices(what.schedule) == {
+        (s, replica): directions[(s == 4) != (replica % 2 == 1)] for s in experts for replica in range(6)
+    }
+    assert [what.costs.forward[s] for s in (0, 1, 2)] == pytest.approx([MS, 4 * MS, MS])
+    assert what.costs.dispatch[1] == pytest.approx(4 * MS)
+    # The experts of a stage are held twice, once by each direction; all else six times, where 2 (6 - 1) / 6 are sent.
+    assert what.costs.all_reduce[1] == pytest.approx(2 * MS)
+    assert what.costs.all_reduce[0] == pytest.approx(2 * 5 / 6 * 2 * MS)
+    with pytest.raises(ScheduleError, match="cannot get 4 times the mean"):
+        rehearsal(*divide_experts(split_backward(base), costs), SUMS, 3, skew=4)
 
 
 @pytest.mark.runs

@@ -12,6 +12,7 @@ import ray
 from ray.util import list_named_actors
 
 from raypipe.errors import TransportError
+from raypipe.runtime.group import worker_group
 from raypipe.runtime.group.worker_group import (
     Places,
     StageStandby,
@@ -150,6 +151,22 @@ class Sound:
 
     def locate(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("elsewhere_s", [0.0, 60.0])
+def test_ray_has_time_to_find_other_devices(elsewhere_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([([], ["late"]), ([], ["late"]), (["late"], [])])
+    monkeypatch.setattr(worker_group.ray, "wait", lambda *_, **__: next(answers))
+    monkeypatch.setattr(worker_group.ray, "get", list)
+    actor = SimpleNamespace(locate=SimpleNamespace(remote=lambda: "late"))
+    places: Any = SimpleNamespace(place=SimpleNamespace(is_broken=lambda: True))
+    group = WorkerGroup([actor], ["elsewhere"], [], "run", places=places, elsewhere_s=elsewhere_s)
+    if elsewhere_s:
+        group.locate()
+        assert group.locations == ["late"]
+    else:
+        with pytest.raises(TransportError, match="is gone"):
+            group.locate()
 
 
 def _wait_until_gone(pids: list[int]) -> None:

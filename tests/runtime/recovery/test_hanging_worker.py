@@ -1,4 +1,4 @@
-"""A worker that does not answer when all part is ended, and counts as dead."""
+"""A worker that hangs when all part is ended, and counts as dead; one whose node is gone is replaced on another."""
 
 from __future__ import annotations
 
@@ -51,3 +51,33 @@ def test_it_counts_as_dead(ends: bool, tmp_path: Path, monkeypatch: pytest.Monke
         return
     standings, dead, hung = recovery._part(workers)
     assert (standings, list(dead), hung, rays.killed) == ({0: "standing"}, [1], "stage 1", ["hangs"])
+
+
+@pytest.mark.parametrize("elastic", [None, object()], ids=["fixed", "elastic"])
+def test_a_replacement_on_another_node(elastic: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has time to find it, and it is checked as all nodes are; an elastic run takes another plan instead."""
+
+    def at(*nodes: str) -> list[Any]:
+        return [SimpleNamespace(peer=SimpleNamespace(node=node)) for node in nodes]
+
+    def replaced(_: InPlace, workers: Any, dead: tuple[int, ...]) -> int:
+        workers.locations = at("first", "other")
+        return 0
+
+    asked: list[Any] = []
+    monkeypatch.setattr(InPlace, "_replace", replaced)
+    monkeypatch.setattr(module, "check_hosts", lambda *given: asked.append(given) or {"other": "sees no directory"})
+    places = SimpleNamespace(place=SimpleNamespace(is_broken=lambda: True))
+    group = {"places": places, "locations": at("first", "lost"), "actors": [], "calls": ["failed"], "elsewhere_s": 0.0}
+    workers: Any = SimpleNamespace(**group, apart={})
+    job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=1.0, elastic=elastic))
+    lost: Any = SimpleNamespace(dead=(1,))
+    recovery, error = InPlace(job, tmp_path, twins=True), RayActorError()
+    if elastic is not None:
+        with pytest.raises(RayActorError):
+            recovery.replace(workers, lost, 3, error)
+        return
+    assert recovery.replace(workers, lost, 3, error) == 0
+    assert (workers.elsewhere_s, workers.calls) == (module.ELSEWHERE_S, [])
+    assert asked == [([], workers.locations, tmp_path, 1.0)]
+    assert workers.apart == {"other": "sees no directory"}

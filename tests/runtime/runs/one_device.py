@@ -117,7 +117,8 @@ def executor_of(
                     g.parameters[0][0])
         for g in (model.tied if tied else ())
     )  # fmt: skip
-    shards = divide(modules, schedule.sharding, schedule.placement, tied_over_devices(holders), groups or {})
+    whole = tied_over_devices(holders)
+    shards = divide(modules, schedule.sharding, schedule.placement, whole, groups or {}, train=train)
     optimizers: dict[Any, torch.optim.Optimizer] = {
         key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR)
         if train is None

@@ -11,7 +11,7 @@ import torch
 from raypipe.checkpoint import commit, open_checkpoint, write_shard
 from raypipe.errors import CheckpointError
 from raypipe.job import GptSpec, TrainSpec
-from raypipe.models import GptLayers
+from raypipe.models import DividedHead, GptLayers
 from raypipe.runtime.recovery.failure import describe
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.state.state import joined, owned_keys, read_state, state_pieces
@@ -185,3 +185,35 @@ def test_each_stage_is_saved_once_by_its_first_holder() -> None:
     assert sorted(stage for stage, _ in saved) == [0, 1, 2, 3]
     assert owners[0] == [(0, 0), (3, 1)]  # device 0 is the lower of the two holders of stage 0 and of stage 3
     assert owners[3] == []
+
+
+def test_a_head_is_stored_as_its_rows_and_read_whole_and_as_other_rows(tmp_path: Path) -> None:
+    """With the optimizer's state, of 257 rows that two devices or three hold, tied to no embedding."""
+    model = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=257, tie_embeddings=False)
+
+    def held(shares: int) -> list[tuple[StageModule, torch.optim.Optimizer]]:
+        divided = DividedHead(GptLayers(model), shares)
+        modules = [StageModule(divided, own, 0, torch.device("cpu"), split=True) for own in divided.own_stages[:-1]]
+        return [(module, make_optimizer(TRAIN, module.named)) for module in modules]
+
+    infos = []
+    for number, (module, optimizer) in enumerate(held(2)):
+        (parameter,) = module.named.values()
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+        optimizer.step()
+        tensors = joined(state_pieces(module, optimizer, ()), {"tensor": SoloGroup()})
+        infos.append(write_shard(tmp_path / "step-1", f"rank-{number}", tensors))
+    checkpoint = open_checkpoint(commit(tmp_path / "step-1", 1, infos, {}))
+    name = "3.project.weight"
+    states = [f"optim/{name}/{key}" for key in ("exp_avg", "exp_avg_sq", "step")]
+    assert checkpoint.keys == (*states, f"param/{name}")
+    whole = checkpoint.read(checkpoint.keys)
+    assert whole[f"param/{name}"].shape == whole[states[0]].shape == (257, 16)
+    again = held(3)
+    for module, optimizer in again:
+        read_state(checkpoint, module, optimizer, ())
+    rows = [module.named[name] for module, _ in again]
+    assert torch.equal(torch.cat(rows), whole[f"param/{name}"])
+    for key in ("exp_avg", "exp_avg_sq"):
+        parts = [optimizer.state[p][key] for (_, optimizer), p in zip(again, rows, strict=True)]
+        assert torch.equal(torch.cat(parts), whole[f"optim/{name}/{key}"])

@@ -19,12 +19,12 @@ from raypipe.simulate.period import period
 VALUES: dict[str, st.SearchStrategy[object]] = {
     "chunks": st.integers(1, 3), "unit": st.integers(1, 14), "pipelines": st.sampled_from([2, 4, 6]),
     "concat": st.sampled_from(["direct", "doubling", "halving"]), "memory_limit": st.integers(1, 12),
-    "slices": st.integers(1, 4),
+    "slices": st.integers(1, 4), "vocabulary": st.just("split"),
 }  # fmt: skip
 """What is tried for each option of a Shape."""
 WRONG: dict[str, st.SearchStrategy[object]] = {
     **VALUES, "unit": st.integers(0, 15), "pipelines": st.sampled_from([1, 3]), "memory_limit": st.integers(0, 12),
-    "slices": st.integers(0, 4),
+    "slices": st.integers(0, 4), "vocabulary": st.just("halved"),
 }  # fmt: skip
 """What is tried now and then beside them: values that no shape may have, and options that the family does not read."""
 
@@ -82,6 +82,7 @@ def test_valid_or_refused(name: str, data: st.DataObject) -> None:
 def shapes_of(name: str, option: str) -> Iterator[Shape]:
     """Small shapes in which only one option is set."""
     some = {"chunks": (2, 3), "unit": (2, 3), "pipelines": (2, 4), "concat": ("doubling", "halving")}
+    some["vocabulary"] = ("split",)
     for devices, count in ((2, 4), (4, 8)):
         for value in some.get(option, (devices - 1, 2 * devices)):
             yield Shape(devices=devices, microbatches=count, **{option: value})  # type: ignore[arg-type]
