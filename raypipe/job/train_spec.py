@@ -365,7 +365,7 @@ class TrainSpec(Spec):
 
     @property
     def gathers_narrow(self) -> bool:
-        """Whether copies that divide weights gather those of products in bfloat16, as the arithmetic reads them.
+        """Return whether copies that divide weights gather those of products in bfloat16, as the arithmetic reads them.
 
         The graphs of compiled stages cast weights themselves.
         """

@@ -53,7 +53,7 @@ class Share(Unprojected):
 
 @dataclass(frozen=True)
 class AllShares(Unprojected):
-    """What all shares say of each token, ``[shares, ..., 2]``."""
+    """The statistics of all shares, for each token, ``[shares, ..., 2]``."""
 
     said: Tensor
 

@@ -70,11 +70,11 @@ def evened(job: JobSpec, profile: Profile, plan: Plan, loads: Sequence[Sequence[
     if len(having) != len(loads) or profile.other_kinds:
         return None
     of = dict(zip(having, ([n * len(own) / max(1, sum(own)) for n in own] for own in loads), strict=True))
-    layers = [
-        layer if layer.experts is None
-        else layer.model_copy(update={"experts": layer.experts.model_copy(update={"loads": tuple(of[n])})})
-        for n, layer in enumerate(profile.layers)
-    ]  # fmt: skip
+    layers = list(profile.layers)
+    for n, own in of.items():
+        experts = layers[n].experts
+        assert experts is not None
+        layers[n] = layers[n].model_copy(update={"experts": experts.model_copy(update={"loads": tuple(own)})})
     measured = profile.model_copy(update={"layers": tuple(layers)})
     orders = tuple(even_order(own, group) or tuple(range(len(own))) for own in of.values())
     was_s, new_s = (

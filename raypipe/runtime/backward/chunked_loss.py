@@ -100,7 +100,7 @@ def row_statistics(logits: Tensor, labels: Tensor, classes: int, smoothing: floa
 
 
 class _Asked(NamedTuple):
-    """What is asked of a head; autograd must not see its tensors as arguments."""
+    """The call of a head; autograd must not see its tensors as arguments."""
 
     head: ChunkedHead
     labels: Tensor
@@ -201,7 +201,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _RowStatistics(torch.autograd.Function):
-    """What a share of the head's rows says of each token.
+    """The statistics of a share of the head's rows, for each token.
 
     The gradient of the input is, for each token, a sum of two vectors times the gradients of its two numbers. The
     forward keeps these vectors, so that the backward computes nothing of the vocabulary's width.
