@@ -18,7 +18,7 @@ PACKAGES_OF = import pathlib, subprocess, sysconfig; \
   theirs = """import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\\n")"""; \
   (folder / "torch_of_python.pth").write_text(subprocess.check_output(["$(1)", "-c", theirs], text=True))
 
-.PHONY: train train-short test test-all bench peers docs gpu shim lint unit matrix oldest clean
+.PHONY: train train-short test test-all bench peers verl docs gpu shim lint unit matrix oldest clean
 .DEFAULT_GOAL := test
 
 # The stamp depends on pyproject.toml alone: a change of code needs no new installation.
@@ -94,6 +94,14 @@ peers: $(VENV)/.dev
 	  $(PEERS)/bin/python -c '$(call PACKAGES_OF,$(abspath $(BIN))/python)' && \
 	  $(PEERS)/bin/python -m pip install --quiet --editable '.[peers]' && du -sh $(PEERS); } || \
 	  { rm -rf $(PEERS); echo "DeepSpeed is left out: it could not be installed"; }
+
+# verl, in an environment of its own over the packages of $(VENV), and the test of our engine for it.
+VERL := .venv-verl
+verl: $(VENV)/.dev
+	@test -e $(VERL)/.done || { $(BIN)/python -m venv --clear $(VERL) && \
+	  $(VERL)/bin/python -c '$(call PACKAGES_OF,$(abspath $(BIN))/python)' && \
+	  $(VERL)/bin/python -m pip install --quiet --editable '.[verl]' && touch $(VERL)/.done; }
+	$(VERL)/bin/python -m pytest tests/service/test_verl_engine.py
 
 # The docs as a site, in site/; a broken link or reference is an error.
 docs: $(VENV)/.dev

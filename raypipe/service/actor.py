@@ -127,6 +127,7 @@ class SessionActor:
         self._job, self._directory = job, directory
         self._stack = ExitStack()
         self._session: Session | None = None
+        self._run = ""
         self._next: defaultdict[str, int] = defaultdict(int)
         self._turns = asyncio.Condition()
 
@@ -137,7 +138,12 @@ class SessionActor:
             prepared, self._session = self._stack.enter_context(opened(self._job, self._directory, print))
             return str(prepared.directory)
 
-        return await asyncio.to_thread(start)
+        self._run = await asyncio.to_thread(start)
+        return self._run
+
+    async def directory(self) -> str:
+        """Return the directory of the run."""
+        return self._run
 
     async def call(self, caller: str, number: int, method: str, *arguments: Any) -> Any:
         """Call a method of the session when its turn has come, and return its result."""
@@ -207,6 +213,10 @@ class RemoteSession:
             ValueError: there is none.
         """
         return cls(ray.get_actor(name, namespace))
+
+    def directory(self) -> Path:
+        """Return the directory of the session's run, on the actor's node."""
+        return Path(ray.get(self.actor.directory.remote()))
 
     def forward(
         self, data: Sequence[Datum], loss: str = "cross_entropy", options: Options = NO_OPTIONS, slot: int = 0

@@ -6,7 +6,7 @@ by a number of targets: the caller's weights and advantages say what each positi
 
 Names, inputs and formulas are those of the Tinker API (https://tinker-docs.thinkingmachines.ai/tinker/losses), whose
 ``custom`` loss needs nothing more: the client differentiates its own function of the log-probabilities, and sends minus
-the gradient as the weights of a cross entropy.
+the gradient as the weights of a cross entropy. ``entropy`` is ours: the same for functions of entropies, too.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class TokenLoss:
     """Inputs that every sequence has, beside its targets; numbers, one for each position."""
     options: Options
     """Its options, with their defaults."""
+    entropy: bool = False
+    """Whether entropies times ``entropy_weights`` are taken off it, and returned in the place of log-probabilities."""
 
     @property
     def takes(self) -> frozenset[str]:
@@ -117,9 +119,11 @@ LOSSES: Final[Mapping[str, TokenLoss]] = MappingProxyType(
         "cispo": TokenLoss(cispo, _SAMPLED, _CLIPS),
         "dro": TokenLoss(dro, _SAMPLED, MappingProxyType({"beta": 0.05})),
         "gspo": TokenLoss(gspo, _SAMPLED | {"sequence_ratio_mask"}, _CLIPS),
+        "entropy": TokenLoss(cross_entropy, frozenset({"weights", "entropy_weights"}), NO_OPTIONS, entropy=True),
     }
 )
-"""By name in the API. Defaults of thresholds and beta are those of Tinker's documentation and its examples."""
+"""By name in the API; ``entropy`` is not in Tinker's, and returns entropies where others return log-probabilities.
+Defaults of thresholds and beta are those of Tinker's documentation and its examples."""
 
 
 class CallTask(Task):
@@ -132,7 +136,7 @@ class CallTask(Task):
 
     def begin(self, losses: Sequence[tuple[str, Options]]) -> None:
         """Have the losses of some calls from now on; options that are not given have their defaults."""
-        self._losses = [(LOSSES[name].function, {**LOSSES[name].options, **options}) for name, options in losses]
+        self._losses = [(LOSSES[name], {**LOSSES[name].options, **options}) for name, options in losses]
         self._call = 0
         self._kept: dict[int, Tensor] = {}
         self._sums: list[dict[int, Tensor]] = [{} for _ in losses]
@@ -151,12 +155,16 @@ class CallTask(Task):
     def loss(self, output: Tensor, inputs: Inputs) -> Tensor:
         """See ``Task.loss``; ``output``: logits ``[samples, length, vocabulary]``."""
         logits, targets = at_least_float32(output), inputs[TARGETS]
-        logprobs = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        loss, options = self._losses[self._call]
+        values = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        each = loss.function(values, inputs, options)
+        if loss.entropy:
+            values = logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+            each = each - values * inputs["entropy_weights"]
         # A recomputed forward comes a second time, with the same values.
         rows = inputs[ROW].tolist()
-        self._kept.update(zip(rows, logprobs.detach(), strict=True))
-        function, options = self._losses[self._call]
-        each = function(logprobs, inputs, options).masked_fill(inputs[OWN] == 0, 0.0).sum(-1)
+        self._kept.update(zip(rows, values.detach(), strict=True))
+        each = each.masked_fill(inputs[OWN] == 0, 0.0).sum(-1)
         self._sums[self._call].update(zip(rows, each.detach(), strict=True))
         return each.sum()
 

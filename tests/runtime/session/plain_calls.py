@@ -18,6 +18,11 @@ def target_logprobs(model: Any, one: Datum) -> Tensor:
     return logits.log_softmax(-1)[range(len(one.tokens)), torch.tensor(one.inputs["target_tokens"])]
 
 
+def entropies(model: Any, one: Datum) -> Tensor:
+    output = model(torch.tensor(one.tokens)[None])
+    return torch.distributions.Categorical(logits=getattr(output, "logits", output)[0]).entropy()
+
+
 def documented_loss(name: str, logprobs: Tensor, given: Mapping[str, Tensor], low: float, high: float) -> Tensor:
     """Written from https://tinker-docs.thinkingmachines.ai/tinker/losses, one sequence at a time."""
     if name == "cross_entropy":
@@ -51,7 +56,12 @@ class PlainCalls:
         for one in data:
             logprobs = target_logprobs(self.model, one)
             given = {name: torch.tensor(values) for name, values in one.inputs.items()}
-            own = documented_loss(loss, logprobs, given, low, high)
+            if loss == "entropy":
+                entropy = entropies(self.model, one)
+                own = -(logprobs * given["weights"]).sum() - (entropy * given["entropy_weights"]).sum()
+                logprobs = entropy
+            else:
+                own = documented_loss(loss, logprobs, given, low, high)
             own.backward()
             total += own.item()
             result.append(logprobs.detach())

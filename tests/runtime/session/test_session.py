@@ -57,6 +57,7 @@ def sampled(rng: random.Random, loss: str, count: int) -> list[Datum]:
         length = rng.randint(2, 24)
         kinds = {
             "weights": lambda: rng.choice([0.0, 1.0, 0.5]),
+            "entropy_weights": lambda: rng.choice([0.0, 0.5, -0.5]),
             "logprobs": lambda: -4 + rng.random(),
             "advantages": lambda: rng.uniform(-1, 1),
             "sequence_ratio_mask": lambda: rng.choice([0.0, 1.0]),
