@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -225,7 +226,9 @@ def test_a_profile_says_what_is_the_experts_and_what_they_get(local_ray, text_fo
         assert 0 < own.forward < 1
         assert sum(own.loads) == pytest.approx(4)
         assert all(round(load / 4 * 128) == pytest.approx(load / 4 * 128) for load in own.loads)  # 2 x 2 x 16 tokens
-        assert own.imbalance(2) == pytest.approx(max(sum(own.loads[:2]), sum(own.loads[2:])) / 2)
+        assert own.imbalance(2, ()) == pytest.approx(max(sum(own.loads[:2]), sum(own.loads[2:])) / 2)
+        halves = [max(sum(half), 4 - sum(half)) / 2 for half in combinations(own.loads, 2)]
+        assert own.imbalance(2) == pytest.approx(min(halves))
     assert len({own.loads for own in found}) > 1
     assert set(measured_with_experts(job, profile, 4)) == {Sharing(experts=2), Sharing(experts=4)}
 

@@ -126,7 +126,7 @@ CASES = {
         ),
         Case(
             EXPERTS, "no pipeline: Mixtral, 4 layers, hidden 256, 8 experts of 512, sequence 128, 4 micro-batches of 4",
-            {"config": MIXTRAL, "sequence": 128}, 4, 4, (EXPERTS,), steps=5, warm_up=2, target=1.0,
+            {"config": MIXTRAL, "sequence": 128}, 4, 4, (DATA_PARALLEL, EXPERTS), steps=5, warm_up=2, target=1.0,
         ),
     )
 }  # fmt: skip
