@@ -12,15 +12,18 @@ from raypipe.runtime.session.call_data import Datum
 from raypipe.runtime.session.session_worker import AdamW
 
 
+def logits_of(model: Any, one: Datum) -> Tensor:
+    output = model(torch.tensor(one.tokens)[None])
+    logits: Tensor = getattr(output, "logits", output)[0]
+    return logits
+
+
 def target_logprobs(model: Any, one: Datum) -> Tensor:
-    output = model(torch.tensor(one.tokens)[None])
-    logits = getattr(output, "logits", output)[0]
+    return of_targets(logits_of(model, one), one)
+
+
+def of_targets(logits: Tensor, one: Datum) -> Tensor:
     return logits.log_softmax(-1)[range(len(one.tokens)), torch.tensor(one.inputs["target_tokens"])]
-
-
-def entropies(model: Any, one: Datum) -> Tensor:
-    output = model(torch.tensor(one.tokens)[None])
-    return torch.distributions.Categorical(logits=getattr(output, "logits", output)[0]).entropy()
 
 
 def documented_loss(name: str, logprobs: Tensor, given: Mapping[str, Tensor], low: float, high: float) -> Tensor:
@@ -54,10 +57,11 @@ class PlainCalls:
     ) -> tuple[float, list[Tensor]]:
         total, result = 0.0, []
         for one in data:
-            logprobs = target_logprobs(self.model, one)
+            logits = logits_of(self.model, one)  # once: a second backward would round float32 norms apart
+            logprobs = of_targets(logits, one)
             given = {name: torch.tensor(values) for name, values in one.inputs.items()}
             if loss == "entropy":
-                entropy = entropies(self.model, one)
+                entropy = torch.distributions.Categorical(logits=logits).entropy()
                 own = -(logprobs * given["weights"]).sum() - (entropy * given["entropy_weights"]).sum()
                 logprobs = entropy
             else:
