@@ -122,5 +122,5 @@ def test_what_is_not_divided_or_run_is_refused_by_name() -> None:
         with pytest.raises(ScheduleError, match=why):
             divide_experts(schedule, costs)
     step = divide_experts(split_backward(whole), routed(2))[0]
-    with pytest.raises(ScheduleError, match="planned and simulated, but not run"):
+    with pytest.raises(ScheduleError, match="planned, simulated and emulated, but not run"):
         programs(step)
