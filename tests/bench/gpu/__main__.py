@@ -87,6 +87,7 @@ def run_apart(title: str, device: str, folder: Path, limit_s: float) -> dict[str
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            file.unlink(missing_ok=True)  # of what the signal broke: an import may have swallowed it
     if file.is_file():
         result: dict[str, Any] = json.loads(file.read_text())
         return result
