@@ -253,7 +253,10 @@ def emulate(
     ] = 0.0,
     message_mb: Annotated[float, typer.Option(metavar="MB", min=0.0, help="Megabytes of an activation.")] = 0.0,
     grad_mb: Annotated[
-        float, typer.Option(metavar="MB", min=0.0, help="Megabytes of a stage's gradients, or of each of its parts.")
+        float,
+        typer.Option(
+            metavar="MB", min=0.0, help="Megabytes of a stage's gradients; with --expert-parts, of each part."
+        ),
     ] = 0.0,
     sharding: Texts,
     per_host: Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -234,6 +234,21 @@ class ParallelSpec(Spec):
         if isinstance(data, Mapping) and data.get("auto") is True and data.keys() >= DECIDED:
             return {**data, "auto": False}
         return data
+
+
+def check_expert_order(orders: Sequence[Sequence[int]], counts: Mapping[str, int]) -> None:
+    """Check that there is an order for each layer with experts, of all its experts; ``counts``: how many, by layer.
+
+    Raises:
+        SpecError: there is not.
+    """
+    if len(orders) != len(counts):
+        why = f"{len(orders)} orders for {len(counts)} layers with experts"
+        raise SpecError("parallel.expert_order", why, "give one for each, or leave it out")
+    for order, (layer, count) in zip(orders, counts.items(), strict=True):
+        if sorted(order) != list(range(count)):
+            why = f"{list(order)} does not name each of the {count} experts of {layer} once"
+            raise SpecError("parallel.expert_order", why, "count from 0, or leave it out")
 
 
 def check_chunks(positions: int, copies: int) -> None:

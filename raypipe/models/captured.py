@@ -28,8 +28,8 @@ from raypipe.models.keyed_random import keyed_dropout
 from raypipe.models.layered import (
     BodyEnds,
     CutTensor,
+    HeadRows,
     LayeredModel,
-    LinearHead,
     Project,
     StageBody,
     TiedGroup,
@@ -206,7 +206,7 @@ class CapturedModel(LayeredModel):
         return frozenset(self.fields[name][0] for name in inputs_read(self.graph, self._operations(layers)))
 
     @property
-    def head(self) -> LinearHead:
+    def head(self) -> HeadRows:
         """See ``LayeredModel.head``."""
         operations = self.graph.linear_head
         if not self.linear_head or operations != tuple(range(operations[0], len(self.graph.operations))):
@@ -214,7 +214,7 @@ class CapturedModel(LayeredModel):
         names = self.graph.parameters_of([self.graph.operations[operations[0]]])
         shape = _type(self.graph.operations[operations[0]]).shape
         rows = int(evaluate_all(shape[-1:], self.sizes(1))[0])
-        return LinearHead(names, rows, sum(self.graph.parameters[name] for name in names) // rows)
+        return HeadRows(names, rows, sum(self.graph.parameters[name] for name in names) // rows)
 
     def without_head(self) -> CapturedModel:
         """See ``LayeredModel.without_head``."""

@@ -25,7 +25,7 @@ WHOLE = "use whole"
 
 
 @dataclass(frozen=True)
-class Share(Unprojected):
+class ShareLogits(Unprojected):
     """The logits of a share of the rows; its loss is what it says of each token."""
 
     of: Unprojected
@@ -34,11 +34,11 @@ class Share(Unprojected):
     classes: int
     """Rows of all shares."""
 
-    def __getitem__(self, at: Any) -> Share:
+    def __getitem__(self, at: Any) -> ShareLogits:
         """See Unprojected."""
         return replace(self, of=self.of[at])
 
-    def then(self, scale: Callable[[Tensor], Tensor]) -> Share:
+    def then(self, scale: Callable[[Tensor], Tensor]) -> ShareLogits:
         """See Unprojected."""
         return replace(self, of=self.of.then(scale))
 
@@ -212,7 +212,7 @@ class HeadShare(StageBody):
     def forward(self, arrived: tuple[Tensor, ...], inputs: Inputs) -> tuple[Tensor, ...]:
         """Return what it says of each token, with zeros for those at the end that have no target."""
         ((x,), (logits,)) = arrived, self.head(arrived, {})
-        said = self.task.loss(Share(logits, self.first, self.classes), inputs)  # type: ignore[arg-type]
+        said = self.task.loss(ShareLogits(logits, self.first, self.classes), inputs)  # type: ignore[arg-type]
         if said.shape[:-1] != x.shape[:-1]:
             said = F.pad(said, (0, 0, 0, x.shape[-2] - said.shape[-2]))
         return (said,)

@@ -27,8 +27,8 @@ from raypipe.models.keyed_random import KeyedDropout, fold64
 from raypipe.models.layered import (
     BodyEnds,
     CutTensor,
+    HeadRows,
     LayeredModel,
-    LinearHead,
     Project,
     StageBody,
     TiedGroup,
@@ -242,9 +242,9 @@ class GptLayers(LayeredModel):
         return (CutTensor((samples, sequence, self.model.hidden), self.dtype, True),) * len(results)
 
     @property
-    def head(self) -> LinearHead:
+    def head(self) -> HeadRows:
         """See ``LayeredModel.head``."""
-        return LinearHead((f"{self.count - 1}.project.weight",), self.model.vocabulary, self.model.hidden)
+        return HeadRows((f"{self.count - 1}.project.weight",), self.model.vocabulary, self.model.hidden)
 
     def without_head(self) -> GptLayers:
         """See ``LayeredModel.without_head``."""

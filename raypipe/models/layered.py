@@ -68,7 +68,7 @@ def equal_slices(sequence: int, slices: int) -> int:
     return sequence // slices
 
 
-class LinearHead(NamedTuple):
+class HeadRows(NamedTuple):
     """The parameters of a linear head."""
 
     names: tuple[str, ...]
@@ -155,7 +155,7 @@ class LayeredModel(ABC):
         return () if self.loss_chunk is None else (self.count - 1,)
 
     @property
-    def head(self) -> LinearHead:
+    def head(self) -> HeadRows:
         """The linear head of a model whose head can be divided by rows (``divided_head``).
 
         Raises:

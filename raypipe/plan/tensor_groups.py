@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from raypipe.cost.experts import with_divided_experts
 from raypipe.cost.profile import Profile, even_order
-from raypipe.errors import SpecError
+from raypipe.job.parallel_spec import check_expert_order
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate, divisors
@@ -85,20 +85,21 @@ def measured_with_experts(job: JobSpec, profile: Profile, devices: int) -> dict[
 
     Raises:
         SpecError: the experts do not divide by what the job asks for, its ``imbalance`` cannot be, or its
-            ``expert_order`` is of another number of layers.
+            ``expert_order`` is not of these layers' experts.
     """
     given = job.parallel.given if job.parallel.auto else {}
     asked = given.get("experts")
-    counts = [own.work.experts for layer in profile.layers if (own := layer.experts) is not None]
+    found = ((n, layer.experts) for n, layer in enumerate(profile.layers))
+    by_layer = {f"layer {n}": own.work.experts for n, own in found if own is not None}
+    counts = list(by_layer.values())
     compiled = profile.taken_for is not None and profile.taken_for.compiled
     if not counts or compiled or asked == 1 or given.get("tensor", 1) > 1:
         return {}
     sizes = expert_counts(job.train, counts, devices, profile.placed.of_first(devices)) if asked is None else [asked]
     imbalance = job.parallel.imbalance if "imbalance" in job.parallel.given else None
     orders = job.parallel.expert_order or None
-    if orders is not None and len(orders) != len(counts):
-        why = f"{len(orders)} orders for {len(counts)} layers with experts"
-        raise SpecError("parallel.expert_order", why, "give one for each, or leave it out")
+    if orders is not None:
+        check_expert_order(orders, by_layer)
     return {Sharing(experts=n): with_divided_experts(profile, n, imbalance, orders) for n in sizes}
 
 

@@ -7,9 +7,9 @@ rank here, and T the size of the group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,82 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
-from raypipe.tensor.experts import EXPERTS, ORDER_KEY, ExpertsParallel, experts_of
-from raypipe.tensor.group import Axis, copy_to_group, entered, gathered, left, rows_of_tensor_rank
+from raypipe.tensor.experts import EXPERTS, ExpertsParallel, experts_of
+from raypipe.tensor.group import Axis, Shard, copy_to_group, entered, gathered, left, rows_of_tensor_rank
 from raypipe.tensor.table import Feature, FeatureTable, matches, number, table_for
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Divides a parameter, its gradient and its optimizer state evenly along one dimension.
-
-    A fused parameter (query, key and value in one matrix) consists of several parts, and each rank holds a share of
-    every part.
-    """
-
-    dim: int
-    parts: tuple[int, ...]
-    """Lengths of the parts along ``dim``."""
-    size: int
-    """Number of ranks of the group."""
-    padded: bool = False
-    """Whether lengths need not divide by ``size``; the last shares are then padded with zeros."""
-    axis: Axis = "tensor"
-    """Which group divides it."""
-    order: tuple[int, ...] = ()
-    """Places along ``dim`` in the order in which ranks hold them; empty: ascending."""
-    own_rank: int | None = None
-    """The share, where it follows from the stage that holds it and not from the process; such shares may be uneven."""
-
-    @property
-    def rows(self) -> range:
-        """The part of ``dim`` that the share with an ``own_rank`` is."""
-        (length,) = self.parts
-        assert self.own_rank is not None
-        each = -(-length // self.size)
-        return range(length)[self.own_rank * each : (self.own_rank + 1) * each]
-
-    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the undivided tensor of which a share has shape ``shape``."""
-        whole = list(shape)
-        whole[self.dim] = sum(self.parts)
-        return tuple(whole)
-
-    def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the share of rank ``rank``, or of its own one, as a new tensor."""
-        if self.own_rank is not None:
-            return whole.narrow(self.dim, self.rows.start, len(self.rows)).clone()
-        if self.order:
-            length = len(self.order) // self.size
-            chosen = torch.tensor(self.order[rank * length : (rank + 1) * length], device=whole.device)
-            return whole.index_select(self.dim, chosen)
-        shares = []
-        for part in torch.split(whole, list(self.parts), self.dim):
-            length = -(-part.shape[self.dim] // self.size)
-            first = min(rank * length, part.shape[self.dim])
-            share = part.narrow(self.dim, first, min(length, part.shape[self.dim] - first))
-            missing = length - share.shape[self.dim]
-            if missing:
-                shape = list(share.shape)
-                shape[self.dim] = missing
-                share = torch.cat([share, share.new_zeros(shape)], self.dim)
-            shares.append(share)
-        return (
-            torch.cat(shares, self.dim) if len(shares) > 1 else shares[0].clone(memory_format=torch.contiguous_format)
-        )
-
-    def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """Join the shares of all ranks, in rank order, to the undivided tensor."""
-        if self.order:
-            held = torch.cat(list(shares), self.dim)
-            return held.index_select(self.dim, torch.tensor(self.order, device=held.device).argsort())
-        lengths = [-(-part // self.size) for part in self.parts]
-        pieces = zip(*(torch.split(share, lengths, self.dim) for share in shares), strict=True)
-        parts = [
-            torch.cat(piece, self.dim).narrow(self.dim, 0, length)
-            for piece, length in zip(pieces, self.parts, strict=True)
-        ]
-        return torch.cat(parts, self.dim).contiguous()
 
 
 class _Cut(NamedTuple):
@@ -304,28 +231,6 @@ def divide_experts(model: nn.Module, size: int, copies: int = 0) -> dict[str, Sh
     return result
 
 
-def in_order(shards: Mapping[str, Shard], orders: Sequence[tuple[int, ...]]) -> dict[str, Shard]:
-    """Return how parameters are divided where the experts of each layer are held in an order, ``Shard.order``.
-
-    ``orders``: of each layer with experts, in the order of ``shards``; empty: all ascending.
-
-    Raises:
-        SpecError: they are not those of this model's experts.
-    """
-    layers = {name.rpartition(".")[0]: shard.parts[0] for name, shard in shards.items() if shard.axis == "experts"}
-    if not orders:
-        return {name: replace(shard, order=()) for name, shard in shards.items()}
-    if len(orders) != len(layers):
-        why = f"{len(orders)} orders for {len(layers)} layers with experts"
-        raise SpecError(ORDER_KEY, why, "give one for each, or leave it out")
-    for order, (path, count) in zip(orders, layers.items(), strict=True):
-        if sorted(order) != list(range(count)):
-            why = f"{list(order)} does not name each of the {count} experts of {path} once"
-            raise SpecError(ORDER_KEY, why, "count from 0, or leave it out")
-    known = dict(zip(layers, orders, strict=True))
-    return {name: replace(shard, order=known.get(name.rpartition(".")[0], ())) for name, shard in shards.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Division:
     """The division of a model as one process sees it."""
@@ -341,7 +246,7 @@ class Division:
     copies: int = field(default=0, compare=False)
     """All copies, which errors name a divisor of; 0: not known yet."""
     expert_orders: tuple[tuple[int, ...], ...] = ()
-    """See ``in_order``."""
+    """See ``experts.in_order``."""
 
     @property
     def ranks(self) -> dict[Axis, int]:

@@ -12,7 +12,7 @@ section 5 (expert parallelism inside data parallelism).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from raypipe.errors import SpecError
-from raypipe.tensor.group import current_group, exchanged, start_exchange
+from raypipe.job.parallel_spec import check_expert_order
+from raypipe.tensor.group import Shard, current_group, exchanged, start_exchange
 from raypipe.tensor.traced_experts import HeldExperts, is_traced, traced
 
 EXPERTS = "experts"
 """The kind of division, among those of feature tables."""
-KEY, ORDER_KEY = "parallel.experts", "parallel.expert_order"
+KEY = "parallel.experts"
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -70,6 +71,22 @@ def experts_of(model: nn.Module, size: int, copies: int = 0) -> dict[str, nn.Mod
             fits = min((n for n in range(1, common + 1) if common % n == 0), key=lambda n: (abs(n - size), n))
             raise SpecError(KEY, why, f"use experts: {fits}" + ("" if copies else ", of which replicas is a multiple"))
     return result
+
+
+def in_order(shards: Mapping[str, Shard], orders: Sequence[tuple[int, ...]]) -> dict[str, Shard]:
+    """Return how parameters are divided where the experts of each layer are held in an order, ``Shard.order``.
+
+    ``orders``: of each layer with experts, in the order of ``shards``; empty: all ascending.
+
+    Raises:
+        SpecError: they are not those of this model's experts.
+    """
+    layers = {name.rpartition(".")[0]: shard.parts[0] for name, shard in shards.items() if shard.axis == "experts"}
+    if not orders:
+        return {name: replace(shard, order=()) for name, shard in shards.items()}
+    check_expert_order(orders, layers)
+    known = dict(zip(layers, orders, strict=True))
+    return {name: replace(shard, order=known.get(name.rpartition(".")[0], ())) for name, shard in shards.items()}
 
 
 @dataclass(frozen=True, slots=True)

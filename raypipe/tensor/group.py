@@ -1,4 +1,4 @@
-"""The groups over which this process's layers are divided, their collectives, and these as operators of torch.
+"""The groups over which this process's layers are divided, what each member has of a parameter, and collectives.
 
 The processes of a device divide all stages of that device among them, and the copies of an expert group the experts of
 all their stages, so one group of each kind serves the whole process. Operations look the group up when they run,
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,6 +21,79 @@ Wait = Callable[[], object]
 Axis = Literal["tensor", "experts", "context", "vocabulary"]
 """What divides layers: the tensor ranks of a device, copies that divide experts, copies that divide sequences, or the
 stages that divide a head, which are no group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Divides a parameter, its gradient and its optimizer state evenly along one dimension.
+
+    A fused parameter (query, key and value in one matrix) consists of several parts, and each rank holds a share of
+    every part.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+    """Lengths of the parts along ``dim``."""
+    size: int
+    """Number of ranks of the group."""
+    padded: bool = False
+    """Whether lengths need not divide by ``size``; the last shares are then padded with zeros."""
+    axis: Axis = "tensor"
+    """Which group divides it."""
+    order: tuple[int, ...] = ()
+    """Places along ``dim`` in the order in which ranks hold them; empty: ascending."""
+    own_rank: int | None = None
+    """The share, where it follows from the stage that holds it and not from the process; such shares may be uneven."""
+
+    @property
+    def rows(self) -> range:
+        """The part of ``dim`` that the share with an ``own_rank`` is."""
+        (length,) = self.parts
+        assert self.own_rank is not None
+        each = -(-length // self.size)
+        return range(length)[self.own_rank * each : (self.own_rank + 1) * each]
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the undivided tensor of which a share has shape ``shape``."""
+        whole = list(shape)
+        whole[self.dim] = sum(self.parts)
+        return tuple(whole)
+
+    def cut(self, whole: Tensor, rank: int) -> Tensor:
+        """Return the share of rank ``rank``, or of its own one, as a new tensor."""
+        if self.own_rank is not None:
+            return whole.narrow(self.dim, self.rows.start, len(self.rows)).clone()
+        if self.order:
+            length = len(self.order) // self.size
+            chosen = torch.tensor(self.order[rank * length : (rank + 1) * length], device=whole.device)
+            return whole.index_select(self.dim, chosen)
+        shares = []
+        for part in torch.split(whole, list(self.parts), self.dim):
+            length = -(-part.shape[self.dim] // self.size)
+            first = min(rank * length, part.shape[self.dim])
+            share = part.narrow(self.dim, first, min(length, part.shape[self.dim] - first))
+            missing = length - share.shape[self.dim]
+            if missing:
+                shape = list(share.shape)
+                shape[self.dim] = missing
+                share = torch.cat([share, share.new_zeros(shape)], self.dim)
+            shares.append(share)
+        return (
+            torch.cat(shares, self.dim) if len(shares) > 1 else shares[0].clone(memory_format=torch.contiguous_format)
+        )
+
+    def join(self, shares: Sequence[Tensor]) -> Tensor:
+        """Join the shares of all ranks, in rank order, to the undivided tensor."""
+        if self.order:
+            held = torch.cat(list(shares), self.dim)
+            return held.index_select(self.dim, torch.tensor(self.order, device=held.device).argsort())
+        lengths = [-(-part // self.size) for part in self.parts]
+        pieces = zip(*(torch.split(share, lengths, self.dim) for share in shares), strict=True)
+        parts = [
+            torch.cat(piece, self.dim).narrow(self.dim, 0, length)
+            for piece, length in zip(pieces, self.parts, strict=True)
+        ]
+        return torch.cat(parts, self.dim).contiguous()
 
 
 class TensorGroup(Protocol):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from raypipe.errors import SpecError
 from raypipe.job.spec import job_from
 from raypipe.models import LayeredModel, build_model
-from raypipe.models.divided_head import AllShares, DividedHead, Share
+from raypipe.models.divided_head import AllShares, DividedHead, ShareLogits
 from raypipe.models.losses import OwnLoss
 from raypipe.models.task import IGNORED, cross_entropy
 from raypipe.runtime.backward.chunked_loss import ChunkedHead
@@ -49,7 +49,7 @@ def test_loss_and_gradients_are_those_of_plain_pytorch(smoothing: float, bound: 
         head = ChunkedHead(x, *own, 5, queue, waits)
         if bound:
             head = head.then(scaled)
-        said.append(cross_entropy(Share(head, first, VOCABULARY), labels, None, smoothing))
+        said.append(cross_entropy(ShareLogits(head, first, VOCABULARY), labels, None, smoothing))
         shares.append(own)
         first += rows
     loss = cross_entropy(AllShares(torch.stack(said)), labels, None, smoothing)

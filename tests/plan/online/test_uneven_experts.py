@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from raypipe.cost.experts import with_divided_experts
 from raypipe.cost.profile import busiest, even_order
+from raypipe.errors import SpecError
 from raypipe.plan.choose import choose
 from raypipe.plan.online.uneven_experts import WINDOW, UnevenExperts, evened
 from raypipe.plan.plan import Plan
@@ -90,3 +91,10 @@ def test_the_planner_orders_experts_by_measured_loads() -> None:
     given_order = choose(own, profile, 4, search_s=0)
     assert given_order.plan.parallel.expert_order == ((0, 1, 2, 3),) * LAYERS
     assert given_order.best.step_s > 1.1 * even.best.step_s
+    for orders, why in (
+        ([[0, 1, 2, 3]], f"1 orders for {LAYERS} layers with experts"),
+        ([[0, 1, 2, 9]] * LAYERS, "does not name each of the 4 experts of layer 1 once"),
+    ):
+        wrong = make_job(layers=4, parallel={**job.parallel.given, "auto": True, "expert_order": orders})
+        with pytest.raises(SpecError, match=why):
+            choose(wrong, profile, 4, search_s=0)
