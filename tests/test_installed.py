@@ -1,17 +1,27 @@
-"""What pip installs: a small wheel with all that commands look for, and commands that start fast."""
+"""What pip installs: a small wheel with all that commands look for, commands that start fast, and a first run with it.
+
+The first run is that of another user in a root of its own, as in a container: with this machine's libraries and this
+environment's packages, read-only, a home that can't be written to, one empty folder, no network and no compiler.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import ONLY
+
 ROOT = Path(__file__).parents[1]
+TOOLS = ("unshare", "chroot", "setpriv", "mount", "ip")
+NOBODY = "65534"
 MOST_BYTES = 2_000_000
 START_S = 0.4
 """Most processor time of a command that neither trains nor searches."""
@@ -62,3 +72,64 @@ print(*sorted({{'torch', 'ray'}} & set(sys.modules)), file=sys.stderr)
         used.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert (done.returncode, done.stderr.strip()) == (0, "")
     assert min(used) < START_S
+
+
+INSIDE = """
+set -e
+ip link set lo up
+mount --make-rprivate /
+cd "$1"
+for folder in usr bin lib lib64 etc proc dev sys; do
+  test -e /$folder || continue
+  mkdir -p ./$folder && mount --rbind /$folder ./$folder
+done
+for folder in $PACKAGES; do
+  mkdir -p ".$folder" && mount --bind "$folder" ".$folder" && mount -o remount,bind,ro ".$folder"
+done
+mount -t proc proc ./proc
+mount -t tmpfs -o size=4g,mode=1777 none ./dev/shm
+mkdir -p home tools empty && mkdir -p -m 1777 tmp
+mount --bind home home && mount -o remount,bind,ro home
+for tool in sh bash cat ps uname mkdir rm; do ln -sf "$(command -v $tool)" tools/; done
+chown $NOBODY:$NOBODY empty
+exec chroot . /usr/bin/setpriv --reuid $NOBODY --regid $NOBODY --clear-groups --no-new-privs \\
+  /usr/bin/env -i HOME=/home PATH=/empty/venv/bin:/tools LANG=C.UTF-8 /usr/bin/sh -exc "cd /empty; $COMMANDS"
+"""
+COMMANDS = """{python} -m venv venv
+echo {packages} > venv/lib/python{version}/site-packages/theirs.pth
+pip install --quiet --no-index --no-deps /{wheel}
+raypipe quickstart --set train.steps=4 --run-dir run
+raypipe report run -o report.html"""
+"""The packages that raypipe needs are this environment's, since there is no network."""
+
+
+@ONLY
+@pytest.mark.runs
+@pytest.mark.own_ray
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, TOOLS)), reason="needs Linux, as root"
+)
+def test_three_commands_from_an_empty_folder_as_another_user(wheel: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    for folder in (root, *root.parents[:3]):
+        folder.chmod(0o755)
+    shutil.copy(wheel, root)
+    packages, python = sysconfig.get_path("purelib"), Path(os.path.realpath(sys.executable))
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    commands = COMMANDS.format(python=python, packages=packages, version=version, wheel=wheel.name)
+    done = subprocess.run(
+        ["unshare", "--mount", "--pid", "--fork", "--net", "--ipc", "--uts", "sh", "-c", INSIDE, "inside", str(root)],
+        env={
+            "PATH": os.environ["PATH"], "PACKAGES": f"{packages} {python.parents[1]}", "NOBODY": NOBODY,
+            "COMMANDS": commands.replace("\n", "; "),
+        },
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    assert "4 steps" in done.stdout
+    assert "<svg" in (root / "empty" / "report.html").read_text(encoding="utf-8")
+    said = done.stderr.partition("+ raypipe quickstart")[2].splitlines()
+    trouble = [line for line in said if re.search("ermission|Warning|Traceback", line)]
+    assert not trouble, "\n".join(trouble)
