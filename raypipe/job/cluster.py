@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from raypipe.errors import SpecError
+from raypipe.errors import SpecError, check_known
 from raypipe.files import shipped, short
 from raypipe.job.field_types import MOST, MOST_DEVICES, Devices, Positive, Spec
 from raypipe.job.reading import checked, parse_yaml, read_text
@@ -245,19 +245,24 @@ def load_cluster(path: str | Path) -> ClusterSpec:
 
 
 def cluster_file(path: Path) -> Path:
-    """The file that a cluster's path means.
+    """Return the file that a cluster's path means.
 
     A path that exists is taken as it is. Device descriptions used to be in ``cluster/`` itself, so
     ``cluster/a100.yaml`` is ``cluster/devices/a100.yaml`` where only that exists. The bare name of a description
     (``a100``) is found wherever raypipe is installed.
+
+    Raises:
+        SpecError: a bare name that is neither a file's nor a description's.
     """
     if path.exists():
         return path
     moved = path.parent / DEVICES / path.name
     if moved.is_file():
         return moved
-    if path.parent == Path() and not path.suffix and (named := shipped("cluster") / DEVICES / f"{path}.yaml").is_file():
-        return named
+    if path.parent == Path() and not path.suffix:
+        named = {file.stem: file for file in (shipped("cluster") / DEVICES).glob("*.yaml")}
+        check_known(SpecError, "cluster", str(path), named)
+        return named[str(path)]
     return path
 
 

@@ -120,6 +120,11 @@ def test_where_descriptions_used_to_be_and_their_names_still_lead_to_them(old, m
     assert moved_note(Path("cluster/devices/a100.yaml")) is None
 
 
+def test_a_name_that_is_nearly_a_description_s():
+    with pytest.raises(SpecError, match=r'cluster: "h1000" is unknown\n  fix: did you mean "h100"?'):
+        load_cluster("h1000")
+
+
 def test_a_file_in_the_old_place_is_taken_as_it_is(tmp_path):
     (tmp_path / "devices").mkdir()
     (tmp_path / "devices" / "a100.yaml").write_text("name: other")
