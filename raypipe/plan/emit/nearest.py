@@ -101,7 +101,8 @@ def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Dr
     """Return the layouts nearest to a plan's that a trainer can express, each with what it loses.
 
     Raises:
-        RequestError: the plan has what the trainer has nothing like: stale weights, too few micro-batches, experts.
+        RequestError: the plan has what the trainer has nothing like: stale weights, too few micro-batches, experts,
+            more devices than blocks.
     """
     draft = Draft(layout)
     title, parallel = able.title, layout.parallel
@@ -129,11 +130,14 @@ def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Dr
     elif not layout.pipelined or parallel.replicas == 1:
         draft.silently(innermost=able.innermost[0])
     if not layout.aligned and layout.pipelined:
-        cut = choices.cut(len(layout.cut), parallel.microbatch)
-        draft.layout = replace(draft.layout, cut=cut)
+        if len(layout.cut) <= layout.units:  # else each of the orders below has fewer stages
+            draft.layout = replace(draft.layout, cut=choices.cut(len(layout.cut), parallel.microbatch))
         draft.lost.append(f"cut: stages end inside blocks, and {title} cuts between them")
     _shard(draft, able)
     result = list(_scheduled(draft, able, choices))
+    if not result:
+        why = f"{title} has no order for {parallel.stages} devices and {layout.units - 2} blocks"
+        raise RequestError("--emit", why, "give the planner fewer stages or smaller micro-batches")
     for one in result:
         _recompute(one, able)
     return result
@@ -194,11 +198,11 @@ def _scheduled(draft: Draft, able: Abilities, choices: Choices) -> Iterator[Draf
         return
     plain = parallel.slices == 1 and parallel.memory_limit is None
     plain = plain and (layout.microbatches >= devices or not able.orders)  # PyTorch's own have a micro-batch a device
-    if name in able.schedules and layout.order is None and plain:
+    if name in able.schedules and layout.order is None and plain and layout.aligned:
         draft.silently(**neutral | {"chunks": parallel.chunks, "schedule": name})
         yield draft
         return
-    exported = _exported(layout) if able.orders else None
+    exported = _exported(layout) if able.orders and layout.aligned else None
     if exported is not None:
         order, placement = exported
         chunks = order.stages // devices

@@ -327,6 +327,25 @@ def test_stages_that_end_inside_blocks_move_between_them(tmp_path: Path) -> None
         Costs(make_job(layers=4), PROFILE, {})
 
 
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "zeropp"])
+def test_more_stages_than_blocks_become_fewer(schedule: str, trainer: str, tmp_path: Path) -> None:
+    """Eight stages of a layer, where the trainers cut between an embedding, three blocks and a head."""
+    cut = tuple(range(i, i + 1) for i in range(8))
+    plan = Plan.of(ParallelSpec(stages=4, chunks=2, schedule=schedule), cut, 16)
+    halves = Costs(make_job(layers=3, batch=16, clip=1.0), PROFILE, {})
+    result = emit(trainer, plan, halves, tmp_path / "layout")
+    assert result.layout.aligned
+    assert len(result.layout.cut) == 4
+    assert {"cut", "schedule"} == {line.split(":")[0] for line in result.lost[1:]}
+
+
+def test_more_devices_than_blocks_are_refused() -> None:
+    plan = Plan.of(ParallelSpec(stages=4), even_cut(6, 4), 16)
+    with pytest.raises(RequestError, match="no order for 4 devices and 1 blocks"):
+        emit("megatron", plan, Costs(make_job(layers=1, batch=16), PROFILE, {}), None)
+
+
 def test_what_is_slow_about_a_layout_adds_up_and_the_plan_mends_it() -> None:
     best = Plan.of(ParallelSpec(stages=2, replicas=2, microbatch=1, sync="eager", update="wait"), EVEN, 16)
     poor = TrainerLayout(
