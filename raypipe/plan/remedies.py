@@ -23,8 +23,8 @@ from raypipe.job.model_spec import GptSpec, HfSpec
 from raypipe.plan.best_first import Ranking, effort_s
 from raypipe.plan.candidate import Candidate, chunk_counts, divisors
 from raypipe.plan.choice import PlanChoice
+from raypipe.plan.predict.bounds import by_device
 from raypipe.plan.predict.form import form_of
-from raypipe.plan.predict.oom_fallback import by_device
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule import SCHEDULES

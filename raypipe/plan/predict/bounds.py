@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.cost.collectives import collective_seconds
 from raypipe.cost.hosts import Layout
@@ -26,7 +27,6 @@ from raypipe.plan.cut.layers import NOISE, LayerCut, Placement, cut_layers, line
 from raypipe.plan.predict.at_scale import Figures
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.kinds_cut import KindsCut
-from raypipe.plan.predict.oom_fallback import by_device
 from raypipe.plan.predict.prediction import Cut
 from raypipe.plan.predict.step_bound import (
     NO_COLLECTIVES,
@@ -470,3 +470,9 @@ class Bounds(CandidateCosts):
             seconds, kept = self._arrays.times(microbatch)["recompute"], self._arrays.kept(microbatch, split)
             self._saved[microbatch, split] = np.where(seconds > 0, kept / np.maximum(seconds, 1e-300), np.inf)
         return self._saved[microbatch, split]
+
+
+def by_device(place: NDArray[np.int64], each: Figures) -> Figures:
+    """Sums over the stages that a device holds, of whatever replica."""
+    total: Figures = np.bincount(place.ravel(), np.broadcast_to(each, place.shape).ravel()).astype(float)
+    return total
