@@ -207,7 +207,8 @@ class OOMFallback(Bounds, ABC):
         return self.stage_bytes(c, c.form, c.level, c.shard_group)
 
     def oom_fallback(self, p: Prediction) -> list[tuple[float, Candidate]]:
-        """See ``Judge``: fewer activations in flight where the family takes a limit, and recomputation."""
+        """Return slower variants that need less memory, with lower bounds, for a candidate that does not fit: fewer
+        activations in flight where the family takes a limit, and recomputation."""
         c = p.candidate
         if not p.fits and c.slices > 1 and c.recompute == "full":
             return self._slicing(c)

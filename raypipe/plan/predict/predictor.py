@@ -201,7 +201,7 @@ def without_noise(profile: Profile) -> Profile:
 
 @dataclass
 class Predictor(OOMFallback):
-    """Judges candidates for one job on one cluster; a ``Judge`` of the search."""
+    """Judges candidates for one job on one cluster; all times are seconds of a step."""
 
     _orders: Orders = field(default_factory=Orders)
     _memory: Memories = field(init=False, repr=False, compare=False)
@@ -209,11 +209,11 @@ class Predictor(OOMFallback):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._memory = Memories(self, self._orders)
-        self._kinds_cut = KindsCut(self)
+        self._kinds_cut = KindsCut(self.profile, self.train, self.memory_with)
 
     def on(self, grid: Grid) -> Iterator[Candidate]:
-        """See ``Judge``. Copies divide their state where the job asks for it; where memory does, see ``oom_fallback``,
-        and where it suffices, ``with_shards``."""
+        """Return the candidates of a grid, without OOM fallbacks. Copies divide their state where the job asks for it;
+        where memory does, see ``oom_fallback``, and where it suffices, ``with_shards``."""
         for c in self._laid_out(grid):
             if self.asked.get("shard", "none") == "none":
                 yield c
