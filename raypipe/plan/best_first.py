@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import log2
-from typing import Protocol
 
 from raypipe.errors import ScheduleError
 from raypipe.plan.candidate import Candidate, least_plainness, plainness
 from raypipe.plan.predict.form import options_of
 from raypipe.plan.predict.prediction import Prediction
+from raypipe.plan.predict.predictor import Predictor
+from raypipe.plan.tensor_groups import Judges
 from raypipe.plan.watch import ENDLESS, SearchProgress, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
@@ -47,49 +48,6 @@ share; below so many seconds it makes no difference."""
 TASK_S, SEARCHED, TURNS = 6e-6, 20, 16
 """Seconds that a task takes. Families that search for their orders take so many times as long. Of a long step,
 micro-batches are simulated that are so many times its devices."""
-
-
-class Judge(Protocol):
-    """The cost model as the search uses it. All times are seconds of a step."""
-
-    def on(self, grid: Grid) -> Iterable[Candidate]:
-        """Return the candidates of a grid, without OOM fallbacks."""
-
-    def least_on(self, grid: Grid) -> float:
-        """Return a lower bound on the step of every candidate of the grid; infinite if none fits."""
-
-    def least(self, candidate: Candidate) -> float:
-        """Return a lower bound on the candidate's step, if it recomputes where it may; infinite if its weights alone do
-        not fit."""
-
-    def least_kept(self, candidate: Candidate) -> float:
-        """Return the same for the candidate without recomputation besides its schedule's own."""
-
-    def least_of_all(self, candidate: Candidate) -> float:
-        """Return a lower bound on the steps of the candidate and of all its OOM fallbacks but those in more slices."""
-
-    def least_uncut(self, candidate: Candidate) -> float:
-        """Return a lower bound on the same steps, of a candidate with one stage a device, that needs no cut."""
-
-    def unordered(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
-        """Return the OOM fallbacks of a candidate that is too slow without them, with lower bounds; nothing where
-        memory is not what makes it slow, None if its order must be known."""
-
-    def recut(self, candidate: Candidate) -> Candidate | None:
-        """Return the candidate with balanced devices; None if its devices are balanced already."""
-
-    def outright(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
-        """If static bounds already prove out-of-memory, return the OOM fallbacks with lower bounds; else None."""
-
-    def predict(self, candidate: Candidate) -> Prediction:
-        """Predict a candidate's step time and memory.
-
-        Raises:
-            ScheduleError: the schedule does not exist for this shape.
-        """
-
-    def oom_fallback(self, prediction: Prediction) -> list[tuple[float, Candidate]]:
-        """Return slower variants that need less memory, with lower bounds, for a candidate that does not fit."""
 
 
 Pick = Callable[[Candidate], Candidate | None]
@@ -125,7 +83,7 @@ def rank_key(p: Prediction) -> tuple[object, ...]:
 
 @no_collection()
 def best_first(
-    judge: Judge,
+    judge: Judges,
     grids: Iterable[Grid],
     top: int,
     pick: Pick = lambda c: c,
@@ -146,12 +104,12 @@ def best_first(
         near: also find, within this share of the fastest, every plan that is simpler than all faster ones.
         watch: ends the search early, once it has found a plan.
     """
-    bounded = [(judge.least_on(grid), grid) for grid in grids]
+    bounded = [(judge.of(grid).least_on(grid), grid) for grid in grids]
     ranking = watch.part(RANKING)
     search = _Search(judge, top, pick, near)
     if bounded[FEW_GRIDS:]:
         first = _Search(judge, 1, pick, on=lambda grid: [Candidate.on(grid, FIRST)])
-        uncut = ((judge.least_uncut(Candidate.on(grid, FIRST)), least, grid) for least, grid in bounded)
+        uncut = ((judge.of(grid).least_uncut(Candidate.on(grid, FIRST)), least, grid) for least, grid in bounded)
         first.run(ranking.part(RANKING), [(max(own, least), grid) for own, least, grid in uncut])
         search.fitting |= first.fitting
         search.begun |= first.begun
@@ -183,7 +141,7 @@ def way_of(node: Grid) -> Way:
 class _Search:
     """One search under way."""
 
-    judge: Judge
+    judge: Judges
     top: int
     pick: Pick
     near: float = 0.0
@@ -259,7 +217,7 @@ class _Search:
         that by which it came up; return whether it is."""
         if not isinstance(node, Candidate) or rank > bound:
             return False
-        own = self.judge.least(node)
+        own = self.judge.of(node).least(node)
         own = max(bound, bound if own == float("inf") else own) * handicap(node)
         if own > rank:
             self._wait(own, bound, node)
@@ -279,12 +237,12 @@ class _Search:
 
     def expand(self, bound: float, node: Grid) -> None:
         """Replace a node by what it leads to: candidates, a plan that fits, or fallbacks."""
-        judge, result = self.judge, self.found
+        judge, result = self.judge.of(node), self.found
         if not isinstance(node, Candidate):
             for made in (self.on or judge.on)(node):
                 candidate = self.pick(made)
                 if candidate is not None:
-                    self.push(max(bound, judge.least_of_all(candidate)), candidate)
+                    self.push(max(bound, self.judge.of(candidate).least_of_all(candidate)), candidate)
             return
         least = judge.least_kept(node)
         fallbacks = judge.unordered(node) if least == float("inf") or self.beyond(least, node) else None
@@ -326,18 +284,20 @@ def handicap(c: Candidate) -> float:
     return 1 + LATE * log2(1 + effort_s(c) / AT_ONCE_S)
 
 
-def _shrunk(judge: Judge, p: Prediction) -> float:
+def _shrunk(judge: Judges, p: Prediction) -> float:
     """An estimate of the plan's step with the faster cut: the step is taken to shrink as its lower bound does."""
-    recut = judge.recut(p.candidate)
-    return p.step_s if recut is None else p.step_s * min(1.0, judge.least(recut) / judge.least(p.candidate))
+    own = judge.of(p.candidate)
+    recut = own.recut(p.candidate)
+    return p.step_s if recut is None else p.step_s * min(1.0, own.least(recut) / own.least(p.candidate))
 
 
-def faster_cut(judge: Judge, p: Prediction) -> Prediction:
+def faster_cut(judge: Judges, p: Prediction) -> Prediction:
     """Return the plan with balanced stages or with balanced devices, whichever fits and has the shorter step."""
-    recut = judge.recut(p.candidate)
-    if recut is None or judge.least(recut) >= p.step_s:
+    own = judge.of(p.candidate)
+    recut = own.recut(p.candidate)
+    if recut is None or own.least(recut) >= p.step_s:
         return p
-    other = judge.predict(recut)
+    other = own.predict(recut)
     return min(p, other, key=rank_key) if other.fits else p
 
 
@@ -363,12 +323,12 @@ def _same(p: Prediction) -> object:
 
 
 @no_collection()
-def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c) -> Ranking:
+def largest_microbatch(judge: Judges, grids: Iterable[Grid], top: int, pick: Pick = lambda c: c) -> Ranking:
     """Return the ``top`` fastest plans, each with the largest micro-batch that fits its schedule, depth and width.
 
     "It greedily chooses to use the maximum micro-batch size fitting in the device memory", then (W, D) by the
     predicted time. As in the paper, micro-batches that leave fewer than D of them come only where there are no others,
-    everything is recomputed (``judge.recompute`` says whether some of it may be kept) only where nothing fits without,
+    everything is recomputed (see ``Predictor.partly``) only where nothing fits without,
     two pipelines are combined ("the default setting of Chimera"), and the three ways to concatenate units are for
     N > D. Scheduling units of fewer than all micro-batches are left out: the rule has no word for them.
 
@@ -386,7 +346,7 @@ def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick
             heapq.heappush(queue, (bound, next(count), node))
 
     for same in _by_shape(grids):
-        push(min(map(judge.least_on, same)), same)
+        push(min(judge.of(grid).least_on(grid) for grid in same), same)
         result.searched += 1
     while queue:
         bound, _, node = heapq.heappop(queue)
@@ -394,12 +354,12 @@ def largest_microbatch(judge: Judge, grids: Iterable[Grid], top: int, pick: Pick
             break
         first = node[0]
         if isinstance(first, Candidate):
-            chosen = _largest(judge, node, result)  # type: ignore[arg-type]
+            chosen = _largest(judge.of(first), node, result)  # type: ignore[arg-type]
             if chosen is not None:
                 result.best = sorted([*result.best, chosen], key=rank_key)
             continue
         for kind in _kinds(judge, node, pick):
-            push(max(bound, min(map(judge.least, kind))), kind)
+            push(max(bound, min(judge.of(c).least(c) for c in kind)), kind)
             result.searched += len(kind)
     result.best = sorted((faster_cut(judge, p) for p in result.best[:top]), key=rank_key)
     return result
@@ -413,11 +373,11 @@ def _by_shape(grids: Iterable[Grid]) -> list[list[Grid]]:
     return [[g for g in same if g.microbatches >= g.stages] or same for same in shapes.values()]
 
 
-def _kinds(judge: Judge, same: Sequence[Grid], pick: Pick) -> Iterable[list[Candidate]]:
+def _kinds(judge: Judges, same: Sequence[Grid], pick: Pick) -> Iterable[list[Candidate]]:
     """Group the candidates on these grids by schedule, the largest micro-batch first."""
     kinds: dict[object, list[Candidate]] = {}
     for grid in same:
-        for made in judge.on(grid):
+        for made in judge.of(grid).on(grid):
             c = pick(made)
             if c is not None and _covered(c):
                 kinds.setdefault((c.schedule, options_of(c)), []).append(c)
@@ -430,7 +390,7 @@ def _covered(c: Candidate) -> bool:
     return c.unit in (None, c.microbatches) and c.pipelines == 2 and units
 
 
-def _largest(judge: Judge, kind: Sequence[Candidate], found: Ranking) -> Prediction | None:
+def _largest(judge: Predictor, kind: Sequence[Candidate], found: Ranking) -> Prediction | None:
     """Predict the candidate with the largest micro-batch that fits; OOM fallbacks only where no plain one fits."""
     too_large: list[Prediction] = []
     for c in kind:

@@ -131,26 +131,32 @@ class _Chooser:
                 yield from best_first(self.judge, of_kind, 1, self.choice.wished, watch=self.watch).best
         deep = list(dict.fromkeys(p.candidate.grid for p in ranked if p.candidate.stages > 1))[:GRIDS]
         if not deep:
-            deep = sorted((g for g in self.grids if g.stages > 1 == g.tensor), key=self.judge.least_on)[:GRIDS]
+            deep = self.judge.promising(g for g in self.grids if g.stages > 1 == g.tensor)[:GRIDS]
         families: dict[str, list[Candidate]] = {name: [] for name in SCHEDULES if name not in seen}
         for grid in deep:
-            for made in self.judge.on(grid):
+            for made in self.judge.of(grid).on(grid):
                 c = self.choice.wished(made)
                 if c is not None and c.schedule in families:
                     families[c.schedule].append(c)
         for own in families.values():
             tried = []
-            for c in sorted(own, key=lambda c: (self.judge.least(c), self.judge.least_of_all(c)))[:GRIDS]:
+            for c in sorted(own, key=self._bounds)[:GRIDS]:
+                judge = self.judge.of(c)
                 if effort_s(c) > self.watch.share(1.0):
                     continue
                 try:
-                    tried.append(self.judge.predict(c, timed=True))
-                    tried += [self.judge.predict(less) for _, less in self.judge.oom_fallback(tried[-1])]
+                    tried.append(judge.predict(c, timed=True))
+                    tried += [judge.predict(less) for _, less in judge.oom_fallback(tried[-1])]
                 except ScheduleError:
                     continue
             if tried:
                 best = min(tried, key=lambda p: (not p.fits, p.excess if not p.fits else 0.0, rank_key(p)))
                 yield faster_cut(self.judge, best) if best.fits else best
+
+    def _bounds(self, c: Candidate) -> tuple[float, float]:
+        """Bounds on a candidate's step, and on those of its fallbacks too."""
+        judge = self.judge.of(c)
+        return judge.least(c), judge.least_of_all(c)
 
     def divided(self, step_s: float) -> list[Prediction]:
         """Copies of the whole model in several stages that divide its optimizer state (ZeRO-1) or its weights too
@@ -160,23 +166,23 @@ class _Chooser:
         for way in islice(self._ways_in_turn(step_s), DIVIDED_WAYS):
             most_s = step_s * (1 - (WORTH_DIVIDING if way.level == 3 else NEAR))
             most_s = most_s if best is None else min(most_s, best.step_s)
-            if self.judge.least(way) >= most_s:
+            if self.judge.of(way).least(way) >= most_s:
                 continue
             for p in self._fitting(way, most_s):
                 if p.step_s < most_s:
-                    best = self.judge.time(p, final=True)
+                    best = self.judge.of(way).time(p, final=True)
                     most_s = best.step_s
         return [] if best is None else [best]
 
     def _ways_in_turn(self, step_s: float) -> Iterator[Candidate]:
         """The best way to divide weights or state on each grid that may be faster than ``step_s``, then the second best
         on each, and so on, until the time is up. Of thousands of grids, few come to their turn."""
-        grids = sorted((g for g in self.grids if g.stages == g.tensor == 1 < g.replicas), key=self.judge.least_on)
+        grids = self.judge.promising(g for g in self.grids if g.stages == g.tensor == 1 < g.replicas)
         on_each: list[list[Candidate]] = []
         for grid in grids:
             if self.watch.over:
                 return
-            if self.judge.least_on(grid) >= step_s:
+            if self.judge.of(grid).least_on(grid) >= step_s:
                 break
             if ways := self._divided_on(grid):
                 on_each.append(ways[1:])
@@ -189,41 +195,44 @@ class _Chooser:
 
     def _fitting(self, c: Candidate, step_s: float) -> Iterator[Prediction]:
         """The candidate if it fits, else what may be faster than ``step_s`` of what it can recompute."""
+        judge = self.judge.of(c)
         try:
-            p = self.judge.predict(c)
+            p = judge.predict(c)
         except ScheduleError:
             return
         if p.fits:
             yield p
-        for least, less in [] if p.fits else self.judge.oom_fallback(p):
+        for least, less in [] if p.fits else judge.oom_fallback(p):
             if least < step_s and less.level <= max(c.level, 2):  # ZeRO-2 takes no longer than ZeRO-1
                 yield from self._fitting(less, step_s)
 
     def _divided_on(self, grid: Grid) -> list[Candidate]:
         """The ways to divide all weights on a grid, or optimizer state alone, by the time that each takes at least."""
-        made = [c for c in self.judge.on(grid) if c.shard == "none"]
-        whole = {way for c in made for way in self.judge.shard_ways(c) if way.level == 3}
+        judge = self.judge.of(grid)
+        made = [c for c in judge.on(grid) if c.shard == "none"]
+        whole = {way for c in made for way in judge.shard_ways(c) if way.level == 3}
         state = {replace(way, shard="zero1") for way in whole if way.gather == "unit"}
         ways = [way for way in whole | state if self.choice.pick(way) == way]
-        return sorted(ways, key=lambda way: (self.judge.least(way), way.simplicity))
+        return sorted(ways, key=lambda way: (judge.least(way), way.simplicity))
 
     def _shared(self, ranked: list[Prediction]) -> list[Grid]:
         """Of the grids of groups that share layers, the most promising; none where the ranking has some already."""
         if any(p.candidate.tensor > 1 for p in ranked):
             return []
-        return sorted((g for g in self.grids if g.tensor > 1), key=self.judge.least_on)[:GRIDS]
+        return self.judge.promising(g for g in self.grids if g.tensor > 1)[:GRIDS]
 
     def remedy(self, p: Prediction) -> str | None:
         """The least change with which a plan that is too large would fit."""
         c = p.candidate
+        judge = self.judge.of(c)
         for grid in sorted(self.grids, key=lambda g: -g.microbatch):
             smaller = c.sized(grid.microbatch, grid.microbatches)
-            if grid.microbatch < c.microbatch and grid == smaller.grid and self.judge.holds(smaller):
+            if grid.microbatch < c.microbatch and grid == smaller.grid and judge.holds(smaller):
                 return f"microbatch {grid.microbatch}"
-        if c.recompute == "none" and not c.form.recomputes and self.judge.holds(replace(c, recompute="full")):
+        if c.recompute == "none" and not c.form.recomputes and judge.holds(replace(c, recompute="full")):
             return "recompute: full"
         if c.shard == "none":
-            return next((f"shard: {way.shard}" for way in self.judge.shard_ways(c) if self.judge.holds(way)), None)
+            return next((f"shard: {way.shard}" for way in judge.shard_ways(c) if judge.holds(way)), None)
         return None
 
 
@@ -320,8 +329,8 @@ def choose(
             return min(divided, key=lambda decision: decision.best.step_s)
         raise nothing_fits(choice, result)
     watch.found_plan()
-    ranked = sorted((judge.time(p, final=True) for p in result.best + result.near), key=rank_key)
-    ranked = [*(judge.with_shards(p) for p in ranked[:DIVIDED]), *ranked]
+    ranked = sorted((judge.of(p.candidate).time(p, final=True) for p in result.best + result.near), key=rank_key)
+    ranked = [*(judge.of(p.candidate).with_shards(p) for p in ranked[:DIVIDED]), *ranked]
     if not greedy:
         ranked += chooser.divided(min(p.step_s for p in ranked))
     ranked = sorted({id(p): p for p in ranked}.values(), key=rank_key)
@@ -345,14 +354,15 @@ def choose(
     best = fastest if greedy else simplest(ranked)  # the rule goes by the predicted time alone
     if top > CONSIDERED and not watch.over:  # the choice is made; these are further rows
         known = {p.candidate for p in ranked}
-        more = [judge.time(p, final=True) for p in searched(top).best if p.candidate not in known]
+        more = [p for p in searched(top).best if p.candidate not in known]
+        more = [judge.of(p.candidate).time(p, final=True) for p in more]
         ranked = sorted([*ranked, *more], key=rank_key)
     ranked = [best, *(p for p in ranked if p is not best)][:top]
     rows = [Row(best, why_won(best, fastest)), *(Row(p, why_slower(p, best)) for p in ranked[1:])]
     rest = []
     chooser = replace(chooser, watch=watch.part(COMPARED))
     for other in chooser.others(ranked):
-        p = judge.time(other, final=True)
+        p = judge.of(other.candidate).time(other, final=True)
         refused = choice.refusal(p.candidate)
         if refused is not None:
             why = why_refused(refused[1], p, best)
@@ -462,7 +472,7 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
     seen: set[str] = set()
     tried = 0
     bounds = [(p.step_s, p.candidate) for p in found.too_large]
-    bounds += [(chooser.judge.least(c), c) for c in found.unmade]
+    bounds += [(chooser.judge.of(c).least(c), c) for c in found.unmade]
     for bound, c in sorted(bounds, key=lambda pair: (pair[0], pair[1].simplicity)):
         if bound >= best.step_s or len(seen) == TOO_LARGE or tried == 3 * TOO_LARGE or chooser.watch.over:
             return
@@ -470,9 +480,10 @@ def _faster_but_too_large(chooser: _Chooser, found: Ranking, best: Prediction) -
             continue
         tried += 1
         try:
-            timed = chooser.judge.predict(c, timed=True)
+            judge = chooser.judge.of(c)
+            timed = judge.predict(c, timed=True)
         except ScheduleError:  # the family has no such shape after all
             continue
         if timed.step_s < best.step_s:
             seen.add(label(c))
-            yield Row(chooser.judge.time(timed, final=True), why_too_large(timed, chooser.remedy(timed)), "too large")
+            yield Row(judge.time(timed, final=True), why_too_large(timed, chooser.remedy(timed)), "too large")

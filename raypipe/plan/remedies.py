@@ -23,8 +23,8 @@ from raypipe.job.model_spec import GptSpec, HfSpec
 from raypipe.plan.best_first import Ranking, effort_s
 from raypipe.plan.candidate import Candidate, chunk_counts, divisors
 from raypipe.plan.choice import PlanChoice
+from raypipe.plan.predict.bounds import by_device
 from raypipe.plan.predict.form import form_of
-from raypipe.plan.predict.oom_fallback import by_device
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule import SCHEDULES
@@ -66,7 +66,7 @@ def nothing_fits(choice: PlanChoice, found: Ranking) -> SpecError:
         if fewest <= lacks:
             break
     if not tried:
-        wanted = (c for grid in choice.grids for c in choice.judge.on(grid) if choice.wished(c))
+        wanted = (c for grid in choice.grids for c in choice.judge.of(grid).on(grid) if choice.wished(c))
         refused = next(filter(None, map(choice.refusal, wanted)), None)
         if refused is not None:
             return SpecError(*refused)
@@ -121,7 +121,7 @@ def _smallest(
         played = _shortest(judge, way)
         spent_s += effort_s(played)
         try:
-            yield lacks, judge.predict(played)
+            yield lacks, judge.of(played).predict(played)
         except ScheduleError:
             continue
         if spent_s > most_s:
@@ -150,7 +150,7 @@ def _in_turn(choice: PlanChoice, grid: Grid, every: bool) -> list[Candidate]:
         chunks = chunk_counts(grid.stages, most) if grid.stages > 1 else [1]
         turns = [Candidate.on(grid, ONE_IN_FLIGHT if grid.stages > 1 else "1f1b", chunks=n) for n in chunks]
         made = [c for c in turns if not isinstance(form_of(c), ScheduleError) and choice.pick(c) is not None]
-    return list(filter(None, map(choice.pick, made or choice.judge.on(grid))))
+    return list(filter(None, map(choice.pick, made or choice.judge.of(grid).on(grid))))
 
 
 def _lacks(judge: Judges, c: Candidate, known: dict[object, float]) -> float:
@@ -167,7 +167,7 @@ def _lacks(judge: Judges, c: Candidate, known: dict[object, float]) -> float:
         stage, place = predictor.stage_bytes(c, form, c.level, c.shard_group), np.array(form.placement)
         held = by_device(place, stage["weights"] + stage["frozen"] + stage["optimizer"] + stage["gradients"])
         lacks = float((held - room_bytes(predictor.profile, c.stages, c.replicas)).max())
-        known[key] = max(lacks, judge.least_excess(c))
+        known[key] = max(lacks, predictor.least_excess(c))
     return known[key]
 
 
@@ -190,13 +190,13 @@ def _ends(grids: Sequence[Grid]) -> list[Grid]:
 
 def _least_ways(choice: PlanChoice, c: Candidate) -> list[Candidate]:
     """Return a candidate and what its copies may divide, each as it takes least memory."""
-    judge = choice.judge
+    judge = choice.judge.of(c)
     ways = dict.fromkeys([c, *(judge.shard_ways(c) if c.shard == "none" else ())])
     by_microbatch = "microbatch"  # nothing stays gathered for longer otherwise
     least = [
         replace(way, update="wait") for way in ways if replace(way, gather=by_microbatch) not in ways.keys() - {way}
     ]
-    return [replace(way, recompute="full") if judge.of(c).recompute else way for way in least]
+    return [replace(way, recompute="full") if judge.recompute else way for way in least]
 
 
 def _ways_out(choice: PlanChoice, least: Prediction) -> Iterator[str]:

@@ -8,7 +8,7 @@ bounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
@@ -18,8 +18,7 @@ from raypipe.cost.profile import Profile, even_order
 from raypipe.job.parallel_spec import check_expert_order
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
-from raypipe.plan.candidate import Candidate, divisors
-from raypipe.plan.predict.prediction import Prediction
+from raypipe.plan.candidate import divisors
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
 
@@ -117,7 +116,7 @@ def expert_order(profile: Profile, group: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Judges:
-    """A ``Judge`` that asks the predictor for the group size of a grid or candidate."""
+    """The predictors of a choice: one for each way in which devices share layers, experts and sequences."""
 
     by: Mapping[Sharing, Predictor]
 
@@ -125,66 +124,6 @@ class Judges:
         """The predictor whose devices share as much."""
         return self.by[Sharing(what.tensor, what.sub_pipelined, what.experts, what.context)]
 
-    def on(self, grid: Grid) -> Iterator[Candidate]:
-        """See ``Judge``."""
-        return self.of(grid).on(grid)
-
-    def least_on(self, grid: Grid) -> float:
-        """See ``Judge``."""
-        return self.of(grid).least_on(grid)
-
-    def least(self, candidate: Candidate) -> float:
-        """See ``Judge``."""
-        return self.of(candidate).least(candidate)
-
-    def least_kept(self, candidate: Candidate) -> float:
-        """See ``Judge``."""
-        return self.of(candidate).least_kept(candidate)
-
-    def least_of_all(self, candidate: Candidate) -> float:
-        """See ``Judge``."""
-        return self.of(candidate).least_of_all(candidate)
-
-    def least_uncut(self, candidate: Candidate) -> float:
-        """See ``Judge``."""
-        return self.of(candidate).least_uncut(candidate)
-
-    def least_excess(self, candidate: Candidate) -> float:
-        """See ``Predictor``."""
-        return self.of(candidate).least_excess(candidate)
-
-    def unordered(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
-        """See ``Judge``."""
-        return self.of(candidate).unordered(candidate)
-
-    def recut(self, candidate: Candidate) -> Candidate | None:
-        """See ``Judge``."""
-        return self.of(candidate).recut(candidate)
-
-    def outright(self, candidate: Candidate) -> list[tuple[float, Candidate]] | None:
-        """See ``Judge``."""
-        return self.of(candidate).outright(candidate)
-
-    def predict(self, candidate: Candidate, timed: bool = False) -> Prediction:
-        """See ``Predictor``."""
-        return self.of(candidate).predict(candidate, timed)
-
-    def time(self, prediction: Prediction, final: bool = False) -> Prediction:
-        """See ``Predictor``."""
-        return self.of(prediction.candidate).time(prediction, final)
-
-    def oom_fallback(self, prediction: Prediction) -> list[tuple[float, Candidate]]:
-        """See ``Judge``."""
-        return self.of(prediction.candidate).oom_fallback(prediction)
-
-    def shard_ways(self, candidate: Candidate) -> Iterator[Candidate]:
-        """See ``Predictor``."""
-        return self.of(candidate).shard_ways(candidate)
-
-    def with_shards(self, prediction: Prediction) -> Prediction:
-        """See ``Predictor``."""
-        return self.of(prediction.candidate).with_shards(prediction)
-
-    def holds(self, candidate: Candidate) -> bool:
-        """See ``Predictor``."""
-        return self.of(candidate).holds(candidate)
+    def promising(self, grids: Iterable[Grid]) -> list[Grid]:
+        """Return grids by the lower bound on the step of every candidate on them."""
+        return sorted(grids, key=lambda grid: self.of(grid).least_on(grid))

@@ -22,12 +22,7 @@ from raypipe.schedule.sharding import collectives
 from raypipe.schedule.walk import WalkTimes, walk
 
 
-def verify(
-    schedule: Schedule,
-    memory_limit: float | None = None,
-    version_limit: int | None = None,
-    graph: TaskGraph | None = None,
-) -> None:
+def verify(schedule: Schedule, memory_limit: float | None = None, version_limit: int | None = None) -> None:
     """Check placement, completeness, dependencies, freedom from deadlock, and the budgets.
 
     A schedule is complete if every stage runs, for every micro-batch, exactly one F and one BW or one B and one W, as
@@ -37,7 +32,6 @@ def verify(
         schedule: the schedule to check.
         memory_limit: limit on live activations per device, in units of one stage's.
         version_limit: limit on weight versions per device.
-        graph: ``link(schedule)``, if the caller has it already.
 
     Raises:
         ScheduleError: a check fails; the first impossible task is marked in the device grid.
@@ -49,7 +43,7 @@ def verify(
     _check_frozen(schedule)
     _check_slices(schedule)
     _check_experts(schedule)
-    graph = link(schedule) if graph is None else graph
+    graph = link(schedule)
     _check_tasks(graph)
     check_links(graph)
     _check_complete(graph)

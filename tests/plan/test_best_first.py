@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.plan.best_first import FIRST, NEAR, Judge, _Search, best_first, largest_microbatch, rank_key, simplest
+from raypipe.plan.best_first import FIRST, NEAR, _Search, best_first, largest_microbatch, rank_key, simplest
 from raypipe.plan.candidate import Candidate, grids
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
@@ -67,7 +67,7 @@ def everything(judge: Judges, every: list[Grid]) -> list[Prediction]:
     """Every candidate timed; of those that do not fit, all that may hold less, relief or not."""
     result: list[Prediction] = []
     for grid in every:
-        for c in filter(None, map(flushing, judge.on(grid))):
+        for c in filter(None, map(flushing, judge.of(grid).on(grid))):
             for todo in ([c], leaner(c, judge.of(c).train.clip is not None)):
                 fitting = [p for one in todo if (p := predicted(judge, one)) is not None and p.fits]
                 result += fitting
@@ -78,13 +78,13 @@ def everything(judge: Judges, every: list[Grid]) -> list[Prediction]:
 
 def recut(judge: Judges, p: Prediction) -> Prediction | None:
     """The same plan with balanced devices."""
-    other = judge.recut(p.candidate)
+    other = judge.of(p.candidate).recut(p.candidate)
     return None if other is None else predicted(judge, other)
 
 
 def predicted(judge: Judges, c: Candidate) -> Prediction | None:
     try:
-        return judge.predict(c)
+        return judge.of(c).predict(c)
     except ScheduleError:  # a limit that the family cannot keep
         return None
 
@@ -148,27 +148,27 @@ def test_every_bound_holds(case) -> None:
     judge, every = setting(**case)
     for p in everything_of(case):
         if p.candidate.recompute == "none":
-            assert judge.least(p.candidate) <= p.step_s
+            assert judge.of(p.candidate).least(p.candidate) <= p.step_s
             other = recut(judge, p)
             if other is not None:
-                assert judge.least(other.candidate) <= other.step_s
-        assert judge.least_on(p.candidate.grid) <= p.step_s * (1 + 1e-12)
+                assert judge.of(other.candidate).least(other.candidate) <= other.step_s
+        assert judge.of(p.candidate.grid).least_on(p.candidate.grid) <= p.step_s * (1 + 1e-12)
         if p.candidate.schedule == FIRST and p.candidate.slices == 1:
-            assert judge.least_uncut(p.candidate) <= p.step_s * (1 + 1e-12)
+            assert judge.of(p.candidate).least_uncut(p.candidate) <= p.step_s * (1 + 1e-12)
     for grid in every:
-        for c in judge.on(grid):
+        for c in judge.of(grid).on(grid):
             if flushing(c) is None:
                 continue
             try:
-                p = judge.predict(c)
+                p = judge.of(c).predict(c)
             except ScheduleError:
                 continue
-            told = judge.outright(c)
+            told = judge.of(c).outright(c)
             if told:  # all that would relieve it where its memory is known exactly
-                assert {other for _, other in told} >= {other for _, other in judge.oom_fallback(p)}
-            for least, other in [*(told or []), *judge.oom_fallback(p)]:
+                assert {other for _, other in told} >= {other for _, other in judge.of(p.candidate).oom_fallback(p)}
+            for least, other in [*(told or []), *judge.of(p.candidate).oom_fallback(p)]:
                 with suppress(ScheduleError):  # a limit that the family cannot keep
-                    relieved = judge.predict(other, timed=True)
+                    relieved = judge.of(other).predict(other, timed=True)
                     assert least <= relieved.step_s or not relieved.fits
                     assert not (told == [] and relieved.fits)
             assert not (told is not None and p.fits)
@@ -177,12 +177,13 @@ def test_every_bound_holds(case) -> None:
 def test_weights_that_do_not_fit_are_known_without_an_order() -> None:
     """Many pipelines hold many copies of the weights; recomputation changes nothing about that."""
     judge, every = setting(6, 8, 8, 5, memory_bytes=0.3 * 2**30)
-    told = [c for g in every for made in judge.on(g) if (c := flushing(made)) is not None and judge.outright(c) == []]
+    made = filter(None, (flushing(c) for g in every for c in judge.of(g).on(g)))
+    told = [c for c in made if judge.of(c).outright(c) == []]
     assert {c.schedule for c in told} >= {"1f1b", "gems", "chimera"}
     for c in told[:: max(1, len(told) // 60)]:
         with suppress(ScheduleError):
-            assert not judge.predict(c).fits
-            assert not judge.holds(replace(c, recompute="full"))
+            assert not judge.of(c).predict(c).fits
+            assert not judge.of(c).holds(replace(c, recompute="full"))
 
 
 @pytest.mark.slow
@@ -248,7 +249,7 @@ def test_the_rule_recomputes_all_or_nothing_and_only_where_it_must() -> None:
         for g in every:  # no micro-batch would have fitted without
             c = p.candidate
             if (g.stages, g.replicas) == (c.stages, c.replicas) and g.microbatches >= g.stages:
-                assert not judge.holds(
+                assert not judge.of(c).holds(
                     replace(c, recompute="none", microbatch=g.microbatch, microbatches=g.microbatches)
                 )
 
@@ -265,6 +266,9 @@ class Tight:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, str]] = []
+
+    def of(self, c: Candidate) -> Tight:
+        return self
 
     def least(self, c: Candidate) -> float:
         return float(c.microbatch) if c.recompute == "none" else 10.0
@@ -290,7 +294,7 @@ def test_each_way_to_share_has_its_first_plan_at_once() -> None:
     """Bounds alone would put the plan of two ranks that divide experts behind all candidates that do not fit."""
     judge = Tight()
     made = [(1, 1), (1, 3), (2, 2), (2, 4), (2, 6)]
-    search = _Search(cast(Judge, judge), 1, lambda c: c)
+    search = _Search(cast(Judges, judge), 1, lambda c: c)
     for experts, b in made:
         grid = Grid(2, 2, b, 4, experts=experts)
         search.push(float(b), Candidate.on(grid, "1f1b"))

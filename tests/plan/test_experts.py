@@ -137,10 +137,11 @@ def test_bounds_count_the_way_of_tokens(sent_bytes: float) -> None:
         judge = Judges({key: Predictor(own, train, 4) for key, own in profiles.items()})
         every = [g for sharing in profiles for g in grids(4, train.batch, 4, 1, 16, *sharing)]
         for grid in every:
-            for c in (c for c in judge.on(grid) if c.form.versions == "flush"):
-                p = judge.predict(c)
-                least.setdefault(sent, []).append(judge.least_on(grid))
-                assert max(judge.least_on(grid), judge.least_of_all(c), judge.least(c)) <= p.step_s, c
+            own = judge.of(grid)
+            for c in (c for c in own.on(grid) if c.form.versions == "flush"):
+                p = own.predict(c)
+                least.setdefault(sent, []).append(own.least_on(grid))
+                assert max(own.least_on(grid), own.least_of_all(c), own.least(c)) <= p.step_s, c
     more = [b / a for a, b in zip(*least.values(), strict=True)]
     assert min(more) >= 1
     assert max(more) > 1.01

@@ -66,13 +66,13 @@ def test_no_candidate_of_either_way_is_faster(divides: bool) -> None:
     result = best_first(judge, every, 1, flushing).best[0]
     ways = set()
     for grid in every:
-        for made in judge.on(grid):
-            for c in (made, *(judge.shard_ways(made) if divides and made.shard == "none" else ())):
+        for made in judge.of(grid).on(grid):
+            for c in (made, *(judge.of(made).shard_ways(made) if divides and made.shard == "none" else ())):
                 if flushing(c) is not None:
                     ways.add((c.innermost, c.stages > 1 < c.replicas))
                     with suppress(ScheduleError):
-                        p = judge.predict(c)
-                        assert judge.least(c) <= p.step_s * (1 + 1e-9)
+                        p = judge.of(c).predict(c)
+                        assert judge.of(c).least(c) <= p.step_s * (1 + 1e-9)
                         assert not p.fits or divides or p.step_s >= result.step_s * (1 - 1e-6), c
     assert ways == {("stages", False), ("stages", True), ("replicas", True)}
 

@@ -48,12 +48,12 @@ def test_no_way_that_fits_is_faster(clip: float | None) -> None:
     judge, every = setting(**TIGHT, memory_bytes=420 * MIB, divides=True, clip=clip)
     result = best_first(judge, every, 1, flushing).best[0]
     for grid in every:
-        for made in judge.on(grid):
-            for c in (made, *(judge.shard_ways(made) if made.shard == "none" else ())):
+        for made in judge.of(grid).on(grid):
+            for c in (made, *(judge.of(made).shard_ways(made) if made.shard == "none" else ())):
                 if flushing(c) is not None:
                     with suppress(ScheduleError):
-                        p = judge.predict(c)
-                        assert judge.least(c) <= p.step_s * (1 + 1e-9)
+                        p = judge.of(c).predict(c)
+                        assert judge.of(c).least(c) <= p.step_s * (1 + 1e-9)
                         assert not p.fits or p.step_s >= result.step_s * (1 - 1e-6), c
 
 

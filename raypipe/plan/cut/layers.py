@@ -150,7 +150,6 @@ def cut_layers(
     balance: Balance = "devices",
     *,
     slowest_stage: float | None = None,
-    where: str = "parallel.stages",
 ) -> LayerCut:
     """Cut pieces of these costs into the stages of a placement.
 
@@ -164,7 +163,6 @@ def cut_layers(
         memory: what fits on a device.
         balance: what to make even.
         slowest_stage: the least possible cost of the slowest stage, where the caller has it from ``bottlenecks``.
-        where: what to blame in errors.
 
     Raises:
         SpecError: more stages than pieces, or no cut that fits the memory; says how much would do.
@@ -175,7 +173,7 @@ def cut_layers(
     (0, 2, 5)
     """
     stages = len(placement[0])
-    check_stages(stages, len(costs), where)
+    check_stages(stages, len(costs))
     runs = Runs.of(costs, memory)
     groups = _groups(placement)
     starts, bound = _solve(runs, stages, groups, balance, slowest_stage)
@@ -183,7 +181,7 @@ def cut_layers(
         least_bytes = leanest_line(runs, stages) if len(groups) == stages else float("nan")
         enough = f"; the leanest needs {least_bytes / 2**20:.0f} MiB" if least_bytes == least_bytes else ""
         raise SpecError(
-            where,
+            "parallel.stages",
             f"no cut into {stages} stages fits the {runs.limit / 2**20:.0f} MiB of a device{enough}",
             "use more stages, smaller micro-batches, or recompute",
         )
@@ -234,10 +232,10 @@ def shares_devices(placement: Placement) -> bool:
     return any(len(group) > 1 for group in _groups(placement))
 
 
-def check_stages(stages: int, pieces: int, where: str = "parallel.stages") -> None:
+def check_stages(stages: int, pieces: int) -> None:
     """Refuse more stages than there are pieces to cut."""
     if not 1 <= stages <= pieces:
-        raise SpecError(where, f"{stages} stages for a model of {pieces} layers", f"use 1 to {pieces}")
+        raise SpecError("parallel.stages", f"{stages} stages for a model of {pieces} layers", f"use 1 to {pieces}")
 
 
 def _groups(placement: Placement) -> list[tuple[int, ...]]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.cost.collectives import collective_seconds
 from raypipe.cost.hosts import Layout
@@ -26,7 +27,6 @@ from raypipe.plan.cut.layers import NOISE, LayerCut, Placement, cut_layers, line
 from raypipe.plan.predict.at_scale import Figures
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.kinds_cut import KindsCut
-from raypipe.plan.predict.oom_fallback import by_device
 from raypipe.plan.predict.prediction import Cut
 from raypipe.plan.predict.step_bound import (
     NO_COLLECTIVES,
@@ -122,7 +122,7 @@ class CandidateCosts:
         return self._device_cuts[key]
 
     def recut(self, c: Candidate) -> Candidate | None:
-        """See ``Judge``."""
+        """Return the candidate with balanced devices; None if its devices are balanced already."""
         form = c.form
         if self.profile.other_kinds:  # cuts for several kinds of device balance stages
             return None
@@ -238,8 +238,8 @@ class Bounds(CandidateCosts):
     _saved: dict[tuple[int, bool], Figures] = field(default_factory=dict)
 
     def least_on(self, grid: Grid) -> float:
-        """See ``Judge``: all work evenly on all devices, with what memory makes them recompute, and one micro-batch
-        there and back."""
+        """Return a lower bound on the step of every candidate of the grid, infinite if none fits: all work evenly on
+        all devices, with what memory makes them recompute, and one micro-batch there and back."""
         group = grid.replicas if self.divides and self.asked.get("shard") != "none" and grid.tensor == 1 else 1
         room = self._most_memory - self._static(grid.stages, 3, group)
         if room < 0:
@@ -313,20 +313,23 @@ class Bounds(CandidateCosts):
         return each, experts, trained - experts, frozen, min(k.process_bytes for k in p.kinds)
 
     def least(self, c: Candidate) -> float:
-        """See ``Judge``."""
+        """Return a lower bound on the candidate's step in seconds, if it recomputes where it may; infinite if its
+        weights alone do not fit."""
         return self._least(c, c.recompute != "none" or bool(self.recompute))
 
     def least_kept(self, c: Candidate) -> float:
-        """See ``Judge``."""
+        """Return the same for the candidate without recomputation besides its schedule's own."""
         return self._least(c, False)
 
     def least_of_all(self, c: Candidate) -> float:
-        """See ``Judge``: without collectives and updates, which copies that divide state have others of."""
+        """Return a lower bound on the steps of the candidate and of all its OOM fallbacks but those in more slices:
+        without collectives and updates, which copies that divide state have others of."""
         return self._least(c, c.recompute != "none" or bool(self.recompute), True)
 
     def least_uncut(self, c: Candidate) -> float:
-        """See ``Judge``: of joint backwards, the work of the slowest stage of the best cut, or that of the last layer
-        with the way of one micro-batch through all others before and behind it."""
+        """Return a lower bound on the same steps, of a candidate with one stage a device, that needs no cut: of joint
+        backwards, the work of the slowest stage of the best cut, or that of the last layer with the way of one
+        micro-batch through all others before and behind it."""
         if self.profile.other_kinds or not self._trains_all or c.stages == 1:
             return 0.0
         layers = self.layer_times(c.microbatch)
@@ -470,3 +473,9 @@ class Bounds(CandidateCosts):
             seconds, kept = self._arrays.times(microbatch)["recompute"], self._arrays.kept(microbatch, split)
             self._saved[microbatch, split] = np.where(seconds > 0, kept / np.maximum(seconds, 1e-300), np.inf)
         return self._saved[microbatch, split]
+
+
+def by_device(place: NDArray[np.int64], each: Figures) -> Figures:
+    """Sums over the stages that a device holds, of whatever replica."""
+    total: Figures = np.bincount(place.ravel(), np.broadcast_to(each, place.shape).ravel()).astype(float)
+    return total

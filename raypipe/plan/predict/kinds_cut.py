@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,21 +25,14 @@ ROUNDS = 4
 """Times that a cut is measured and made again until it fits: what is alive depends a little on the cut itself."""
 
 
-class MemoryOfCuts(Protocol):
-    """Questions that cuts ask the predictor."""
-
-    profile: Profile
-    train: TrainSpec
-
-    def memory_with(self, c: Candidate, cut: Cut) -> tuple[DeviceMemory, ...]:
-        """The memory of each device of a copy with this cut."""
-
-
 @dataclass(slots=True)
 class KindsCut:
     """Cuts for one job on one cluster."""
 
-    judge: MemoryOfCuts
+    profile: Profile
+    train: TrainSpec
+    memory_with: Callable[[Candidate, Cut], tuple[DeviceMemory, ...]]
+    """The memory of each device of a copy with this cut."""
     _cuts: dict[object, Cut] = field(default_factory=dict)
 
     def of(self, c: Candidate, form: Form) -> Cut:
@@ -61,7 +53,7 @@ class KindsCut:
 
     def _costs(self, c: Candidate, form: Form) -> list[list[float]]:
         """Per stage, the seconds of each layer for one micro-batch, there and back."""
-        profile = self.judge.profile
+        profile = self.profile
         placed = Placed.of(form.placement, c.replicas, profile.placed, c.innermost)
         by_kind = []
         for kind in profile.kinds:
@@ -74,7 +66,7 @@ class KindsCut:
 
     def _within(self, c: Candidate, costs: Sequence[Sequence[float]], fastest: Cut) -> Cut:
         """Return the fastest cut that fits, as far as known from what was alive with the cut before."""
-        profile, train = self.judge.profile, self.judge.train
+        profile, train = self.profile, self.train
         each = parameter_bytes(profile.dtype, train.optimizer, train.momentum)
         state = _before([each.held(layer.parameters, layer.trained) for layer in profile.layers])
         kept = _before([kept_bytes(layer, c.microbatch, split=not c.form.joint) for layer in profile.layers])
@@ -82,7 +74,7 @@ class KindsCut:
         cut = fastest
         for _ in range(ROUNDS):
             try:
-                memory = self.judge.memory_with(c, cut)
+                memory = self.memory_with(c, cut)
             except ScheduleError:
                 return fastest
             if all(device.total <= limit for device, limit in zip(memory, most, strict=True)):

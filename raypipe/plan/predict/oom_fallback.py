@@ -9,28 +9,26 @@ gathering, of which most are too large where memory is short; none of these has 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.cost.kinds import capacities, room_bytes
 from raypipe.cost.memory import DeviceMemory, kept_bytes, shares_input
-from raypipe.cost.profile import Profile
 from raypipe.job.requested_schedule import recomputed_after
-from raypipe.job.train_spec import TrainSpec
-from raypipe.plan.candidate import Candidate, Ways, in_slices
+from raypipe.plan.candidate import Candidate, in_slices
 from raypipe.plan.predict.at_scale import Figures
+from raypipe.plan.predict.bounds import Bounds, by_device
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.orders import Keep
-from raypipe.plan.predict.prediction import Cut, Prediction, stages_of
+from raypipe.plan.predict.prediction import Prediction, stages_of
 from raypipe.plan.predict.step_bound import least_step_seconds
-from raypipe.plan.predict.step_time import StepOverheads
+from raypipe.plan.shard_ways import shard_ways
 from raypipe.schedule import SCHEDULES
-from raypipe.schedule.costs import CostTable
 
 
 def least_divided(
@@ -74,63 +72,23 @@ LIMITS = 4
 """Memory limits that are tried with recomputation."""
 
 
-class FallbackCosts(Protocol):
-    """Questions that fallbacks ask the predictor."""
+@dataclass
+class OOMFallback(Bounds, ABC):
+    """Other candidates for one that is too large, each with a time that it takes at least."""
 
-    profile: Profile
-    train: TrainSpec
-    recompute: Ways
-    slices: tuple[int, ...]
+    @abstractmethod
+    def undivided(self, c: Candidate) -> tuple[DeviceMemory, ...] | None:
+        """Return the memory of the same order if copies divide nothing; None where that takes long to find."""
+
+    def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
+        """Return what the candidate's copies may divide, up to a ZeRO level; nothing where they may not."""
+        if self.divides:
+            yield from shard_ways(c, self.profile.placed, self.most_stages, self.asked, highest)
 
     @property
     def partly(self) -> bool:
         """Return whether plans that recompute may keep some activations."""
-
-    def cut(self, c: Candidate) -> Cut:
-        """The layers of each stage."""
-
-    def costs(self, c: Candidate) -> CostTable:
-        """Seconds of each stage's tasks, for a full micro-batch."""
-
-    def costs_with_recompute(self, c: Candidate, form: Form, recomputed: frozenset[int] | None = None) -> CostTable:
-        """The same where an R computes these layers again."""
-
-    def frozen(self, cut: Cut) -> tuple[int, ...]:
-        """The stages that have no trained parameter."""
-
-    def overheads(self, c: Candidate) -> StepOverheads:
-        """Return what a step has besides its tasks."""
-
-    def is_too_large(self, c: Candidate) -> bool:
-        """Return whether it fits in no order, as far as is known without one."""
-
-    def memory_binds(self, c: Candidate) -> bool:
-        """Return whether memory bounds the step of a candidate that keeps all its activations."""
-
-    def least(self, c: Candidate) -> float:
-        """A lower bound on its step, in seconds; infinite if it is too large."""
-
-    def least_of_all(self, c: Candidate) -> float:
-        """A lower bound on its step and on those of its fallbacks, but for more slices."""
-
-    def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
-        """Return what its copies may divide."""
-
-    def stage_bytes(self, c: Candidate, form: Form, level: int, group: int) -> dict[str, Figures]:
-        """Per field of ``StageMemory``, its bytes by stage at this ZeRO level."""
-
-    def undivided(self, c: Candidate) -> tuple[DeviceMemory, ...] | None:
-        """Memory of the same order if copies divide nothing; None where that takes long to find."""
-
-    def unfit(self, c: Candidate, memory: tuple[DeviceMemory, ...]) -> Prediction:
-        """The prediction of a candidate that does not fit, which needs this memory at least."""
-
-
-@dataclass(slots=True)
-class OOMFallback:
-    """Other candidates for one that is too large, each with a time that it takes at least."""
-
-    judge: FallbackCosts
+        return "full" not in self.recompute
 
     def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
         """If lower bounds on memory already prove that the candidate does not fit: its fallbacks, with lower bounds on
@@ -139,7 +97,7 @@ class OOMFallback:
         Two moments need no order to be bounded: when a device has all its gradients, and, in a family that runs its
         forwards first, when all activations of a unit are alive. What copies divide needs no order of its own.
         """
-        form, profile = c.form, self.judge.profile
+        form, profile = c.form, self.profile
         place, stage = np.array(form.placement), self._terms_of(c)
         divided = self._sharing(c)
         static = held = stage["weights"] + stage["frozen"] + stage["optimizer"]
@@ -158,16 +116,16 @@ class OOMFallback:
             return self._divided_outright(c, place, stage)
         own = stage["kept"] - np.where(shares_input(form.placement), stage["input"], 0.0)
         each = own if form.joint else np.minimum(own, stage["kept_for_w"])
-        frozen = list(self.judge.frozen(self.judge.cut(c)))  # whose activations may end before any weight gradient
+        frozen = list(self.frozen(self.cut(c)))  # whose activations may end before any weight gradient
         each[frozen] = 0.0
         alive = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) * by_device(place, each)
         left = room - by_device(place, static)
         if (alive * (1 - 1e-9) <= left).all():
             return self._divided_outright(c, place, stage)
         oom_fallbacks = divided
-        if self.judge.train.needs_norm and c.update == "auto":
+        if self.train.needs_norm and c.update == "auto":
             waiting = replace(c, update="wait")
-            oom_fallbacks.append((self.judge.least_of_all(waiting), waiting))
+            oom_fallbacks.append((self.least_of_all(waiting), waiting))
         most = np.clip((left + by_device(place, stage["kept"])) / np.maximum(alive, 1.0), 0.0, 1.0)
         layers = np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0)
         return oom_fallbacks + self._recomputing(c, most.tolist(), layers.tolist())
@@ -176,21 +134,21 @@ class OOMFallback:
         """Return the fallbacks of a candidate that is too slow if it keeps all activations, with bounds that need no
         order; None where they depend on what an order holds."""
         if c.recompute != "none" or c.form.versions != "flush":
-            return [] if self.judge.is_too_large(c) else None
-        if self.judge.is_too_large(c):
+            return [] if self.is_too_large(c) else None
+        if self.is_too_large(c):
             return self._sharing(c) + self._within_memory(c)
-        if not self.judge.memory_binds(c):
+        if not self.memory_binds(c):
             return []
         if _takes_limits(c):
             return None
         result = self._sharing(c) + self._within_memory(c)
-        if self.judge.train.needs_norm and c.update == "auto":
+        if self.train.needs_norm and c.update == "auto":
             waiting = replace(c, update="wait")
-            result.append((self.judge.least_of_all(waiting), waiting))
-        if not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
-            ways = ("full",) if c.slices > 1 and self.judge.recompute else self.judge.recompute
+            result.append((self.least_of_all(waiting), waiting))
+        if not c.form.recomputes and (c.memory_limit is None or self.partly):
+            ways = ("full",) if c.slices > 1 and self.recompute else self.recompute
             others = [replace(c, recompute=way) for way in ways if way != "layers" or not c.sub_pipelined]
-            result += [(self.judge.least(other), other) for other in others]
+            result += [(self.least(other), other) for other in others]
         return result + self._slicing(c)
 
     def _divided_outright(
@@ -199,14 +157,27 @@ class OOMFallback:
         """The same for a candidate whose copies divide state, from what its order takes where they do not."""
         if c.shard == "none" or (c.recompute == "none" and _takes_limits(c)):  # limits follow from the very memory
             return None
-        whole = self.judge.undivided(c)
+        whole = self.undivided(c)
         if whole is None:
             return None
         memory = least_divided(whole, place, c.level, stage)
-        most = capacities(self.judge.profile, c.stages, c.replicas)
+        most = capacities(self.profile, c.stages, c.replicas)
         if all(one.total * (1 - 1e-9) <= room for one, room in zip(memory, most, strict=True)):
             return None
-        return self.of(self.judge.unfit(c, memory))
+        cut = self.cut(c)
+        unfit = Prediction(
+            candidate=c,
+            batch=self.train.batch,
+            cut=cut,
+            costs=self.costs(c),
+            step_s=self.least(c),
+            compute_s=0.0,
+            busy_s=0.0,
+            memory=memory,
+            capacities=most,
+            frozen=self.frozen(cut),
+        )
+        return self.oom_fallback(unfit)
 
     def _sharing(self, c: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with more of its state divided: per size of the shard groups, the next ZeRO level whose shares
@@ -218,25 +189,26 @@ class OOMFallback:
             least = 4
             for way in ways:
                 higher = c.level < way.level <= least and (schedule == c.schedule or c.shard == "none")
-                if higher and not self.judge.is_too_large(way):
+                if higher and not self.is_too_large(way):
                     least = way.level
-                    result.append((self.judge.least_of_all(way), way))
+                    result.append((self.least_of_all(way), way))
         return result
 
     def _ways(self, c: Candidate) -> dict[tuple[int | None, str], list[Candidate]]:
         """Ways to divide the candidate's state, by shard group and schedule, by rising level."""
         plain = replace(c, shard="none", gather="unit", shard_replicas=None)
         result: dict[tuple[int | None, str], list[Candidate]] = {}
-        for way in self.judge.shard_ways(plain):
+        for way in self.shard_ways(plain):
             if c.shard == "none" or way.shard_replicas == c.shard_replicas:
                 result.setdefault((way.shard_replicas, way.schedule), []).append(way)
         return result
 
     def _terms_of(self, c: Candidate) -> dict[str, Figures]:
-        return self.judge.stage_bytes(c, c.form, c.level, c.shard_group)
+        return self.stage_bytes(c, c.form, c.level, c.shard_group)
 
-    def of(self, p: Prediction) -> list[tuple[float, Candidate]]:
-        """See ``Judge``: fewer activations in flight where the family takes a limit, and recomputation."""
+    def oom_fallback(self, p: Prediction) -> list[tuple[float, Candidate]]:
+        """Return slower variants that need less memory, with lower bounds, for a candidate that does not fit: fewer
+        activations in flight where the family takes a limit, and recomputation."""
         c = p.candidate
         if not p.fits and c.slices > 1 and c.recompute == "full":
             return self._slicing(c)
@@ -249,32 +221,32 @@ class OOMFallback:
         # Running ahead may be worth more than activations are, or less: both ways are tried.
         if c.update == "auto" and any(memory.undo for memory in p.memory):
             waiting = replace(c, update="wait")
-            result.append((self.judge.least_of_all(waiting), waiting))
+            result.append((self.least_of_all(waiting), waiting))
         if _takes_limits(c):
             for limit in self._limits(p):
                 limited = replace(c, memory_limit=float(limit))
-                result.append((self.judge.least(limited), limited))
-        if not c.form.recomputes and (c.memory_limit is None or self.judge.partly):
+                result.append((self.least(limited), limited))
+        if not c.form.recomputes and (c.memory_limit is None or self.partly):
             result += self._recomputing_for(p)
         return result + self._slicing(c)
 
     def _slicing(self, c: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with more slices along the sequence, which keeps its activations or recomputes all of them."""
-        more = next(in_slices(c, self.judge.slices), None)
-        return [] if more is None else [(self.judge.least_of_all(more), more)]
+        more = next(in_slices(c, self.slices), None)
+        return [] if more is None else [(self.least_of_all(more), more)]
 
     def _within_memory(self, c: Candidate) -> list[tuple[float, Candidate]]:
         """The candidate with a cut that leaves devices with little memory fewer layers, where devices differ."""
-        if not self.judge.profile.other_kinds or c.balance != "stages" or not c.one_stage_each:
+        if not self.profile.other_kinds or c.balance != "stages" or not c.one_stage_each:
             return []
         within = replace(c, balance="memory")
-        return [(self.judge.least(within), within)]
+        return [(self.least(within), within)]
 
     def _limits(self, p: Prediction) -> list[int]:
         """Limits for a family that takes one: as many activations as there is room for, and some between that and what
         it holds without a limit, which fit only with recomputation of part of them."""
         room, size = self.room(p), float(p.form.size)
-        if not self.judge.partly:
+        if not self.partly:
             return [room] * (room >= 1)
         held = max(m.activations / (one * size) for m, one in zip(p.memory, self._largest(p), strict=True))
         between = range(room + 1, ceil(held))
@@ -307,17 +279,17 @@ class OOMFallback:
         """
         result = []
         if c.slices > 1:  # a stage in slices recomputes everything or nothing
-            form, costs = c.form, self.judge.costs(c)
+            form, costs = c.form, self.costs(c)
             bound = least_step_seconds(
                 form,
                 c.microbatches,
                 costs,
-                self.judge.overheads(c),
+                self.overheads(c),
                 frozenset(range(form.stages)),
-                frozen=self.judge.frozen(self.judge.cut(c)),
+                frozen=self.frozen(self.cut(c)),
             )
-            return [(bound * (1 - 1e-9), replace(c, recompute="full"))] if self.judge.recompute else []
-        for way in self.judge.recompute:
+            return [(bound * (1 - 1e-9), replace(c, recompute="full"))] if self.recompute else []
+        for way in self.recompute:
             if way != "layers":
                 result.append((self._keeping_microbatches(c, microbatches), replace(c, recompute=way)))
             elif not c.sub_pipelined:  # halves are recomputed whole
@@ -328,26 +300,26 @@ class OOMFallback:
         """A lower bound on the step if each device keeps at most such a share of its micro-batches."""
         form = c.form
         share = [min(most[row[s]] for row in form.placement) for s in range(form.stages)]
-        costs = self.judge.costs(c)
+        costs = self.costs(c)
         recomputed = tuple((1 - a) * t for a, t in zip(share, costs.recompute, strict=True))
         bound = least_step_seconds(
             form,
             c.microbatches,
             replace(costs, recompute=recomputed),
-            self.judge.overheads(c),
+            self.overheads(c),
             frozenset(range(form.stages)),
-            frozen=self.judge.frozen(self.judge.cut(c)),
+            frozen=self.frozen(self.cut(c)),
         )
         return bound * (1 - 1e-9)
 
     def _keeping_layers(self, c: Candidate, shares: Sequence[float]) -> float:
         """A lower bound on the step if some stage of each device keeps at most such a share of its layers."""
-        form, costs, cut = c.form, self.judge.costs(c), self.judge.cut(c)
+        form, costs, cut = c.form, self.costs(c), self.cut(c)
         levels = max(map(len, cut))
         samples = c.microbatch * float(form.size)
         most = [0] * c.stages
         for s, layers in enumerate(cut):
-            own = [self.judge.profile.layers[i] for i in layers]
+            own = [self.profile.layers[i] for i in layers]
             kept = [kept_bytes(layer, samples, split=not form.joint) for layer in own]
             whole = sum(kept) + own[-1].output_bytes * samples
             for d in {row[s] for row in form.placement}:
@@ -360,10 +332,8 @@ class OOMFallback:
         recomputed = recomputed_after(cut, shares_kept(form, most, levels))
         remade = stages_of(cut, recomputed)
         if remade:
-            costs = self.judge.costs_with_recompute(c, form, recomputed)
-        bound = least_step_seconds(
-            form, c.microbatches, costs, self.judge.overheads(c), remade, frozen=self.judge.frozen(cut)
-        )
+            costs = self.costs_with_recompute(c, form, recomputed)
+        bound = least_step_seconds(form, c.microbatches, costs, self.overheads(c), remade, frozen=self.frozen(cut))
         return bound * (1 - 1e-9)
 
     def _largest(self, p: Prediction) -> list[float]:
@@ -393,9 +363,3 @@ def _takes_limits(c: Candidate) -> bool:
 def shares_kept(form: Form, level: Sequence[int], levels: int) -> Keep:
     """Per stage, the share of its layers that are kept at these levels of the devices that hold it."""
     return tuple(min(level[row[s]] for row in form.placement) / levels for s in range(form.stages))
-
-
-def by_device(place: NDArray[np.int64], each: Figures) -> Figures:
-    """Sums over the stages that a device holds, of whatever replica."""
-    total: Figures = np.bincount(place.ravel(), np.broadcast_to(each, place.shape).ravel()).astype(float)
-    return total

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -17,18 +17,15 @@ from raypipe.cost.profile import Profile
 from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import INNERMOST
 from raypipe.job.requested_schedule import recomputed_after
-from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import Candidate, candidates, in_slices
 from raypipe.plan.predict.at_scale import DIRECT, Figures, of_candidate
-from raypipe.plan.predict.bounds import Bounds
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.kinds_cut import KindsCut
 from raypipe.plan.predict.oom_fallback import OOMFallback, shares_kept
 from raypipe.plan.predict.orders import Keep, Order, Orders
 from raypipe.plan.predict.prediction import Cut, Prediction, stages_of
 from raypipe.plan.predict.step_bound import busiest_seconds
-from raypipe.plan.predict.step_time import StepOverheads, StepTime, step_time
-from raypipe.plan.shard_ways import shard_ways
+from raypipe.plan.predict.step_time import StepTime, step_time
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import Grid, Innermost
@@ -44,27 +41,11 @@ LEVELS = 16
 """Shares of micro-batches kept are multiples of one in so many."""
 
 
-class MemoryCosts(Protocol):
-    """Questions that memory asks the predictor."""
-
-    profile: Profile
-    train: TrainSpec
-
-    def cut(self, c: Candidate) -> Cut:
-        """The layers of each stage."""
-
-    def frozen(self, cut: Cut) -> tuple[int, ...]:
-        """The stages that have no trained parameter."""
-
-    def overheads(self, c: Candidate) -> StepOverheads:
-        """Return what a step has besides its tasks."""
-
-
 @dataclass(slots=True)
 class Memories:
     """Memory of candidates, each found once."""
 
-    judge: MemoryCosts
+    judge: Predictor
     orders: Orders
     _known: dict[object, tuple[DeviceMemory, ...]] = field(default_factory=dict)
 
@@ -219,22 +200,20 @@ def without_noise(profile: Profile) -> Profile:
 
 
 @dataclass
-class Predictor(Bounds):
-    """Judges candidates for one job on one cluster; a ``Judge`` of the search."""
+class Predictor(OOMFallback):
+    """Judges candidates for one job on one cluster; all times are seconds of a step."""
 
     _orders: Orders = field(default_factory=Orders)
     _memory: Memories = field(init=False, repr=False, compare=False)
-    _oom_fallback: OOMFallback = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._memory = Memories(self, self._orders)
-        self._oom_fallback = OOMFallback(self)
-        self._kinds_cut = KindsCut(self)
+        self._kinds_cut = KindsCut(self.profile, self.train, self.memory_with)
 
     def on(self, grid: Grid) -> Iterator[Candidate]:
-        """See ``Judge``. Copies divide their state where the job asks for it; where memory does, see ``oom_fallback``,
-        and where it suffices, ``with_shards``."""
+        """Return the candidates of a grid, without OOM fallbacks. Copies divide their state where the job asks for it;
+        where memory does, see ``oom_fallback``, and where it suffices, ``with_shards``."""
         for c in self._laid_out(grid):
             if self.asked.get("shard", "none") == "none":
                 yield c
@@ -254,11 +233,6 @@ class Predictor(Bounds):
         for c in candidates(grid, self.most_stages, self.asked):
             yield from (c if c.innermost == way else replace(c, innermost=way) for way in ways)
 
-    def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
-        """Return what the candidate's copies may divide, up to a ZeRO level; nothing where they may not."""
-        if self.divides:
-            yield from shard_ways(c, self.profile.placed, self.most_stages, self.asked, highest)
-
     def with_shards(self, p: Prediction) -> Prediction:
         """The prediction, or the fastest of those whose copies divide optimizer state, or gradients too, if that is
         faster by more than ``NEAR``: updates are shorter, and gathers may run beside forwards."""
@@ -274,27 +248,6 @@ class Predictor(Bounds):
                 if other.fits and other.step_s < p.step_s * (1 - NEAR):
                     result.append(self.time(other, final=True))
         return min(result, key=lambda p: p.step_s)
-
-    @property
-    def partly(self) -> bool:
-        """Return whether plans that recompute may keep some activations."""
-        return "full" not in self.recompute
-
-    def outright(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
-        """See ``Judge``."""
-        return self._oom_fallback.outright(c)
-
-    def unordered(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
-        """See ``Judge``."""
-        return self._oom_fallback.unordered(c)
-
-    def oom_fallback(self, p: Prediction) -> list[tuple[float, Candidate]]:
-        """See ``Judge``."""
-        return self._oom_fallback.of(p)
-
-    def room(self, p: Prediction) -> int:
-        """Activations of a stage that every device could hold beside everything else it holds."""
-        return self._oom_fallback.room(p)
 
     # Exact figures
 
@@ -422,26 +375,10 @@ class Predictor(Bounds):
         return self._memory.holds(c)
 
     def undivided(self, c: Candidate) -> tuple[DeviceMemory, ...] | None:
-        """See ``oom_fallback.Costs``; a long step's memory is an estimate, and bounds nothing."""
+        """See ``OOMFallback``; a long step's memory is an estimate, and bounds nothing."""
         if 3 * c.form.stages * c.microbatches > DIRECT:
             return None
         try:
             return self._memory.of(replace(c, shard="none", gather="unit", shard_replicas=None))
         except ScheduleError:
             return None
-
-    def unfit(self, c: Candidate, memory: tuple[DeviceMemory, ...]) -> Prediction:
-        """See ``oom_fallback.Costs``."""
-        cut = self.cut(c)
-        return Prediction(
-            candidate=c,
-            batch=self.train.batch,
-            cut=cut,
-            costs=self.costs(c),
-            step_s=self.least(c),
-            compute_s=0.0,
-            busy_s=0.0,
-            memory=memory,
-            capacities=capacities(self.profile, c.stages, c.replicas),
-            frozen=self.frozen(cut),
-        )

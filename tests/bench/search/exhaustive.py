@@ -92,7 +92,7 @@ def every(case: Small) -> Iterator[Prediction]:
     for sharing in profiles:
         for grid in grids(case.profile.devices, train.batch, layers, 1, LARGEST, *sharing):
             own = judge.of(grid)
-            for c in judge.on(grid):
+            for c in own.on(grid):
                 if c.form.versions != "flush":
                     continue
                 for way in shards(c, own):

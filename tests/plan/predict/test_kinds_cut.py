@@ -19,6 +19,7 @@ from raypipe.plan.choose import choose
 from raypipe.plan.cut.exact import cut_uneven
 from raypipe.plan.predict.of_plan import on_hosts
 from raypipe.plan.predict.predictor import Predictor, without_noise
+from raypipe.plan.tensor_groups import ALONE, Judges
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.shape import Grid, Shape
@@ -163,7 +164,7 @@ def test_nothing_better_is_missed(clip):
                 assert judge.least(c) <= p.step_s * (1 + 1e-9)
                 assert judge.least_on(grid) <= p.step_s * (1 + 1e-9)
                 timed.append(p)
-    assert best_first(judge, every, 3, flushing).best[0].step_s == pytest.approx(
+    assert best_first(Judges({ALONE: judge}), every, 3, flushing).best[0].step_s == pytest.approx(
         min(timed, key=rank_key).step_s, rel=1e-6
     )
 

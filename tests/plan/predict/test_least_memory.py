@@ -11,6 +11,7 @@ from raypipe.plan.best_first import best_first
 from raypipe.plan.candidate import grids
 from raypipe.plan.predict.oom_fallback import OOMFallback, least_divided
 from raypipe.plan.predict.predictor import Predictor
+from raypipe.plan.tensor_groups import ALONE, Judges
 from tests.exhaustive import exhaustive
 from tests.plan.conftest import MIB, make_job, make_profile
 
@@ -52,7 +53,7 @@ def test_it_is_never_above_the_memory_of_the_divided_plan() -> None:
 def test_the_same_plans_are_found_without_it(case, monkeypatch: pytest.MonkeyPatch) -> None:
     def search() -> tuple[list[object], int]:
         every = grids(case["devices"], 2 * case["devices"], case["layers"], 1, 4)
-        result = best_first(predictor(**case), list(every), 10, near=5e-3)
+        result = best_first(Judges({ALONE: predictor(**case)}), list(every), 10, near=5e-3)
         return [(p.candidate, p.step_s, p.memory) for p in result.best + result.near], len(result.unmade)
 
     with_it, ruled_out = search()

@@ -55,4 +55,4 @@ def test_few_micro_batches_that_follow_one_another_hold_as_much_as_many() -> Non
     assert {way.level for way in ways} == {0, 1, 2, 3}
     for way in ways:
         few = Predictor(profile, job.train, deepest(job, profile)).predict(_shortest(choice.judge, way))
-        assert choice.judge.predict(way).memory_bytes == pytest.approx(few.memory_bytes, rel=1e-9)
+        assert choice.judge.of(way).predict(way).memory_bytes == pytest.approx(few.memory_bytes, rel=1e-9)

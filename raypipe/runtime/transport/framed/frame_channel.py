@@ -212,20 +212,13 @@ class FrameReceiver(ABC):
         peer: the sender.
         progress: this device's own senders, pushed while it waits.
         allocate: makes the received tensors.
-        frame_bytes: as the sender's.
     """
 
-    def __init__(
-        self,
-        peer: Peer,
-        progress: Progress | None = None,
-        allocate: Allocate = empty,
-        frame_bytes: int = FRAME_BYTES,
-    ) -> None:
+    def __init__(self, peer: Peer, progress: Progress | None = None, allocate: Allocate = empty) -> None:
         self._peer = peer
         self._inbox = Inbox(peer)
         self._progress, self._allocate = progress or Progress(), allocate
-        self._pool = FramePool(frame_bytes)
+        self._pool = FramePool()
         self._counts: deque[int] = deque()  # frames of each message that must still come
 
     def post(self, expected: Sequence[Expected]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import PUSH_EVERY_S, Peer, Progress
-from raypipe.runtime.transport.framed.frame_channel import FRAME_BYTES, FrameReceiver, FrameSender
+from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
 from raypipe.runtime.transport.inbox import Allocate, empty, gone, who
 from raypipe.runtime.transport.process_groups import connected, new_group
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
@@ -68,7 +68,7 @@ def open_group(groups: Sequence[Sequence[int]], timeout_s: float) -> dist.Proces
     return own
 
 
-def gloo_sender(peer: Peer, group: dist.ProcessGroup, frame_bytes: int = FRAME_BYTES) -> FrameSender[dist.Work | None]:
+def gloo_sender(peer: Peer, group: dist.ProcessGroup) -> FrameSender[dist.Work | None]:
     """Make the sending end of the edge from this rank to ``peer``.
 
     A send may wait for its receive as long as it takes: the default is the timeout that the group was made with, and a
@@ -78,7 +78,6 @@ def gloo_sender(peer: Peer, group: dist.ProcessGroup, frame_bytes: int = FRAME_B
         peer,
         lambda frame: dist.isend(frame, peer.rank, group=group),
         lambda work: work and work.wait(FOREVER),
-        frame_bytes,
     )
 
 
@@ -91,9 +90,8 @@ class GlooReceiver(FrameReceiver):
         group: dist.ProcessGroup,
         progress: Progress | None = None,
         allocate: Allocate = empty,
-        frame_bytes: int = FRAME_BYTES,
     ) -> None:
-        super().__init__(peer, progress, allocate, frame_bytes)
+        super().__init__(peer, progress, allocate)
         self._group = group
         self._unposted = 0
         self._works: deque[tuple[Tensor, dist.Work]] = deque()

@@ -28,7 +28,7 @@ from torch import Tensor
 from raypipe.compat.ray_private import streams_of
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import PUSH_EVERY_S, Peer, Progress
-from raypipe.runtime.transport.framed.frame_channel import FRAME_BYTES, FrameReceiver, FrameSender
+from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
 from raypipe.runtime.transport.gpu.nccl import edge_stream, put_on_top
 from raypipe.runtime.transport.gpu.side_stream import CopyStream, current_gpu
 from raypipe.runtime.transport.inbox import Allocate, empty
@@ -91,11 +91,11 @@ def _join(world_size: int, rank: int, backend: str, name: str) -> str:
     return name
 
 
-def ray_sender(peer: Peer, group: str, frame_bytes: int = FRAME_BYTES) -> FrameSender[Tensor]:
+def ray_sender(peer: Peer, group: str) -> FrameSender[Tensor]:
     """Make the sending end for CPU tensors."""
     from ray.util import collective
 
-    return FrameSender(peer, lambda frame: frame, lambda frame: collective.send(frame, peer.rank, group), frame_bytes)
+    return FrameSender(peer, lambda frame: frame, lambda frame: collective.send(frame, peer.rank, group))
 
 
 class RayReceiver(FrameReceiver):
@@ -107,9 +107,8 @@ class RayReceiver(FrameReceiver):
         group: str,
         progress: Progress | None = None,
         allocate: Allocate = empty,
-        frame_bytes: int = FRAME_BYTES,
     ) -> None:
-        super().__init__(peer, progress, allocate, frame_bytes)
+        super().__init__(peer, progress, allocate)
         self._group = group
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._came: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
