@@ -356,7 +356,7 @@ class Profile(Spec):
     code_bytes: Bytes = 0.0
     """Memory that kernels keep for one micro-batch size: oneDNN compiles code for each shape of a product."""
     reserved: Reserved = Reserved()
-    """Memory that no tensor can have, beside these; nothing of a measured process, which holds it already."""
+    """Memory that no tensor can have, beside these; of a measured one, communicators and the allocator's gaps."""
     communication_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a device's processors that a collective takes from the tasks that run beside it."""
     layers: Annotated[tuple[LayerProfile, ...], Field(strict=False, min_length=1)]

@@ -39,6 +39,7 @@ from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.rank_order import devices_of_kinds
 from raypipe.runtime.hosts.reserve import Reservation, is_idle, leave_idle, reserve
+from raypipe.runtime.process.memory import pool_gaps
 from raypipe.runtime.recovery.failure import outside_a_run
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of, sharers
 from raypipe.signals import enough_by_interrupt
@@ -219,8 +220,7 @@ def at_present(
     size = sizes[0] if bench.long else _middle(sizes)
     longer = replace(effort, budget_s=max(PROBE_S, effort.budget_s))
     factor = bench.probe(size, longer) / bench.known_seconds(known, size)
-    change = factor - 1
-    if abs(change) > SAME:
+    if abs(change := factor - 1) > SAME:
         say(f"the profile kept {age} ago is {abs(change):.0%} {'too fast' if change > 0 else 'too slow'} now")
         return None
     say(f"took the profile kept {age} ago: micro-batches of {size} take {change:+.0%} now")
@@ -280,7 +280,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
     inside: list[Timed] = []
     between: list[Timed] = []
     sums: list[TimedCollective] = []
-    each_group = each_edge = 0.0
+    gaps, each_group, each_edge = pool_gaps(workers.locations[0].peer.device, streams=min(2, len(facts))), 0.0, 0.0
     if len(facts) > 1:
         if not effort.brief:
             say("messages and collectives")
@@ -305,7 +305,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         memory_bytes=memory,
         base_bytes=base,
         code_bytes=code,
-        reserved=Reserved(group_bytes=each_group, edge_bytes=each_edge),
+        reserved=Reserved(group_bytes=each_group, edge_bytes=each_edge, fragmentation_bytes=gaps),
         layers=bench.profiles(),
         tied_parameters=bench.tied_parameters(),
         trained_tied_parameters=bench.tied_parameters(trained=True),

@@ -147,7 +147,7 @@ class StageProfiler(StageWorker):
         """Return the device's name and memory; base memory includes the model's code and captured graph."""
         if self._base_bytes is None:  # at the first call, before any parameter is built
             self._described = build_model(job, fields)
-            self._base_bytes = process_bytes(self.device)
+            self._base_bytes = process_bytes(self.device, job)
             gc.collect()
             self._in_use = allocated_bytes(self.device)
         base, node = self._base_bytes, self.locate().peer.node
@@ -405,14 +405,19 @@ def _processor() -> str:
     return f"{name}, one core"
 
 
-def process_bytes(device: torch.device) -> float:
+def process_bytes(device: torch.device, job: JobSpec) -> float:
     """Measure the memory that a training process needs without its model: resident, or on a GPU the GPU's.
 
     It trains a tiny model first, because the first backward and optimizer step load code. On a GPU it does so on every
-    stream that computes products in a run, because cuBLAS has a workspace for each.
+    stream that computes products in a run of the job, because cuBLAS has a workspace for each.
     """
     if device.type == "cuda":
-        for stream in (torch.cuda.current_stream(device), make_stream(device), capture_stream(device)):
+        streams = [torch.cuda.current_stream(device)]
+        if job.parallel.side_stream is not None:
+            streams.append(make_stream(device))
+        if job.train.cuda_graphs != "none":
+            streams.append(capture_stream(device))
+        for stream in streams:
             with torch.cuda.stream(stream):
                 _train_tiny_model(device)
         torch.cuda.synchronize(device)

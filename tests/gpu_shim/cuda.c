@@ -47,7 +47,7 @@ static uint64_t captures;
 
 /* --- GPUs and their memory --- */
 static int gpus[MOST_GPUS], gpu_count = -1, used_context[MOST_GPUS];
-static atomic_long *taken; /* bytes by GPU, shared by all processes */
+static atomic_long *taken, *most; /* bytes by GPU now, and at most so far, shared by all processes */
 static long held[MOST_GPUS]; /* bytes of this process, given back when it ends in order */
 typedef struct block { void *at; size_t size; int gpu; int type; struct block *next; } block;
 static block *blocks;
@@ -72,15 +72,19 @@ static void begin(void) {
     char path[4096];
     snprintf(path, sizeof path, "%s/memory", getenv("GPU_SHIM_DIR") ? getenv("GPU_SHIM_DIR") : "/tmp");
     int fd = open(path, O_RDWR | O_CREAT, 0600);
-    if (fd < 0 || ftruncate(fd, MOST_GPUS * sizeof *taken)) { perror(path); abort(); }
-    taken = mmap(NULL, MOST_GPUS * sizeof *taken, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    size_t size = 2 * MOST_GPUS * sizeof *taken;
+    if (fd < 0 || ftruncate(fd, size)) { perror(path); abort(); }
+    taken = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    most = taken + MOST_GPUS;
     close(fd);
     atexit(give_all_back);
 }
 
 static int take(int gpu, size_t size) { /* under the lock */
     if (taken[gpu] + (long)size > limit()) return NO_MEMORY;
-    taken[gpu] += size; held[gpu] += size;
+    long now = taken[gpu] += size;
+    held[gpu] += size;
+    for (long before = most[gpu]; now > before && !atomic_compare_exchange_weak(&most[gpu], &before, now);) {}
     return OK;
 }
 static void give(int gpu, size_t size) { taken[gpu] -= size; held[gpu] -= size; }

@@ -1,6 +1,6 @@
 """The environment that the shim's tests run in: a virtual environment with torch's CUDA build and no library of CUDA.
 
-``python -m tests.gpu_shim.shim`` makes it (``make shim``). It takes 1.8 GB of disk, of which 0.5 GB are downloaded, and
+``python -m tests.gpu_shim.shim`` makes it (``make shim``). It takes 1.2 GB of disk, of which 0.5 GB are downloaded, and
 needs a C compiler and binutils. Everything else is taken from the environment that makes it.
 """
 
@@ -42,7 +42,7 @@ def make() -> str:
     free = shutil.disk_usage(VENV.parent).free
     if free < ENOUGH_BYTES:
         return f"{free >> 20} MiB of disk are free, and {ENOUGH_BYTES >> 20} are needed"
-    print(f"installing torch's CUDA build into {VENV}: 0.5 GB to download, 1.8 GB on disk", flush=True)
+    print(f"installing torch's CUDA build into {VENV}: 0.5 GB to download, 1.2 GB on disk", flush=True)
     partial = VENV.with_name(VENV.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(partial)], check=True)

@@ -24,6 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "zb-v": ({"schedule": "zb-v", "stages": 4, "microbatch": 2}, 4, 8),
     "chimera": ({"schedule": "chimera", "stages": 4, "microbatch": 2}, 4, 4),
     "zero3": (COPIES | {"shard": "zero3"}, 4, 4),
+    "zb-h1 on 8": ({"schedule": "zb-h1", "stages": 4, "replicas": 2, "microbatch": 1}, 8, 4),
     "tensor-2": ({"schedule": "1f1b", "stages": 2, "tensor": 2, "microbatch": 2}, 4, 4),
 }
 """What is asked for, on how many GPUs, with how many layers."""
@@ -54,7 +55,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
     """On GPUs nothing is replaced in place. Kernels take longer here: the worker has steps left when it is killed."""
 
     def kill(directory: Path) -> None:
-        run = Run(0, "", directory, (), ())
+        run = Run(0, "", directory, (), (), ())
         until(lambda: len(run.losses) >= 2, 200.0)
         until(lambda: bool(run.events("checkpoint")), 60.0)
         os.kill(run.events("started")[0]["devices"][1]["pid"], signal.SIGKILL)

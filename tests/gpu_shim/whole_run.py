@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import struct
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from tests.ray_environment import without_ray
 
 GONE_S = 20.0
 """How long the processes of a run may take to end after it."""
+MOST_GPUS = 64
+"""Of cuda.c: the file of its counts has what is taken of so many GPUs now, and then at most so far."""
 A_STEP = " in run_step"
 """The function of a worker that issues a step, as stacks name it; what it calls may not wait for the GPU."""
 FIRST_MARK = "clocks/clock.py"
@@ -49,6 +52,8 @@ class Run:
     left: tuple[int, ...]
     """Processes that were still there ``GONE_S`` after its end; they are killed."""
     waits: tuple[Wait, ...]
+    most_bytes: tuple[int, ...]
+    """What was taken of each GPU at the fullest moment, by the shim's count."""
 
     @property
     def losses(self) -> list[float]:
@@ -94,12 +99,8 @@ def train(
         keys: ``train``'s in the job.
     """
     meeting, directory = folder / "shim", folder / "run"
-    meeting.mkdir()
     job = write_job(folder / "job.yaml", text, parallel, layers=layers, hidden=64, **{"eval_every": 1000, **keys})
-    shim = {"devices": devices, "kernel_us": 200, **(settings or {})}
-    variables = without_ray(
-        RAY_ADDRESS="local", RAYPIPE_CACHE_DIR=str(folder / "cache"), **environment(str(meeting), **shim)
-    )
+    variables = of_command(meeting, {"devices": devices, "kernel_us": 200, **(settings or {})})
     words = [str(PYTHON), "-m", "raypipe", "train", str(job), "--run-dir", str(directory), *extra]
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(words, cwd=folder, stdout=said, stderr=said, env=variables, start_new_session=True)
@@ -127,7 +128,16 @@ def train(
                 os.kill(pid, signal.SIGKILL)
         process.wait()
     waits = [wait for file in sorted(meeting.glob("waits-*")) for wait in read_waits(file)]
-    return Run(process.returncode, (folder / "said").read_text(), directory, tuple(sorted(left)), tuple(waits))
+    most = struct.unpack(f"{MOST_GPUS}q", (meeting / "memory").read_bytes()[-8 * MOST_GPUS :])
+    said_text = (folder / "said").read_text()
+    return Run(process.returncode, said_text, directory, tuple(sorted(left)), tuple(waits), most)
+
+
+def of_command(meeting: Path, settings: dict[str, object]) -> dict[str, str]:
+    """Return the environment of a command that starts a Ray of its own, whose processes meet in a new folder."""
+    meeting.mkdir()
+    cache = str(meeting.parent / "cache")
+    return without_ray(RAY_ADDRESS="local", RAYPIPE_CACHE_DIR=cache, **environment(str(meeting), **settings))
 
 
 EVENT_STARTED = "started"

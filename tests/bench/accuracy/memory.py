@@ -166,7 +166,7 @@ class PeakStage(StageWorker):
     def setup(self, setup: Setup) -> tuple[int, list[str]]:
         """As ever; but first look at the process with all the code that it will need, and the model's graph."""
         described = build_model(setup.job, setup.fields)
-        process_bytes(self.device)
+        process_bytes(self.device, setup.job)
         self.base = Peak(allocated_bytes(self.device), status("RssAnon"))
         self.peak = Peak(0, 0)
         del described

@@ -1,6 +1,6 @@
 """Kill, stop or stall one of three pipeline devices over the GPU shim, at a random message, and look at the others.
 
-`python -m tests.bench.safety.lost_gpus`: 50 trials, ten minutes on two cores; it needs the shim (`make shim`). Each
+`python -m tests.bench.safety.lost_gpus`: 50 trials, two minutes on two cores; it needs the shim (`make shim`). Each
 trial runs the program of a 1F1B pipeline with NCCL channels and a sum a step, as the worker's own runner does, without
 a model. The victim's process is killed (SIGKILL) or stopped (SIGSTOP), or its GPU ends no kernel any more. Every other
 device has to raise an error that names what it waited for within its timeout + 5 s, to leave its communicators, and to
