@@ -1,7 +1,8 @@
-"""A text tower and an image tower that are trained to agree, shaped as CLIP and as a configuration says.
+"""A text tower and an image tower that are trained to agree, shaped as CLIP; an image tower before a language model.
 
 ``model: {import: "jobs.two_towers:build", loss: model, args: {...}}`` in a job; ``two-towers.yaml`` is one, and
-``python -m jobs.two_towers pairs.npz`` writes its data: drawn digits with their names.
+``python -m jobs.two_towers pairs.npz`` writes its data: drawn digits with their names. ``captions.yaml`` has
+``jobs.two_towers:captions``, which writes those names.
 
 Source: Radford et al. 2021, "Learning Transferable Visual Models From Natural Language Supervision", section 2.4 and
 Figure 3.
@@ -99,6 +100,32 @@ class TwoTowers(nn.Module):
 def build(**configuration: Any) -> nn.Module:
     """What ``model: {import: "jobs.two_towers:build", args: {text: {...}, image: {...}, shared: ...}}`` calls."""
     return TwoTowers(**configuration)
+
+
+class Captions(nn.Module):
+    """The loss of texts ``ids``, token by token, behind what an encoder says of their images ``image``."""
+
+    def __init__(self, text: dict[str, int], image: dict[str, int], frozen: bool) -> None:
+        super().__init__()
+        self.image = Image(**image).requires_grad_(not frozen)
+        self.project = nn.Linear(image["width"], text["width"])
+        self.text = Text(**text)
+        self.head = nn.Linear(text["width"], text["vocabulary"])
+
+    def forward(self, ids: Tensor, image: Tensor) -> dict[str, Tensor]:
+        x = self.text.token(ids[:, :-1]) + self.text.position[:-1] + self.project(self.image(image))[:, None]
+        for block in self.text.blocks:
+            x = block(x)
+        logits = self.head(self.text.norm(x))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())}
+
+
+def captions(frozen: bool = False, **configuration: Any) -> nn.Module:
+    """What ``model: {import: "jobs.two_towers:captions", args: {text: {...}, image: {...}}}`` calls.
+
+    ``frozen``: the encoder is not trained.
+    """
+    return Captions(**configuration, frozen=frozen)
 
 
 def pairs(count: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -1,5 +1,6 @@
-"""Tokens in whose places a model puts features of an image: a sample needs as many as its image has features.
+"""Models of images and tokens: which operations an encoder has, and how many tokens stand for its features.
 
+A model puts features of an image in the places of tokens: a sample needs as many of these as its image has features.
 transformers' models put them there with ``masked_scatter``, whose mask is where the tokens equal a number. They check
 in an eager forward that both are equally many; the exporter drops that check.
 """
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.operations import OperationGraph, Plain
+from raypipe.graph.positions import is_size
 
 _RESHAPES = {"aten.unsqueeze.default", "aten.expand.default", "aten.expand_as.default", "aten.to.dtype"}
 
@@ -54,3 +56,24 @@ def _compared(graph: OperationGraph, mask: Plain) -> tuple[str, int] | None:
             return None
         mask = args[0]
     return None
+
+
+def encoder_operations(graph: OperationGraph) -> tuple[int, ...]:
+    """Return an encoder's operations, in order, with all that they read; none without an encoder.
+
+    They are those that read a parameter and follow from raw inputs of which none is a whole number (a token), sizes
+    aside.
+    """
+    floating: list[frozenset[bool]] = []
+    wanted: set[int] = set()
+    for number, operation in enumerate(graph.operations):
+        read = [graph.sources[name] for name in operation.sources]
+        by = frozenset(source.type.floating for source in read if source.kind == "input")
+        by = frozenset() if is_size(operation) else by.union(*(floating[i] for i in operation.inputs))
+        floating.append(by)
+        if by == {True} and any(source.kind == "parameter" for source in read):
+            wanted.add(number)
+    for number in reversed(range(len(floating))):
+        if number in wanted:
+            wanted.update(graph.operations[number].inputs)
+    return tuple(sorted(wanted))

@@ -47,8 +47,10 @@ class ParallelSpec(Spec):
     schedule, stages and microbatch leaves it nothing to choose, unless ``recompute`` asks it to."""
     schedule: str = "1f1b"
     """Name of a pipeline schedule (``raypipe schedule --list`` describes them), a file that holds one, or ``auto``."""
-    placement: Literal["line", "ring", "v", "bidirectional", "branches", "free"] = "line"
+    placement: Literal["line", "ring", "v", "bidirectional", "encoder", "branches", "free"] = "line"
     """Where ``auto`` puts the stages; ``ring`` and ``v`` with ``chunks``, ``bidirectional`` with ``pipelines``.
+    ``encoder``: a model of images (or other numbers) and tokens; each device has a stage of the encoder, which fills
+    gaps, and one of what reads it (docs/guides/encoders.md).
     ``branches``: the model is no chain but a graph of branches (towers, encoder and decoder, Inception blocks); each
     device gets the operations, in as many stages as needed, with which a step is shortest, and a tensor goes straight
     to the devices that read it. In a plan also ``free``: any number of stages a device, as the plan's order says

@@ -28,7 +28,7 @@ from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.schedule import generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.families.vocabulary import costs_of
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Rules, Schedule
 from raypipe.search import Found, search
 from raypipe.search.placements import placed
 from raypipe.simulate.engine import simulate
@@ -50,7 +50,7 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
         SpecError: there are more stages than layers, or the schedule cannot train tied parameters of this cut.
         ScheduleError: the schedule does not exist for this shape.
     """
-    from raypipe.models import DividedHead, split_layers
+    from raypipe.models import DividedHead, split_encoder, split_layers
 
     layers = model.declared
     parallel = job.parallel
@@ -61,13 +61,17 @@ def planned_as_asked(job: JobSpec, model: JobModel) -> Planned:
     if parallel.placement == "branches":
         plan = branch_plan(job, layers)
         return Planned(job, model, plan, build_schedule(plan, job.train.batch))
-    if parallel.schedule == "auto":
+    if parallel.placement == "encoder":
+        placement = placed(parallel.placement, parallel.shape(job.train.batch))
+        cut, costs = split_encoder(layers, placement)
+        order = replace(_searched(job, placement, costs, layers.frozen_stages(cut)).schedule, name="auto")
+    elif parallel.schedule == "auto":
         placement = placed(parallel.placement, parallel.shape(job.train.batch))
         orders: dict[tuple[float, ...], Found] = {}
 
         def searched(flops: Sequence[float]) -> Found:
             key = tuple(flops)
-            orders[key] = orders.get(key) or _searched(job, placement, key)
+            orders[key] = orders.get(key) or _searched(job, placement, _costs([f / max(key) for f in key]))
             return orders[key]
 
         cut = split_layers(layers, placement, lambda flops: searched(flops).makespan * max(flops))
@@ -99,11 +103,12 @@ def _check_tied(layers: LayeredModel, cut: Cut) -> None:
             )
 
 
-def _searched(job: JobSpec, placement: tuple[tuple[int, ...], ...], flops: tuple[float, ...]) -> Found:
-    """Search the order of ``schedule: auto``; its times are in units of the largest stage's forward."""
-    shape = job.parallel.shape(job.train.batch)
-    costs = _costs([f / max(flops) for f in flops])
-    return search(placement, shape.microbatches, costs, memory_limit=shape.memory_limit)
+def _searched(
+    job: JobSpec, placement: tuple[tuple[int, ...], ...], costs: CostTable, frozen: tuple[int, ...] = ()
+) -> Found:
+    """Search the order of ``schedule: auto``."""
+    shape, rules = job.parallel.shape(job.train.batch), Rules(frozen=frozen)
+    return search(placement, shape.microbatches, costs, memory_limit=shape.memory_limit, rules=rules)
 
 
 def _costs(times: Sequence[float]) -> CostTable:

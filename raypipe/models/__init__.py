@@ -4,7 +4,16 @@ from raypipe.models.build import DTYPES, build_model
 from raypipe.models.divided_head import DividedHead
 from raypipe.models.gpt import GptLayers, join_tied
 from raypipe.models.keyed_random import KeyedDropout, random_keys
-from raypipe.models.layered import BodyEnds, Chain, CutTensor, LayeredModel, StageBody, TiedGroup, split_layers
+from raypipe.models.layered import (
+    BodyEnds,
+    Chain,
+    CutTensor,
+    LayeredModel,
+    StageBody,
+    TiedGroup,
+    split_encoder,
+    split_layers,
+)
 from raypipe.models.task import Field, Inputs, Lengths, Task, cross_entropy
 
 __all__ = [
@@ -26,5 +35,6 @@ __all__ = [
     "cross_entropy",
     "join_tied",
     "random_keys",
+    "split_encoder",
     "split_layers",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -18,7 +19,7 @@ from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.liveness import Result, between_spans, inputs_read
 from raypipe.graph.operation_costs import forward_flops
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, selected
-from raypipe.graph.placeholders import placeholders
+from raypipe.graph.placeholders import encoder_operations, placeholders
 from raypipe.graph.positions import sequence_flow
 from raypipe.graph.subgraphs import Subgraphs, shard
 from raypipe.models.current_slice import positions_of
@@ -99,6 +100,10 @@ class CapturedModel(LayeredModel):
 
             pieces = branch_order(written, self.sizes(1, written))
             captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))
+        elif (encoder := encoder_operations(written)) and encoder[-1] >= len(encoder):
+            # What tokens reach comes later, so that it neither crosses the encoder's cuts nor joins its layers.
+            order = dict.fromkeys((*encoder, *range(len(written.operations))))
+            captured = replace(captured, graph=selected(written, list(order)))
         self.captured, self.graph = captured, captured.graph
         graph = self.graph
         self._divide(piece_sharding(graph, [len(p) for p in pieces]) if branches else shard(graph))
@@ -126,6 +131,8 @@ class CapturedModel(LayeredModel):
         self.held = tuple(
             graph.parameters_of([graph.operations[i] for i in range(a, b)]) for a, b in pairwise(self.edges)
         )
+        encoder = encoder_operations(graph)
+        self.encoder = bisect_right(sharding.starts, encoder[-1]) if encoder else 0
         self.tied = tuple(
             TiedGroup(name, tuple((i, name) for i in holders))
             for name in graph.parameters

@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import or_
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,7 +25,9 @@ from raypipe.graph.placeholders import Placeholder
 from raypipe.job.parallel_spec import check_chunks
 from raypipe.models.running_statistics import RunningStatistics
 from raypipe.models.task import ANY_LENGTH, Inputs, Labels, Lengths, Task, Unprojected
-from raypipe.plan.cut.layers import LayerCut, Placement, fastest_cut
+from raypipe.plan.cut.exact import Runs, cut_ring
+from raypipe.plan.cut.layers import LayerCut, Placement, cut_layers, fastest_cut, line_of
+from raypipe.schedule.costs import CostTable
 from raypipe.tensor import Division, Shard
 
 
@@ -146,6 +149,8 @@ class LayeredModel(ABC):
     """Tokens of whose logits the loss is computed at once; None for all."""
     linear_head: bool = False
     """Whether the last layer ends in a linear head."""
+    encoder: int = 0
+    """How many of the first layers end with an encoder: its last parameter that no token reaches is in the last one."""
     own_stages: tuple[tuple[int, ...], ...] = ()
     """The layers, the last ones, that every plan has as these stages."""
 
@@ -394,3 +399,42 @@ def split_layers(model: LayeredModel, placement: Placement, step: Callable[[Sequ
     result: LayerCut = fastest_cut(flops, placement, lambda cut: step(cut.stage_cost))
     stages = (tuple(range(units[part[0]].start, units[part[-1]].stop)) for part in result.stages)
     return (*stages, *own)
+
+
+def split_encoder(model: LayeredModel, placement: Placement) -> tuple[Cut, CostTable]:
+    """Return a cut whose first half of the stages is the encoder, as even on devices as can be, and the stages' times.
+
+    B and W take as long as F, where there are any: gradients go back to the first trained layer and no further.
+
+    Args:
+        model: the model; its ``flops`` are the costs of its layers.
+        placement: of ``placement: encoder``.
+
+    Raises:
+        SpecError: the model has no encoder, or one half has fewer units than devices.
+    """
+    half, units = len(placement[0]) // 2, model.units
+    trains = [model.trained_parameters(i) > 0 for i in range(model.count)]
+    back = list(accumulate(trains, or_))
+    times = [[f * on for f, on in zip(model.flops, kind, strict=True)] for kind in ([True] * model.count, back, trains)]
+    costs = [float(sum(sum(kind[unit.start : unit.stop]) for kind in times)) for unit in units]
+    middle = sum(unit.stop <= model.encoder for unit in units)
+    if not middle:
+        why = "encoder, but the model has no parameters that only images, or other inputs that are no tokens, reach"
+        raise SpecError("parallel.placement", why, "use line or ring, or a model with an encoder")
+    for what, count in (("an encoder", middle), ("a model behind the encoder", len(units) - middle)):
+        if count < half:
+            raise SpecError("parallel.stages", f"{half} devices for {what} of {count} layers", f"use 1 to {count}")
+    even = [cut_layers(part, line_of(half)).starts for part in (costs[:middle], costs[middle:])]
+    starts = cut_ring(Runs.of(costs), [*even[0], *(middle + start for start in even[1])], middle)
+    cut = tuple(tuple(range(units[a].start, units[b - 1].stop)) for a, b in pairwise([*starts, len(units)]))
+    forward, input_grad, weight_grad = (tuple(float(sum(kind[i] for i in part)) for part in cut) for kind in times)
+    zeros = (0.0,) * len(cut)
+    return cut, CostTable(
+        forward=forward,
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        recompute=zeros,
+        all_reduce=zeros,
+        update=zeros,
+    )

@@ -11,6 +11,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "ring": frozenset({"chunks"}),
     "v": frozenset({"chunks"}),
     "bidirectional": frozenset({"pipelines"}),
+    "encoder": frozenset(),
 }
 """Placement -> the options of a shape that it has."""
 
@@ -21,6 +22,9 @@ def placed(name: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
     ``line`` puts stage s on device s. ``ring`` puts V chunks on each device, stage s on device s mod D. ``v`` puts V
     chunks on each device and reverses direction after each pass over the devices, so that the two chunks at a turn
     share a device. ``bidirectional`` runs f pipelines down and f up (Li and Hoefler 2021, Chimera, section 3.1).
+    ``encoder`` is a ring of two chunks, of which the first has an encoder's stages and the second those of the model
+    that reads it, so that each device has encoder tasks for the gaps that the model's pipeline leaves (the idea of
+    Feng et al. 2024, Optimus, arXiv:2408.03505, with the encoder's stages on all devices instead of copies of it).
 
     Raises:
         ScheduleError: an unknown name, an option that the placement, or a search, has no use for, a bidirectional one
@@ -29,7 +33,7 @@ def placed(name: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
     >>> placed("v", Shape(devices=3, microbatches=4, chunks=2))
     ((0, 1, 2, 2, 1, 0),)
     """
-    depth, chunks = shape.devices, shape.chunks
+    depth, chunks = shape.devices, 2 if name == "encoder" else shape.chunks
     if name == "free":
         raise ScheduleError(
             "placement",

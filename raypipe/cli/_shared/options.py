@@ -37,7 +37,7 @@ SHAPE = _group(
 )
 """An option for each field of a ``Shape``."""
 SEARCH = _group(
-    placement=("WHERE", "auto: line, ring, v or bidirectional [line]."),
+    placement=("WHERE", "auto: line, ring, v, bidirectional or encoder [line]."),
     objective=("WHAT", "auto: makespan, span or period [makespan]."),
     budget=("SECONDS", "auto: time of the search [by size]."),
     backward=("HOW", "auto: split or joint [split]."),

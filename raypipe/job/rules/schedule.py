@@ -38,6 +38,9 @@ def schedule_rules(
             if parallel.placement == "branches":
                 yield from _branches(model, parallel)
                 return
+            if parallel.placement == "encoder" and isinstance(model, GptSpec):
+                yield "parallel.placement", "the built-in GPT reads tokens alone and has no encoder", "use line"
+                return
             placement = placed(parallel.placement, parallel.shape(train.batch))
             yield from depth(len(placement[0]), parallel.stages, layers)
             yield from _keep(parallel, placement)

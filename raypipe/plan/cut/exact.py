@@ -230,10 +230,11 @@ def cut_folded(runs: Runs, starts: Sequence[int]) -> list[int]:
     return _best(runs, starts, [None])
 
 
-def cut_ring(runs: Runs, starts: Sequence[int]) -> list[int]:
-    """The best cut with stages s and s + S/2 on one device."""
+def cut_ring(runs: Runs, starts: Sequence[int], middle: int | None = None) -> list[int]:
+    """The best cut with stages s and s + S/2 on one device; ``middle`` is where the second lap has to begin, and does
+    in ``starts``."""
     half = len(starts) // 2
-    return _best(runs, starts, range(half, runs.count - half + 1))
+    return _best(runs, starts, range(half, runs.count - half + 1) if middle is None else [middle])
 
 
 def fitting_folded(runs: Runs, stages: int) -> list[int] | None:
