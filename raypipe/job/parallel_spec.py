@@ -120,7 +120,8 @@ class ParallelSpec(Spec):
     faster for it and the last norm was within the limit. The results are the same."""
     replan: bool | None = None
     """Plan again on measured task times while the job runs, and keep what makes steps shorter: another order where it
-    was searched for, else where weight gradients go and when gradients are summed. null: where it was searched."""
+    was searched for, else where weight gradients go and when gradients are summed. null: where it was searched,
+    with ``shard: none``."""
     transport: Literal["auto", "shm", "gloo", "nccl", "pinned", "ray-collective"] = "auto"
     """What carries activations. ``auto`` picks per edge what is fastest there."""
     wire_dtype: WireDtype | None = None
@@ -204,7 +205,7 @@ class ParallelSpec(Spec):
         """Return whether a running job plans again."""
         if self.placement == "branches":
             return False
-        return self.schedule == "auto" if self.replan is None else self.replan
+        return self.schedule == "auto" and self.shard == "none" if self.replan is None else self.replan
 
     @property
     def given(self) -> dict[str, Any]:

@@ -154,6 +154,7 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel={stages: 2, tensor: 2, shard: zero3}", "parallel.shard", "use shard: none, or tensor: 1"),
     ("parallel={replicas: 4, shard: zero3, shard_replicas: 3}", "parallel.shard_replicas", "use a divisor of 4"),
     ("parallel={replicas: 2, shard: zero3, shard_replicas: 1}", "parallel.shard_replicas", "use 2 or more"),
+    ("parallel={schedule: auto, replicas: 2, shard: zero3, replan: true}", "parallel.replan", "use replan: false"),
     ("parallel.shard_replicas=2", "parallel.shard_replicas", "leave it out"),
     ("parallel={replicas: 2, shard: zero2, update: optimistic}", "parallel.update", "use auto, which then waits"),
     (
