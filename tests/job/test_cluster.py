@@ -121,7 +121,7 @@ def test_where_descriptions_used_to_be_and_their_names_still_lead_to_them(old, m
 
 
 def test_a_name_that_is_nearly_a_description_s():
-    with pytest.raises(SpecError, match=r'cluster: "h1000" is unknown\n  fix: did you mean "h100"?'):
+    with pytest.raises(SpecError, match=r'cluster: "h1000" is unknown\n  fix: did you mean "h100"\?$'):
         load_cluster("h1000")
 
 
