@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from raypipe.graph.dims import Sizes, evaluate_all
-from raypipe.graph.operations import OperationGraph, Plain
+from raypipe.graph.operations import GETITEM, OperationGraph, Plain
 from raypipe.graph.positions import is_size
 
 _RESHAPES = {"aten.unsqueeze.default", "aten.expand.default", "aten.expand_as.default", "aten.to.dtype"}
@@ -76,4 +76,7 @@ def encoder_operations(graph: OperationGraph) -> tuple[int, ...]:
     for number in reversed(range(len(floating))):
         if number in wanted:
             wanted.update(graph.operations[number].inputs)
+    for number, operation in enumerate(graph.operations):  # the parts of a list, which itself crosses no cut
+        if operation.target == GETITEM and wanted.issuperset(operation.inputs):
+            wanted.add(number)
     return tuple(sorted(wanted))

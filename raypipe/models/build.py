@@ -22,7 +22,7 @@ from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, Identity, fingerp
 from raypipe.graph.operations import OperationGraph
 from raypipe.job import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.models.captured import CapturedModel, Share
+from raypipe.models.captured import CapturedModel, Share, Unmixed
 from raypipe.models.divided_head import DividedHead
 from raypipe.models.given.read import given_model
 from raypipe.models.gpt import GptLayers
@@ -108,15 +108,15 @@ def _whole_loss(
         raise SpecError(EXPERTS_KEY, why, "use experts: 1")
     if isinstance(job.model, GptSpec):
         return GptLayers(job.model, DTYPES[job.train.dtype], division, smoothing)
-    branches = parallel.placement == "branches"
+    unmixed = parallel.placement if parallel.placement in ("branches", "encoder") else None
     if isinstance(job.model, GivenSpec):
-        return given_model(job.model, fields, job.data.mask, division is not None, branches, smoothing)
+        return given_model(job.model, fields, job.data.mask, division is not None, unmixed, smoothing)
     kind = HfSpec if isinstance(job.model, HfSpec) else ImportSpec
     record = json.dumps(job.model.model_dump(mode="json"), sort_keys=True)
     # The capture is the same for all ranks, so it is made for rank 0 only.
     common = division and replace(division, tensor_rank=0, expert_rank=0, expert_orders=())
     lines = job.data.type == "lines"
-    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, branches, smoothing)
+    model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, unmixed, smoothing)
     return model if division is None else model.share_of(division)
 
 
@@ -133,7 +133,7 @@ def _captured(
     dtype: str,
     division: Division | None,
     lines: bool = False,
-    branches: bool = False,
+    unmixed: Unmixed | None = None,
     smoothing: float = 0.0,
 ) -> CapturedModel:
     spec = kind.model_validate_json(record)
@@ -202,7 +202,7 @@ def _captured(
         task.figures = figures_of(*result.graph.outputs)
     if isinstance(task, GivenLoss):
         task.fit(_losses(result.graph, named, 2), _losses(result.graph, named, 3), fields)
-    return CapturedModel(result, task, source.values(whole), named, build, share, branches, packed)
+    return CapturedModel(result, task, source.values(whole), named, build, share, unmixed, packed)
 
 
 def _check_loss(graph: OperationGraph) -> None:

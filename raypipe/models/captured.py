@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -47,6 +47,9 @@ from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task, Unprojected
 from raypipe.tensor import Division, Shard, in_order
 
+Unmixed = Literal["branches", "encoder"]
+"""What layers do not mix, as ``parallel.placement`` says."""
+
 
 class Share(NamedTuple):
     """This process's share of a model that tensor ranks or copies divide."""
@@ -73,7 +76,9 @@ class CapturedModel(LayeredModel):
         fields: per raw input of the model, its name and its field in the data.
         build: constructs the module, for submodules that run opaquely.
         share: this process's share under tensor parallelism; None for the whole model.
-        branches: keep parallel branches apart, each piece between two joins a layer (``graph.subgraphs.branch_order``).
+        unmixed: ``branches``: keep parallel branches apart, each piece between two joins a layer
+            (``graph.subgraphs.branch_order``). ``encoder``: an encoder's operations come first, so that what tokens
+            reach neither crosses its cuts nor joins its layers.
         packed: rows hold several documents, none of which sees another.
 
     Raises:
@@ -89,24 +94,25 @@ class CapturedModel(LayeredModel):
         fields: Mapping[str, tuple[str, Field]],
         build: Callable[[], nn.Module],
         share: Share | None = None,
-        branches: bool = False,
+        unmixed: Unmixed | None = None,
         packed: bool = False,
     ) -> None:
         self.task, self.values, self.build, self.packed = task, values, build, packed
         self.fields = {name: fields[name] for name in captured.graph.inputs}
         written = captured.graph  # in the order of the model's code, which numbers random operations
-        if branches:
+        if unmixed == "branches":
             from raypipe.graph.subgraphs import branch_order, piece_sharding  # networkx
 
             pieces = branch_order(written, self.sizes(1, written))
             captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))
-        elif (encoder := encoder_operations(written)) and encoder[-1] >= len(encoder):
-            # What tokens reach comes later, so that it neither crosses the encoder's cuts nor joins its layers.
-            order = dict.fromkeys((*encoder, *range(len(written.operations))))
+        elif unmixed == "encoder":
+            order = dict.fromkeys((*encoder_operations(written), *range(len(written.operations))))
             captured = replace(captured, graph=selected(written, list(order)))
         self.captured, self.graph = captured, captured.graph
         graph = self.graph
-        self._divide(piece_sharding(graph, [len(p) for p in pieces]) if branches else shard(graph))
+        self._divide(piece_sharding(graph, [len(p) for p in pieces]) if unmixed == "branches" else shard(graph))
+        if unmixed == "encoder" and (encoder := encoder_operations(graph)):
+            self.encoder = bisect_right(self.sharding.starts, encoder[-1])
         self.drops_attention = any(o.random and o.target == ATTENTION for o in graph.operations)
         """Whether training drops weights of attention."""
         self.shortest_slice = max(graph.at_least.values(), default=1)
@@ -131,8 +137,6 @@ class CapturedModel(LayeredModel):
         self.held = tuple(
             graph.parameters_of([graph.operations[i] for i in range(a, b)]) for a, b in pairwise(self.edges)
         )
-        encoder = encoder_operations(graph)
-        self.encoder = bisect_right(sharding.starts, encoder[-1]) if encoder else 0
         self.tied = tuple(
             TiedGroup(name, tuple((i, name) for i in holders))
             for name in graph.parameters

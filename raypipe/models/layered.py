@@ -150,7 +150,7 @@ class LayeredModel(ABC):
     linear_head: bool = False
     """Whether the last layer ends in a linear head."""
     encoder: int = 0
-    """How many of the first layers end with an encoder: its last parameter that no token reaches is in the last one."""
+    """How many of the first layers an encoder has under ``placement: encoder``: the last has its last parameter."""
     own_stages: tuple[tuple[int, ...], ...] = ()
     """The layers, the last ones, that every plan has as these stages."""
 

@@ -53,7 +53,8 @@ class World:
                 row += [(k, i, t._replace(mbs=tuple(m + k * n for m in t.mbs))) for i, t in enumerate(order)]
         self.recomputed = {(t.stage, m) for row in self.rows for _, _, t in row if t.kind == "R" for m in t.mbs}
         self.heads = heads(schedule)
-        self.now, self.events = 0.0, [(0.0, 0)]
+        self.now, self.events = 0.0, [0.0]
+        self.expected = set(self.events)  # each time once: what waits asks at every event, which would multiply them
         self.at = [0] * schedule.devices
         self.busy, self.network_busy = [0.0] * schedule.devices, [0.0] * schedule.devices
         self.known: dict[tuple, float] = {}  # (what, stage, micro-batch, device[, for which stage]) -> when it is there
@@ -64,7 +65,8 @@ class World:
 
     def run(self) -> Times:
         while self.events:
-            self.now = max(self.now, heapq.heappop(self.events)[0])
+            self.expected.remove(time := heapq.heappop(self.events))
+            self.now = max(self.now, time)
             while self.finish() or self.reduce() or any([self.start(d) for d in range(self.s.devices)]):
                 pass
         assert self.at == [len(row) for row in self.rows]
@@ -72,7 +74,9 @@ class World:
         return self.times
 
     def later(self, time: float) -> None:
-        heapq.heappush(self.events, (time, len(self.times)))
+        if time not in self.expected:
+            self.expected.add(time)
+            heapq.heappush(self.events, time)
 
     def has(self, *fact: object) -> bool:
         return self.known.get(fact, float("inf")) <= self.now

@@ -15,7 +15,7 @@ from raypipe.capture.captured import Captured, load_kept
 from raypipe.errors import SpecError
 from raypipe.files import read_json
 from raypipe.job import GivenSpec, HfSpec
-from raypipe.models.captured import CapturedModel
+from raypipe.models.captured import CapturedModel, Unmixed
 from raypipe.models.losses import OwnLoss
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.task import IGNORED, Field, Inputs, Labels, Task
@@ -34,7 +34,7 @@ def given_model(
     fields: Mapping[str, Field] | None,
     mask: float,
     tensor: bool,
-    branches: bool,
+    unmixed: Unmixed | None,
     smoothing: float = 0.0,
 ) -> CapturedModel:
     """Return the layers of an instance.
@@ -44,7 +44,7 @@ def given_model(
         fields: the data's arrays.
         mask: share of tokens to mask, for a masked language model.
         tensor: tensor parallelism divides the model.
-        branches: each piece between two joins is a layer.
+        unmixed: see ``CapturedModel``.
         smoothing: ``train.label_smoothing``.
 
     Raises:
@@ -63,12 +63,17 @@ def given_model(
         stamp = (folder / f"{GRAPH}.json").stat().st_mtime_ns
     except OSError:
         raise SpecError("model.given", f"{folder} holds no captured model", AGAIN) from None
-    return _given(spec.model_dump_json(), stamp, tuple(sorted(fields.items())), mask, branches, smoothing)
+    return _given(spec.model_dump_json(), stamp, tuple(sorted(fields.items())), mask, unmixed, smoothing)
 
 
 @lru_cache(maxsize=4)
 def _given(
-    record: str, stamp: int, given: tuple[tuple[str, Field], ...], mask: float, branches: bool, smoothing: float
+    record: str,
+    stamp: int,
+    given: tuple[tuple[str, Field], ...],
+    mask: float,
+    unmixed: Unmixed | None,
+    smoothing: float,
 ) -> CapturedModel:
     spec, fields = GivenSpec.model_validate_json(record), dict(given)
     folder = Path(spec.given)
@@ -81,7 +86,7 @@ def _given(
         if name not in fields:
             raise SpecError("data", f"holds no {name}, which the model was captured with", f"add an array {name}")
     named = {name: (name, fields[name]) for name in result.graph.inputs}
-    return CapturedModel(result, task, GivenValues(folder), named, _never, branches=branches)
+    return CapturedModel(result, task, GivenValues(folder), named, _never, unmixed=unmixed)
 
 
 def read_captured(folder: Path) -> tuple[Captured, dict[str, Any]]:
