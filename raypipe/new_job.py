@@ -98,5 +98,5 @@ def _data(model: Path, data: str, column: str, text: dict[str, Any]) -> list[str
         lines.append(f"  tokenizer: {json.dumps(str(model))}")
     else:
         lines.append("  tokenizer: null  # the directory has no tokenizer.json: each byte is a token")
-    lines.append("  held_out: null  # documents to validate on; null: every 32nd of path")
+    lines.append("  held_out: null  # documents to validate on; null: every 32nd of path, or a lone one's end")
     return lines

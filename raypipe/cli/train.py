@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -123,6 +124,7 @@ def init(
     column: Annotated[str, typer.Option(help="The column of records that holds a document.")] = "text",
 ) -> None:
     """Write a job file for a model and data: commented, and checked with both."""
+    from raypipe.data import prepare_data
     from raypipe.errors import RequestError
     from raypipe.files import write_whole
     from raypipe.job.reading import parse_yaml
@@ -133,7 +135,11 @@ def init(
     if output.exists():
         raise RequestError(str(output), "exists", "give another name with -o, or remove it")
     text = new_job(model, data, column)
-    _ = JobModel(job_from(parse_yaml(text, str(output)), str(output))).declared  # whatever is wrong with both
+    job = job_from(parse_yaml(text, str(output)), str(output))
+    task = JobModel(job).declared.task  # whatever is wrong with both
+    if job.data.type == "documents":  # others are copied, however large
+        with tempfile.TemporaryDirectory() as scratch:
+            prepare_data(job, task, Path(scratch))
     write_whole(output, text)
     print(f"{output}: edit it, then {program()} train {shlex.quote(str(output))}")
 

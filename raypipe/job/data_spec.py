@@ -25,7 +25,7 @@ class DataSpec(Spec):
     be compressed (``.gz``, ``.zst``)."""
     held_out: Annotated[str, Field(min_length=1)] | None = None
     """What to validate on instead: a second file of arrays, of which otherwise a tenth of the samples is held out; or a
-    second path of documents, of which otherwise every 32nd is."""
+    second path of documents, of which otherwise every 32nd is, and the last tenth of a block's only one."""
     column: Annotated[str, Field(min_length=1)] = "text"
     """The column, or the key of JSON objects, that holds a document: its text, or a list of token numbers."""
     tokenizer: Annotated[str, Field(min_length=1)] | None = None

@@ -22,7 +22,7 @@ SIZES = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     transformers.Qwen3Config(**SIZES).save_pretrained("my model")
-    Path("rows.jsonl").write_text("".join(json.dumps({"body": "words " * 40}) + "\n" for _ in range(4)))
+    Path("rows.jsonl").write_text("".join(json.dumps({"body": "words " * 40, "id": "a"}) + "\n" for _ in range(4)))
     return tmp_path
 
 
@@ -54,6 +54,7 @@ def test_saved_weights_are_tuned_in_their_precision(folder: Path):
         (["my model", "nothing.txt"], "nothing.txt: names no files"),
         (["my model", "rows.jsonl"], 'data.path: rows.jsonl has no "text"'),
         (["my model", "rows.jsonl", "-o", "rows.jsonl"], "rows.jsonl: exists"),
+        (["my model", "rows.jsonl", "--column", "id"], "data.path: too short"),
     ],
 )
 def test_what_does_not_fit_is_named(folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypipe.data import is_prepared, open_data, prepare_data
+from raypipe.data.documents import META
 from raypipe.data.documents.prepared import Blocks, Documents
 from raypipe.data.documents.samples import BlockOrder, Windows, samples_in
 from raypipe.data.documents.sources import FilePart, blocks_of
@@ -102,6 +103,27 @@ def test_held_out_documents_are_not_trained_on(tmp_path: Path) -> None:
     assert len(seen["val"]) == 10
     assert not seen["train"] & seen["val"]
     assert len(seen["train"]) == 310
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_the_end_of_a_lone_document_is_held_out(lines: bool, tmp_path: Path) -> None:
+    text = "".join(f"{number:07}{chr(10) if lines else '-'}" for number in range(200))
+    (tmp_path / "a.txt").write_text(text)
+    data = opened(job_of(tmp_path / "a.txt", block_mb=1), tmp_path / "run")
+    train, val = ({row for row in rows_of(data, 0, data.samples(s), split=s)} for s in ("train", "val"))
+    assert any(row.startswith(b"0000000") for row in train)
+    assert any(row.startswith(b"0000180") for row in val)
+    assert not any(b"0000180" in row for row in train)
+    assert any(b"0000179" in row for row in train)
+    assert any(row.endswith(b"\0") for row in val)
+    assert not any(b"\0" in row for row in train), "it goes on in what is held out"
+
+    record = tmp_path / "run" / META
+    about = json.loads(record.read_text())
+    for split in about["splits"].values():
+        del split["divides_one"]
+    record.write_text(json.dumps(about))
+    assert any(b"0000199" in row for row in rows_of(open_data(tmp_path / "run", NextToken()), 0, 100)), "as it began"
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(1, 4), st.integers(2, 9), st.integers(0, 99))

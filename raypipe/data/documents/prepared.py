@@ -26,6 +26,8 @@ from raypipe.models.task import Task
 
 HELD_OUT = 32
 """Without ``data.held_out``, one document of this many is held out, or the last one of a block that has fewer."""
+HELD_OUT_END = 10
+"""Of the one document of a block, one part of this many is held out, at its end."""
 MIB = 1 << 20
 AGAIN = "start a new run"
 ANY_TOKENS = 1 << 31
@@ -45,6 +47,8 @@ class Blocks:
     tokenizer: str | None
     tokens: int
     """Number of different tokens that the model knows."""
+    divides_one: bool = False
+    """Whether the end of a block's only document is held out; runs from before that train on all of it."""
 
     @property
     def encoder(self) -> Encoder:
@@ -75,8 +79,19 @@ class Blocks:
                 if held_out:
                     yield document
                 last = None
-        if last is not None and held_out == (0 < number < HELD_OUT - 1):
+        if last is not None and number == 0 and self.divides_one:
+            yield _part_of(last, held_out)
+        elif last is not None and held_out == (0 < number < HELD_OUT - 1):
             yield last
+
+
+def _part_of(document: Document, held_out: bool) -> Document:
+    """Return the end of a document, from a line's begin where it has lines, or what comes before it."""
+    content = document.content
+    at = len(content) - len(content) // HELD_OUT_END
+    if isinstance(content, str):
+        at = content.rfind("\n", 0, at) + 1 or at
+    return Document(content[at:], document.ends) if held_out else Document(content[:at], False)
 
 
 def prepare_documents(job: JobSpec, window: int, directory: Path) -> None:
@@ -123,6 +138,7 @@ def _described(data: DataSpec, path: str, key: str, tokens: int, holds_out: Spli
         "holds_out": holds_out,
         "tokenizer": None if data.tokenizer is None else str(expanded(Path(data.tokenizer)).resolve()),
         "tokens": tokens,
+        "divides_one": True,
     }
 
 
