@@ -1,6 +1,6 @@
-"""Costs of single operations, from their names and shapes: FLOPs, item sizes under autocast, and saved tensors.
+"""Costs of single operations, from their names and shapes: FLOPs and saved tensors.
 
-Three tables of torch's are restated here, since the planner counts without torch and at sizes that are symbolic while a
+Two tables of torch's are restated here, since the planner counts without torch and at sizes that are symbolic while a
 model is captured; tests hold them against what torch does.
 
 A multiply-add of a matrix product or convolution counts two; other operations count one per value written. Of causal
@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple
 
 from raypipe.graph.dims import Sizes, evaluate_all
-from raypipe.graph.operations import ATTENTION, ITEM_BYTES, Operation, OperationGraph, TensorType
+from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType
 
 MOVES_NOTHING = (
     {"view", "_unsafe_view", "reshape", "expand", "transpose", "permute", "t"}
@@ -97,76 +97,6 @@ def short_name(target: str) -> str:
     """
     parts = target.split(".")
     return parts[1] if len(parts) > 1 else target
-
-
-# The item size of every result when a model runs: as captured, or as 16-bit autocast makes it.
-AUTOCAST_BYTES = 2
-"""Bytes per value of products under autocast."""
-PRODUCTS = frozenset(
-    {"linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "addbmm", "mv", "addmv", "einsum"}
-    | {"convolution", "_convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"}
-    | {"conv_transpose3d", "scaled_dot_product_attention", "_scaled_dot_product_attention_math"}
-)
-IN_FLOAT32 = frozenset(
-    {"layer_norm", "group_norm", "batch_norm", "softmax", "_softmax", "_safe_softmax", "log_softmax", "pow", "rsqrt"}
-)
-IN_FLOAT32 |= {"exp", "log", "sum", "prod", "cumsum", "norm", "reciprocal", "softplus", "tan", "erfinv", "cosh", "sinh"}
-
-
-@dataclass(frozen=True)
-class Autocast:
-    """The rules of 16-bit autocast on a kind of device; other operations run in their operands' widest dtype."""
-
-    products: frozenset[str]
-    """Operations that run in 16 bits."""
-    in_float32: frozenset[str]
-    """Operations that run in float32."""
-
-
-ON_GPU = Autocast(PRODUCTS, IN_FLOAT32)
-ON_CPU = Autocast(
-    PRODUCTS - {"mv", "addmv", "convolution", "_convolution", "_scaled_dot_product_attention_math"},
-    frozenset({"prod"}),
-)
-"""The two lists are torch's own (``aten/src/ATen/autocast_mode.h``). A CPU's norms, softmax and powers run in the dtype
-that arrives: GELU written out (``gelu_new``) takes half the bytes there."""
-
-
-def is_product(operation: Operation, autocast: Autocast) -> bool:
-    """Return whether autocast runs an operation in 16 bits."""
-    return short_name(operation.target) in autocast.products
-
-
-def widths(graph: OperationGraph, autocast: Autocast | None) -> tuple[int, ...]:
-    """Return, per operation, the bytes per value of its result; 0 if it is not a tensor.
-
-    ``autocast`` is that of the device, if the model runs under it. An operation with several results, such as a split,
-    has the item size of its operands.
-    """
-    result: list[int] = []
-    for operation in graph.operations:
-        kind = operation.type
-        own = 0 if kind is None else ITEM_BYTES[kind.dtype]
-        name = short_name(operation.target)
-        as_captured = autocast is None or name in autocast.in_float32 or (kind is not None and not kind.floating)
-        if kind is not None and as_captured:
-            result.append(own)
-        elif autocast is not None and name in autocast.products:
-            result.append(AUTOCAST_BYTES)
-        else:
-            read = [operand_width(graph, result, operand) for operand in operation.operands]
-            result.append(max((w for w in read if w), default=own))
-    return tuple(result)
-
-
-def operand_width(graph: OperationGraph, results: Sequence[int], operand: int | str) -> int:
-    """Return the bytes per value of a floating-point operand, before any cast; 0 for others and for scalar tensors."""
-    kind = graph.type_of(operand)
-    if isinstance(operand, int) and kind is None:
-        return results[operand]
-    if kind is None or not kind.floating or not kind.shape:
-        return 0
-    return results[operand] if isinstance(operand, int) else ITEM_BYTES[kind.dtype]
 
 
 # The tensors that autograd saves for the backward of a captured operation.

@@ -15,14 +15,11 @@ from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
 from raypipe.cost.kernels import BLOCK
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, LinearHead, Product, TaskWork, linear_products, with_head
 from raypipe.cost.tensor import TensorRankWork
-from raypipe.graph.counted import Counted
+from raypipe.graph.counted import AUTOCAST_BYTES, Autocast, Counted, is_product
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.operation_costs import (
-    AUTOCAST_BYTES,
-    Autocast,
     FusionRules,
     fused_work,
-    is_product,
     is_view,
     keeps_result,
     kept_operands,

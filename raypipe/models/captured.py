@@ -22,8 +22,8 @@ from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, Tenso
 from raypipe.graph.placeholders import encoder_operations, placeholders
 from raypipe.graph.positions import sequence_flow
 from raypipe.graph.subgraphs import Subgraphs, shard
+from raypipe.models.attention import attend_by_document, causal_attention
 from raypipe.models.current_slice import positions_of
-from raypipe.models.document_attention import attend_by_document
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
 from raypipe.models.layered import (
@@ -42,7 +42,6 @@ from raypipe.models.running_statistics import (
     learn_statistics,
     uses_batch_statistics,
 )
-from raypipe.models.slice_attention import causal_attention
 from raypipe.models.start_values import StartValues
 from raypipe.models.task import ANY_LENGTH, Field, Inputs, Lengths, NextToken, Task, Unprojected
 from raypipe.tensor import Division, Shard, in_order

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raypipe.job import GptSpec
+from raypipe.models.attention import causal_attention
 from raypipe.models.current_slice import positions_of
 from raypipe.models.keyed_random import KeyedDropout, fold64
 from raypipe.models.layered import (
@@ -34,7 +35,6 @@ from raypipe.models.layered import (
     TiedGroup,
     equal_slices,
 )
-from raypipe.models.slice_attention import causal_attention
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
 from raypipe.tensor import Division, Shard
 from raypipe.tensor.divide import HeadParallel

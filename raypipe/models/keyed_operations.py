@@ -26,9 +26,9 @@ from raypipe.capture.stage_module import resolve
 from raypipe.errors import CaptureError
 from raypipe.graph.dims import Dim, Sizes, evaluate_all
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph
+from raypipe.models.attention import Dropped, causal_attention
 from raypipe.models.current_slice import current_chunks, current_slice
 from raypipe.models.keyed_random import Site, current_keys, fold64, halves_at, in_training, keyed_dropout
-from raypipe.models.slice_attention import Dropped, causal_attention
 
 aten = torch.ops.aten
 DROPOUT = "aten.dropout.default"

@@ -17,7 +17,8 @@ from raypipe.cost.kernels import Kernels
 from raypipe.cost.profile import Slicing
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import CaptureError, RequestError, SpecError
-from raypipe.graph.operation_costs import ON_GPU, Autocast, split_flops
+from raypipe.graph.counted import ON_GPU, Autocast
+from raypipe.graph.operation_costs import split_flops
 from raypipe.graph.placement.from_model import Backward, placement_graph
 from raypipe.graph.placement.problem import PlacementGraph
 from raypipe.graph.subgraph_work import captured_work

@@ -17,7 +17,7 @@ from raypipe.cost.memory import parameter_bytes
 from raypipe.cost.profile import LIMIT, ExpertsProfile, LayerProfile, Profile, TaskTimes
 from raypipe.data import declared_fields, known_fields
 from raypipe.errors import SpecError
-from raypipe.graph.operation_costs import ON_CPU, ON_GPU
+from raypipe.graph.counted import ON_CPU, ON_GPU
 from raypipe.job.spec import JobSpec
 from raypipe.models import LayeredModel
 from raypipe.partition.pieces import tensor_ranks_of

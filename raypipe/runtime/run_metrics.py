@@ -20,11 +20,11 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from raypipe.cost.peak import peak_flops_s
 from raypipe.data import known_fields, tokens_per_sample, validation_weights
 from raypipe.explain.causes import explain
 from raypipe.explain.measured import Measured
 from raypipe.explain.replay import CAUSES, Replay
+from raypipe.job.cluster import peak_flops_s
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe import metrics as declared

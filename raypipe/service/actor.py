@@ -42,7 +42,7 @@ from raypipe.runtime.session.session_job import check_job
 from raypipe.runtime.session.session_worker import AdamW, StageSession
 from raypipe.runtime.session.slots import Adapters
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
-from raypipe.service.journal import check_served
+from raypipe.service.run_files import check_served
 from raypipe.train import Prepared, prepare_run
 
 SERVED = {"tensor": 1, "experts": 1, "context": 1, "slices": 1, "shard": "none"}

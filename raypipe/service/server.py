@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from raypipe.errors import CheckpointError, RaypipeError, SpecError
-from raypipe.service import journal
+from raypipe.service import run_files
 from raypipe.service.futures import RESTORED_S, BusyError, GoneError
 from raypipe.service.sampling import SampleRequest
 from raypipe.service.service import Service, TrainedModel
@@ -198,7 +198,7 @@ def come_back(service: Service, say: Callable[[str], None]) -> None:
     """Bring back the sessions of a server that was killed: accept again what its models' snapshots do not have."""
     count = again = 0
     service.returning = True
-    for session in journal.sessions(service.directory):
+    for session in run_files.sessions(service.directory):
         for model in service.restore(session):
             count += 1
             for written in model.journal.requests(model.kept):
@@ -210,11 +210,11 @@ def come_back(service: Service, say: Callable[[str], None]) -> None:
         say(f"{count} models are back, with {again} requests since their snapshots, which run again")
 
 
-def _accepted_again(service: Service, model: TrainedModel, written: journal.WrittenRequest) -> bool:
+def _accepted_again(service: Service, model: TrainedModel, written: run_files.WrittenRequest) -> bool:
     """Accept a request that was accepted before; return False if there is no room for it now."""
     number, verb, body = written
     try:
-        if verb == journal.REFUSED:
+        if verb == run_files.REFUSED:
             service.requests.refuse(model.id, number, lambda: None)
         elif verb == "forward_backward":
             service.forward_backward(body)
@@ -223,7 +223,7 @@ def _accepted_again(service: Service, model: TrainedModel, written: journal.Writ
             method(service, form.model_validate_json(body), body)
     except BusyError:
         return False
-    if verb != journal.REFUSED:
+    if verb != run_files.REFUSED:
         service.requests.keep_for(f"{model.id}:{number}", RESTORED_S)
     return True
 

@@ -22,11 +22,10 @@ from raypipe.runtime.session.call_data import Kind, check
 from raypipe.runtime.session.session import QUEUED, Call, Outputs, Session, Updated, check_adam
 from raypipe.runtime.session.session_worker import AdamW
 from raypipe.runtime.session.slots import Adapters
-from raypipe.service import journal
+from raypipe.service import run_files
 from raypipe.service.adapters import adapters_of, check_eps, check_loaded
 from raypipe.service.futures import Accepted, Answer, GoneError, Queued, Requests, digest_of
-from raypipe.service.journal import Journal
-from raypipe.service.run_files import KINDS, Checkpoints, SinceUpdate, UpdateRows
+from raypipe.service.run_files import KINDS, Checkpoints, Journal, SinceUpdate, UpdateRows
 from raypipe.service.sampling import Sampler, SampleRequest
 from raypipe.service.wire import data_of, options_of, output_bytes, read_request, samples_bytes
 
@@ -126,7 +125,7 @@ class Service:
             if len(self._clients) >= MOST_SESSIONS:
                 raise SpecError("create_session", f"{MOST_SESSIONS} sessions are open", "end some, or wait")
             name = uuid.uuid4().hex
-            journal.begin_session(self.directory, name)
+            run_files.begin_session(self.directory, name)
             self._clients[name] = Client(time.monotonic())
             return name
 
@@ -163,7 +162,7 @@ class Service:
 
     def _end(self, session: str) -> None:
         client = self._client(session)
-        journal.end_session(self.directory, session)
+        run_files.end_session(self.directory, session)
         self.requests.close_lines(session, client.models)
         for one in client.samplers.values():
             if one.path is None and one.folder != self._start:
@@ -231,21 +230,21 @@ class Service:
         asked_for = self.requests.wait_for(model.id, number)
         if model.journal.lost is not None:
             raise model.journal.lost
-        if (kept := journal.snapshots(self.session.directory).get(model.id)) is not None:
+        if (kept := run_files.snapshots(self.session.directory).get(model.id)) is not None:
             model.journal.drop(min(kept.number, asked_for - 1))
-        return journal.note_of(model.id, number, updates)
+        return run_files.note_of(model.id, number, updates)
 
     def restore(self, session: str) -> list[TrainedModel]:
         """Bring a session back that a server had which was killed; return its models, with the state of their newest
         snapshots. What came after these is to be asked for again, with ``returning``."""
         client = self._clients[session] = Client(time.monotonic())
-        for name, about in journal.samplers(self.directory, session).items():
+        for name, about in run_files.samplers(self.directory, session).items():
             client.samplers[name] = Sampled(name, Path(about["folder"]), about["path"])
         models = []
-        for found in journal.models(self.directory, session):
+        for found in run_files.models(self.directory, session):
             model = self._add(client, found)
             models.append(model)
-            kept = journal.snapshots(self.session.directory).get(model.id)
+            kept = run_files.snapshots(self.session.directory).get(model.id)
             if kept is not None:
                 model.kept, model.steps = kept.number, kept.updates
                 self.requests.restore(model.id, session, kept.number, found.answers(kept.number))
@@ -275,7 +274,7 @@ class Service:
         try:
             yield model, number
         except SpecError:
-            self.requests.refuse(model.id, number, self._record(model, number, journal.REFUSED, b""))
+            self.requests.refuse(model.id, number, self._record(model, number, run_files.REFUSED, b""))
             raise
 
     def _accept(
@@ -433,7 +432,7 @@ class Service:
         with self._lock:
             samplers = self._client(session).samplers
             if made.id not in samplers:
-                journal.add_sampler(self.directory, made.id, {"folder": str(folder), "path": path})
+                run_files.add_sampler(self.directory, made.id, {"folder": str(folder), "path": path})
             return samplers.setdefault(made.id, made)
 
     def sampled(self, sampler: str) -> Sampled:

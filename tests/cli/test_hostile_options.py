@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raypipe.cli import run
-from raypipe.cost.peak import GIVEN, peak_flops_s
 from raypipe.errors import SpecError
+from raypipe.job.cluster import GIVEN, peak_flops_s
 from raypipe.runtime.cluster.connect import _check_reachable
 from raypipe.runtime.run_metrics import RAYS_INTERVAL, USUAL_INTERVAL_S, export_interval_s
 

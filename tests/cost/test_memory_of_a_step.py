@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
-from raypipe.graph.operation_costs import ON_CPU
+from raypipe.graph.counted import ON_CPU
 from raypipe.job import GptSpec
 from raypipe.job.cluster import cluster_from
 from raypipe.job.spec import job_from

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from raypipe.graph.operation_costs import IN_FLOAT32, ON_CPU, PRODUCTS
+from raypipe.graph.counted import IN_FLOAT32, ON_CPU, PRODUCTS
 
 NARROW = torch.full((2, 3, 4, 4), 0.5, dtype=torch.bfloat16)
 WIDE, MATRIX, BATCH = torch.ones(2, 3, 4, 4), torch.ones(4, 4), torch.ones(2, 4, 4)

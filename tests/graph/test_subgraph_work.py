@@ -18,8 +18,8 @@ from raypipe.cost.stages import costs_of
 from raypipe.cost.tensor import divided_gpt, tensor_profile
 from raypipe.data import declared_fields
 from raypipe.errors import SpecError
+from raypipe.graph.counted import ON_CPU
 from raypipe.graph.liveness import replicated
-from raypipe.graph.operation_costs import ON_CPU
 from raypipe.job import DataSpec, GptSpec, JobSpec, job_from
 from raypipe.job.cluster import load_cluster
 from raypipe.job.parallel_spec import ParallelSpec

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raypipe.models.document_attention import document_attention, documents_of
+from raypipe.models.attention import document_attention, documents_of
 
 LENGTHS = ((3, 1, 5, 1, 1), (4, 7), (11,))
 

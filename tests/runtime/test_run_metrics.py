@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from raypipe.cost.peak import GIVEN, peak_flops_s
+from raypipe.job.cluster import GIVEN, peak_flops_s
 from raypipe.job.spec import job_from
 from raypipe.launch.plans import make_plan
 from raypipe.runtime import run_metrics

@@ -15,7 +15,7 @@ from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.session import session as session_module
 from raypipe.runtime.session.call_data import Datum
 from raypipe.runtime.session.session_worker import AdamW
-from raypipe.service import journal
+from raypipe.service import run_files
 from raypipe.service.futures import GoneError
 from raypipe.service.server import CreateModel, LoadWeights, OptimStep, SaveWeights, come_back
 from raypipe.service.service import Service
@@ -154,7 +154,7 @@ def test_all_that_was_promised_is_done_once(
         if every == 3:
             assert service.model(client.model).kept > 12
     service.end_session(name)
-    assert journal.sessions(tmp_path) == []
+    assert run_files.sessions(tmp_path) == []
 
 
 def test_checkpoints_are_loaded_as_they_were(session_of: Opened, tmp_path: Path) -> None:  # noqa: F811
@@ -196,10 +196,10 @@ def test_checkpoints_are_loaded_as_they_were(session_of: Opened, tmp_path: Path)
 def test_another_job_does_not_come_back(tmp_path: Path) -> None:
     job = job_of({})
     with pytest.raises(SpecError, match="holds no run of raypipe serve"):
-        journal.check_served(job, tmp_path, print)
-    journal.begin_session(tmp_path, "s")
+        run_files.check_served(job, tmp_path, print)
+    run_files.begin_session(tmp_path, "s")
     (tmp_path / "job.json").write_text(json.dumps(job.model_dump(mode="json")))
-    assert journal.check_served(job, tmp_path, print) == []
+    assert run_files.check_served(job, tmp_path, print) == []
     for changed, said in ({"seed": 4}, "train.seed: is 4, and was 3"), ({"dtype": "float32"}, "train.dtype"):
         with pytest.raises(SpecError, match=said):
-            journal.check_served(job_of({}, **changed), tmp_path, print)
+            run_files.check_served(job_of({}, **changed), tmp_path, print)

@@ -10,15 +10,15 @@ import pytest
 
 from raypipe.errors import RunError, SpecError
 from raypipe.runtime.session.slots import Adapters
-from raypipe.service import journal
+from raypipe.service import run_files
 from raypipe.service.futures import Answer
-from raypipe.service.journal import EACH, Journal
+from raypipe.service.run_files import EACH, Journal
 
 NAME = "s:train:3"
 
 
 def opened(directory: Path, begun: bool = True) -> Journal:
-    journal.begin_session(directory, "s")
+    run_files.begin_session(directory, "s")
     made = Journal.of(directory, NAME, 2, Adapters(4, "mlp", 7))
     if begun:
         made.add(0, "create_model", b"{}")
@@ -34,7 +34,7 @@ def test_what_was_written_comes_back_in_order(tmp_path: Path) -> None:
         made.add(number, "optim_step", bytes([10, 0, number]))
     for number, answer in enumerate(answers):
         made.add_answer(number, f"digest {number}", answer)
-    (found,) = journal.models(tmp_path, "s")
+    (found,) = run_files.models(tmp_path, "s")
     assert (found.name, found.slot, found.adapters) == (NAME, 2, Adapters(4, "mlp", 7))
     assert [one.number for one in found.requests()] == [0, 1, 2, 3]
     assert found.requests(2) == [(3, "optim_step", b"\n\0\3")]
@@ -52,10 +52,10 @@ def test_a_part_of_a_request_is_none(tmp_path: Path, cut: int) -> None:
     newest = made.folder / "00000001"
     newest.write_bytes(newest.read_bytes()[:-cut])
     for number in (2, 3):
-        (found,) = journal.models(tmp_path, "s")
+        (found,) = run_files.models(tmp_path, "s")
         assert [one.number for one in found.requests()] == list(range(number))
         found.add(number, "optim_step", b"again")
-    (found,) = journal.models(tmp_path, "s")
+    (found,) = run_files.models(tmp_path, "s")
     assert found.requests()[2:] == [(2, "optim_step", b"again"), (3, "optim_step", b"again")]
 
 
@@ -63,7 +63,7 @@ def test_a_model_that_was_not_begun_is_removed(tmp_path: Path) -> None:
     made = opened(tmp_path, begun=False)
     made.folder.mkdir()
     (made.folder / "00000000").write_bytes(b'{"number": 0')
-    assert list(journal.models(tmp_path, "s")) == []
+    assert list(run_files.models(tmp_path, "s")) == []
     assert not made.folder.exists()
 
 

@@ -22,8 +22,8 @@ from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
 from raypipe.job.spec import load_job
 from raypipe.models import GptLayers, cross_entropy, random_keys
+from raypipe.models.attention import causal_attention
 from raypipe.models.current_slice import SliceRun, slice_run
-from raypipe.models.slice_attention import causal_attention
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.schedule.forms.text import from_text

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raypipe.compat import attention
+from raypipe.models.attention import Dropped, causal_attention
 from raypipe.models.current_slice import SliceRun, current_slice, own_chunks, positions_of, slice_run
 from raypipe.models.keyed_operations import Site, keyed_attention
 from raypipe.models.keyed_random import keyed_dropout, random_keys
-from raypipe.models.slice_attention import Dropped, causal_attention
 from tests.experts.threads import Member
 from tests.models.slices.cuda_kernels import CudaKernels
 from tests.tensor.threads import run_members
