@@ -95,11 +95,13 @@ peers: $(VENV)/.dev
 	  $(PEERS)/bin/python -m pip install --quiet --editable '.[peers]' && du -sh $(PEERS); } || \
 	  { rm -rf $(PEERS); echo "DeepSpeed is left out: it could not be installed"; }
 
-# verl, in an environment of its own over the packages of $(VENV), and the test of our engine for it.
+# verl, in an environment of its own over the packages of $(VENV), and the test of our engine for it. Python's own pip
+# may be so old that it tries versions for more than half an hour.
 VERL := .venv-verl
 verl: $(VENV)/.dev
 	@test -e $(VERL)/.done || { $(BIN)/python -m venv --clear $(VERL) && \
 	  $(VERL)/bin/python -c '$(call PACKAGES_OF,$(abspath $(BIN))/python)' && \
+	  $(VERL)/bin/python -m pip install --quiet --upgrade pip && \
 	  $(VERL)/bin/python -m pip install --quiet --editable '.[verl]' && touch $(VERL)/.done; }
 	$(VERL)/bin/python -m pytest tests/service/test_verl_engine.py
 

@@ -21,8 +21,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -117,12 +117,16 @@ def trained(job: Path, folder: Path, environment: dict[str, str]) -> Turn:
     return Turn(*meter.end(), [row["loss"] for row in rows()])
 
 
-def client(server: Server) -> Any:
-    """Return the client of a new model."""
+@contextmanager
+def client(server: Server) -> Iterator[Any]:
+    """Yield the client of a new model; it ends with the block, as it would ask after its session for ever."""
     import tinker
 
     service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
-    return service.create_lora_training_client(base_model="bench", rank=0).result()
+    try:
+        yield service.create_lora_training_client(base_model="bench", rank=0).result()
+    finally:
+        service.close("success").result()
 
 
 def datum(tokens: Any, targets: Any, weight: float) -> Any:
@@ -145,8 +149,7 @@ def through_the_api(path: Path, data: Path, folder: Path, environment: dict[str,
     )  # fmt: skip
     corpus = Corpus.open(data)
     losses: list[float] = []
-    with serving(path, folder, environment) as server:
-        training = client(server)
+    with serving(path, folder, environment) as server, client(server) as training:
         meter = Meter([server.pid, os.getpid()], lambda: len(losses))
         queued: deque[Any] = deque()
         for step in range(train.steps):
@@ -181,8 +184,7 @@ def small_calls(path: Path, folder: Path, environment: dict[str, str], count: in
     """Make many small calls on a server."""
     import tinker
 
-    with serving(path, folder, environment) as server:
-        training = client(server)
+    with serving(path, folder, environment) as server, client(server) as training:
         batch = [datum(range(8), range(1, 9), 1.0)] * 2
         pids = {"client": os.getpid(), "server": server.pid}
         for process in psutil.Process(server.pid).children(recursive=True):
