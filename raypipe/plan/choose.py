@@ -279,6 +279,7 @@ def choose(
     search_s: float = SEARCH_S,
     shared: Mapping[Sharing, Profile] = MappingProxyType({}),
     watch: Watch = ENDLESS,
+    remedies: bool = True,
 ) -> Decision:
     """The fastest plan that fits, or one that is simpler and about as fast (``NEAR``), and why the others lost.
 
@@ -293,6 +294,7 @@ def choose(
         shared: profiles whose devices are groups that share each layer, by (size, ``sub_pipelined``); with none,
             no plan divides layers.
         watch: ends the choice with the best plan so far.
+        remedies: where no plan fits, find what would.
 
     Raises:
         SpecError: the profile is of another model, or no plan fits: the largest term, the excess, and what would.
@@ -323,11 +325,12 @@ def choose(
         for copies in () if greedy or "context" in given else context_counts(job, profile, count):
             changed: Mapping[str, Any] = {"parallel": job.parallel.model_copy(update={"context": copies})}
             left: dict[str, Any] = {"top": top, "asynchronous": asynchronous, "search_s": search_s, "watch": watch}
+            left["remedies"] = False
             with suppress(SpecError):
                 divided.append(choose(job.model_copy(update=changed), profile, devices, **left))
         if divided:
             return min(divided, key=lambda decision: decision.best.step_s)
-        raise nothing_fits(choice, result)
+        raise nothing_fits(choice, result) if remedies else SpecError("memory", "no plan fits", "use more devices")
     watch.found_plan()
     ranked = sorted((judge.of(p.candidate).time(p, final=True) for p in result.best + result.near), key=rank_key)
     ranked = [*(judge.of(p.candidate).with_shards(p) for p in ranked[:DIVIDED]), *ranked]

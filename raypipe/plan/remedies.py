@@ -6,7 +6,6 @@ Every way out is a changed job, or other devices, for which a plan was found tha
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -20,6 +19,7 @@ from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.sizes import OF_A_SAMPLE
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.model_spec import GptSpec, HfSpec
+from raypipe.job.parallel_spec import GatherKey
 from raypipe.plan.best_first import Ranking, effort_s
 from raypipe.plan.candidate import Candidate, chunk_counts, divisors
 from raypipe.plan.choice import PlanChoice
@@ -96,7 +96,11 @@ def _place(p: Prediction, device: int) -> str:
 
 
 def _smallest(
-    choice: PlanChoice, known: Sequence[Candidate] = (), most_s: float = MOST_S, every: bool = False
+    choice: PlanChoice,
+    known: Sequence[Candidate] = (),
+    most_s: float = MOST_S,
+    every: bool = False,
+    fitting: bool = False,
 ) -> Iterator[tuple[float, Prediction]]:
     """Yield the plans that may need least memory, each after the least bytes that it and all later ones lack.
 
@@ -108,16 +112,24 @@ def _smallest(
         known: candidates that are considered beside these.
         most_s: seconds that making orders takes at most, by estimate.
         every: of few grids, consider all schedules.
+        fitting: leave out the grids on which none fits.
     """
     judge = choice.judge
     grids = _small(choice.grids)
     few = len(grids) <= FEW_GRIDS
-    made = (c for grid in (grids if few else _ends(grids)) for c in _in_turn(choice, grid, every=every and few))
-    ways = dict.fromkeys(way for c in itertools.chain(known, made) for way in _least_ways(choice, c))
     bounds: dict[object, float] = {}
-    ranked = ((_lacks(judge, c, bounds), not _one_in_flight(c), n, c) for n, c in enumerate(ways))
+    first = {way: (-1, k) for k, way in enumerate(way for c in known for way in _least_ways(choice, c))}
+    ranked = [(_lacks(judge, c, bounds), not _one_in_flight(c), *place, c) for c, place in first.items()]
+    ends = ((-judge.of(grid).room_on(grid), n, grid) for n, grid in enumerate(grids if few else _ends(grids)))
+    for bound, n, grid in sorted(ends, key=lambda end: end[:2]):
+        if bound > 0 and (fitting or (len(ranked) == SMALLEST and bound > ranked[-1][0])):
+            break  # later ones lack as much
+        made = (way for c in _in_turn(choice, grid, every=every and few) for way in _least_ways(choice, c))
+        ways = enumerate(way for way in dict.fromkeys(made) if way not in first)
+        ranked += ((_lacks(judge, c, bounds), not _one_in_flight(c), n, k, c) for k, c in ways)
+        ranked = heapq.nsmallest(SMALLEST, ranked)
     spent_s = 0.0
-    for lacks, _, _, way in heapq.nsmallest(SMALLEST, ranked):
+    for lacks, *_, way in ranked:
         played = _shortest(judge, way)
         spent_s += effort_s(played)
         try:
@@ -189,10 +201,12 @@ def _ends(grids: Sequence[Grid]) -> list[Grid]:
 
 
 def _least_ways(choice: PlanChoice, c: Candidate) -> list[Candidate]:
-    """Return a candidate and what its copies may divide, each as it takes least memory."""
+    """Return a candidate and what its copies may divide, each as it takes least memory: over as many as may be."""
     judge = choice.judge.of(c)
-    ways = dict.fromkeys([c, *(judge.shard_ways(c) if c.shard == "none" else ())])
-    by_microbatch = "microbatch"  # nothing stays gathered for longer otherwise
+    divided = list(judge.shard_ways(c)) if c.shard == "none" else []
+    most = max((way.shard_group for way in divided), default=1)
+    ways = dict.fromkeys([c, *(way for way in divided if way.shard_group == most)])
+    by_microbatch: GatherKey = "microbatch"  # nothing stays gathered for longer otherwise
     least = [
         replace(way, update="wait") for way in ways if replace(way, gather=by_microbatch) not in ways.keys() - {way}
     ]
@@ -223,7 +237,7 @@ def _ways_out(choice: PlanChoice, least: Prediction) -> Iterator[str]:
 
 def _fitting(choice: PlanChoice) -> Prediction | None:
     """Return a plan that fits, if one of those that need least memory does."""
-    for lacks, p in _smallest(choice):
+    for lacks, p in _smallest(choice, fitting=True):
         if p.fits or lacks > 0:
             return p if p.fits else None
     return None

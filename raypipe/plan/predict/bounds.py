@@ -240,8 +240,7 @@ class Bounds(CandidateCosts):
     def least_on(self, grid: Grid) -> float:
         """Return a lower bound on the step of every candidate of the grid, infinite if none fits: all work evenly on
         all devices, with what memory makes them recompute, and one micro-batch there and back."""
-        group = grid.replicas if self.divides and self.asked.get("shard") != "none" and grid.tensor == 1 else 1
-        room = self._most_memory - self._static(grid.stages, 3, group)
+        room = self.room_on(grid)
         if room < 0:
             return float("inf")
         there, back, split, inputs = self._sums(grid.microbatch)
@@ -256,6 +255,12 @@ class Bounds(CandidateCosts):
             work = max(work, of_memory.least(grid.microbatches, grid.stages, slices * grid.stages * room))
         busy = self.profile.placed.busy(grid.stages * grid.replicas)
         return work * min(crowding(kind, busy) for kind in self.profile.kinds) * (1 - 1e-9)
+
+    def room_on(self, grid: Grid) -> float:
+        """Return the bytes that weights, gradients and optimizer state leave on some device of any plan of the grid at
+        most; negative if none fits."""
+        group = grid.replicas if self.divides and self.asked.get("shard") != "none" and grid.tensor == 1 else 1
+        return self._most_memory - self._static(grid.stages, 3, group)
 
     def _memory_time(self, microbatch: int) -> MemoryTime:
         """Return the time that memory costs a step, whatever the cut, for a micro-batch size.

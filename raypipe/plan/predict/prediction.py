@@ -84,7 +84,7 @@ class Prediction:
     @property
     def fullest(self) -> int:
         """The device that lacks most, or has least to spare."""
-        return max(range(len(self.memory)), key=lambda d: self.memory_bytes[d] - self.capacities[d])
+        return max(range(len(self.memory)), key=lambda d: self.memory[d].total - self.capacities[d])
 
     @property
     def capacity(self) -> float:
@@ -94,7 +94,7 @@ class Prediction:
     @property
     def excess(self) -> float:
         """Bytes that the fullest device lacks; negative: spare."""
-        return self.memory_bytes[self.fullest] - self.capacity
+        return max(device.total - capacity for device, capacity in zip(self.memory, self.capacities, strict=True))
 
     @property
     def fits(self) -> bool:
