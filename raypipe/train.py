@@ -283,31 +283,30 @@ def _on_devices(
     Returns what it ended with, and what Ray Train returned or raised.
     """
     from raypipe.runtime.cluster.attempts import RunRequest
+    from raypipe.runtime.group.worker_group import start_beside
     from raypipe.runtime.hosts.rank_order import kinds_of
     from raypipe.runtime.hosts.reserve import reserve, take_idle
     from raypipe.runtime.saving.neighbour_copies import copies_kept
 
     def hold_for(prepared: Prepared, run_id: str | None = None) -> Reservation:
-        def waiting(message: str) -> None:
+        def notify(message: str) -> None:
             log_event(prepared.directory, "waiting", message=message)
             watch()
 
         tensor, train, kinds = prepared.plan.parallel.tensor, prepared.job.train, kinds_of(prepared.plan)
         count, by_node = prepared.schedule.devices * tensor, train.elastic is not None
-        return reserve(count, devices, train.wait_for_devices_s, waiting, tensor, kinds, by_node, run_id)
+        return reserve(count, devices, train.wait_for_devices_s, notify, tensor, kinds, by_node, run_id)
 
     # Ray chose the devices that were measured, which are any: those of a plan for several kinds are chosen for it.
     fixed = prepared.job.train.elastic is None and prepared.plan.parallel.tensor == 1 and not kinds_of(prepared.plan)
     idle = take_idle(prepared.schedule.devices, devices) if fixed else None
     reservation = hold_for(prepared) if idle is None else idle.reservation
-    request = RunRequest(
-        prepared.job,
-        prepared.directory,
-        prepared.resume,
-        reservation,
-        prepared.validation,
-        {} if idle is None else idle.actors,
-    )
+    waiting = {} if idle is None else idle.actors
+    if not waiting and prepared.job.train.elastic is None and not devices.gpus:
+        copies, numbering = prepared.plan.parallel.replicas, prepared.plan.numbering()
+        waiting = start_beside(prepared.schedule, copies, reservation, numbering)
+    given = (prepared.job, prepared.directory, prepared.resume, reservation, prepared.validation, waiting)
+    request = RunRequest(*given)
     named = NamedNodes(prepared.directory)
     with copies_kept(reservation.run_id, prepared.job.train.copy_every):
         if prepared.job.train.elastic is None:
@@ -327,7 +326,7 @@ def _ended(
     """Run Ray Train to the end and return its result or the exception that it raised."""
     import ray
 
-    from raypipe.runtime.cluster.connect import listens
+    from raypipe.runtime.hosts.reserve import listens
 
     ended: list[Result | BaseException] = []
 

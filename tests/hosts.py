@@ -25,6 +25,11 @@ ISOLATED = ("--mount", "--uts", "--ipc", "--net", "--pid", "--time")
 TOOLS = ("ip", "tc", "unshare", "nsenter", "mount")
 GCS_PORT = 6379
 READY_S = 240.0
+NOTICES = {
+    f"RAY_health_check_{name}": value
+    for name, value in {"period_ms": "1000", "timeout_ms": "5000", "failure_threshold": "3"}.items()
+}
+"""Of the head, as docs/guides/failures.md advises: a raylet that was killed is noticed after 3 s, and not after 15."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ def ray_cluster(members: Sequence[Host], cpus: int = 1, forks: bool = True) -> I
     at = f"[{head}]:{GCS_PORT}" if ":" in head else f"{head}:{GCS_PORT}"
     settings = forking() if forks else {}
     members[0].must(
-        *_start(members[0], cpus), "--head", "--port", str(GCS_PORT), "--include-dashboard=false", **settings
+        *_start(members[0], cpus), "--head", "--port", str(GCS_PORT), "--include-dashboard=false", **settings, **NOTICES
     )
     for host in members[1:]:
         host.must(*_start(host, cpus), "--address", at, **settings)

@@ -293,7 +293,7 @@ class CompiledSwap:
         """Swap before step ``step``, counted from 0, if it is time to; that step is queued next."""
         if self._due:
             self._due, self._swapped = False, step
-            workers.note(workers.call("swap_compiled", step))
+            workers.call("swap_compiled", step)
             self._log.event("swapped", step=step + 1)
 
     def _report(self, reports: Iterable[StageReport]) -> None:

@@ -146,7 +146,7 @@ class Driver:
         clear(workers.leaders_apart(), self.directory)
 
     def _run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
-        self.in_place = in_place_for(self.job, self.running, workers, self.directory, self.copies.made)
+        self.in_place = in_place_for(self.job, self.running, workers, self.directory, self.copies)
         self._setup(workers, checkpoint, done)
         if workers.standby is None:
             workers.standby = StandbyPool(workers, self.job.train.standby)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,11 @@ from raypipe.plan.online.better_order import Running
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
+from raypipe.runtime.hosts.reserve import gone
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
 from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from raypipe.runtime.recovery.replacement import Transfer, transfers
+from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.setup.setup import copy_ranks
 from raypipe.runtime.update.ledger import Facts, Standing, agreed_steps
@@ -39,6 +41,8 @@ ENDED_S = 30.0
 """Time that the process of a device that hangs has to end."""
 ELSEWHERE_S = 15.0
 """Time that Ray has to find devices on other nodes for those of a lost one."""
+LOOK_S = 0.5
+"""Interval at which is looked for more that have died, while others answer."""
 NEWEST = 8
 """Calls per worker among which the cause is looked for."""
 
@@ -70,6 +74,8 @@ class LostWorkers:
     """Where the devices were (``flight_recorder``)."""
     began: float
     """When it was noticed, in seconds on this host's clock."""
+    marks: dict[str, float] = field(default_factory=dict)
+    """When what ended, in order: ``parted`` all that live, ``started`` the replacements."""
 
     def event(self, workers: WorkerGroup, replaced: int, repeated: int, source: str) -> dict[str, Any]:
         """Return the fields of the event that tells of the recovery, when all devices are ready for the next step.
@@ -80,13 +86,18 @@ class LostWorkers:
             repeated: steps that had begun and are run again.
             source: ``replica``, ``neighbour`` or ``checkpoint``.
         """
+        marks = {**self.marks, "joined": time.monotonic()}
+        phases = {
+            name: at - before for (name, at), before in zip(marks.items(), (self.began, *marks.values()), strict=False)
+        }
         return {
             "ranks": list(self.dead),
             "devices": [workers.titles[rank] for rank in self.dead],
             "pids": [workers.locations[rank].pid for rank in self.dead],
             "from_standby": replaced,
             "steps_repeated": repeated,
-            "seconds": time.monotonic() - self.began,
+            "seconds": marks["joined"] - self.began,
+            "phases_s": phases,
             "message": self.cause,
             "stuck": self.stuck,
             "source": source,
@@ -127,8 +138,8 @@ def _moved(running: Running, dead: Collection[int]) -> list[Transfer] | None:
 class InPlace:
     """Recovers the workers of one attempt, as often as it takes."""
 
-    def __init__(self, job: JobSpec, directory: Path, twins: bool) -> None:
-        self._job, self._directory, self.twins = job, directory, twins
+    def __init__(self, job: JobSpec, directory: Path, twins: bool, copies: NeighbourCopies) -> None:
+        self._job, self._directory, self.twins, self._copies = job, directory, twins, copies
         self._times = 0
         self._at: tuple[int, int] = (-1, 0)
         """The step after which the last recovery went on, and how many did so in a row."""
@@ -150,7 +161,8 @@ class InPlace:
         cause = root_cause(error if hung else dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
         if is_final(cause) or isinstance(cause, DeviceError):
             raise cause
-        return LostWorkers(standings, tuple(sorted(dead)), describe(cause), stuck, began)
+        marks = {"parted": time.monotonic()}
+        return LostWorkers(standings, tuple(sorted(dead)), describe(cause), stuck, began, marks)
 
     def from_twins(
         self,
@@ -204,6 +216,7 @@ class InPlace:
         workers.elsewhere_s = 0.0 if elastic else ELSEWHERE_S
         known = {at.peer.node for at in workers.locations}
         result = self._replace(workers, lost.dead)
+        lost.marks["started"] = time.monotonic()
         workers.calls.clear()  # they failed because of what is mended now
         if not {at.peer.node for at in workers.locations} <= known:
             timeout_s = self._job.train.message_timeout_s
@@ -217,6 +230,7 @@ class InPlace:
         """Have all workers part; return how far the living are, the errors of the dead by rank, and what hung.
 
         Whoever does not answer within ``train.message_timeout_s`` hangs: its process is ended, and it counts as dead.
+        So does at once who cannot be reached.
 
         Raises:
             TransportError: a process that hangs cannot be ended.
@@ -224,16 +238,21 @@ class InPlace:
         asked = {actor.part.remote(): rank for rank, actor in enumerate(workers.actors)}
         standings: dict[int, Standing] = {}
         dead: dict[int, RayActorError] = {}
+        ended: set[int] = set()
         waiting: list[Any] = list(asked)
         deadline, hung = time.monotonic() + self._job.train.message_timeout_s, ""
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            for rank in self._unreachable(workers, {asked[ref] for ref in waiting} - ended) - ended:
+                ended.add(rank)
+                ray.kill(workers.actors[rank])  # else its calls wait until Ray knows
+            ready, waiting = ray.wait(waiting, timeout=max(0.0, min(LOOK_S, deadline - time.monotonic())))
+            if not ready and time.monotonic() >= deadline:
                 first = workers.titles[asked[waiting[0]]]
                 if hung:
                     raise TransportError(first, "hangs, and its process does not end", "end it, or look at its node")
                 hung = self._stuck(workers) or first
                 for ref in waiting:
+                    ended.add(asked[ref])
                     ray.kill(workers.actors[asked[ref]])
                 deadline = time.monotonic() + ENDED_S
             for ref in ready:
@@ -242,7 +261,21 @@ class InPlace:
                         standings[asked[ref]] = standing
                 except RayActorError as error:
                     dead[asked[ref]] = error
+        for rank in ended - dead.keys():  # it has answered before
+            standings.pop(rank, None)
+            dead[rank] = RayActorError(error_msg=f"{workers.titles[rank]} is ended with its node")
         return standings, dead, hung
+
+    def _unreachable(self, workers: WorkerGroup, waiting: Collection[int]) -> set[int]:
+        """Return the ranks that cannot be reached any more, among them all those of a node without its raylet.
+
+        Copies that the living are sending there are not waited for. ``waiting``: ranks that have not answered.
+        """
+        lost, nodes = workers.unreachable(), [at.peer.node for at in workers.locations]
+        without = gone({nodes[rank] for rank in lost.union(waiting)})
+        for node in without:
+            self._copies.lost(node)
+        return lost | {rank for rank, node in enumerate(nodes) if node in without}
 
     def _replace(self, workers: WorkerGroup, dead: Iterable[int]) -> int:
         """Put new workers in the places of dead ones; return how many of them were waiting already."""
@@ -263,10 +296,13 @@ class InPlace:
         return from_pool
 
 
-def in_place_for(job: JobSpec, running: Running, workers: WorkerGroup, directory: Path, copies: bool) -> InPlace | None:
+def in_place_for(
+    job: JobSpec, running: Running, workers: WorkerGroup, directory: Path, copies: NeighbourCopies
+) -> InPlace | None:
     """Return what replaces workers that die, by twins or else ``copies`` in nodes' memory; None where neither can."""
     twins = _can_recover(job, running, workers)
-    return InPlace(job, directory, twins) if twins or (copies and _can_replace(job, running, workers)) else None
+    can = twins or (copies.made and _can_replace(job, running, workers))
+    return InPlace(job, directory, twins, copies) if can else None
 
 
 class LeavingWorkers:

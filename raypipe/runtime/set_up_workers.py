@@ -179,10 +179,9 @@ def install(workers: WorkerGroup, running: Running, measures_memory: bool) -> No
     train, evaluate = lower(running, _on_gpus(workers))
     parallel, cut = running.plan.parallel, running.plan.cut
     recomputed = layers_to_recompute(parallel, cut)
-    for rank, actor in enumerate(workers.actors):
-        device, _ = tensor_rank_of(rank, parallel.tensor)
-        own = {part: rows[device] for part, rows in train.items()}
-        workers.note([actor.install.remote(own, evaluate[device], recomputed, measures_memory)])
+    of_rank = [tensor_rank_of(rank, parallel.tensor)[0] for rank in range(len(workers.actors))]
+    own = [({part: rows[device] for part, rows in train.items()}, evaluate[device]) for device in of_rank]
+    workers.call_each("install", [(*programs, recomputed, measures_memory) for programs in own])
 
 
 def _on_gpus(workers: WorkerGroup) -> bool:

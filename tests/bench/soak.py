@@ -90,6 +90,9 @@ class Fault:
     """Whether all workers that it left alive serve on; None where nothing was killed."""
     sources: list[str] = field(default_factory=list)
     """Where each recovery had the state from."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """The seconds of the last recovery: until the driver ``noticed`` it, all living had ``parted``, replacements had
+    ``started``, all had ``joined``; or a ``driver`` followed, and workers were ``set up``; to the ``step``."""
 
 
 @dataclass(slots=True)
@@ -247,9 +250,23 @@ def recoveries(directory: Path) -> list[dict[str, Any]]:
     return [*events(directory, "recovered"), *events(directory, "restarted")]
 
 
+def phases(directory: Path, at: float, until: float) -> dict[str, float]:
+    """Return where the seconds of the last recovery between two times went; see Fault."""
+    found = [one for one in recoveries(directory) if at < one["time"] < until]
+    if not found:
+        return {}
+    last = max(found, key=lambda one: float(one["time"]))
+    if last["event"] == "recovered":
+        result = {"noticed": last["time"] - last["seconds"] - at, **last["phases_s"]}
+    else:
+        began = [one["time"] for one in events(directory, "started") if one["time"] >= last["time"]]
+        result = {"driver": last["time"] - at, **({"set up": began[0] - last["time"]} if began else {})}
+    return {**result, "step": until - at - sum(result.values())}
+
+
 def strike(kind: str, cluster: Cluster, process: Train, directory: Path) -> Fault | None:
     """Have a fault happen and wait for the next step; None if there is nothing it could happen to."""
-    known, step, began = recoveries(directory), newest(directory), time.monotonic()
+    known, step, began, at = recoveries(directory), newest(directory), time.monotonic(), time.time()
     living = happen(kind, cluster, directory)
     if living is None:
         return None
@@ -266,6 +283,7 @@ def strike(kind: str, cluster: Cluster, process: Train, directory: Path) -> Faul
     fault.repeated, fault.sources = sum(one["steps_repeated"] for one in new), [one["source"] for one in new]
     if kind in KILLS:
         fault.kept = all(alive(pid) for pid in living)
+    fault.phases = phases(directory, at, time.time())
     return fault
 
 
@@ -368,6 +386,10 @@ def figures(found: list[Run]) -> str:
             f"from {dict(Counter(source for one in faults for source in one.sources))}"
             + (f"; the others lived on {sum(kept)} times" if kept else "")
         )
+        for ways in sorted({tuple(one.phases) for one in faults if one.phases}):
+            here = [one.phases for one in faults if tuple(one.phases) == ways]
+            parts = ", ".join(f"{name} {statistics.median(one[name] for one in here):.1f}" for name in ways)
+            lines.append(f"           of {len(here)}, medians: {parts}")
     return "\n".join(lines)
 
 

@@ -26,12 +26,18 @@ from raypipe.cost.profile import load_profile
 from raypipe.errors import DevicesError, RunError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import NO_LOCKS, PROFILE
-from raypipe.observe.run_log import EVENTS, RunLog, events_since_start, read_rows, rewind
+from raypipe.observe.run_log import EVENTS, METRICS, RunLog, events_since_start, read_rows, rewind
 from raypipe.observe.timelines import save_timelines
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.plan.predict.of_plan import on_hosts
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group, warm_ones
+from raypipe.runtime.group.worker_group import (
+    Survivors,
+    WorkerGroup,
+    start_worker_group,
+    those_that_leave,
+    warm_ones,
+)
 from raypipe.runtime.hosts.devices import NO_GPUS
 from raypipe.runtime.hosts.rank_order import by_number, kinds_of, kinds_on_hosts
 from raypipe.runtime.hosts.reserve import Kept, Reservation, reserved_by
@@ -72,7 +78,7 @@ class RunRequest:
     validation: ValidationMetrics | None = None
     """Functions of the Python API; those of ``train.metrics`` are imported where they run."""
     waiting: Kept = field(default_factory=dict)
-    """Workers that wait on the devices for the first attempt."""
+    """Workers that the process which starts the run has on the devices, for the first attempt: they outlive drivers."""
 
 
 class _Reporter:
@@ -148,9 +154,12 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
     """Run to the end, one attempt after another."""
     directory, train = request.directory, request.job.train
     resumes, reservation = request.resume or restarted, request.reservation
-    # A driver that is started again has none: those of an attempt end with it.
-    changes, survivors = devices_changed(directory), Survivors({} if restarted else dict(request.waiting))
+    changes, survivors = devices_changed(directory), Survivors(dict(request.waiting))
     if restarted:
+        if train.recovery == "in-place":
+            survivors.actors = those_that_leave(survivors.actors)
+        else:
+            survivors.end()
         if not failure_logged(directory):
             log.event("failed", message=DRIVER_DIED)
         with suppress(DevicesError):
@@ -214,7 +223,8 @@ def _begin(
     directory = request.directory
     checkpoint, notices = latest(directory / "checkpoints") if resumes else (None, [])
     done = open_checkpoint(checkpoint, verify=False).step if checkpoint is not None else 0
-    from_copies = restarted and copies.restore(checkpoints, done)
+    logged = max((row["step"] for row in read_rows(directory / METRICS) if "loss" in row), default=0)
+    from_copies = restarted and copies.restore(checkpoints, done, logged)
     if from_copies:
         done, checkpoint = checkpoints.newest
     lost = rewind(directory, done)

@@ -36,8 +36,6 @@ END_S = 5.0
 """Time that the processes of a Ray started here have to end with it."""
 ANSWER_S = 10.0
 """Time that a cluster has to answer a connection."""
-LISTENS_S = 2.0
-"""Time that it has to take one."""
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """An empty HTTP/2 SETTINGS frame, which both sides send first."""
 MOST_PORT = 65535
@@ -151,16 +149,6 @@ def _check_reachable(address: str) -> None:
         raise SpecError("RAY_ADDRESS", why, UNREACHABLE) from None
     if not answers:
         raise SpecError("RAY_ADDRESS", f"what answers at {address} is no Ray cluster", UNREACHABLE)
-
-
-def listens(address: str) -> bool:
-    """Return whether something listens at the address of a Ray cluster that this process is part of."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=LISTENS_S).close()
-    except OSError:
-        return False
-    return True
 
 
 def _speaks_http2(server: socket.socket) -> bool:

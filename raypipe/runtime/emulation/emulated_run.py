@@ -443,7 +443,8 @@ class EmulatedDevices(WorkerGroup):
         for _, result in groupby(pairs, key=lambda pair: id(pair[0].node)):  # a node's ranks follow one another
             together = list(result)
             refs += together[0][0].node.calls([(device.number, request) for device, request in together])
-        return self.note(refs)
+        self.calls.extend(refs)
+        return refs
 
 
 def start_emulated_devices(

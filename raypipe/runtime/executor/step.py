@@ -108,7 +108,9 @@ class Written:
     """None if the worker had nothing to write."""
     seconds: float
     lost: bool = False
-    """Whether a copy could not be handed over, because its keeper is gone (``neighbour_copies``)."""
+    """Whether a keeper of a copy is gone, and where ``shard`` is None all of them (``neighbour_copies``)."""
+    processor_s: float = 0.0
+    """Processor time that sending a copy took, here and at its keepers."""
 
 
 @dataclass(frozen=True, slots=True)

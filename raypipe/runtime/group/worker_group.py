@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -122,26 +122,37 @@ class WorkerGroup:
     standby: StandbyPool | None = None
     """Processes that wait to take the place of one that dies."""
     calls: deque[Any] = field(init=False)
-    """References of the newest calls."""
+    """References of the newest calls, of each one those of all ranks in their order."""
 
     def __post_init__(self) -> None:
         self.calls = deque(maxlen=CALLS * max(1, len(self.actors)))
 
     def call(self, method: str, *args: object) -> list[Any]:
         """Queue one call on every actor, in rank order; return the references."""
-        return self.note([getattr(actor, method).remote(*args) for actor in self.actors])
+        return self.call_each(method, [args] * len(self.actors))
 
     def call_each(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[Any]:
         """Queue one call on every actor with arguments of its own, in rank order; return the references."""
-        return self.note(
-            [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)]
-        )
-
-    def note(self, refs: Iterable[Any]) -> list[Any]:
-        """Keep the references of calls, where the cause of a failure is looked for; return them as a list."""
-        refs = list(refs)
+        refs = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)]
         self.calls.extend(refs)
         return refs
+
+    def unreachable(self) -> set[int]:
+        """Return the ranks of which a call has failed since their process, or the way to it, is gone.
+
+        Ray says that an actor is dead when the raylet of its node does; where that is gone too, some 15 s later.
+        """
+        ranks = dict(zip(self.calls, cycle(range(len(self.actors))), strict=False))
+        ended = ray.wait([*ranks], num_returns=len(ranks), timeout=0, fetch_local=False)[0] if ranks else []
+        result = set()
+        for ref in ended:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayActorError:
+                result.add(ranks[ref])
+            except ray.exceptions.RayError:
+                pass
+        return result
 
     def processes(self) -> list[Any]:
         """Return the actors that are processes of their own, with which all workers end."""
@@ -203,23 +214,33 @@ class WorkerGroup:
 
         Workers that do not leave in time are ended. The group has none of them any more.
         """
+        kept = those_that_leave(self.by_place())
         assert self.places is not None
-        asked = {actor.leave.remote(): rank for rank, actor in enumerate(self.actors)}
-        left, _ = ray.wait(list(asked), num_returns=len(asked), timeout=LEAVE_S)
-        kept: Kept = {}
-        where = self.places.of_ranks()
-        for ref, rank in asked.items():
-            try:
-                if ref in left:
-                    ray.get(ref)
-                    kept[where[rank]] = self.actors[rank]
-                    continue
-            except ray.exceptions.RayError:
-                pass  # it has died, or cannot leave
-            ray.kill(self.actors[rank])
-            if self.standby is not None and (other := self.standby.take(self.locations[rank].peer.node)) is not None:
-                kept[where[rank]] = other
+        for at, where in zip(self.locations, self.places.of_ranks(), strict=True):
+            if (
+                where not in kept
+                and self.standby is not None
+                and (other := self.standby.take(at.peer.node)) is not None
+            ):
+                kept[where] = other
         return Survivors(kept, self.standby)
+
+
+def those_that_leave(actors: Kept) -> Kept:
+    """Have workers leave their plan; return those that did. The others are ended."""
+    asked = {actor.leave.remote(): where for where, actor in actors.items()}
+    left = ray.wait(list(asked), num_returns=len(asked), timeout=LEAVE_S)[0] if asked else []
+    result: Kept = {}
+    for ref, where in asked.items():
+        try:
+            if ref in left:
+                ray.get(ref)
+                result[where] = actors[where]
+                continue
+        except ray.exceptions.RayError:
+            pass  # it has died, or cannot leave
+        ray.kill(actors[where])
+    return result
 
 
 def device_title(schedule: Schedule, device: int, copies: int) -> str:
@@ -236,6 +257,26 @@ def device_title(schedule: Schedule, device: int, copies: int) -> str:
             direction = "" if per_copy == 1 else " · down" if replica % per_copy < per_copy // 2 else " · up"
             parts.append(f"{noun} {','.join(stages)} · replica {replica // per_copy}{direction}")
     return " + ".join(parts)
+
+
+def titles_of(schedule: Schedule, copies: int, tensor: int) -> list[str]:
+    """Return the names of a schedule's workers, by rank; ``tensor``: how many a device has."""
+    return [
+        device_title(schedule, d, copies) + (f" · tensor {m}" if tensor > 1 else "")
+        for d in range(schedule.devices)
+        for m in range(tensor)
+    ]
+
+
+def start_beside(schedule: Schedule, copies: int, place: Reservation, numbering: Numbering | None) -> Kept:
+    """Start the workers of a run's first attempt, whose driver is another process and may be on its way.
+
+    Ray ends an actor when the process that created it dies. These end with the one that starts the run, so that they
+    outlive a driver, and Ray Train's controller. The arguments are those of ``start_worker_group``.
+    """
+    places = Places(place, place.in_rank_order(numbering), StageWorker)
+    titles = titles_of(schedule, copies, place.together)
+    return {at: places.start(rank, titles[rank]) for rank, at in enumerate(places.of_ranks())}
 
 
 def start_worker_group(
@@ -255,13 +296,9 @@ def start_worker_group(
     Raises:
         DevicesError: the devices were not free within ``timeout_s``.
     """
-    tensor = place.together
-    titles = [
-        device_title(schedule, d, copies) + (f" · tensor {m}" if tensor > 1 else "")
-        for d in range(schedule.devices)
-        for m in range(tensor)
-    ]
-    return start_actors(titles, place, actor_class, timeout_s, notify, kept, numbering)
+    return start_actors(
+        titles_of(schedule, copies, place.together), place, actor_class, timeout_s, notify, kept, numbering
+    )
 
 
 def start_actors(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -333,9 +334,30 @@ def shortage(devices: int, request: DeviceRequest) -> str:
 # Ray has no public call for the first, so it is read from what its autoscalers (v1 and v2) publish for ``ray status``.
 # A cluster without an autoscaler has a v1 monitor too, but that one knows no node types and names each node by its id.
 
+LISTENS_S = 2.0
+"""Time that a process of Ray has to take a connection."""
 NODE_GROUP = "ray.io/node-group"
 """Label of nodes that an autoscaler or KubeRay has started."""
 _BY_ID = re.compile(r"node_[0-9a-f]+")
+
+
+def listens(address: str) -> bool:
+    """Return whether something listens at the address of a Ray cluster, or a node, that this process is part of."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=LISTENS_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def gone(nodes: Collection[str]) -> set[str]:
+    """Return those of nodes whose raylet takes no connection: all processes there end with it.
+
+    Ray itself needs about 15 s to notice that (``RAY_health_check_period_ms`` and what goes with it).
+    """
+    at = {node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in ray.nodes()}
+    return {node for node in nodes if node in at and not listens(at[node])}
 
 
 def autoscales() -> bool:

@@ -30,6 +30,7 @@ from raypipe.errors import CheckpointError, TransportError
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
 from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.hosts.devices import physical_cores
 from raypipe.runtime.hosts.node_files import SentShard, received
 from raypipe.runtime.recovery.nonfinite import LEFT_OUT, NonFiniteError
 from raypipe.runtime.saving.saves import RunCheckpoints
@@ -52,6 +53,8 @@ class Copy:
     """Of the keepers, by rank."""
     shards: dict[int, ShardInfo | None] = field(default_factory=dict)
     """By rank; None for a worker that saves nothing."""
+    processor_s: float = 0.0
+    """Processor time that it has taken so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ class Attached:
     """The number of its first copy."""
     held: Copy | None
     """The newest complete copy."""
+    under_way: tuple[Copy, ...]
+    """Later ones that had begun; keepers may have them whole."""
     keepers: dict[str, Any]
     """By Ray's id of the node."""
 
@@ -76,12 +81,13 @@ class CopyIndex:
     def __init__(self) -> None:
         self._drivers = 0
         self._held: Copy | None = None
+        self._under_way: tuple[Copy, ...] = ()
         self._keepers: dict[str, Any] = {}
 
     def attach(self) -> Attached:
         """Serve another driver, whose numbers follow those of all before."""
         self._drivers += 1
-        return Attached(-1 - (self._drivers - 1) * NUMBERS, self._held, dict(self._keepers))
+        return Attached(-1 - (self._drivers - 1) * NUMBERS, self._held, self._under_way, dict(self._keepers))
 
     def keeper(self, node: str) -> Any:
         """Return the keeper of a node, which may have to start."""
@@ -94,15 +100,15 @@ class CopyIndex:
         """Forget the keeper of a node, which is gone."""
         self._keepers.pop(node, None)
 
-    def hold(self, copy: Copy) -> None:
-        """Take in that a copy is complete; the keepers drop those before it."""
-        self._held = copy
+    def hold(self, copy: Copy, under_way: tuple[Copy, ...]) -> None:
+        """Take in that a copy is complete, and which have begun since; the keepers drop those before it."""
+        self._held, self._under_way = copy, under_way
         for keeper in self._keepers.values():
             keeper.drop_before.remote(copy.number)
 
     def forget(self) -> None:
-        """Take in that the newest copy is not to be used any more."""
-        self._held = None
+        """Take in that the newest copies are not to be used any more."""
+        self._held, self._under_way = None, ()
 
 
 def start_index(**options: Any) -> Any:
@@ -156,7 +162,7 @@ def interval(stall_s: float, seconds: float, step_s: float) -> int:
     """Return the steps between copies: the fewest with which they cost at most ``SHARE`` of the time, and arrive.
 
     Args:
-        stall_s: seconds for which a copy keeps a worker from training.
+        stall_s: seconds that a copy takes from training.
         seconds: from its beginning to when all of it has arrived.
         step_s: seconds of a step.
 
@@ -184,6 +190,8 @@ class NeighbourCopies:
         """Of the newest steps."""
         self._stall_s: deque[float] = deque(maxlen=MEASURED)
         """Seconds in which the slowest worker could not train, for the newest copies."""
+        self._taken_s: deque[float] = deque(maxlen=MEASURED)
+        """Seconds that they took from all cores of a node, where these train."""
         self._index, self._own = index, index is None
         self._keepers: dict[str, Any] = {}
         """By Ray's id of the node."""
@@ -192,6 +200,8 @@ class NeighbourCopies:
         self._began: dict[int, float] = {}
         """By number of the copies under way."""
         self._held: Copy | None = None
+        self._on_cpus = False
+        """Whether devices are CPUs, which a copy takes from training."""
         if not every:
             return
         try:
@@ -200,6 +210,7 @@ class NeighbourCopies:
             self._follow_index()
         else:
             self._keepers, self._held, self._numbers = known.keepers, known.held, itertools.count(known.first, -1)
+            self._under_way = {copy.number: copy for copy in known.under_way}
 
     def _start_index(self) -> Any:
         """Start an index that ends with this driver."""
@@ -229,6 +240,7 @@ class NeighbourCopies:
     def call(self, workers: WorkerGroup, step: int, left_out: int) -> list[Any]:
         """Have all workers begin to copy their state after the steps that are queued; return the references."""
         nodes = keeping_nodes([at.peer.node for at in workers.locations])
+        self._on_cpus = workers.on_cpus()
         keepers = [[self._keeper(node) for node in both] for both in nodes]
         copy = Copy(next(self._numbers), step, left_out, nodes)
         self._under_way[copy.number] = copy  # calls are queued ahead, so there may be earlier ones
@@ -272,22 +284,26 @@ class NeighbourCopies:
         if one.lost:
             for node in copy.nodes[one.rank]:
                 self._look_after(node)
-            del self._under_way[copy.number]
-            return
+            if one.shard is None:
+                del self._under_way[copy.number]
+                return
         assert one.shard is None or isinstance(one.shard, ShardInfo)
         copy.shards[one.rank] = one.shard
+        copy.processor_s += one.processor_s
         if len(copy.shards) == len(copy.nodes):
             self._held = copy
+            self._under_way = {number: one for number, one in self._under_way.items() if one.step > copy.step}
             assert self._index is not None
-            self._index.hold.remote(copy)
+            self._index.hold.remote(copy, tuple(self._under_way.values()))
             seconds = time.monotonic() - self._began[copy.number]
+            self._taken_s.append(copy.processor_s / len(set(copy.nodes)) / physical_cores() if self._on_cpus else 0.0)
             stall_s = median(self._stall_s) if self._stall_s else 0.0
             if self._measures and self._step_s:
-                self._every = interval(stall_s, seconds, median(self._step_s))
+                self._every = interval(stall_s + median(self._taken_s), seconds, median(self._step_s))
             size = sum(shard.bytes for shard in copy.shards.values() if shard is not None)
             fields = {"seconds": seconds, "stall_s": stall_s, "bytes": size, "every": self._every}
+            fields["processor_s"] = copy.processor_s
             self._log.event("copied", step=copy.step, **fields)
-            self._under_way = {number: one for number, one in self._under_way.items() if one.step > copy.step}
             self._began = {number: self._began[number] for number in self._under_way}
 
     def _look_after(self, node: str) -> None:
@@ -297,7 +313,12 @@ class NeighbourCopies:
         try:
             ray.get(self._keepers[node].lives.remote(), timeout=ANSWER_S)
         except RayError:
-            del self._keepers[node]
+            self.lost(node)
+
+    def lost(self, node: str) -> None:
+        """Take in that a node, or its keeper, is gone: whoever waits for that one stops."""
+        if (keeper := self._keepers.pop(node, None)) is not None:
+            ray.kill(keeper)
             assert self._index is not None
             self._index.lost.remote(node)
             self._log.event("notice", message=f"the process that held copies on node {node} is gone; another follows")
@@ -309,13 +330,15 @@ class NeighbourCopies:
         if self._index is not None:
             self._index.forget.remote()
 
-    def restore(self, checkpoints: RunCheckpoints, newest: int) -> bool:
+    def restore(self, checkpoints: RunCheckpoints, newest: int, most: float = math.inf) -> bool:
         """Write the newest copies as a checkpoint, if they are of more steps than ``newest``; return whether they are.
 
-        Where that fails a notice says so, and the run goes on from the checkpoint that there is.
+        ``most``: the steps that are logged; none of them is repeated where keepers have the copy of the last one. Where
+        that fails a notice says so, and the run goes on from the checkpoint that there is.
         """
-        held = self._held
+        self._arriving(most, ())
         self._under_way.clear()
+        held = self._held
         if held is None or held.step <= newest:
             return False
         began = time.monotonic()
@@ -355,11 +378,11 @@ class NeighbourCopies:
         if self._held is None or self._held.step > most:
             return None
         assert self._index is not None
-        self._index.hold.remote(self._held)
+        self._index.hold.remote(self._held, ())
         meta = {LEFT_OUT: self._held.left_out} if self._held.left_out else {}
         return KeptCopy.of(self._held.step, meta, self._kept(self._held))
 
-    def _arriving(self, most: int, dead: Collection[int]) -> bool:
+    def _arriving(self, most: float, dead: Collection[int]) -> bool:
         """Hold the newest copy that is complete; return whether a newer one may become so."""
         arrived: dict[int, dict[str, ShardInfo]] = {}
         for asked in [keeper.whole.remote() for keeper in self._keepers.values()]:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -34,8 +34,21 @@ from raypipe.runtime.hosts.node_files import SentShard
 
 Write = Callable[[Path, str, Snapshot], ShardInfo]
 """Writes a copy as a file of that name in a folder."""
-Store = Callable[[str, Snapshot], ShardInfo | SentShard | None]
-"""Stores a copy under that name; returns None if it did not arrive."""
+
+
+class Handed(NamedTuple):
+    """What became of a shard that was sent to keepers."""
+
+    info: ShardInfo | None
+    """None if no keeper has it."""
+    lost: bool
+    """Whether one of them is gone."""
+    processor_s: float = 0.0
+    """Processor time that they took."""
+
+
+Store = Callable[[str, Snapshot], ShardInfo | SentShard | Handed]
+"""Stores a copy under that name."""
 AT_ONCE = 4
 """Blocks of a copy that are under way to keepers at once."""
 NICENESS = 10
@@ -95,9 +108,12 @@ class ShardWriter:
             self._written.set_result(Written(rank, number, None, 0.0))
 
     def _work(self, rank: int, number: int, store: Store) -> Written:
-        began = time.monotonic()
-        shard = store(shard_name(rank), self._snapshot)
-        return Written(rank, number, shard, time.monotonic() - began, lost=shard is None)
+        began, used_s = time.monotonic(), time.thread_time()
+        stored = store(shard_name(rank), self._snapshot)
+        seconds, used_s = time.monotonic() - began, time.thread_time() - used_s
+        if isinstance(stored, Handed):
+            return Written(rank, number, stored.info, seconds, stored.lost, used_s + stored.processor_s)
+        return Written(rank, number, stored, seconds)
 
     def ended(self) -> Written | None:
         """Return the write that has ended, once; None if none has.
@@ -131,24 +147,35 @@ def put_snapshot(name: str, snapshot: Snapshot) -> SentShard:
     return SentShard(info, tuple(references))
 
 
-def send_snapshot(keepers: Sequence[Any], number: int, name: str, snapshot: Snapshot) -> ShardInfo | None:
-    """Send a worker's shard of copy ``number`` to keepers; return what it is, or None if one of them is gone."""
-    under_way: deque[Any] = deque()
+def send_snapshot(keepers: Sequence[Any], number: int, name: str, snapshot: Snapshot) -> Handed:
+    """Send a worker's shard of copy ``number`` to keepers; one that is gone keeps it from none of the others."""
+    living, used_s = list(keepers), 0.0
+    under_way: deque[list[tuple[Any, Any]]] = deque()
+
+    def wait() -> None:
+        nonlocal used_s
+        for keeper, call in under_way.popleft():
+            try:
+                used_s += ray.get(call) or 0.0
+            except RayError:
+                if keeper in living:
+                    living.remove(keeper)
 
     def send(block: bytes | memoryview) -> None:
         put = ray.put(np.frombuffer(block, dtype=np.uint8))
-        under_way.append([keeper.take.remote(number, name, put) for keeper in keepers])
+        under_way.append([(keeper, keeper.take.remote(number, name, put)) for keeper in living])
         if len(under_way) >= AT_ONCE:
-            ray.get(under_way.popleft())
+            wait()
 
     try:
         info = _by_block(name, snapshot, send)
-        for calls in under_way:
-            ray.get(calls)
-        ray.get([keeper.finish.remote(number, name, info) for keeper in keepers])
-    except RayError:
-        return None
-    return info
+    except RayError:  # this node's object store
+        return Handed(None, True)
+    # Before the wait for what is under way, which may be long where a node does not answer.
+    under_way.append([(keeper, keeper.finish.remote(number, name, info)) for keeper in living])
+    while under_way:
+        wait()
+    return Handed(info if living else None, len(living) < len(keepers), used_s)
 
 
 def _by_block(name: str, snapshot: Snapshot, take: Callable[[bytes | memoryview], None]) -> ShardInfo:
@@ -170,14 +197,25 @@ class Keeper:
     def __init__(self) -> None:
         self._held: dict[int, dict[str, list[bytes]]] = {}
         self._whole: dict[int, dict[str, ShardInfo]] = {}
+        self._used_s = time.process_time()
 
     def take(self, number: int, name: str, block: NDArray[np.uint8]) -> None:
         """Add the next block of a shard of copy ``number``."""
         self._held.setdefault(number, {}).setdefault(name, []).append(block.tobytes())
 
-    def finish(self, number: int, name: str, info: ShardInfo) -> None:
-        """Note that a shard is here as a whole, whether or not its worker lives to tell."""
+    def finish(self, number: int, name: str, info: ShardInfo) -> float:
+        """Note that a shard is here as a whole, whether or not its worker lives to tell.
+
+        Returns the seconds of processor time since it was called before.
+
+        Raises:
+            TransportError: some of it did not arrive.
+        """
+        if sum(map(len, self._held.get(number, {}).get(name, []))) != info.bytes:
+            raise TransportError(name, "some blocks of a copy did not arrive", "nothing: the next copy follows")
         self._whole.setdefault(number, {})[name] = info
+        before, self._used_s = self._used_s, time.process_time()
+        return self._used_s - before
 
     def whole(self) -> dict[int, dict[str, ShardInfo]]:
         """Return the shards that are here as a whole, by copy."""
@@ -193,6 +231,7 @@ class Keeper:
 
     def give(self, number: int, name: str) -> tuple[Any, ...]:
         """Return references of a shard's blocks, in order."""
+        assert name in self._whole[number]
         return tuple(ray.put(block) for block in self._held[number][name])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,3 +200,19 @@ def test_processes_without_a_device_wait_for_workers_on_cpus_only(device, waitin
     places: Any = SimpleNamespace()
     StandbyPool(WorkerGroup([], [], locations, "run", None, places), 2)
     assert started == ["node"] * waiting
+
+
+class Ends:
+    def work(self, ends: bool = False) -> None:
+        if ends:
+            os._exit(1)
+
+
+@pytest.mark.runs
+def test_the_ranks_of_which_a_call_was_lost_are_known(local_ray: None) -> None:
+    actors = [ray.remote(Ends).options(num_cpus=0).remote() for _ in range(3)]
+    workers = WorkerGroup(actors, ["a", "b", "c"], [], "run")
+    assert workers.unreachable() == set()
+    ray.get(workers.call("work"))
+    ray.wait(workers.call_each("work", [(False,), (True,), (False,)]), num_returns=3, timeout=30)
+    assert workers.unreachable() == {1}

@@ -1,4 +1,6 @@
-"""A worker that hangs when all part is ended, and counts as dead; one whose node is gone is replaced on another."""
+"""A worker that hangs when all part is ended, and counts as dead, as do all of a node without its raylet; one whose
+node is gone is replaced on another.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,17 @@ from raypipe.runtime.in_place import InPlace
 
 
 class Rays:
-    """A Ray of two workers, whose second one hangs; ``ends``: when it is killed."""
+    """A Ray of workers, of which ``hangs`` does; ``ends``: when it is killed."""
 
-    def __init__(self, ends: bool) -> None:
+    def __init__(self, ends: bool, names: tuple[str, ...] = ("lives", "hangs")) -> None:
         self.ends, self.killed = ends, list[str]()
-        self.actors = [
-            SimpleNamespace(name=name, part=SimpleNamespace(remote=partial(str, name))) for name in ("lives", "hangs")
-        ]
+        self.actors = [SimpleNamespace(name=name, part=SimpleNamespace(remote=partial(str, name))) for name in names]
 
     def kill(self, actor: Any) -> None:
         self.killed.append(actor.name)
 
     def wait(self, refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
-        there = [ref for ref in refs if ref == "lives" or (self.ends and self.killed)][:1]
+        there = [ref for ref in refs if ref != "hangs" or (self.ends and self.killed)][:1]
         return there, [ref for ref in refs if ref not in there]
 
     def get(self, ref: str) -> str:
@@ -37,14 +37,25 @@ class Rays:
         return "standing"
 
 
+NONE: Any = SimpleNamespace(lost=lambda _: None)
+"""No copies."""
+
+
+def at(*nodes: str) -> list[Any]:
+    """Return where workers on these nodes are."""
+    return [SimpleNamespace(peer=SimpleNamespace(node=node)) for node in nodes]
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_it_counts_as_dead(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rays = Rays(ends)
     monkeypatch.setattr(module, "ray", rays)
     monkeypatch.setattr(InPlace, "_stuck", lambda *_: "")
     job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=0.01))
-    workers: Any = SimpleNamespace(actors=rays.actors, titles=["stage 0", "stage 1"])
-    recovery = InPlace(job, tmp_path, twins=True)
+    group = {"actors": rays.actors, "titles": ["stage 0", "stage 1"], "locations": at("first", "second")}
+    workers: Any = SimpleNamespace(**group, unreachable=set)
+    monkeypatch.setattr(module, "gone", lambda _: set())
+    recovery = InPlace(job, tmp_path, True, NONE)
     if not ends:
         with pytest.raises(TransportError, match="stage 1: hangs, and its process does not end"):
             recovery._part(workers)
@@ -53,12 +64,24 @@ def test_it_counts_as_dead(ends: bool, tmp_path: Path, monkeypatch: pytest.Monke
     assert (standings, list(dead), hung, rays.killed) == ({0: "standing"}, [1], "stage 1", ["hangs"])
 
 
+def test_all_of_a_node_without_its_raylet_are_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that has answered, which Ray ends in a moment; and nobody waits for the keeper there."""
+    rays, lost = Rays(True, ("lives", "hangs", "beside")), list[str]()
+    monkeypatch.setattr(module, "ray", rays)
+    monkeypatch.setattr(module, "gone", lambda nodes: nodes & {"second"})
+    job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=60.0))
+    nodes = at("first", "second", "second")
+    group = {"actors": rays.actors, "titles": ["stage 0", "stage 1", "stage 2"], "locations": nodes}
+    workers: Any = SimpleNamespace(**group, unreachable=lambda: {1})
+    copies: Any = SimpleNamespace(lost=lost.append)
+    standings, dead, hung = InPlace(job, tmp_path, False, copies)._part(workers)
+    assert (standings, sorted(dead), hung) == ({0: "standing"}, [1, 2], "")
+    assert (set(rays.killed), set(lost)) == ({"hangs", "beside"}, {"second"})
+
+
 @pytest.mark.parametrize("elastic", [None, object()], ids=["fixed", "elastic"])
 def test_a_replacement_on_another_node(elastic: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray has time to find it, and it is checked as all nodes are; an elastic run takes another plan instead."""
-
-    def at(*nodes: str) -> list[Any]:
-        return [SimpleNamespace(peer=SimpleNamespace(node=node)) for node in nodes]
 
     def replaced(_: InPlace, workers: Any, dead: tuple[int, ...]) -> int:
         workers.locations = at("first", "other")
@@ -71,8 +94,8 @@ def test_a_replacement_on_another_node(elastic: object, tmp_path: Path, monkeypa
     group = {"places": places, "locations": at("first", "lost"), "actors": [], "calls": ["failed"], "elsewhere_s": 0.0}
     workers: Any = SimpleNamespace(**group, apart={})
     job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=1.0, elastic=elastic))
-    lost: Any = SimpleNamespace(dead=(1,))
-    recovery, error = InPlace(job, tmp_path, twins=True), RayActorError()
+    lost: Any = SimpleNamespace(dead=(1,), marks={})
+    recovery, error = InPlace(job, tmp_path, True, NONE), RayActorError()
     if elastic is not None:
         with pytest.raises(RayActorError):
             recovery.replace(workers, lost, 3, error)

@@ -24,7 +24,7 @@ def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.runs
 @pytest.mark.own_ray
 def test_killed_processes_change_no_loss(job: Path, stage_pool, tmp_path: Path) -> None:
-    """The driver's, after which the copies in the node's memory serve, and then the controller's."""
+    """The driver's, after which the copies in the node's memory serve, and then the controller's; workers live on."""
     undisturbed = drive(load_job(job), stage_pool, tmp_path / "undisturbed").losses
     copies = ("--set", "train.copy_every=3")
     done = run_killing([DRIVER, CONTROLLER], job, tmp_path / "run", *copies, ready=copied_since)
@@ -34,6 +34,7 @@ def test_killed_processes_change_no_loss(job: Path, stage_pool, tmp_path: Path) 
     first, _ = events(tmp_path / "run", "restarted")
     assert first["source"] == "neighbour"
     assert first["step"] % 50 != 0, "it is no step of a checkpoint"
+    assert len({tuple(one["pid"] for one in e["devices"]) for e in events(tmp_path / "run", "started")}) == 1
     said = [line for line in done.said.splitlines() if line.startswith("failed: ")]
     assert [why in line for why, line in zip(("the driver's process died", "controller died"), said, strict=True)] == [
         True, True,

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
 
-from raypipe.checkpoint import Snapshot, open_checkpoint
+from raypipe.checkpoint import ShardInfo, Snapshot, open_checkpoint
 from raypipe.errors import CheckpointError, TransportError
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.executor.step import Written
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, start_index
 from raypipe.runtime.saving.saves import RunCheckpoints
-from raypipe.runtime.state.shard_writer import SaveBegun, send_snapshot
+from raypipe.runtime.state.shard_writer import Keeper, SaveBegun, send_snapshot
+from tests.processes import descendants
 from tests.runtime.runs.small_runs import small_job
 
 pytestmark = pytest.mark.runs
@@ -48,17 +53,25 @@ class Run:
         self.calls = list(arguments)
         return []
 
-    def copy(self, step: int, ranks: Sequence[int] = (0, 1), silent: Sequence[int] = ()) -> None:
-        """Copy the state after a step; only some of the workers come to the end, and the ``silent`` do not say so."""
+    def copy(
+        self, step: int, ranks: Sequence[int] = (0, 1), silent: Sequence[int] = (), beside: Sequence[Any] = ()
+    ) -> None:
+        """Copy the state after a step; only some of the workers come to the end, and the ``silent`` do not say so.
+
+        ``beside``: keepers that get it too.
+        """
         self.copies.call(self, step, left_out=1)  # type: ignore[arg-type]
         self.copies.begun(step, [SaveBegun(None, 0.0, 0.0, ()) for _ in range(2)])
         for rank in ranks:
             number, keepers = self.calls[rank]
             snapshot = Snapshot()
             snapshot.take(state(rank, step))
-            info = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
+            handed = send_snapshot([*keepers, *beside], number, f"rank-{rank:05d}", snapshot)
             if rank not in silent:
-                self.copies.heard([Written(rank, number, info, 0.1, lost=info is None)])
+                self.copies.heard([Written(rank, number, handed.info, 0.1, handed.lost)])
+
+    def on_cpus(self) -> bool:
+        return True
 
     def kill_keepers(self) -> None:
         for keeper in {id(one): one for _, keepers in self.calls for one in keepers}.values():
@@ -123,7 +136,7 @@ def test_calls_may_be_ahead_of_what_workers_report(run: Run) -> None:
     for rank, (number, keepers) in enumerate(first):
         snapshot = Snapshot()
         snapshot.take(state(rank, 2))
-        info = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
+        info, *_ = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
         run.copies.begun(4, [SaveBegun(None, 0.0, 0.0, (Written(rank, number, info, 0.1),))])
     assert run.copies.restore(run.checkpoints, newest=0)
     assert run.checkpoints.newest[0] == 2
@@ -138,7 +151,7 @@ def test_a_worker_may_be_a_copy_ahead(run: Run) -> None:
     for rank, copy in ((0, 0), (0, 1), (1, 0), (1, 1)):
         (number, keepers), snapshot = numbers[copy][rank], Snapshot()
         snapshot.take(state(rank, 2 * copy + 2))
-        info = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
+        info, *_ = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
         run.copies.heard([Written(rank, number, info, 0.1)])
     assert run.copies.restore(run.checkpoints, newest=0)
     assert (run.checkpoints.newest[0], run.notices()) == (4, [])
@@ -165,6 +178,47 @@ def test_what_a_keeper_died_with_is_said_and_another_one_follows(run: Run) -> No
     assert run.checkpoints.newest[0] == 6
 
 
+def test_a_keeper_that_is_gone_costs_no_copy_that_another_has(run: Run) -> None:
+    """The loss of a node takes the keepers of all that send to it, while those of other nodes have what was sent."""
+    gone = ray.remote(Keeper).options(num_cpus=0).remote()
+    ray.get(gone.lives.remote())
+    ray.kill(gone)
+    run.copy(2, beside=[gone])
+    copy = run.copies.newest(2, {1})
+    assert copy is not None
+    wanted = state(0, 2) | state(1, 2)
+    assert all(torch.equal(value, wanted[key]) for key, value in copy.read(wanted).items())
+
+
+def test_nobody_waits_for_a_keeper_whose_node_is_gone(run: Run) -> None:
+    run.copy(2)
+    (_, (keeper,)), *_ = run.calls
+    pid = next(pid for pid, title in descendants(os.getpid()).items() if title.startswith("ray::Keeper"))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        sent = ray.remote(_sends).options(num_cpus=0).remote(keeper)
+        assert not ray.wait([sent], timeout=0.5)[0]
+        run.copies.lost(ray.get_runtime_context().get_node_id())
+        assert ray.get(sent, timeout=10) == (None, True, 0.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _sends(keeper: Any) -> tuple[Any, ...]:
+    snapshot = Snapshot()
+    snapshot.take({"w": torch.ones(3)})
+    return tuple(send_snapshot([keeper], -9, "rank-00000", snapshot))
+
+
+def test_a_shard_of_which_a_block_is_missing_is_not_whole() -> None:
+    keeper = Keeper()
+    keeper.take(-1, "rank-00000", np.zeros(3, dtype=np.uint8))
+    with pytest.raises(TransportError, match="did not arrive"):
+        keeper.finish(-1, "rank-00000", ShardInfo("rank-00000.safetensors", 4, "", ()))
+    assert keeper.whole() == {}
+
+
 def test_the_next_driver_finds_the_copies_of_one_that_died(run: Run) -> None:
     index = start_index()
     dead, run.copies = run.copies, NeighbourCopies(2, run.log, index)
@@ -183,6 +237,28 @@ def test_the_next_driver_finds_the_copies_of_one_that_died(run: Run) -> None:
     assert all(torch.equal(result.read([key])[key], value) for key, value in state_then.items())
     run.copies.forget()
     assert not NeighbourCopies(2, run.log, index).restore(run.checkpoints, newest=4)
+    ray.kill(index)
+    dead.__exit__()
+
+
+def test_the_next_driver_goes_on_from_what_keepers_have_whole(run: Run) -> None:
+    """Also where the one that died has not heard of it, but not from more steps than it has logged."""
+    index = start_index()
+    dead, run.copies = run.copies, NeighbourCopies(2, run.log, index)
+    calls = []
+    for step in (2, 4):
+        run.copies.call(run, step, left_out=0)  # type: ignore[arg-type]
+        calls.append(run.calls)
+    for step, copy in zip((2, 4), calls, strict=True):
+        for rank, (number, keepers) in enumerate(copy):
+            snapshot = Snapshot()
+            snapshot.take(state(rank, step))
+            info, *_ = send_snapshot(keepers, number, f"rank-{rank:05d}", snapshot)
+            if step == 2:
+                run.copies.heard([Written(rank, number, info, 0.1)])
+    for most in (3, 4):
+        assert NeighbourCopies(2, run.log, index).restore(run.checkpoints, newest=0, most=most)
+        assert run.checkpoints.newest[0] == 2 * (most // 2)
     ray.kill(index)
     dead.__exit__()
 
