@@ -2,7 +2,7 @@
 
 During export, the forward of such a module is one call of the operator ``raypipe::module``. The shapes of its results
 come from trial runs of the module alone: on made-up inputs, or for the whole model on rows of the data if there are
-some. In a stage, the module itself is called, with its hooks.
+some; those of divided experts are known. In a stage, the module itself is called, with its hooks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raypipe.compat.torch_private import _pytree as pytree
 from raypipe.errors import CaptureError
 from raypipe.files import short
 from raypipe.graph.operations import Operation
-from raypipe.tensor.experts import is_experts
+from raypipe.tensor.experts import ExpertsParallel, is_experts
 
 TARGET = "raypipe.module.default"
 WHOLE = ""
@@ -84,7 +84,9 @@ def opaque_modules(model: nn.Module, paths: Sequence[str], rows: Mapping[str, Te
 
     ``rows`` are ``ROWS`` rows of the data by the model's arguments, if there are any: the whole model is tried on them.
     """
-    copies = {path: _real_copy(model.get_submodule(path)) for path in paths}
+    parts = {path: model.get_submodule(path) for path in paths}
+    # Real values of experts would take as much memory as nearly the whole model.
+    copies = {path: None if isinstance(part, ExpertsParallel) else _real_copy(part) for path, part in parts.items()}
     hooks = {path: {name: model.get_submodule(path).__dict__[name] for name in HOOKS} for path in paths}
     try:
         for path in paths:
@@ -111,7 +113,8 @@ def _real_copy(part: nn.Module) -> nn.Module:
     return real
 
 
-def _traced(path: str, part: nn.Module, real: nn.Module, rows: Mapping[str, Tensor] | None) -> Any:
+def _traced(path: str, part: nn.Module, real: nn.Module | None, rows: Mapping[str, Tensor] | None) -> Any:
+    """Return the forward of a module under export; ``real``: its copy for trials, or None if it is one of experts."""
     signature = inspect.signature(part.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +128,10 @@ def _traced(path: str, part: nn.Module, real: nn.Module, rows: Mapping[str, Tens
             )
         noticed = _Draws()  # type: ignore[no-untyped-call]
         given = None if rows is None else [rows[name] for name in _names(signature, args, kwargs)]
-        results, returned, alone = _trial(path, real, leaves, structure, tensors, noticed, given)
+        if real is None:  # one row for each of the tokens
+            results, returned, alone = [_Result(((0, 0), (0, 1)), tensors[0].dtype)], tensors[0], False
+        else:
+            results, returned, alone = _trial(path, real, leaves, structure, tensors, noticed, given)
         plain, returns = pytree.tree_flatten(as_plain(returned))
         _results[path] = results
         call = {
