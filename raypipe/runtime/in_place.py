@@ -43,8 +43,6 @@ ELSEWHERE_S = 15.0
 """Time that Ray has to find devices on other nodes for those of a lost one."""
 LOOK_S = 0.5
 """Interval at which is looked for more that have died, while others answer."""
-NEWEST = 8
-"""Calls per worker among which the cause is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,7 @@ class InPlace:
         stuck = hung or self._stuck(workers)
         if not dead:
             raise error
-        cause = root_cause(error if hung else dead[min(dead)], list(workers.calls)[-NEWEST * len(workers.actors) :])
+        cause = root_cause(error if hung else dead[min(dead)], workers.newest_calls())
         if is_final(cause) or isinstance(cause, DeviceError):
             raise cause
         marks = {"parted": time.monotonic()}

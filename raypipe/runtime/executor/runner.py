@@ -109,6 +109,8 @@ class ProgramRunner:
         self.turns: Alternation | None = None
         """Runs the two halves of a pair in turns; None: one after the other."""
         self.updates = UpdatePolicy()
+        self.hold_updates: Callable[[], None] = lambda: None
+        """What each step's updates wait for beside their gradients."""
         self.recorder: Recorder | None = None
 
     def surround(self, around: Callable[[Handler], Handler]) -> None:
@@ -120,6 +122,7 @@ class ProgramRunner:
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """Get ready for the step's updates; see UpdatePolicy.before_updates."""
+        self.hold_updates()
         self.updates.before_updates(times)
 
     def leave(self) -> list[dist.ProcessGroup]:

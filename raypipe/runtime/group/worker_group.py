@@ -36,6 +36,8 @@ LEAVE_S = 5.0
 CALLS = 64
 """Number of newest calls per worker whose references a group keeps, to find the cause of a failure among them. It is
 more than are ever queued, and few enough that a long run does not keep all results alive."""
+NEWEST = 8
+"""Those per worker among which the cause is looked for while others live."""
 
 
 @dataclass(slots=True)
@@ -137,12 +139,16 @@ class WorkerGroup:
         self.calls.extend(refs)
         return refs
 
+    def newest_calls(self) -> list[Any]:
+        """Return the references of the calls among which the cause of a failure is looked for."""
+        return list(self.calls)[-NEWEST * len(self.actors) :]
+
     def unreachable(self) -> set[int]:
         """Return the ranks of which a call has failed since their process, or the way to it, is gone.
 
         Ray says that an actor is dead when the raylet of its node does; where that is gone too, some 15 s later.
         """
-        ranks = dict(zip(self.calls, cycle(range(len(self.actors))), strict=False))
+        ranks = dict(zip(self.newest_calls(), cycle(range(len(self.actors))), strict=False))
         ended = ray.wait([*ranks], num_returns=len(ranks), timeout=0, fetch_local=False)[0] if ranks else []
         result = set()
         for ref in ended:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -128,6 +128,15 @@ class ShardWriter:
         written, self._written = self._written, None
         return None if written is None else written.result()
 
+    def arrive(self, every: int | str) -> None:
+        """Wait for the write that is under way, whose end is still to be told, if copies come after ``every`` step (1).
+
+        An update waits so for the copy of the step before: a step that has ended is then the only one that is not in a
+        complete copy, however long copies take.
+        """
+        if every == 1 and self._written is not None:
+            wait([self._written])
+
     def drop(self) -> None:
         """Wait for the write that is under way, forget it, and free the copy."""
         with suppress(Exception):
@@ -152,7 +161,7 @@ def send_snapshot(keepers: Sequence[Any], number: int, name: str, snapshot: Snap
     living, used_s = list(keepers), 0.0
     under_way: deque[list[tuple[Any, Any]]] = deque()
 
-    def wait() -> None:
+    def settle() -> None:
         nonlocal used_s
         for keeper, call in under_way.popleft():
             try:
@@ -165,7 +174,7 @@ def send_snapshot(keepers: Sequence[Any], number: int, name: str, snapshot: Snap
         put = ray.put(np.frombuffer(block, dtype=np.uint8))
         under_way.append([(keeper, keeper.take.remote(number, name, put)) for keeper in living])
         if len(under_way) >= AT_ONCE:
-            wait()
+            settle()
 
     try:
         info = _by_block(name, snapshot, send)
@@ -174,7 +183,7 @@ def send_snapshot(keepers: Sequence[Any], number: int, name: str, snapshot: Snap
     # Before the wait for what is under way, which may be long where a node does not answer.
     under_way.append([(keeper, keeper.finish.remote(number, name, info)) for keeper in living])
     while under_way:
-        wait()
+        settle()
     return Handed(info if living else None, len(living) < len(keepers), used_s)
 
 

@@ -283,8 +283,7 @@ class StageWorker:
         whole = tied_over_devices(setup.tied) | experts
         sharding, sums = setup.sharding, dtype_of_sums(setup)
         self.shards = divide(self.modules, sharding, setup.placement, whole, self._own_groups(setup), sums, job.train)
-        updated = {key: self.shards.updated(key, module) for key, module in self.modules.items()}
-        self.optimizers = {key: make_optimizer(job.train, *of) for key, of in updated.items()}
+        self.optimizers = {k: make_optimizer(job.train, *self.shards.updated(k, of)) for k, of in self.modules.items()}
 
     def _assemble(self, setup: Setup, checkpoint: Checkpoint | None = None) -> None:
         """Make the executor of the stages, on the open communicators."""
@@ -329,6 +328,7 @@ class StageWorker:
             shards,
         )
         self.executor.measures = setup.search_recompute
+        self.executor.hold_updates = partial(self.shard_writer.arrive, job.train.copy_every)
         if setup.data.parent.is_dir():  # else it is a profile's, on another host
             of = (self.rank, setup.device, self.title, os.getpid())
             self.executor.recorder = FlightRecorder(setup.data.parent / FLIGHT, *of)

@@ -40,6 +40,7 @@ from raypipe.plan.choose import choose
 from raypipe.plan.online.at_speeds import at_speeds
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.stragglers import Stragglers
+from raypipe.plan.plan import load_plan
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import COMPUTE
@@ -201,6 +202,7 @@ def slow_device(folder: Path, slowdown: float, device: int, warm: int, as_measur
         run.wait(lambda: bool(events(run.directory, "paused")))
         result["slow_s"] = run.step_s(at + 2)
         run.wait(lambda: changed(1))
+        result["planned_s"] = load_plan(run.directory / "plan.json").predicted_step_s
         result["adapted_s"] = run.step_s(events(run.directory, "started")[1]["resumed_from"] + 2)
         at = len(run.steps())
         (slow / str(pid)).unlink()

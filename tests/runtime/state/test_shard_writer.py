@@ -62,3 +62,17 @@ def test_a_full_disk_is_told_once_and_by_whoever_asks_first(tmp_path: Path) -> N
     writer.begin(0, 2, {"param/0.w": torch.ones(2)}, partial(write_snapshot, tmp_path / "file"))
     writer.drop()
     assert writer.ended() is None
+
+
+def test_an_update_may_wait_for_a_write_whose_end_is_told_later(tmp_path: Path) -> None:
+    gate, writer = Gate(), ShardWriter()
+    writer.arrive(1)
+    writer.begin(3, 7, {"param/0.w": torch.arange(10.0)}, partial(gate.write, tmp_path))
+    writer.arrive(2)
+    assert writer.ended() is None
+    threading.Timer(0.05, gate.opened.set).start()
+    writer.arrive(1)
+    assert gate.opened.is_set()
+    written = writer.ended()
+    assert written is not None
+    assert written.number == 7
