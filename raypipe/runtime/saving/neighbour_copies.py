@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -34,7 +35,8 @@ from raypipe.runtime.hosts.devices import physical_cores
 from raypipe.runtime.hosts.node_files import SentShard, received
 from raypipe.runtime.recovery.nonfinite import LEFT_OUT, NonFiniteError
 from raypipe.runtime.saving.saves import RunCheckpoints
-from raypipe.runtime.state.shard_writer import Keeper, KeptCopy, KeptShard, SaveBegun, shard_name, writes_of
+from raypipe.runtime.state.keeper import Keeper
+from raypipe.runtime.state.shard_writer import KeptCopy, KeptShard, SaveBegun, shard_name, writes_of
 
 NUMBERS = 1 << 32
 """Copies that each driver may number."""
@@ -388,7 +390,8 @@ class NeighbourCopies:
         for asked in [keeper.whole.remote() for keeper in self._keepers.values()]:
             try:
                 for number, shards in ray.get(asked, timeout=ANSWER_S).items():
-                    arrived.setdefault(number, {}).update(shards)
+                    told = {name: pickle.loads(info) for name, info in shards.items()}
+                    arrived.setdefault(number, {}).update(told)
             except RayError:
                 continue  # its node may be gone
         nothing = () if self._held is None else (rank for rank, one in self._held.shards.items() if one is None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import threading
 import time
 from collections import deque
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray.exceptions import RayError
 from safetensors.torch import load
 from torch import Tensor
@@ -180,8 +180,9 @@ def send_snapshot(keepers: Sequence[Any], number: int, name: str, snapshot: Snap
         info = _by_block(name, snapshot, send)
     except RayError:  # this node's object store
         return Handed(None, True)
+    told = pickle.dumps(info)
     # Before the wait for what is under way, which may be long where a node does not answer.
-    under_way.append([(keeper, keeper.finish.remote(number, name, info)) for keeper in living])
+    under_way.append([(keeper, keeper.finish.remote(number, name, info.bytes, told)) for keeper in living])
     while under_way:
         settle()
     return Handed(info if living else None, len(living) < len(keepers), used_s)
@@ -197,51 +198,7 @@ def _by_block(name: str, snapshot: Snapshot, take: Callable[[bytes | memoryview]
     return ShardInfo(f"{name}.safetensors", size, digest.hexdigest(), snapshot.keys)
 
 
-# A keeper holds copies of workers' shards in its memory; such a copy is read as a checkpoint is, without a disk.
-
-
-class Keeper:
-    """A process that holds copies in its memory."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, dict[str, list[bytes]]] = {}
-        self._whole: dict[int, dict[str, ShardInfo]] = {}
-        self._used_s = time.process_time()
-
-    def take(self, number: int, name: str, block: NDArray[np.uint8]) -> None:
-        """Add the next block of a shard of copy ``number``."""
-        self._held.setdefault(number, {}).setdefault(name, []).append(block.tobytes())
-
-    def finish(self, number: int, name: str, info: ShardInfo) -> float:
-        """Note that a shard is here as a whole, whether or not its worker lives to tell.
-
-        Returns the seconds of processor time since it was called before.
-
-        Raises:
-            TransportError: some of it did not arrive.
-        """
-        if sum(map(len, self._held.get(number, {}).get(name, []))) != info.bytes:
-            raise TransportError(name, "some blocks of a copy did not arrive", "nothing: the next copy follows")
-        self._whole.setdefault(number, {})[name] = info
-        before, self._used_s = self._used_s, time.process_time()
-        return self._used_s - before
-
-    def whole(self) -> dict[int, dict[str, ShardInfo]]:
-        """Return the shards that are here as a whole, by copy."""
-        return self._whole
-
-    def lives(self) -> None:
-        """Return at once."""
-
-    def drop_before(self, number: int) -> None:
-        """Drop the copies before this one; of later ones, whose numbers are smaller, some may have begun to arrive."""
-        self._held = {n: shards for n, shards in self._held.items() if n <= number}
-        self._whole = {n: shards for n, shards in self._whole.items() if n <= number}
-
-    def give(self, number: int, name: str) -> tuple[Any, ...]:
-        """Return references of a shard's blocks, in order."""
-        assert name in self._whole[number]
-        return tuple(ray.put(block) for block in self._held[number][name])
+# What keepers hold (``keeper``) is read as a checkpoint is, without a disk.
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,15 @@ import pytest
 import ray
 import torch
 
-from raypipe.checkpoint import ShardInfo, Snapshot, open_checkpoint
+from raypipe.checkpoint import Snapshot, open_checkpoint
 from raypipe.errors import CheckpointError, TransportError
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.executor.step import Written
 from raypipe.runtime.recovery.nonfinite import NonFiniteError
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, start_index
 from raypipe.runtime.saving.saves import RunCheckpoints
-from raypipe.runtime.state.shard_writer import Keeper, SaveBegun, send_snapshot
+from raypipe.runtime.state.keeper import Keeper
+from raypipe.runtime.state.shard_writer import SaveBegun, send_snapshot
 from tests.processes import descendants
 from tests.runtime.runs.small_runs import small_job
 
@@ -215,7 +216,7 @@ def test_a_shard_of_which_a_block_is_missing_is_not_whole() -> None:
     keeper = Keeper()
     keeper.take(-1, "rank-00000", np.zeros(3, dtype=np.uint8))
     with pytest.raises(TransportError, match="did not arrive"):
-        keeper.finish(-1, "rank-00000", ShardInfo("rank-00000.safetensors", 4, "", ()))
+        keeper.finish(-1, "rank-00000", 4, b"")
     assert keeper.whole() == {}
 
 
