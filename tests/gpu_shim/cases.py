@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -26,11 +27,11 @@ TIMEOUT_S = 8.0
 HERE = Node("node", "127.0.0.1")
 
 
-def taken_bytes() -> int:
-    """Return what all processes have taken of GPU 0."""
+def taken_bytes(gpu: int = 0) -> int:
+    """Return what all processes have taken of a GPU."""
     library = ctypes.CDLL("libcudart.so.13")  # the one that torch has loaded
     library.gpu_shim_taken.restype = ctypes.c_long
-    return int(library.gpu_shim_taken(0))
+    return int(library.gpu_shim_taken(gpu))
 
 
 def nccl_counts() -> dict[str, int]:
@@ -158,6 +159,21 @@ def memory(rank: int, opened: Communicators, device: torch.device) -> None:
     say(before=before, held=held, after=taken_bytes(), grows=grows, cuda_module_loading=loading)
 
 
+def killed(rank: int, opened: Communicators, device: torch.device) -> None:
+    """Rank 1 is killed when it has 60 MiB of its GPU; rank 0 looks at that GPU until nothing is taken of it."""
+    if rank == 1:
+        x = torch.empty(60 << 20, dtype=torch.uint8, device=device)
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+        del x
+    most = left = taken_bytes(1)
+    until = time.monotonic() + 20.0
+    while time.monotonic() < until and not (most > 60 << 20 and left == 0):
+        most, left = max(most, left), taken_bytes(1)
+        time.sleep(0.02)
+    say(most=most, left=left)
+
+
 BOTH_WAYS = ((0, 1), (1, 0))
 CASES: dict[str, tuple[int, Any, Any]] = {
     "exchange": (2, BOTH_WAYS, None),
@@ -165,6 +181,7 @@ CASES: dict[str, tuple[int, Any, Any]] = {
     "silent_peer": (2, BOTH_WAYS, None),
     "opened_again": (1, (), None),
     "memory": (1, (), None),
+    "killed": (2, (), None),
 }
 
 if __name__ == "__main__":

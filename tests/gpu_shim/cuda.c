@@ -1,8 +1,9 @@
 /* A CUDA runtime (and the little of the driver that torch asks for) without a GPU.
  *
  * A stream is a queue and a thread that works it off: kernels only take a random while, copies from a device copy, events are passed in
- * order. Memory is the host's, counted in a file that all processes of a test share, with a limit for each GPU. What
- * is tested with it is order, lifetime, memory and errors; kernels compute nothing.
+ * order. With no delay, what comes to a stream that has nothing to do is done at once. Memory is the host's, counted in
+ * a file that all processes of a test share, with a limit for each GPU; that of a process that is gone is given back.
+ * What is tested with it is order, lifetime, memory and errors; kernels compute nothing.
  *
  * Environment: GPU_SHIM_DIR (folder of the shared counts), GPU_SHIM_DEVICES (2), GPU_SHIM_MEMORY_MB (2048),
  * GPU_SHIM_CONTEXT_MB (64: what a process takes of each GPU that it uses), GPU_SHIM_KERNEL_US (0: longest delay).
@@ -34,7 +35,7 @@ typedef struct op { kind kind; event *event; uint64_t until; shim_call call; voi
 typedef struct graph { op *first, *last; int nodes; uint64_t id; } graph;
 typedef struct stream {
     op *first, *last; int busy, priority, device; pthread_t thread; graph *capture; int owns_capture; unsigned seed;
-    struct stream *next;
+    struct stream *next; pthread_cond_t more;
 } stream;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -48,14 +49,36 @@ static uint64_t captures;
 /* --- GPUs and their memory --- */
 static int gpus[MOST_GPUS], gpu_count = -1, used_context[MOST_GPUS];
 static atomic_long *taken, *most; /* bytes by GPU now, and at most so far, shared by all processes */
-static long held[MOST_GPUS]; /* bytes of this process, given back when it ends in order */
+#define MOST_PROCESSES 256
+typedef struct { atomic_int pid; atomic_long held[MOST_GPUS]; } process; /* and how much of them each process has */
+typedef struct { atomic_long taken[MOST_GPUS], most[MOST_GPUS]; process processes[MOST_PROCESSES]; } counts;
+static process *all_processes, *own;
+static int nonzero; /* whether a byte of any GPU's memory may be something else than 0 */
 typedef struct block { void *at; size_t size; int gpu; int type; struct block *next; } block;
 static block *blocks;
 
 static long setting(const char *name, long value) { const char *s = getenv(name); return s && *s ? atol(s) : value; }
 static long limit(void) { return setting("GPU_SHIM_MEMORY_MB", 2048) << 20; }
 
-static void give_all_back(void) { for (int g = 0; g < MOST_GPUS; g++) if (taken && held[g]) taken[g] -= held[g]; }
+static void give_back(process *p) { for (int g = 0; g < MOST_GPUS; g++) taken[g] -= atomic_exchange(&p->held[g], 0); }
+static void give_all_back(void) { if (own && own->pid == getpid()) give_back(own); } /* not what is forked */
+static int is_gone(int pid) {
+    char path[64], state = 'Z';
+    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    FILE *file = fopen(path, "r");
+    if (!file) return 1;
+    if (fscanf(file, "%*d (%*[^)]) %c", &state) < 1) state = 'Z';
+    fclose(file);
+    return state == 'Z';
+}
+static void give_back_of_the_dead(void) { /* as a driver does */
+    for (process *p = all_processes; p < all_processes + MOST_PROCESSES; p++) {
+        int pid = p->pid;
+        if (pid <= 0 || !is_gone(pid) || !atomic_compare_exchange_strong(&p->pid, &pid, -1)) continue;
+        give_back(p);
+        p->pid = 0;
+    }
+}
 
 static void begin(void) {
     if (gpu_count >= 0) return;
@@ -72,22 +95,25 @@ static void begin(void) {
     char path[4096];
     snprintf(path, sizeof path, "%s/memory", getenv("GPU_SHIM_DIR") ? getenv("GPU_SHIM_DIR") : "/tmp");
     int fd = open(path, O_RDWR | O_CREAT, 0600);
-    size_t size = 2 * MOST_GPUS * sizeof *taken;
-    if (fd < 0 || ftruncate(fd, size)) { perror(path); abort(); }
-    taken = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    most = taken + MOST_GPUS;
+    if (fd < 0 || ftruncate(fd, sizeof(counts))) { perror(path); abort(); }
+    counts *shared = mmap(NULL, sizeof(counts), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    taken = shared->taken; most = shared->most; all_processes = shared->processes;
     close(fd);
+    give_back_of_the_dead();
+    for (int i = 0, none = 0; !own; i = (i + 1) % MOST_PROCESSES, none = 0)
+        if (atomic_compare_exchange_strong(&all_processes[i].pid, &none, getpid())) own = &all_processes[i];
     atexit(give_all_back);
 }
 
 static int take(int gpu, size_t size) { /* under the lock */
+    if (taken[gpu] + (long)size > limit()) give_back_of_the_dead();
     if (taken[gpu] + (long)size > limit()) return NO_MEMORY;
+    own->held[gpu] += size;
     long now = taken[gpu] += size;
-    held[gpu] += size;
     for (long before = most[gpu]; now > before && !atomic_compare_exchange_weak(&most[gpu], &before, now);) {}
     return OK;
 }
-static void give(int gpu, size_t size) { taken[gpu] -= size; held[gpu] -= size; }
+static void give(int gpu, size_t size) { taken[gpu] -= size; own->held[gpu] -= size; }
 
 /* Count a wait of the host for the GPU, and write down which, when, and the Python code that waits. Under the lock. */
 static void waited(const char *what) {
@@ -152,13 +178,14 @@ static int drop(void *at) {
 }
 
 /* --- streams --- */
+static void do_copy(void *given);
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + 1e-9 * t.tv_nsec; }
 
 static void *work(void *given) {
     stream *s = given;
     pthread_mutex_lock(&lock);
     for (;;) {
-        while (!s->first) pthread_cond_wait(&changed, &lock);
+        while (!s->first) pthread_cond_wait(&s->more, &lock);
         op *o = s->first;
         if (o->kind == WAIT) while (o->event->passed < o->until && !broken) pthread_cond_wait(&changed, &lock);
         if (o->kind == RECORD && o->event->passed < o->until) { o->event->passed = o->until; o->event->at_s = now(); }
@@ -181,6 +208,7 @@ static stream *make(int priority) {
     stream *s = calloc(1, sizeof *s);
     s->priority = priority; s->device = current; s->seed = (unsigned)(getpid() * 31 + ++streams_made);
     s->next = streams; streams = s;
+    pthread_cond_init(&s->more, NULL);
     pthread_create(&s->thread, NULL, work, s);
     return s;
 }
@@ -198,9 +226,21 @@ static void append(stream *s, op *o) {
     }
     if (s->last) s->last->next = o; else s->first = o;
     s->last = o; s->busy = 1;
-    pthread_cond_broadcast(&changed);
+    pthread_cond_signal(&s->more);
+}
+/* Whether a stream would do this at once, and nobody could tell the difference but for the time it takes. */
+static int at_once(stream *s, kind k, event *e, uint64_t until, shim_call call, void *data) {
+    static long delay = -1;
+    if (delay < 0) delay = setting("GPU_SHIM_KERNEL_US", 0);
+    if (delay || s->busy || s->capture || stalled || broken) return 0;
+    if (k == WAIT) return e->passed >= until;
+    if (k == CALL && call != do_copy) return 0;
+    if (k == CALL) call(data);
+    if (k == RECORD) { e->passed = until; e->at_s = now(); pthread_cond_broadcast(&changed); }
+    return 1;
 }
 static void put(stream *s, kind k, event *e, uint64_t until, shim_call call, void *data) {
+    if (at_once(s, k, e, until, call, data)) return;
     op *o = malloc(sizeof *o);
     *o = (op){k, e, until, call, data, NULL};
     append(s, o);
@@ -216,7 +256,7 @@ static int drain(stream *s) { while (s->busy && !broken) pthread_cond_wait(&chan
 EXPORT long gpu_shim_host_waits(void) { return waits; }
 EXPORT long gpu_shim_streams(void) { return streams_made; }
 EXPORT long gpu_shim_launches(void) { return launched; }
-EXPORT long gpu_shim_taken(int gpu) { begin(); return taken[gpu]; }
+EXPORT long gpu_shim_taken(int gpu) { begin(); give_back_of_the_dead(); return taken[gpu]; }
 EXPORT int gpu_shim_is_broken(void) { return broken; }
 EXPORT void gpu_shim_stall(void) { pthread_mutex_lock(&lock); stalled = 1; pthread_mutex_unlock(&lock); } /* no kernel ends any more */
 EXPORT void gpu_shim_break(void) { pthread_mutex_lock(&lock); broken = 1; pthread_cond_broadcast(&changed); pthread_mutex_unlock(&lock); }
@@ -242,7 +282,11 @@ EXPORT int cudaDeviceGetPCIBusId(char *to, int n, int d) { snprintf(to, n, "0000
 EXPORT int cudaDeviceGetAttribute(int *value, int what, int d) {
     (void)d;
     switch (what) {
-    case 1: *value = 1024; break; /* threads of a block */
+    case 1: case 2: case 3: *value = 1024; break; /* threads of a block, and its width and height */
+    case 4: *value = 64; break;
+    case 5: *value = 0x7fffffff; break; /* blocks of a grid in each direction; CUB divides by it */
+    case 6: case 7: *value = 65535; break;
+    case 8: *value = 49152; break; /* shared memory of a block */
     case 10: *value = 32; break; /* warp */
     case 16: *value = 132; break; /* multiprocessors */
     case 39: *value = 2048; break;
@@ -280,7 +324,7 @@ EXPORT int cudaHostAlloc(void **at, size_t size, unsigned flags) { (void)flags; 
 EXPORT int cudaFreeHost(void *at) { BEGIN END(drop(at)); }
 EXPORT int cudaHostRegister(void *at, size_t n, unsigned f) { (void)at; (void)n; (void)f; return OK; }
 EXPORT int cudaHostUnregister(void *at) { (void)at; return OK; }
-EXPORT int cudaMemGetInfo(size_t *left, size_t *total) { BEGIN *total = limit(); *left = limit() - taken[gpus[current]]; END(OK); }
+EXPORT int cudaMemGetInfo(size_t *left, size_t *total) { BEGIN give_back_of_the_dead(); *total = limit(); *left = limit() - taken[gpus[current]]; END(OK); }
 EXPORT int cudaPointerGetAttributes(void *to, const void *p) {
     pthread_mutex_lock(&lock);
     block *b = find(p);
@@ -296,7 +340,8 @@ static int is_device(const void *p) { block *b = find(p); return b && b->type >=
  * than whatever the memory was used for before, of which a run would say that its loss is not finite. */
 static copy *copy_of(void *to, const void *from, size_t n) {
     copy *c = malloc(sizeof *c);
-    *c = (copy){to, is_device(to) && !is_device(from) ? NULL : from, n, 0, NULL};
+    *c = (copy){to, is_device(to) && (!is_device(from) || !nonzero) ? NULL : from, n, 0, NULL};
+    if (!c->from && !nonzero) c->n = 0; /* they are zeros already, and pages that nobody writes take no memory */
     return c;
 }
 EXPORT int cudaMemcpyAsync(void *to, const void *from, size_t n, int how, void *given) {
@@ -325,7 +370,8 @@ EXPORT int cudaMemcpyPeerAsync(void *to, int d, const void *from, int f, size_t 
 EXPORT int cudaMemsetAsync(void *to, int value, size_t n, void *given) {
     BEGIN
     copy *c = malloc(sizeof *c);
-    *c = (copy){to, NULL, n, value, NULL};
+    nonzero |= value != 0;
+    *c = (copy){to, NULL, nonzero || !is_device(to) ? n : 0, value, NULL};
     put(of(given), CALL, NULL, 0, do_copy, c);
     END(OK);
 }

@@ -55,3 +55,10 @@ def test_segments_of_the_allocator_grow_and_give_memory_back() -> None:
 def test_devices_whose_peer_is_lost_say_so_in_time_and_end() -> None:
     """Six of the trials of ``tests.bench.safety.lost_gpus``: killed, stopped and stalled, at once and later."""
     assert run_module("tests.bench.safety.lost_gpus", "--here", "--trials", "6", kernel_us=200, devices=3) == 0
+
+
+def test_memory_of_a_killed_process_is_free_again() -> None:
+    found, ends = run_case("killed")
+    assert found["most"] > 60 << 20
+    assert found["left"] == 0
+    assert ends["exits"] == {"0": 0, "1": -9}

@@ -128,7 +128,7 @@ def train(
                 os.kill(pid, signal.SIGKILL)
         process.wait()
     waits = [wait for file in sorted(meeting.glob("waits-*")) for wait in read_waits(file)]
-    most = struct.unpack(f"{MOST_GPUS}q", (meeting / "memory").read_bytes()[-8 * MOST_GPUS :])
+    most = struct.unpack(f"{MOST_GPUS}q", (meeting / "memory").read_bytes()[8 * MOST_GPUS : 16 * MOST_GPUS])
     said_text = (folder / "said").read_text()
     return Run(process.returncode, said_text, directory, tuple(sorted(left)), tuple(waits), most)
 
