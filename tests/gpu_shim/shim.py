@@ -91,12 +91,17 @@ def run_module(name: str, *words: str, **settings: object) -> int:
         ).returncode
 
 
-def run_case(name: str, limit_s: float = 150.0, **settings: object) -> list[dict[str, Any]]:
+def run_case(name: str, **settings: object) -> list[dict[str, Any]]:
     """Run a case of ``cases.py`` over the shim, and return what its processes said; none of them is left."""
+    return said_by("tests.gpu_shim.cases", name, **settings)
+
+
+def said_by(module: str, *words: str, limit_s: float = 150.0, **settings: object) -> list[dict[str, Any]]:
+    """Run a module over the shim, and return what it and its processes printed as JSON; none of them is left."""
     with (
         tempfile.TemporaryDirectory(prefix="raypipe-gpu-shim-") as meeting,
         subprocess.Popen(
-            [str(PYTHON), "-m", "tests.gpu_shim.cases", name], cwd=ROOT, text=True, start_new_session=True,
+            [str(PYTHON), "-m", module, *words], cwd=ROOT, text=True, start_new_session=True,
             env=os.environ | environment(meeting, **settings), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         ) as process,
     ):  # fmt: skip
@@ -106,7 +111,7 @@ def run_case(name: str, limit_s: float = 150.0, **settings: object) -> list[dict
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        raise AssertionError(f"{name} ended with {process.returncode}:\n{err[-3000:]}")
+        raise AssertionError(f"{module} {' '.join(words)} ended with {process.returncode}:\n{err[-3000:]}")
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 

@@ -44,8 +44,7 @@ def pool_gaps(device: str, streams: int) -> float:
     """Return the bytes of a GPU that torch's allocator takes and no tensor has: each stream's pools end in a step.
 
     It takes 20 MiB at once for tensors from 1 MiB on, and 2 MiB for smaller ones. 0 on a CPU. ``streams``: of a device
-    with others, one that computes and one for messages; so 1f1b and slices were within 2.2 % of their plans over the
-    GPU that is not there (tests/gpu_shim), and zb-h1 took more.
+    with others, one that computes and one for messages (``python -m tests.gpu_shim.memory`` holds plans against it).
     """
     return 0.0 if device == "cpu" else float(streams * (22 << 20))
 
