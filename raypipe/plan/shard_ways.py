@@ -10,7 +10,7 @@ takes no less time is left out:
                                    two, groups grow by a factor of four
 
 On one device per copy, level 3 needs a model in several stages, of which few are gathered at a time, as FSDP wraps a
-model layer by layer.
+model layer by layer: powers of two, and where layers are large, each alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ WORDS: dict[int, Shard] = {0: "none", 1: "zero1", 2: "zero2", 3: "zero3"}
 """ZeRO level -> the job's word for it."""
 
 
-def shard_ways(c: Candidate, hosts: Hosts, most_stages: int, asked: Asked, highest: int = 3) -> Iterator[Candidate]:
+def shard_ways(
+    c: Candidate, hosts: Hosts, most_stages: int, asked: Asked, highest: int = 3, each_layer: bool = False
+) -> Iterator[Candidate]:
     """Yield the candidate with what its copies may divide; nothing where they cannot divide anything.
 
     Args:
@@ -42,6 +44,7 @@ def shard_ways(c: Candidate, hosts: Hosts, most_stages: int, asked: Asked, highe
         most_stages: deepest cut of the model.
         asked: what the job asks for; its ``shard``, ``gather`` and ``shard_replicas`` are kept.
         highest: ZeRO level up to which ways are yielded.
+        each_layer: whether a model on one device may also be cut into its layers, each a stage.
     """
     wish = asked.get("shard")
     if c.replicas == 1 or c.tensor > 1 or c.form.versions != "flush" or wish == "none":
@@ -51,7 +54,7 @@ def shard_ways(c: Candidate, hosts: Hosts, most_stages: int, asked: Asked, highe
         for level in ZERO_LEVELS[1 : highest + 1]:
             if wish in (None, WORDS[level]):
                 own = replace(waiting, shard=WORDS[level], shard_replicas=group)
-                for one in _cut_finer(own, most_stages, asked) if level == 3 else (own,):
+                for one in _cut_finer(own, most_stages, asked, each_layer) if level == 3 else (own,):
                     yield from (replace(one, gather=gather) for gather in _gathers(one, level, asked))
 
 
@@ -67,12 +70,13 @@ def check_statistics(shard: Shard, batch_statistics: bool) -> None:
         )
 
 
-def _cut_finer(c: Candidate, most_stages: int, asked: Asked) -> Iterator[Candidate]:
+def _cut_finer(c: Candidate, most_stages: int, asked: Asked, each_layer: bool) -> Iterator[Candidate]:
     """A candidate of level 3, where a device holds several stages; on one device, the model in several stages."""
     if c.stages > 1 or "shard" in asked:
         yield c
     if c.stages == 1:
         chunks = [v for v in chunk_counts(1, most_stages, asked.get("chunks")) if v > 1 and (v & (v - 1) == 0 or asked)]
+        chunks += [most_stages] if each_layer and "chunks" not in asked and most_stages > max(chunks, default=1) else []
         for name in CHUNKED:
             if asked.get("schedule") in (None, name):
                 made = (replace(c, schedule=name, chunks=v) for v in chunks)

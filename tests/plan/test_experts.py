@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from raypipe.cost.layer_work import ExpertsWork
 from raypipe.cost.profile import ExpertsProfile, Profile, TakenFor
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.plan.candidate import grids
+from raypipe.plan.candidate import Candidate, Recompute, grids
 from raypipe.plan.choose import choose
 from raypipe.plan.decision_json import as_json
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, measured_with_experts
+from raypipe.schedule.shape import Grid
 from tests.plan.conftest import make_job, make_profile
 
 NUMBERS = (2, 4)
@@ -41,6 +43,24 @@ def mixtures(memory_gib: float, sent_bytes: float) -> dict[Sharing, Profile]:
         )
         result[Sharing(experts=n)] = whole.model_copy(update={"layers": layers, "experts": n})
     return result
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_levels_of_sharding_leave_experts_and_their_gradients_as_they_are(recompute: Recompute) -> None:
+    """Copies divide experts, and nothing of them again: of layers of nothing else, every level takes as much memory."""
+    whole = make_profile(layers=4, devices=4)
+    layers = tuple(
+        layer.model_copy(update={"expert_parameters": layer.parameters, "kept_bytes": 1.0}) for layer in whole.layers
+    )
+    profile = whole.model_copy(update={"layers": layers, "experts": 2})
+    judge = Predictor(profile, make_job(layers=4).train, 6)
+    plain = Candidate.on(Grid(2, 2, 1, 4, experts=2), "1f1b", recompute=recompute)
+    undivided = judge.predict(plain)
+    for shard in ("zero1", "zero2", "zero3"):
+        divided = judge.predict(replace(plain, shard=shard))
+        for own, other in zip(undivided.memory, divided.memory, strict=True):
+            assert other.planned == pytest.approx(own.planned, rel=1e-9)
+            assert other.gradients + other.communication == pytest.approx(own.gradients, rel=1e-9)
 
 
 @pytest.mark.parametrize(("memory_gib", "sent_bytes"), [(8, 0), (8, 1e6), (8, 1e8), (0.4, 1e6), (0.35, 1e6)])

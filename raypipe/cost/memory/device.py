@@ -222,6 +222,7 @@ class _Moments:
         # Sums that every task changes a little, kept up to date: there are as many moments as tasks.
         self.activations = self.gradients = self.replica_gradients = self.reducing = self.casts = 0.0
         self.graded: set[tuple[int, int]] = set()
+        self.experts_graded: set[tuple[int, int]] = set()
         self.reduced: set[tuple[int, int]] = set()
         self.cast: set[tuple[int, int]] = set()
         self.undo = 0.0
@@ -286,11 +287,13 @@ class _Moments:
             gathered=gathered,
         )
 
-    def grade(self, stage: int, replica: int) -> None:
-        """A stage replica has gradients from now on."""
-        if (stage, replica) not in self.graded:
-            self.graded.add((stage, replica))
-            size = self.setting.shares[stage].gradients
+    def grade(self, stage: int, replica: int, experts: bool = False) -> None:
+        """A stage replica has gradients from now on, or those of ``experts`` that copies do not divide again."""
+        key, of = (stage, replica), self.stages[stage]
+        if key not in self.graded:
+            size, own = self.setting.shares[stage].gradients, (1 - of.dense) * of.gradients
+            size = (own if experts else size) - (own if key in self.experts_graded else 0.0)
+            (self.experts_graded if experts else self.graded).add(key)
             if replica == self.primary:
                 self.gradients += size
             else:
@@ -424,8 +427,8 @@ class _Moments:
                 else:
                     activations -= alive.pop(key, 0.0)
                     activations = activations if alive else 0.0  # and no rounding goes on
-                if kind in WEIGHT_GRADIENTS and level < 2 and (s, replica) not in self.graded:
-                    self.grade(s, replica)
+                if kind in WEIGHT_GRADIENTS and (level < 2 or stage.experts) and (s, replica) not in self.graded:
+                    self.grade(s, replica, experts=level >= 2)
                     beside = self.beside
                 if kind in BACKWARD and activations + beside + stage.messages > most:
                     self.activations = activations

@@ -4,9 +4,11 @@ grid."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +45,8 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import Grid
+
+T = TypeVar("T", Figures, float)
 
 
 @dataclass
@@ -421,7 +425,7 @@ class Bounds(CandidateCosts):
             self._model_bytes[key] = {name: float(each[0]) for name, each in whole.items()}
         terms, held_stages = self._model_bytes[key], Counter(chain(*form.placement))
         held = form.replicas * (terms["weights"] + terms["frozen"] + terms["optimizer"])
-        once = terms["kept"] * form.size + terms["gathered"] + terms["casts"] + form.joint * terms["summing"]
+        once = terms["kept"] * form.size + terms["gathered"] + terms["casts"] + _gradients(c, form, terms)
         least = (held + form.replicas * once / max(held_stages.values())) / len(held_stages)
         return least * (1 - 1e-9) - max(room_bytes(self.profile, c.stages, c.replicas))
 
@@ -431,7 +435,7 @@ class Bounds(CandidateCosts):
 
     def _least_excess(self, c: Candidate, form: Form, level: int, group: int) -> float:
         """The same at a ZeRO level. Beside what a device always holds, the backward of each of its stages has one
-        micro-batch's activations, gathered weights, and full gradients, if that is where they are made."""
+        micro-batch's activations and messages, gathered weights, and gradients, if that is where they are made."""
         terms, place = self.stage_bytes(c, form, level, group), np.array(form.placement)
         held = by_device(place, terms["weights"] + terms["frozen"] + terms["optimizer"])
         own = terms["kept"] - np.where(shares_input(form.placement), terms["input"], 0.0)
@@ -439,7 +443,8 @@ class Bounds(CandidateCosts):
         if SCHEDULES[c.schedule].fills and form.replicas == 1:  # all others of the unit wait, recomputed at most
             waiting = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) - 1
             held = held + by_device(place, waiting * np.minimum(own, terms["input"]))
-        once = own * float(form.size) + terms["gathered"] + terms["casts"] + form.joint * terms["summing"]
+        once = (own + terms["messages"]) * float(form.size) + terms["gathered"] + terms["casts"]
+        once = once + _gradients(c, form, terms)
         np.maximum.at(most := np.zeros(len(held)), place, np.broadcast_to(once, place.shape))
         return float((held + most - room_bytes(self.profile, c.stages, c.replicas)).max())
 
@@ -478,6 +483,14 @@ class Bounds(CandidateCosts):
             seconds, kept = self._arrays.times(microbatch)["recompute"], self._arrays.kept(microbatch, split)
             self._saved[microbatch, split] = np.where(seconds > 0, kept / np.maximum(seconds, 1e-300), np.inf)
         return self._saved[microbatch, split]
+
+
+def _gradients(c: Candidate, form: Form, terms: Mapping[str, T]) -> T | float:
+    """Return bytes of gradients beside a backward that makes them, of each stage: of its second one, if it has one."""
+    if not form.joint:
+        return 0.0
+    twice = form.versions == "flush" and c.microbatches >= 2 * form.replicas
+    return terms["summing"] + terms["graded"] if twice else terms["summing"]
 
 
 def by_device(place: NDArray[np.int64], each: Figures) -> Figures:

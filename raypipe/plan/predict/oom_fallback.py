@@ -70,6 +70,8 @@ def _least(whole: DeviceMemory, state: float, level: int) -> DeviceMemory:
 
 LIMITS = 4
 """Memory limits that are tried with recomputation."""
+LARGE_LAYER = 0.05
+"""Share of a device's memory that activations of one sample take in most layers, where these are large."""
 
 
 @dataclass
@@ -83,7 +85,9 @@ class OOMFallback(Bounds, ABC):
     def shard_ways(self, c: Candidate, highest: int = 3) -> Iterator[Candidate]:
         """Return what the candidate's copies may divide, up to a ZeRO level; nothing where they may not."""
         if self.divides:
-            yield from shard_ways(c, self.profile.placed, self.most_stages, self.asked, highest)
+            # Small layers leave as much memory in stages of several, and more stages take longer to try.
+            large = float(np.median(self._arrays.kept(1, True))) > LARGE_LAYER * self._most_memory
+            yield from shard_ways(c, self.profile.placed, self.most_stages, self.asked, highest, large)
 
     @property
     def partly(self) -> bool:

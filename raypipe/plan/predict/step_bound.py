@@ -150,6 +150,7 @@ class StageArrays:
             "frozen": (held - values) * each.weight,
             "gradients": (experts + dense / gradients) * each.gradient,
             "summing": dense * each.gradient * (level >= 2),
+            "graded": (experts + dense * (level < 2)) * each.gradient,  # from the first backward to the update
             "optimizer": (experts + dense / optimizer) * (each.optimizer + each.master),
             # 16-bit copies of weights that are gathered go with these.
             "casts": np.add.reduceat(self._size("cast_bytes"), starts) - narrow,
@@ -157,6 +158,7 @@ class StageArrays:
             "kept": kept * microbatch + output + fixed,
             "kept_for_w": np.add.reduceat(self._size("waiting"), starts) * microbatch,
             "input": arriving,
+            "messages": arriving + output,
         }
 
     def kept(self, microbatch: int, split: bool) -> Array:
