@@ -7,6 +7,7 @@ The model is a run's newest or best checkpoint, or a directory that transformers
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from raypipe.trained import TOKENS, load_body, load_hugging_face
 CONFIG = "config.json"
 LONGEST = 1024
 """Context length of models that do not state theirs."""
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Names of the files that a tokenizer is loaded from."""
 Logits = Callable[[list[int]], Tensor]
 """Maps the tokens so far to the logits of the next token, of shape ``[vocabulary]``."""
 
@@ -101,28 +104,31 @@ class Writer:
             SpecError: the prompt is empty, or the model has no tokenizer.
         """
         if self.bytes:
-            made = self.ids(list(prompt.encode()) or [0], length, temperature, seed)
+            made = self.ids(list(prompt.encode()) or [0], length, temperature, seed, "--prompt")
             text = bytes(t for t in made if 0 < t < BYTES).decode(errors="replace")
         elif self.tokenizer is not None:
             given = self.tokenizer.encode(prompt, add_special_tokens=False)
             if not given:
                 raise SpecError("--prompt", "contains no token", "give some text to continue")
-            text = self.tokenizer.decode(self.ids(given, length, temperature, seed), skip_special_tokens=True)
+            made = self.ids(given, length, temperature, seed, "--tokenizer")
+            text = self.tokenizer.decode(made, skip_special_tokens=True)
         else:
             why = f"{self.directory} has no tokenizer, so text cannot be converted to tokens"
             raise SpecError("--prompt", why, "give --tokenizer DIR, or token ids: --ids 1,2,3")
         # An untrained model also generates control characters, which must not reach the terminal.
         return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
-    def ids(self, given: Sequence[int], length: int, temperature: float, seed: int) -> list[int]:
+    def ids(self, given: Sequence[int], length: int, temperature: float, seed: int, option: str = "--ids") -> list[int]:
         """Return the ``given`` tokens and up to ``length`` more; with temperature 0, always the likeliest token.
+
+        ``option`` is what gave them, which an error names.
 
         Raises:
             SpecError: a given token is not in the vocabulary.
         """
         wrong = next((t for t in given if not 0 <= t < self.vocabulary), None)
         if wrong is not None:
-            raise SpecError("--prompt", f"token {wrong} is beyond the vocabulary of {self.vocabulary}", "use others")
+            raise SpecError(option, f"token {wrong} is beyond the vocabulary of {self.vocabulary}", "use others")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the work per token is too small to be divided over threads
         generator, tokens = torch.Generator().manual_seed(seed), list(given)
@@ -216,6 +222,9 @@ def _tokenizer(directory: Path | None) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise SpecError("--tokenizer", "needs transformers, which is not installed", install("hf")) from None
+    # Of a configuration alone, transformers makes a tokenizer without tokens.
+    if directory.is_dir() and not any(fnmatch(file.name, one) for file in directory.iterdir() for one in TOKENIZERS):
+        raise SpecError("--tokenizer", f"{directory} holds no tokenizer", "give its directory")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
