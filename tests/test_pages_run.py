@@ -51,6 +51,7 @@ SHOWN_ALONE = {
 VARIES = re.compile(
     r"planned: |.* a step expected; |step planned"  # which plan is the fastest
     r"|(warm-up|straggler|host|sync|link|norm|data|imbalance) |[ :@.\d-]+$|Best change: |or: "  # what is slow
+    r"| *device +warm-up "  # a column for each reason that there is
 )
 """Lines that say what was measured: another machine, or the same one a minute later, has others."""
 
