@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raypipe.capture.opaque import TARGET
 from raypipe.errors import SpecError
 from raypipe.job.spec import job_from
 from raypipe.models import build_model
@@ -60,6 +62,17 @@ def test_models_without_experts() -> None:
     gpt = {"type": "gpt", "layers": 1, "hidden": 8, "heads": 1, "sequence": 8, "vocabulary": 256}
     with pytest.raises(SpecError, match=r"parallel\.experts: only the experts of models from model\.hf"):
         build_model(job_of({"replicas": 2, "experts": 2}, model=gpt), None, 0)
+
+
+def test_a_capture_makes_no_real_values_of_divided_experts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are nearly all of a model's memory; as every result, theirs has a row for each token."""
+    monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))  # nothing is captured before
+    made: list[object] = []
+    monkeypatch.setattr("raypipe.capture.opaque._real_copy", made.append)
+    model = build_model(job_of({"replicas": 2, "experts": 2}), None, 0)
+    assert not made
+    calls = [one for one in model.graph.operations if one.target == TARGET]
+    assert len(calls) == FAMILIES["mixtral"]["num_hidden_layers"]
 
 
 def test_gradients_of_experts_are_summed_over_the_copies_that_hold_them() -> None:

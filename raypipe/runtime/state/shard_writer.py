@@ -37,7 +37,7 @@ Write = Callable[[Path, str, Snapshot], ShardInfo]
 
 
 class Handed(NamedTuple):
-    """What became of a shard that was sent to keepers."""
+    """The outcome of sending a shard to keepers."""
 
     info: ShardInfo | None
     """None if no keeper has it."""
