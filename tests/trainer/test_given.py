@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import raypipe
 from raypipe.errors import SpecError
+from raypipe.models.given.check import check_state, state_of
 from raypipe.models.keyed_operations import keyed_uniform
 from raypipe.models.keyed_random import RandomKeys, with_keys
 from raypipe.trainer.given_model import model_section
@@ -123,6 +124,16 @@ def test_an_instance_trains_as_it_is(name: str, schedule: str, tmp_path: Path) -
     mine = pipelined(make(), ROWS, tmp_path / "run", 8, split=schedule == "zb-h1")
     assert_alike(mine, plain(make(), by_loss), 1e-9)
     assert_alike(mine, hugging_face(make(), ROWS, tmp_path / "hf", 8), 1e-7)
+
+
+def test_what_transformers_notes_of_a_first_forward_is_no_state() -> None:
+    model = bert()
+    before = state_of(model)
+    model(input_ids=BATCH["input_ids"], output_hidden_states=True)
+    check_state(before, model)
+    model.bert.pooler.calls = 1
+    with pytest.raises(SpecError, match="calls"):
+        check_state(before, model)
 
 
 WEIGHT = torch.tensor([1.0, 5.0, 10.0], dtype=torch.float64)

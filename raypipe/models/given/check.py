@@ -172,6 +172,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for path, part in model.named_modules():
         for name, value in vars(part).items():
+            if name in _NO_MATTER:
+                continue
             if isinstance(value, kinds):
                 result[f"model.{path}.{name}".replace("..", ".")] = value
             elif isinstance(value, list | dict | set) and not name.startswith("_"):
@@ -211,6 +213,7 @@ _NO_MATTER = frozenset(
     | {"_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks"}
     | {"_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
     | {"_non_persistent_buffers_set", "gradient_checkpointing", "_gradient_checkpointing_func"}
+    | {"_output_capturing_hooks_installed"}  # by transformers, when a forward is first asked for hidden states
 )
 """Attributes of modules that no forward's result follows from."""
 _CONFIGS_OWN = frozenset(
