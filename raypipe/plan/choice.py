@@ -137,10 +137,7 @@ def choice_of(
                 recompute=ways_to_recompute(given.get("recompute"), greedy),
                 asked=asked,
                 slices=slice_counts(job, own) if sharing == ALONE and "slices" not in asked else (),
-                divides=sharing.tensor == 1
-                and not profile.batch_statistics
-                and not parallel.replan
-                and (not greedy or "shard" in given),
+                divides=not profile.batch_statistics and not parallel.replan and (not greedy or "shard" in given),
                 _orders=orders_made,
             )
             for sharing, own in profiles.items()

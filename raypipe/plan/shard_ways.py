@@ -47,7 +47,7 @@ def shard_ways(
         each_layer: whether a model on one device may also be cut into its layers, each a stage.
     """
     wish = asked.get("shard")
-    if c.replicas == 1 or c.tensor > 1 or c.form.versions != "flush" or wish == "none":
+    if c.replicas == 1 or c.form.versions != "flush" or wish == "none":
         return
     waiting = replace(c, update="wait")  # all the runtime knows with shards
     for group in _groups(c, hosts, asked.get("shard_replicas")):

@@ -151,7 +151,6 @@ WRONG = [  # override, key in `where`, words in the message
     ("parallel={schedule: auto, placement: encoder}", "parallel.placement", "has no encoder"),
     ("parallel={schedule: 1f1b, placement: encoder}", "parallel.placement", "1f1b has a fixed placement"),
     ("parallel.shard=zero4", "parallel.shard", 'did you mean "zero'),
-    ("parallel={stages: 2, tensor: 2, shard: zero3}", "parallel.shard", "use shard: none, or tensor: 1"),
     ("parallel={replicas: 4, shard: zero3, shard_replicas: 3}", "parallel.shard_replicas", "use a divisor of 4"),
     ("parallel={replicas: 2, shard: zero3, shard_replicas: 1}", "parallel.shard_replicas", "use 2 or more"),
     ("parallel={schedule: auto, replicas: 2, shard: zero3, replan: true}", "parallel.replan", "use replan: false"),

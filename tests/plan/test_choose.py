@@ -416,6 +416,14 @@ def test_a_size_of_groups_may_be_asked_for() -> None:
     asked = make_job(batch=16, parallel={"auto": True, "tensor": 2})
     decision = choose(asked, profile, search_s=0, shared={(2, False): make_shared(profile, 2)})
     assert {row.prediction.candidate.tensor for row in decision.rows} == {2}
+    groups = {(2, False): make_shared(profile, 2)}
+    wished = {"auto": True, "tensor": 2, "stages": 1, "microbatch": 1}
+    whole, divided = (
+        choose(make_job(batch=16, parallel={**wished, "shard": level}), profile, search_s=0, shared=groups).best
+        for level in ("none", "zero1")
+    )
+    assert (divided.candidate.tensor, divided.candidate.shard) == (2, "zero1")
+    assert max(divided.memory_bytes) < max(whole.memory_bytes)
     with pytest.raises(SpecError, match="tensor: 2") as caught:
         choose(asked, profile, search_s=0)
     assert "computed, not measured" in caught.value.fix

@@ -360,9 +360,6 @@ def _shard(parallel: ParallelSpec) -> Iterator[BrokenRule]:
     """Keys that cannot be combined with sharded data parallelism."""
     if parallel.shard == "none":
         return
-    if parallel.tensor > 1:
-        why = f"{parallel.shard} cannot be combined with tensor: {parallel.tensor}"
-        yield "parallel.shard", why, "use shard: none, or tensor: 1"
     if parallel.update == "optimistic":
         why = f"optimistic cannot be combined with shard: {parallel.shard}"
         yield "parallel.update", why, "use auto, which then waits"

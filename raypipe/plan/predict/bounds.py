@@ -263,7 +263,7 @@ class Bounds(CandidateCosts):
     def room_on(self, grid: Grid) -> float:
         """Return the bytes that weights, gradients and optimizer state leave on some device of any plan of the grid at
         most; negative if none fits."""
-        group = grid.replicas if self.divides and self.asked.get("shard") != "none" and grid.tensor == 1 else 1
+        group = grid.replicas if self.divides and self.asked.get("shard") != "none" else 1
         return self._most_memory - self._static(grid.stages, 3, group)
 
     def _memory_time(self, microbatch: int) -> MemoryTime:
@@ -348,7 +348,7 @@ class Bounds(CandidateCosts):
 
     def _may_divide(self, c: Candidate) -> bool:
         """Return whether its copies may divide state beyond what they do."""
-        alone = c.replicas == 1 or c.tensor > 1 or c.form.versions != "flush" or c.level == 3
+        alone = c.replicas == 1 or c.form.versions != "flush" or c.level == 3
         return self.divides and not alone and self.asked.get("shard") != "none"
 
     def memory_binds(self, c: Candidate) -> bool:

@@ -236,7 +236,7 @@ def weights_of_products(root: nn.Module) -> set[nn.Parameter]:
             continue
         own = list(module.parameters(recurse=False))
         times.update(own)
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear or plain_product(module) == "linear":
             found.update(own)
         left += module.children()
     return {p for p in found if times[p] == 1}

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from raypipe.checkpoint import Checkpoint, buffer_key, rows_key
-from raypipe.errors import CheckpointError
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import StageKey, TiedHolders
 from raypipe.runtime.update.optimizer import load_master, updated_tensor
-from raypipe.runtime.update.shards import DeviceShards, gathered_state
+from raypipe.runtime.update.shards import DeviceShards, check_shape, gathered_state, own_part, whole_shape
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.tensor import Axis, Shard, TensorGroup
 
@@ -181,26 +180,17 @@ def read_state(
             continue
         param_key, *optim_keys = wanted[name]
         saved, shard = tensors[param_key], module.shards.get(name)
-        whole = tuple(parameter.shape) if shard is None else shard.whole_shape(parameter.shape)
-        if tuple(saved.shape) != whole:
-            raise CheckpointError(
-                str(checkpoint.path),
-                f"{param_key} has shape {tuple(saved.shape)}, but the model's has {whole}",
-                "resume with the job that wrote it",
-            )
-        load_master(optimizer, parameter, _own(saved, shard, ranks))
+        whole = whole_shape(parameter, shard)
+        check_shape(checkpoint, param_key, saved, whole)
+        load_master(optimizer, parameter, own_part(saved, shard, ranks))
         if optim_keys:
             values = {k.rsplit("/", 1)[1]: tensors[k] for k in optim_keys}
             optimizer.state[updated_tensor(optimizer, parameter)] = {
-                key: _own(value, shard if tuple(value.shape) == whole else None, ranks).clone().to(parameter.device)
+                key: own_part(value, shard if tuple(value.shape) == whole else None, ranks).clone().to(parameter.device)
                 for key, value in values.items()
             }
     for key, held in buffers.items():
         held.copy_(tensors[key])
-
-
-def _own(whole: Tensor, shard: Shard | None, ranks: Mapping[Axis, int]) -> Tensor:
-    return whole if shard is None else shard.cut(whole, ranks.get(shard.axis, 0))
 
 
 def previous_pieces(
@@ -229,7 +219,7 @@ def read_previous(
         return {}
     tensors = checkpoint.read(set(keys.values()))
     return {
-        path: _own(tensors[key], module.shards.get(names[path]), ranks).to(module.get_parameter(path).device)
+        path: own_part(tensors[key], module.shards.get(names[path]), ranks).to(module.get_parameter(path).device)
         for path, key in keys.items()
     }
 
@@ -263,7 +253,7 @@ def state_to_save(
     tensors = joined(state, groups)
     for key, stage in sorted(shards.stages.items()):
         if stage.counts:
-            gathered = [TensorPiece(k, value, None) for k, value in gathered_state(stage, optimizers[key]).items()]
+            gathered = [TensorPiece(*one) for one in gathered_state(stage, optimizers[key])]
             broken = broken or not_finite(modules[key], gathered)
-            tensors |= {piece.key: piece.tensor for piece in gathered}
+            tensors |= joined(gathered, {axis: group for axis, group in groups.items() if axis == "tensor"})
     return tensors, broken

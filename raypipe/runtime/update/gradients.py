@@ -208,7 +208,7 @@ class GradientSync:
             if self._is_first_holder(device, stage, replica, placement, range(len(placement))):
                 counted.extend(p for p in parameters if p not in experts[stage, replica])
         counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == device)
-        pieces = [p for key, one in sharded.items() if one.counts for p in one.pieces]
+        pieces = [p for one in sharded.values() for p in one.counted(member)]
         self._counted = [p for p in counted if member == 0 or id(p) in divided] + pieces
         held = defaultdict[int, set[int]](set)
         for row in placement:

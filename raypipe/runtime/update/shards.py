@@ -20,6 +20,7 @@ from raypipe.runtime.update.flat_weights import FlatPart, FlatWeights
 from raypipe.runtime.update.optimizer import ParameterPiece, load_master, updated_tensor, whole_costs
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.sharding import ShardMember, StageKey, shard_members
+from raypipe.tensor import Axis, Shard
 
 # One stage replica whose weights, gradients or optimizer state its data-parallel copies divide.
 
@@ -60,14 +61,16 @@ class ShardedStage:
     ) -> None:
         self._reduce_dtype = reduce_dtype
         self.stage, self.level, self.group, self.others, self.counts = stage, level, group, others, counts
-        alike: dict[tuple[torch.dtype, bool, torch.dtype | None], dict[str, nn.Parameter]] = {}
+        self.cuts = module.shards
+        # What tensor ranks hold alike lies apart from what they divide: its gradients count once in the global norm.
+        alike: dict[tuple[torch.dtype, bool, torch.dtype | None, bool], dict[str, nn.Parameter]] = {}
         for name, p in module.trained.items():
             if name not in undivided:
                 narrow = gather_dtype if level == 3 and p in cast else None
-                alike.setdefault((p.dtype, name in costs, narrow), {})[name] = p
+                alike.setdefault((p.dtype, name in costs, narrow, name in self.cuts), {})[name] = p
         self.flats = [
             FlatWeights(some, group, level, reduce_dtype, {n: costs[n] for n in some} if whole else None, narrow)
-            for (_, whole, narrow), some in alike.items()
+            for (_, whole, narrow, _), some in alike.items()
         ]
         self.names = frozenset(name for flat in self.flats for name in flat.parameters)
         """The parameters that are divided."""
@@ -78,6 +81,12 @@ class ShardedStage:
     def pieces(self) -> list[nn.Parameter]:
         """Return the parameters that this device's optimizer updates."""
         return [piece for flat in self.flats for piece in flat.pieces]
+
+    def counted(self, tensor_rank: int) -> list[nn.Parameter]:
+        """Return those of ``pieces`` whose gradients this process counts in the global norm: what the tensor ranks of a
+        device hold alike, the first one counts."""
+        flats = [flat for flat in self.flats if tensor_rank == 0 or next(iter(flat.parameters)) in self.cuts]
+        return [piece for flat in flats for piece in flat.pieces] if self.counts else []
 
     @property
     def named_pieces(self) -> list[ParameterPiece]:
@@ -292,13 +301,14 @@ def divide(
 # Save and load a sharded stage under the same keys as one that is not: a checkpoint knows nothing of shards.
 
 
-def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor, Shard | None]]:
     """Gather ``param/<name>`` and ``optim/<name>/<key>`` of a stage, and distribute them over its members for writing.
 
-    All members of the stage's shard group must call this. Each tensor is returned by one of them, in CPU memory; the
-    weights and every kind of optimizer state go to another member, so that all of them write.
+    All members of the stage's shard group must call this. Each tensor is returned by one of them, in CPU memory, with
+    how tensor ranks divide it; the weights and every kind of optimizer state go to another member, so that all of them
+    write.
     """
-    result: dict[str, Tensor] = {}
+    result: list[tuple[str, Tensor, Shard | None]] = []
     turn = 0
     for flat in stage.flats:
         pieces = [updated_tensor(optimizer, piece) for piece in flat.pieces]
@@ -309,7 +319,7 @@ def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> dic
             writer, turn = turn % stage.group.size(), turn + 1
             if value.shape != pieces[0].shape:  # one number for all parameters, e.g. how many updates there were
                 if stage.group.rank() == writer:
-                    result |= {f"optim/{name}/{key}": value.clone() for name in flat.parameters}
+                    result += [(f"optim/{name}/{key}", value.clone(), None) for name in flat.parameters]
                 continue
             own = [p.detach() if not key else optimizer.state[p][key] for p in pieces]
             whole = _gather(torch.cat([part.reshape(-1) for part in own]), flat, writer)
@@ -317,7 +327,7 @@ def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> dic
                 for name, offset in flat.layout.offsets.items():
                     p = flat.parameters[name]
                     value_key = f"optim/{name}/{key}" if key else f"param/{name}"
-                    result[value_key] = whole[offset : offset + p.numel()].view(p.shape)
+                    result.append((value_key, whole[offset : offset + p.numel()].view(p.shape), stage.cuts.get(name)))
     return result
 
 
@@ -327,8 +337,10 @@ def _gather(shard: Tensor, flat: FlatWeights, writer: int) -> Tensor | None:
     return torch.cat(shards).cpu() if shards is not None else None
 
 
-def read_shards(checkpoint: Checkpoint, stage: ShardedStage, optimizer: torch.optim.Optimizer) -> None:
-    """Load this member's shard of the weights and of the optimizer state.
+def read_shards(
+    checkpoint: Checkpoint, stage: ShardedStage, optimizer: torch.optim.Optimizer, ranks: Mapping[Axis, int]
+) -> None:
+    """Load this member's shard of the weights and of the optimizer state, of a process with these ``ranks``.
 
     Raises:
         CheckpointError: a parameter is missing or has another shape, so the checkpoint is of another model.
@@ -337,41 +349,63 @@ def read_shards(checkpoint: Checkpoint, stage: ShardedStage, optimizer: torch.op
         tensors = checkpoint.read({f"param/{part.name}" for part in flat.parts if part.name is not None})
         for part, piece in zip(flat.parts, flat.pieces, strict=True):
             if part.name is not None:
-                saved = tensors[f"param/{part.name}"]
-                _check(checkpoint, f"param/{part.name}", saved, flat.parameters[part.name])
-                load_master(optimizer, piece, _part_of(saved, part, piece))
-        _read_optimizer(checkpoint, flat, optimizer)
+                saved, cut = tensors[f"param/{part.name}"], stage.cuts.get(part.name)
+                check_shape(checkpoint, f"param/{part.name}", saved, whole_shape(flat.parameters[part.name], cut))
+                load_master(optimizer, piece, _part_of(own_part(saved, cut, ranks), part, piece))
+        _read_optimizer(checkpoint, stage, flat, optimizer, ranks)
+
+
+def whole_shape(parameter: Tensor, shard: Shard | None) -> tuple[int, ...]:
+    """Return the shape of a parameter of which a process has this share; None for all."""
+    return tuple(parameter.shape) if shard is None else shard.whole_shape(parameter.shape)
+
+
+def own_part(whole: Tensor, shard: Shard | None, ranks: Mapping[Axis, int]) -> Tensor:
+    """Return the share of a tensor that a process with these ranks has."""
+    return whole if shard is None else shard.cut(whole, ranks.get(shard.axis, 0))
 
 
 def _part_of(whole: Tensor, part: FlatPart, piece: Tensor) -> Tensor:
     return whole.reshape(-1)[part.begin : part.begin + part.size].view(piece.shape)
 
 
-def _check(checkpoint: Checkpoint, key: str, saved: Tensor, parameter: Tensor) -> None:
-    if saved.shape != parameter.shape:
+def check_shape(checkpoint: Checkpoint, key: str, saved: Tensor, whole: tuple[int, ...]) -> None:
+    """Check that a tensor of a checkpoint has the shape of the model's.
+
+    Raises:
+        CheckpointError: it has another.
+    """
+    if tuple(saved.shape) != whole:
         raise CheckpointError(
             str(checkpoint.path),
-            f"{key} has shape {tuple(saved.shape)}, but the model's has {tuple(parameter.shape)}",
+            f"{key} has shape {tuple(saved.shape)}, but the model's has {whole}",
             "resume with the job that wrote it",
         )
 
 
-def _read_optimizer(checkpoint: Checkpoint, flat: FlatWeights, optimizer: torch.optim.Optimizer) -> None:
+def _read_optimizer(
+    checkpoint: Checkpoint,
+    stage: ShardedStage,
+    flat: FlatWeights,
+    optimizer: torch.optim.Optimizer,
+    ranks: Mapping[Axis, int],
+) -> None:
     fields, first = _state_fields(checkpoint, flat), next(iter(flat.parameters))
     names = {part.name for part in flat.parts if part.name is not None} | {first}
     tensors = checkpoint.read({f"optim/{name}/{field}" for name in names for field in fields})
     for part, piece in zip(flat.parts, flat.pieces, strict=True):
         state: dict[str, Tensor] = {}
         name = part.name or first
+        cut = stage.cuts.get(name)
         for field in fields:
             saved = tensors[f"optim/{name}/{field}"]
             # torch counts updates in "step", whose shape is also that of a parameter without dimensions.
-            if field == "step" or saved.shape != flat.parameters[name].shape:
+            if field == "step" or tuple(saved.shape) != whole_shape(flat.parameters[name], cut):
                 state[field] = saved.clone().to(piece.device)
             elif part.name is None:
                 state[field] = torch.zeros_like(updated_tensor(optimizer, piece))
             else:
-                state[field] = _part_of(saved, part, piece).clone().to(piece.device)
+                state[field] = _part_of(own_part(saved, cut, ranks), part, piece).clone().to(piece.device)
         if state:
             optimizer.state[updated_tensor(optimizer, piece)] = state
 

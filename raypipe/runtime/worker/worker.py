@@ -165,7 +165,7 @@ class StageWorker:
                 optimizer, divided = self.optimizers[key], self.shards.divided(key)
                 read_state(checkpoint, module, optimizer, setup.tied, setup.ranks, divided)
                 if divided:
-                    read_shards(checkpoint, self.shards.stages[key], optimizer)
+                    read_shards(checkpoint, self.shards.stages[key], optimizer, setup.ranks)
         self._assemble(setup, checkpoint)
         # These objects live as long as the run, so the garbage collector need not scan them again.
         gc.collect()

@@ -36,8 +36,12 @@ PLANS = [
     {"schedule": "chimera", "stages": 2},
     {"schedule": "1f1b", "stages": 2, "replicas": 2, "sync": "eager"},
     {"schedule": "early-recompute", "stages": 2, "sub_pipelined": True},
+    {"schedule": "1f1b", "stages": 1, "replicas": 2, "shard": "zero3"},
     *exhaustive(
         {"schedule": "1f1b", "stages": 1}, {"schedule": "1f1b", "stages": 2},
+        {"schedule": "zb-h1", "stages": 2, "replicas": 2, "shard": "zero1"},
+        {"schedule": "zeropp", "stages": 2, "replicas": 2, "shard": "zero3"},
+        {"schedule": "chimera", "stages": 2, "shard": "zero2"},
         {"schedule": "zb-h1", "stages": 2, "sub_pipelined": True},
     ),
 ]  # fmt: skip
@@ -66,10 +70,11 @@ def test_the_curve_is_that_of_one_device(parallel, reference, stage_pool, text_f
     ("before", "after"),
     [
         ({"tensor": 2}, {"stages": 2, "tensor": 2}),
-        ({"stages": 2, "tensor": 2}, {}),
-        *exhaustive(({}, {"stages": 1, "tensor": 2})),
+        ({"tensor": 2, "replicas": 2, "shard": "zero2"}, {}),
+        ({}, {"tensor": 2, "replicas": 2, "shard": "zero3"}),
+        *exhaustive(({"stages": 2, "tensor": 2}, {}), ({}, {"stages": 1, "tensor": 2})),
     ],
-    ids=["moved", "joined", "divided"],
+    ids=["moved", "joined shards", "divided shards", "joined", "divided"],
 )
 def test_a_checkpoint_is_of_whole_parameters(before, after, reference, stage_pool, text_folder, tmp_path) -> None:
     first = drive(small_job(text_folder, before, **HALFWAY), stage_pool, tmp_path / "first")
@@ -79,7 +84,8 @@ def test_a_checkpoint_is_of_whole_parameters(before, after, reference, stage_poo
         for key in ("param/0.token.weight", *(f"optim/0.token.weight/{k}" for k in ("exp_avg", "exp_avg_sq", "step")))
     }
     if before.get("tensor", 1) > 1:  # the members share the work of writing
-        assert len(set(checkpoint.files.values())) == 2 * before.get("stages", 1)
+        writers = before.get("stages", 1) * (before["replicas"] if "shard" in before else 1)
+        assert len(set(checkpoint.files.values())) == 2 * writers
     rest = drive(
         small_job(text_folder, after, **HALFWAY),
         stage_pool,
