@@ -191,7 +191,9 @@ def _captured(
             _check_loss(result.graph)
         return result
 
-    result = captured_once(_key(source.identity(whole), record, fields, dtype, share, loss_code(spec)), fresh)
+    # Where a model's files are says nothing of its operations: the configuration in them, in its identity, does.
+    asked = spec.model_dump_json(exclude={"hf", "init", "adapters"})
+    result = captured_once(_key(source.identity(whole), asked, fields, dtype, share, loss_code(spec)), fresh)
     if share is not None and share.division.size > 1 and any(one.random for one in result.graph.operations):
         # Copies that divide experts alone draw random numbers for the whole of every tensor.
         share = share._replace(whole=_captured(kind, record, mask, given, dtype, None, lines).graph)

@@ -116,8 +116,8 @@ class HuggingFace:
         return module
 
     def identity(self, build: Callable[[], nn.Module]) -> Identity:
-        """Return the model's class, its configuration, and the library's code."""
-        says = [self.kind.__name__, self.config.to_dict()]
+        """Return the model's class, its configuration but for where it was read, and the library's code."""
+        says = [self.kind.__name__, self.config.to_dict() | {"_name_or_path": ""}]
         packages = ("torch", "transformers", *(() if self.spec.lora is None else ("peft",)))
         return Identity(says, transformers_code(self.config.model_type), packages)
 

@@ -85,6 +85,24 @@ def test_a_stage_reads_the_tensors_of_its_own_parameters_only(mixtral: Path, mon
     assert all(".layers.1." in key for key in read)
 
 
+def test_a_directory_that_has_moved_is_not_captured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raypipe.capture import capture as room
+    from raypipe.job import job_from
+    from raypipe.models import build_model
+    from raypipe.models.task import Field
+
+    captured: list[object] = []
+    monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(room, "capture", lambda *a, _of=room.capture, **k: captured.append(a) or _of(*a, **k))
+    fields = {"input_ids": Field((8,), torch.int64), "labels": Field((), torch.int64)}
+    for where, config, so_far in (("a", {}, 1), ("b", {}, 1), ("b", {"hidden_act": "relu"}, 2)):
+        bert("BertForSequenceClassification").save_pretrained(tmp_path / where)
+        model = {"hf": str(tmp_path / where), "config": config, "sequence": 8}
+        build_model(job_from({"name": "a", "model": model, "data": {"type": "arrays", "path": "x"},
+                              "train": {"steps": 1, "batch": 2}, "parallel": {}}), fields)  # fmt: skip
+        assert len(captured) == so_far
+
+
 def test_a_new_head_is_named(tmp_path: Path) -> None:
     bert("BertModel").save_pretrained(tmp_path)
     values, mine = start(tmp_path, config={"architectures": ["BertForSequenceClassification"], "num_labels": 3})
