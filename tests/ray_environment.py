@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -67,3 +68,12 @@ def start_ray(cpus: int, forks: bool = True) -> str:
             configure_logging=False, _node_ip_address="127.0.0.1",
         )  # fmt: skip
     return str(ray.get_runtime_context().gcs_address)
+
+
+def may_mount() -> bool:
+    """Return if this process may mount file systems in a namespace of its own."""
+    words = ["unshare", "-m", "--propagation", "private", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    try:
+        return subprocess.run(words, capture_output=True, timeout=20, check=False).returncode == 0
+    except OSError:
+        return False

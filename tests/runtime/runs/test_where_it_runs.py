@@ -14,21 +14,12 @@ import pytest
 from raypipe.cli import run as command
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.train import saved_job
-from tests.ray_environment import without_ray
+from tests.ray_environment import may_mount, without_ray
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.test_train_command import small_job
 
+pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
 FORKS = "tests.forked_workers.command"
-CLOSED = "http://127.0.0.1:9"
-"""A proxy that answers nobody."""
-
-
-def may_mount() -> bool:
-    words = ["unshare", "-m", "--propagation", "private", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
-    try:
-        return subprocess.run(words, capture_output=True, timeout=20, check=False).returncode == 0
-    except OSError:
-        return False
 
 
 def run(mounts: str, program: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,24 +37,6 @@ def job(text_folder: Path, tmp_path: Path) -> Path:
     return small_job(tmp_path / "größe – 1.yaml", text_folder, 40)
 
 
-@pytest.mark.runs
-@pytest.mark.own_ray
-def test_little_shared_memory_proxies_umlauts_an_ascii_locale_and_no_home(job: Path, tmp_path: Path) -> None:
-    """All at once; the locale has ASCII alone, and not even root can write in the home directory."""
-    small = "mount -t tmpfs -o size=64m tmpfs /dev/shm" if may_mount() else ""
-    directory = tmp_path / "mit Umläuten" / "läuft 1"
-    poor = {name: CLOSED for proxy in ("http_proxy", "https_proxy") for name in (proxy, proxy.upper())}
-    poor |= {"LC_ALL": "C", "LANG": "C", "HOME": "/proc/self"}
-    done = run(small, "raypipe", "train", str(job), "--run-dir", str(directory), **poor)
-    assert done.returncode == 0, done.stderr
-    assert sum("loss" in row for row in read_rows(directory / METRICS)) == 40
-    notices = [e["message"] for e in read_rows(directory / EVENTS) if e["event"] == "notice"]
-    assert not [text for text in notices if "failed" in text], "metrics are exported under such a name too"
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.runs
-@pytest.mark.own_ray
 def test_a_disk_that_fills_is_one_error_and_the_run_goes_on_from_the_checkpoint_before(
     job: Path, tmp_path: Path, driver_here: None
 ) -> None:
@@ -108,7 +81,6 @@ sys.exit(run([*sys.argv[1:], "--run-dir", sys.argv[2] + ".waited", "--set", "tra
 """
 
 
-@pytest.mark.runs
 def test_it_waits_says_so_and_runs(text_folder: Path, tmp_path: Path) -> None:
     job = small_job(tmp_path / "job.yaml", text_folder, 4)
     done = subprocess.run(
@@ -155,8 +127,6 @@ print(json.dumps(pids))
 """
 
 
-@pytest.mark.runs
-@pytest.mark.own_ray
 def test_they_train_the_job_exactly_and_are_released_where_it_cannot_begin(text_folder: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(text_folder), str(tmp_path)], capture_output=True, text=True,
