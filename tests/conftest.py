@@ -47,14 +47,11 @@ os.environ["RAYPIPE_CACHE_DIR"] = os.environ[CACHE]
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell tests that share the session's Ray from those that start one of their own; ``make unit`` starts none."""
+    """Have what starts Ray marked as such; ``make unit`` starts none."""
     for item in items:
-        shares = "local_ray" in getattr(item, "fixturenames", ())
-        starts = item.get_closest_marker("runs") is not None
-        if shares and not starts:
-            raise pytest.UsageError(f"{item.nodeid} takes local_ray: mark it with @pytest.mark.runs")
-        if starts and not shares:
-            item.add_marker(pytest.mark.own_ray)
+        starts = "local_ray" in getattr(item, "fixturenames", ()) or item.get_closest_marker("own_ray") is not None
+        if starts and item.get_closest_marker("runs") is None:
+            raise pytest.UsageError(f"{item.nodeid} starts Ray: mark it with @pytest.mark.runs")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -64,10 +61,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where tests marked ``runs`` alone are asked for, leave files without the mark unread: they import torch."""
-    if not (config.option.markexpr or "").startswith(("runs", "own_ray")) or collection_path.suffix != ".py":
+    """Where only tests with one of these marks are asked for, leave files without it unread: they import torch."""
+    asked = next((m for m in ("own_ray", "runs") if (config.option.markexpr or "").startswith(m)), None)
+    if asked is None or collection_path.suffix != ".py":
         return None
-    return True if "pytest.mark.runs" not in collection_path.read_text("utf-8") else None
+    return True if f"pytest.mark.{asked}" not in collection_path.read_text("utf-8") else None
 
 
 @pytest.fixture(scope="session")

@@ -85,6 +85,7 @@ def test_without_them_ray_is_asked_in_public(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.mark.runs
+@pytest.mark.own_ray
 def test_a_run_goes_to_its_end_without_them(tmp_path: Path) -> None:
     """In a process of its own, whose own calls find none of them; Ray itself has what it needs."""
     (tmp_path / "text.txt").write_text("to be or not to be " * 400)

@@ -187,6 +187,7 @@ def filled(expr: str) -> str:
 
 @ONLY
 @pytest.mark.runs
+@pytest.mark.own_ray
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed (Debian: prometheus)")
 def test_every_panel_shows_data_while_a_job_runs(tmp_path: Path) -> None:
     wanted = {where: filled(expr) for where, expr in queries() if ": " in where and "$" not in where}

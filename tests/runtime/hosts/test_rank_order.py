@@ -163,6 +163,7 @@ cluster.shutdown()
 
 
 @pytest.mark.runs
+@pytest.mark.own_ray
 def test_ranks_of_five_nodes_lie_host_by_host() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=300, env=without_ray())
     assert done.returncode == 0, done.stderr

@@ -72,6 +72,7 @@ def check_clocks(run: Path, result: dict[str, Any], most_s: float = 1.0) -> None
 
 
 @pytest.mark.runs
+@pytest.mark.own_ray
 def test_a_host_that_shares_neither_the_run_directory_nor_the_documents_trains_and_resumes(cluster, tmp_path) -> None:
     """It is said; the losses are those of one process, also after a resume, and the checkpoint holds all stages."""
     before = copied_files()
@@ -109,6 +110,7 @@ def two_a_host() -> Iterator[Cluster]:
 
 @pytest.mark.exhaustive
 @pytest.mark.runs
+@pytest.mark.own_ray
 @pytest.mark.parametrize(("schedule", "first", "then"), [
     ("1f1b", {"innermost": "replicas"}, {"shard": "zero3", "innermost": "replicas"}),
     ("1f1b", {"shard": "zero1", "innermost": "replicas"}, {"shard": "zero3"}),
@@ -136,6 +138,7 @@ def test_a_run_and_its_resume_with_another_layout_follow_one_process(
 
 @pytest.mark.exhaustive
 @pytest.mark.runs
+@pytest.mark.own_ray
 def test_tensor_groups_on_three_hosts_train_as_one_process_does(text_folder, tmp_path) -> None:
     """Two devices each: a link of 1 Gb/s and 2 ms, and clocks that are a day apart."""
     job = job_file(tmp_path, text_folder, {**PIPELINE, "stages": 3, "tensor": 2}, layers=4, steps=12, clip=1.0)
@@ -204,6 +207,7 @@ sys.exit(run([*words, "--json"]))
 
 
 @pytest.mark.runs
+@pytest.mark.own_ray
 def test_each_stage_is_on_the_type_that_it_was_planned_for(text_folder, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     parallel = {"auto": True, "schedule": "1f1b", "stages": 2, "replan": False}

@@ -12,6 +12,8 @@ from tests.runtime.runs.killing import CONTROLLER, DRIVER, copied_since, events,
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive
 
+pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
+
 STEPS = 200
 """A second or more of work behind the first checkpoint, so that the kills come in time on a busy machine."""
 
@@ -21,8 +23,6 @@ def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return job_to_kill(tmp_path_factory.mktemp("job") / "killed.yaml", text_folder, STEPS)
 
 
-@pytest.mark.runs
-@pytest.mark.own_ray
 def test_killed_processes_change_no_loss(job: Path, stage_pool, tmp_path: Path) -> None:
     """The driver's, after which the copies in the node's memory serve, and then the controller's; workers live on."""
     undisturbed = drive(load_job(job), stage_pool, tmp_path / "undisturbed").losses
@@ -53,7 +53,6 @@ def has_new_copies(run: ElasticRun) -> bool:
     return copied > saved and copied >= run.steps() - 3
 
 
-@pytest.mark.runs
 def test_devices_go_and_come(text_folder: Path, tmp_path: Path) -> None:
     nodes = TwoNodes()
     try:

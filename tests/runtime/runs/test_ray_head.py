@@ -22,6 +22,8 @@ from tests.job_files import write_job
 from tests.ray_environment import without_ray
 from tests.ray_head import Head, ray_head
 
+pytestmark = [pytest.mark.runs, pytest.mark.own_ray]
+
 ROOT = Path(__file__).parents[3]
 PEAK_TFLOPS = 0.05
 WAIT_S = 120.0
@@ -40,7 +42,6 @@ def environment(**more: str) -> dict[str, str]:
     return without_ray(PATH=tools, **more)
 
 
-@pytest.mark.runs
 def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml", text_folder, steps=150, clip=1.0, eval_every=50, eval_batches=2)
     run = tmp_path / "run"
@@ -100,7 +101,6 @@ def test_a_submitted_job_exports_every_metric(head: Head, text_folder: Path, tmp
     assert kinds == {("0", "0", "F"), ("0", "0", "BW"), ("1", "1", "F"), ("1", "1", "BW")}
 
 
-@pytest.mark.runs
 def test_the_documented_command_submits_the_clone_and_a_stopped_job_works_no_more(head: Head, tmp_path: Path) -> None:
     run = tmp_path / "run"
     cut = ["steps=100000", "batch=8", "eval_batches=1"]
@@ -134,7 +134,6 @@ def test_the_documented_command_submits_the_clone_and_a_stopped_job_works_no_mor
 
 
 @pytest.mark.exhaustive
-@pytest.mark.runs
 def test_a_job_that_is_not_waited_for_says_its_id(head: Head, text_folder: Path, tmp_path: Path) -> None:
     write_job(tmp_path / "job.yaml", text_folder, steps=3)
     run = tmp_path / "run"

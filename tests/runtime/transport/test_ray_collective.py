@@ -6,13 +6,11 @@ import os
 import runpy
 import socket
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
-from tests.ray_environment import start_ray
 from tests.runtime.transport.kinds import IN_ACTORS
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
@@ -20,17 +18,6 @@ NAMES = runpy.run_path(str(SCRIPT))["NAMES"]
 ROOT = str(Path(__file__).parents[3])
 
 pytestmark = pytest.mark.runs
-
-
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    """The session's Ray if one runs, else one for this module."""
-    if ray.is_initialized():
-        yield
-        return
-    start_ray(2)
-    yield
-    ray.shutdown()
 
 
 class Rank:
@@ -62,7 +49,7 @@ def pair(kind: str, what: str, survivors: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module", params=sorted(IN_ACTORS))
-def outcomes(request: pytest.FixtureRequest, ray_here: None) -> list[dict[str, str]]:
+def outcomes(request: pytest.FixtureRequest, local_ray: None) -> list[dict[str, str]]:
     return pair(request.param, "run_all", survivors=2)
 
 
@@ -73,7 +60,7 @@ def test_channel(outcomes: list[dict[str, str]], name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(IN_ACTORS))
-def test_death_of_the_peer_is_noticed_at_once(kind: str, ray_here: None) -> None:
+def test_death_of_the_peer_is_noticed_at_once(kind: str, local_ray: None) -> None:
     assert pair(kind, "dies", survivors=1) == [{"dies": "ok"}]
 
 
