@@ -11,6 +11,7 @@ import torch
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.compiled.toolchain import missing_toolchain
+from tests.exhaustive import crossed
 from tests.experts import test_runs
 from tests.experts.families import FAMILIES
 from tests.experts.test_job_key import job_of
@@ -32,8 +33,10 @@ def rows_of(rank: int, samples: int = 4) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
-@pytest.mark.parametrize("variant", [{}, {"split": True}, {"recompute": True}, {"pairs": True}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    crossed(["mixtral", "deepseek_v3"], [{}, {"split": True}, {"recompute": True}, {"pairs": True}]), ids=str,
+)  # fmt: skip
 def test_pieces_give_the_losses_and_gradients_of_eager_stages(family: str, variant: dict[str, Any]) -> None:
     """Two copies, each with half of the experts and samples of its own: tokens travel in every forward and backward."""
 

@@ -19,6 +19,7 @@ from raypipe.plan.decision_json import as_json
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import ALONE, Judges, Sharing, measured_with_experts
 from raypipe.schedule.shape import Grid
+from tests.exhaustive import exhaustive
 from tests.plan.conftest import make_job, make_profile
 
 NUMBERS = (2, 4)
@@ -63,7 +64,9 @@ def test_levels_of_sharding_leave_experts_and_their_gradients_as_they_are(recomp
             assert other.gradients + other.communication == pytest.approx(own.gradients, rel=1e-9)
 
 
-@pytest.mark.parametrize(("memory_gib", "sent_bytes"), [(8, 0), (8, 1e6), (8, 1e8), (0.4, 1e6), (0.35, 1e6)])
+@pytest.mark.parametrize(
+    ("memory_gib", "sent_bytes"), [(8, 0), *exhaustive((8, 1e6)), (8, 1e8), (0.4, 1e6), *exhaustive((0.35, 1e6))]
+)
 def test_the_best_of_all_numbers_of_copies(memory_gib: float, sent_bytes: float) -> None:
     profiles = mixtures(memory_gib, sent_bytes)
     whole, shared = profiles[ALONE], {key: own for key, own in profiles.items() if key != ALONE}

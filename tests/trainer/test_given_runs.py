@@ -11,6 +11,7 @@ from torch import nn
 
 import raypipe
 from raypipe.observe.run_log import METRICS, read_rows
+from tests.exhaustive import exhaustive
 from tests.trainer.test_given import ROWS, Doubled, by_loss, head, of_logits, own, summed
 from tests.trainer.three_steps import Outcome, arguments, assert_alike, bert, degrees, hugging_face, plain, rows_of
 
@@ -91,7 +92,11 @@ def test_packed_rows_under_every_schedule(schedule: str, adapters: bool, driver:
 @pytest.mark.runs
 @pytest.mark.parametrize(
     ("case", "stages", "shard"),
-    [("layerwise", 2, "zero3"), ("given", 1, "zero1"), ("layerwise", 1, "none"), ("head", 2, "zero2")],
+    [
+        ("layerwise", 2, "zero3"),
+        ("given", 1, "zero1"),
+        *exhaustive(("layerwise", 1, "none"), ("head", 2, "zero2")),
+    ],
 )
 def test_a_scripts_optimizer_over_copies_and_their_pieces(
     case: str, stages: int, shard: str, driver: None, tmp_path: Path

@@ -135,5 +135,4 @@ def test_a_run_finds_its_share(stage_pool, text_folder, tmp_path) -> None:
     plan = json.loads((tmp_path / "tight" / "plan.json").read_text())
     assert plan["parallel"]["alphas"] == pytest.approx(settled["alpha"])
     fixed = run("fixed", recompute="stage-aware", alphas=0.0)
-    assert free.losses == tight.losses == fixed.losses
-    assert run("none").losses == pytest.approx(fixed.losses, abs=1e-9, rel=0)
+    assert free.losses == tight.losses == fixed.losses  # a plain loop's: test_exactness.py has such a plan

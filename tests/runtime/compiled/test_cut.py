@@ -12,6 +12,7 @@ import torch
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled import needs
+from tests.exhaustive import exhaustive
 from tests.runtime.compiled.pieces import assert_same, compiled_device, step_of
 from tests.runtime.runs.one_device import even_cut, run_step
 from tests.runtime.runs.test_any_model import CASES, DROPS, LENGTHS, MICROBATCH, model_of
@@ -77,7 +78,7 @@ def test_segments_micro_batches_in_pairs_and_autocast(
     assert_same(step_of(made), run_step(model, cut, rows, dtype, 2, **variant), tolerance, least)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["joint", "split"])
+@pytest.mark.parametrize("split", [*exhaustive(False), True], ids=["joint", "split"])
 def test_a_budget_keeps_less_and_changes_no_gradient(split: bool) -> None:
     model = GptLayers(GPT, torch.float64)
     ids = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(0))
@@ -95,7 +96,7 @@ def test_a_budget_keeps_less_and_changes_no_gradient(split: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", [2, 5], ids=["some", "all"])
+@pytest.mark.parametrize("most", [*exhaustive(2), 5], ids=["some", "all"])
 def test_samples_of_their_own_lengths(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "MOST_LENGTHS", most)
     model = model_of("bert")

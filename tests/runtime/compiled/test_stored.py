@@ -209,9 +209,9 @@ def takes_long(*request: Any) -> str:
 @pytest.mark.parametrize(
     ("compiler", "limit_s", "reason"),
     [
-        (refuses, 60.0, "InductorError: no kernel"),
         (dies, 60.0, "the task that compiles it has failed"),
         (takes_long, 1.0, "train.compile_timeout_s"),
+        *exhaustive((refuses, 60.0, "InductorError: no kernel")),
     ],
 )
 def test_a_task_that_fails_or_takes_too_long_leaves_the_stage_eager(

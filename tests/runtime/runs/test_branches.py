@@ -17,6 +17,7 @@ from raypipe.models import LayeredModel, build_model
 from raypipe.plan.plan import build_schedule
 from raypipe.schedule.ir import StageGraph
 from tests.capture.models import FAMILIES
+from tests.exhaustive import crossed
 from tests.runtime.runs.eager_reference import assert_step_of, eager_training, keyed
 from tests.runtime.runs.one_device import run_step
 from tests.runtime.runs.small_runs import drive, job_for
@@ -95,8 +96,10 @@ def loss_of(module: nn.Module, rows: dict[str, Tensor]) -> Tensor:
         return module(**rows).loss if own else F.cross_entropy(module(rows["features"]), rows["labels"])
 
 
-@pytest.mark.parametrize("case", [name for name in CASES if name != "batch norm"])  # a micro-batch has its own
-@pytest.mark.parametrize("how", ["joint", "split", "recomputed in pairs"])
+@pytest.mark.parametrize(
+    ("case", "how"),
+    crossed([name for name in CASES if name != "batch norm"], ["joint", "split", "recomputed in pairs"]),
+)  # a micro-batch has its own
 def test_loss_and_gradients_are_the_whole_models(case: str, how: str) -> None:
     """Layers are on four devices at random; all stages run here, with each edge's tensors alone as their inputs."""
     if case == "t5":

@@ -138,11 +138,10 @@ def test_a_wire_dtype_that_narrows_nothing_is_refused(dtype, wire, words, text_f
 
 STEPS = 4
 SUM_PLANS = [
-    {"stages": 2},
     {"sync": "reverse-first-k", "first_k": 2},
     {"shard": "zero2"},
     {"stages": 2, "shard": "zero3"},
-    *exhaustive({}, {"sync": "prioritised"}, {"shard": "zero1"}, {"shard": "zero3"}),
+    *exhaustive({}, {"stages": 2}, {"sync": "prioritised"}, {"shard": "zero1"}, {"shard": "zero3"}),
 ]
 
 

@@ -52,7 +52,6 @@ PLANS = [
     {"schedule": "dualpipev", "stages": 2, "replicas": 2},
     {"schedule": "interleaved-overlap", "stages": 2, "chunks": 2},
     {"schedule": "zeropp", "stages": 2, "chunks": 2, "unit": 3},
-    {"schedule": "zeropp", "stages": 4, "unit": 4},
     {"schedule": "early-recompute", "stages": 2},
     {"schedule": "1f1b", "stages": 4, "recompute": "full", "keep": [0.0, 0.4, 0.5, 1.0]},
     {"schedule": "zb-v", "stages": 2, "recompute": "full"},
@@ -71,6 +70,7 @@ PLANS = [
     {"schedule": "zb-h1", "stages": 2, "replicas": 4, "context": 2},
 ]
 MORE = [
+    {"schedule": "zeropp", "stages": 4, "unit": 4},
     {"schedule": "1f1b", "stages": 1, "replicas": 2},
     {"schedule": "1f1b", "stages": 2},
     {"schedule": "gpipe", "stages": 2, "replicas": 2},

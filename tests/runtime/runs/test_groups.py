@@ -14,6 +14,7 @@ from raypipe.job.train_spec import TrainSpec
 from raypipe.launch.prepared import check_groups
 from raypipe.models import GptLayers
 from raypipe.runtime.update.optimizer import SCALE, ParameterPiece, make_optimizer, set_rate
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -66,7 +67,9 @@ def test_loss_curve_is_that_of_plain_pytorch(parallel, stage_pool, text_folder, 
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize(("optimizer", "more"), [("adagrad", {}), ("rmsprop", {"momentum": 0.5, "alpha": 0.9})])
+@pytest.mark.parametrize(
+    ("optimizer", "more"), [("rmsprop", {"momentum": 0.5, "alpha": 0.9}), *exhaustive(("adagrad", {}))]
+)
 def test_other_optimizers_in_pieces_and_from_a_checkpoint(optimizer, more, stage_pool, text_folder, tmp_path) -> None:
     train = {"optimizer": optimizer, **more, "checkpoint_every": 2}
     sharded = job(text_folder, {"schedule": "1f1b", "stages": 2, "replicas": 2, "shard": "zero3"}, **train)

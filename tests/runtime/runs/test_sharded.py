@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ from tests.runtime.runs.small_runs import drive, small_job
 STEPS = 4
 PLANS: list[dict[str, Any]] = [
     {"schedule": "1f1b", "stages": 1, "replicas": 2},
-    {"schedule": "1f1b", "stages": 1, "replicas": 4},
-    {"schedule": "1f1b", "stages": 2, "replicas": 2},
     {"schedule": "gpipe", "stages": 2, "replicas": 2, "gather": "microbatch"},
     {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "replicas": 2},
     {"schedule": "zb-h1", "stages": 2, "replicas": 2, "gather": "step"},
@@ -32,6 +31,11 @@ PLANS: list[dict[str, Any]] = [
     {"schedule": "chimera", "stages": 2, "replicas": 2, "gather": "microbatch"},
     {"schedule": "1f1b", "stages": 2, "replicas": 2, "recompute": "full", "gather": "microbatch"},
 ]
+MORE: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "stages": 1, "replicas": 4},
+    {"schedule": "1f1b", "stages": 2, "replicas": 2},
+]
+SHARDS = ["zero3", "zero1", "zero2"]
 
 
 def job(text: Path, parallel: dict[str, Any], **train: Any) -> Any:
@@ -50,7 +54,7 @@ def plain(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[f
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    ("parallel", "shard"), crossed(PLANS, ["zero3", "zero1", "zero2"]),
+    ("parallel", "shard"), [*crossed(PLANS, SHARDS), *exhaustive(*product(MORE, SHARDS))],
     ids=lambda p: p if isinstance(p, str) else "-".join(str(v) for v in p.values()),
 )  # fmt: skip
 def test_loss_curve_is_that_of_plain_pytorch(parallel, shard, plain, stage_pool, text_folder, tmp_path) -> None:

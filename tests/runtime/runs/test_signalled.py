@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
+from tests.exhaustive import exhaustive
 from tests.processes import named, session_of
 from tests.ray_environment import without_ray
 from tests.runtime.runs.test_train_command import small_job
@@ -67,9 +68,9 @@ def signalled(
 @pytest.mark.parametrize(
     ("number", "script", "status", "said"),
     [
-        (signal.SIGTERM, False, 143, "ended by SIGTERM"),
         (signal.SIGINT, False, 130, "interrupted"),
         (signal.SIGTERM, True, 143, "ended by SIGTERM"),
+        *exhaustive((signal.SIGTERM, False, 143, "ended by SIGTERM")),
     ],
 )
 def test_while_ray_starts(number: int, script: bool, status: int, said: str, text_folder: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from raypipe.runtime.state.state import joined, owned_keys, read_state, state_pi
 from raypipe.runtime.update.gradients import TiedHolders
 from raypipe.runtime.update.optimizer import make_optimizer
 from raypipe.tensor import SoloGroup
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import Done, drive, small_job
 
 SETTINGS = {"steps": 8, "optimizer": "adamw", "clip": 0.5, "lr_schedule": "cosine", "warmup_steps": 2}
@@ -32,11 +33,11 @@ def undisturbed(stage_pool, text_folder: Path, tmp_path_factory: pytest.TempPath
 
 
 OTHER_PLANS = [
-    {"schedule": "gpipe", "stages": 4},
     {"schedule": "1f1b", "stages": 1},
     {"schedule": "chimera", "stages": 4},
     {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2},
     {"schedule": "1f1b", "stages": 2, "replicas": 2},
+    *exhaustive({"schedule": "gpipe", "stages": 4}),
 ]
 
 
