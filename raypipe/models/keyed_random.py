@@ -142,6 +142,10 @@ class RandomKeys:
         """Return the random numbers of a place; see ``halves_of_part``."""
         return halves_of_part(seeds, part, whole, device, begin)
 
+    def share(self, halves: Tensor, dim: int, length: int) -> Tensor:
+        """Return this tensor rank's ``length`` entries of a dimension."""
+        return halves.narrow(dim, current_group().rank * length, length)
+
 
 # A global and not thread-local, because autograd may recompute a forward in one of its threads. A process runs only
 # one stage task at a time.
@@ -381,10 +385,10 @@ def halves_at(
     if longest is not None and batch_dim:
         whole.insert(0, whole.pop(batch_dim))
     if divided_dim is not None:
-        group, length = current_group(), size[divided_dim]
+        length = size[divided_dim]
         moved = divided_dim + 1 if batch_dim is not None and divided_dim < batch_dim else divided_dim
         for sizes in (shape, part, whole):
-            sizes[moved] = length * group.size
+            sizes[moved] = length * current_group().size
     begin = None
     if (run := current_slice()) is not None or chunks:
         if run is None or sequence_dim is None:
@@ -397,7 +401,7 @@ def halves_at(
     last = [each] if each > 1 else []
     halves = keys.halves(seeds, [*part, *last], [*whole, *last], device, begin).reshape([*shape, *last])
     if divided_dim is not None:
-        halves = halves.narrow(moved, group.rank * length, length)
+        halves = keys.share(halves, moved, length)
     return halves
 
 

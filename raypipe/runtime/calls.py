@@ -279,6 +279,8 @@ class CompiledSwap:
                 self._report(reports)
                 if reports and all(one.reason is None for one in reports):
                     found[ranks[ref]] = [name for one in reports for name in one.in_input_grad]
+        if waits and parallel.tensor > 1:  # whose ranks swap together
+            workers.call("swap_compiled", 0)
         return found
 
     def heard(self, step: int, results: Sequence[StepResult]) -> None:

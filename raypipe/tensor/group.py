@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from raypipe.errors import RunError
+
 Wait = Callable[[], object]
 Axis = Literal["tensor", "experts", "context", "vocabulary"]
 """What divides layers: the tensor ranks of a device, copies that divide experts, copies that divide sequences, or the
@@ -139,6 +141,23 @@ class SoloGroup:
     def start_all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> tuple[Tensor, Wait]:
         """Return ``x``."""
         return x, lambda: None
+
+
+class TracedGroup(SoloGroup):
+    """Stands for the group where a program is made, which is the same for every rank of it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return the size.
+
+        Raises:
+            RunError: it is asked for anything else, which only an operator of the program may do when it runs.
+        """
+        if name in ("size", "__class__"):
+            return super().__getattribute__(name)
+        raise RunError("a compiled stage", f"its trace asks for {name} of its group", "make that an operator")
 
 
 class ProcessGroup:
@@ -289,13 +308,13 @@ def copy_to_group(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("raypipe::reduce_from_group", mutates_args=())
-def reduce_from_group(x: Tensor) -> Tensor:
+def reduce_from_group(x: Tensor, after: Tensor | None = None) -> Tensor:
     """All-reduce ``x`` over the group; the gradient is passed through to every rank."""
-    return summed(x)
+    return all_reduced(x.clone(memory_format=torch.contiguous_format))
 
 
 @torch.library.custom_op("raypipe::gather_from_group", mutates_args=())
-def gather_from_group(x: Tensor, length: int) -> Tensor:
+def gather_from_group(x: Tensor, length: int, after: Tensor | None = None) -> Tensor:
     """All-gather ``x`` along the last dimension, and truncate it to ``length``.
 
     Every rank computes the same from the result, so each takes its own share of the gradient.
@@ -315,9 +334,14 @@ def rows_of_tensor_rank(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return local.masked_fill(~own, 0), own
 
 
-def summed(x: Tensor) -> Tensor:
-    """Return the sum over the group in a new tensor."""
-    return all_reduced(x.clone(memory_format=torch.contiguous_format))
+@torch.library.custom_op("raypipe::share_of_tensor_rank", mutates_args=())
+def share_of_tensor_rank(x: Tensor, dim: int, length: int) -> Tensor:
+    """Return this rank's ``length`` entries of a dimension, with zeros behind where it has fewer."""
+    first = min(current_group().rank * length, x.shape[dim])
+    own = x.narrow(dim, first, min(length, x.shape[dim] - first))
+    rest = list(own.shape)
+    rest[dim] = length - own.shape[dim]
+    return torch.cat([own, own.new_zeros(rest)], dim) if rest[dim] else own.clone()
 
 
 @copy_to_group.register_fake
@@ -326,13 +350,20 @@ def _(x: Tensor) -> Tensor:
 
 
 @reduce_from_group.register_fake
-def _(x: Tensor) -> Tensor:
+def _(x: Tensor, after: Tensor | None = None) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @gather_from_group.register_fake
-def _(x: Tensor, length: int) -> Tensor:
+def _(x: Tensor, length: int, after: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], length))
+
+
+@share_of_tensor_rank.register_fake
+def _(x: Tensor, dim: int, length: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = length
+    return x.new_empty(shape)
 
 
 @rows_of_tensor_rank.register_fake
@@ -341,21 +372,20 @@ def _(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def _copy_backward(ctx: Any, gradient: Tensor) -> Tensor:
-    return summed(gradient)
+    total: Tensor = reduce_from_group(gradient)
+    return total
 
 
-def _reduce_backward(ctx: Any, gradient: Tensor) -> Tensor:
-    return gradient
+def _reduce_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient, None
 
 
-def _gather_setup(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+def _gather_setup(ctx: Any, inputs: tuple[Tensor, int, Tensor | None], output: Tensor) -> None:
     ctx.share = inputs[0].shape[-1]
 
 
-def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    first = current_group().rank * ctx.share
-    own = gradient[..., first : first + ctx.share]
-    return torch.nn.functional.pad(own, (0, ctx.share - own.shape[-1])), None
+def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return share_of_tensor_rank(gradient, gradient.dim() - 1, ctx.share), None, None
 
 
 copy_to_group.register_autograd(_copy_backward)
@@ -415,42 +445,68 @@ def divided_cross_entropy(
         ignored: target of tokens that are not counted.
         smoothing: share of a target's probability that the whole vocabulary has evenly.
     """
-    loss: Tensor = _DividedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, targets, vocabulary, ignored, smoothing
-    )
+    loss: Tensor = cross_entropy_over_group(logits, targets, vocabulary, ignored, smoothing)[0]
     return loss
 
 
-class _DividedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float) -> Tensor:
-        rows = logits.shape[-1]
-        first = current_group().rank * rows
-        shifted = logits.clone()
-        known = max(0, vocabulary - first)
-        shifted[:, known:] = -torch.inf
-        largest = shifted.amax(-1)
-        all_reduced(largest, "max")
-        shifted -= largest.unsqueeze(-1)
-        local = targets - first
-        own = (local >= 0) & (local < rows)
-        local = local.masked_fill(~own, 0)
-        target_logits = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
-        all_logits = [shifted[:, :known].sum(-1)] if smoothing else []
-        powers = shifted.exp_()
-        sums = torch.stack([powers.sum(-1), target_logits, *all_logits])
-        all_reduced(sums)
-        counted = targets != ignored
-        ctx.known, ctx.smoothing, ctx.vocabulary = known, smoothing, vocabulary
-        ctx.save_for_backward(powers.div_(sums[0].unsqueeze(-1)), local, own, counted)
-        towards = (1 - smoothing) * sums[1] + smoothing / vocabulary * sums[2] if smoothing else sums[1]
-        return (sums[0].log() - towards).masked_fill(~counted, 0.0).sum()
+@torch.library.custom_op("raypipe::cross_entropy_over_group", mutates_args=())
+def cross_entropy_over_group(
+    logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the loss of ``divided_cross_entropy``, and the probabilities that its gradient is made from."""
+    known = max(0, vocabulary - current_group().rank * logits.shape[-1])
+    shifted = logits.clone()
+    shifted[:, known:] = -torch.inf
+    largest = shifted.amax(-1)
+    all_reduced(largest, "max")
+    shifted -= largest.unsqueeze(-1)
+    local, own = rows_of_tensor_rank(targets, logits.shape[-1])
+    target_logits = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
+    all_logits = [shifted[:, :known].sum(-1)] if smoothing else []
+    powers = shifted.exp_()
+    sums = torch.stack([powers.sum(-1), target_logits, *all_logits])
+    all_reduced(sums)
+    towards = (1 - smoothing) * sums[1] + smoothing / vocabulary * sums[2] if smoothing else sums[1]
+    loss = (sums[0].log() - towards).masked_fill(targets == ignored, 0.0).sum()
+    return loss, powers.div_(sums[0].unsqueeze(-1))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        probabilities, local, own, counted = ctx.saved_tensors
-        gradient = probabilities.clone()
-        share = own.to(probabilities.dtype).mul_(ctx.smoothing - 1)
-        gradient.scatter_add_(-1, local.unsqueeze(-1), share.unsqueeze(-1))
-        gradient[:, : ctx.known] -= ctx.smoothing / ctx.vocabulary
-        return gradient.mul_(counted.unsqueeze(-1)).mul_(gradients[0]), None, None, None, None
+
+@torch.library.custom_op("raypipe::cross_entropy_over_group_gradient", mutates_args=())
+def _cross_entropy_gradient(
+    probabilities: Tensor, targets: Tensor, upstream: Tensor, vocabulary: int, ignored: int, smoothing: float
+) -> Tensor:
+    rows = probabilities.shape[-1]
+    known = max(0, vocabulary - current_group().rank * rows)
+    local, own = rows_of_tensor_rank(targets, rows)
+    gradient = probabilities.clone()
+    share = own.to(probabilities.dtype).mul_(smoothing - 1)
+    gradient.scatter_add_(-1, local.unsqueeze(-1), share.unsqueeze(-1))
+    gradient[:, :known] -= smoothing / vocabulary
+    return gradient.mul_((targets != ignored).unsqueeze(-1)).mul_(upstream)
+
+
+@cross_entropy_over_group.register_fake
+def _(
+    logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float, after: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    return logits.new_empty(()), torch.empty_like(logits)
+
+
+@_cross_entropy_gradient.register_fake
+def _(
+    probabilities: Tensor, targets: Tensor, upstream: Tensor, vocabulary: int, ignored: int, smoothing: float
+) -> Tensor:
+    return torch.empty_like(probabilities)
+
+
+def _cross_entropy_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(output[1], inputs[1])
+    ctx.settings = inputs[2:5]
+    ctx.set_materialize_grads(False)  # of the probabilities, which nobody else reads
+
+
+def _cross_entropy_backward(ctx: Any, upstream: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    return _cross_entropy_gradient(*ctx.saved_tensors, upstream, *ctx.settings), None, None, None, None, None
+
+
+cross_entropy_over_group.register_autograd(_cross_entropy_backward, setup_context=_cross_entropy_setup)

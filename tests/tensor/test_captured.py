@@ -7,6 +7,7 @@ import torch
 
 from raypipe.models import build_model
 from tests.exhaustive import exhaustive
+from tests.runtime.compiled.pieces import compiled_device, step_of
 from tests.runtime.runs.one_device import Outcome, even_cut, run_step
 from tests.runtime.runs.test_any_model import CASES, fields_of, job_of
 from tests.tensor.threads import run_tensor_ranks
@@ -16,8 +17,13 @@ DROPOUT_INSIDE = {"gpt2", "bert", "t5"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["gpt2", "t5", "vit", *exhaustive("opt", "qwen3", "bert")])
-def test_a_divided_model_trains_as_the_whole_one(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "traced"),
+    [("gpt2", False), ("t5", False), ("vit", False), ("gpt2", True),
+     *exhaustive(("opt", False), ("qwen3", False), ("bert", False), ("t5", True), ("bert", True), ("qwen3", True))],
+)  # fmt: skip
+def test_a_divided_model_trains_as_the_whole_one(case: str, traced: bool) -> None:
+    """Also as the pieces of compiled stages, which are the same on every rank: no rank is in their graphs."""
     spec, rows = CASES[case]
     job, size = job_of(spec), 2
     divided = job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size})})
@@ -25,11 +31,19 @@ def test_a_divided_model_trains_as_the_whole_one(case: str) -> None:
     rows = whole.task.complete(rows)
     expected = run_step(whole, even_cut(whole, 3), rows, torch.float64, 2)
 
+    graphs: dict[int, list[str]] = {}
+
     def work(rank: int, _tensor_rank: object) -> Outcome:
         model = build_model(divided, fields_of(CASES[case][1]), rank)
-        return run_step(model, even_cut(model, 3), rows, torch.float64, 2, split=True)
+        if not traced:
+            return run_step(model, even_cut(model, 3), rows, torch.float64, 2, split=True)
+        made, stages, reports = compiled_device(model, even_cut(model, 3), rows, torch.float64, 2, split=True)
+        assert [report.reason for report in reports] == [None] * 3
+        graphs[rank] = [pieces.backward.graph.code for stage in stages for *_, pieces in stage.parts]
+        return step_of(made)
 
     tensor_ranks = run_tensor_ranks(size, work)
+    assert not traced or graphs[0] == graphs[1]
     model = build_model(divided, fields_of(CASES[case][1]), 0)
     assert any(site.divided_dim is not None for site in model.sites.values()) == (case in DROPOUT_INSIDE)
     for outcome in tensor_ranks:

@@ -85,8 +85,8 @@ def _defer_product(module: nn.Module, queue: WeightQueue) -> Callable[[Tensor], 
     if isinstance(module, VocabularyParallel):
         return _defer_embedding(module, queue)
     assert isinstance(module, nn.Linear)
-    bias = None if isinstance(module, RowParallel) else module.bias
-    return lambda x: deferred_linear(x, module.weight, bias, queue)
+    row = isinstance(module, RowParallel)
+    return lambda x: deferred_linear(x, module.weight, None if row else module.bias, queue)
 
 
 def _deferred_products(product: Callable[..., Tensor], products: DeferredProducts, *args: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import fx
 
 from raypipe.compat import torch_private
 from raypipe.compat.torch_private import FakeTensorMode
-from raypipe.runtime.compiled.cut import Cut, GraphPiece, cut, forward_alone
+from raypipe.runtime.compiled.cut import Cut, GraphPiece, cut, forward_alone, order_collectives
 from raypipe.runtime.compiled.layout import GraphLayout, Interface
 from raypipe.runtime.compiled.needs import Example, Needed, Needs, StageNeeds, opaque
 from raypipe.runtime.compiled.program import CompiledStage, Outcome, StagePart, span_of
@@ -156,6 +156,8 @@ def compile_parts(traced: TracedStage, build: Build = compile_graph) -> list[Sta
 
 def _part(example: Example, joint: JointGraph, pieces: dict[str, GraphPiece], build: Build) -> StagePart:
     shapes = (*example.arrived, *(example.inputs[name] for name in joint.inputs))
+    for piece in pieces.values():
+        order_collectives(piece)
     built = {
         name: (_data(Interface, piece), build(piece.graph, joint.fake, name not in ("forward", "forward_only")))
         for name, piece in pieces.items()

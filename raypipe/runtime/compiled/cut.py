@@ -309,6 +309,32 @@ def _transposed(node: fx.Node) -> fx.Node:
     return made
 
 
+# Collectives over tensor ranks, which every rank starts in the same order, although each may compile for itself.
+
+COLLECTIVES = tuple(
+    getattr(torch.ops.raypipe, name).default
+    for name in ("reduce_from_group", "gather_from_group", "cross_entropy_over_group")
+)
+
+
+def order_collectives(piece: GraphPiece) -> None:
+    """Make each collective of a piece read the result of the one before, unless it depends on that already."""
+    names: list[str] = []
+    last: fx.Node | None = None
+    for node in [node for node in piece.graph.graph.nodes if node.target in COLLECTIVES]:
+        if last is not None and last not in ancestors([node]):
+            result = last
+            if isinstance(last.meta["val"], tuple):
+                with last.graph.inserting_after(last):
+                    result = last.graph.call_function(operator.getitem, (last, 0))
+                result.meta = {"val": last.meta["val"][0]}
+            node.kwargs = {**node.kwargs, "after": result}
+        last = node
+        names.append(f"{node.target} {tuple(node.all_input_nodes[0].meta['val'].shape)}")
+    piece.collectives = tuple(names)
+    piece.graph.recompile()
+
+
 # What the cut needs of graphs.
 
 

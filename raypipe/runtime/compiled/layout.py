@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from raypipe.models.keyed_random import Keys, RandomKeys, halves_of_part
+from raypipe.tensor.group import share_of_tensor_rank
 
 TRACED_STEP = -1
 """Step of the keys under which a stage is traced; no real step has it."""
@@ -94,6 +95,11 @@ class TracedKeys(RandomKeys):
         drawn: Tensor = torch.ops.raypipe.keyed_halves(seeds, list(part), list(whole))
         return drawn
 
+    def share(self, halves: Tensor, dim: int, length: int) -> Tensor:
+        """Return the operator's result; see ``RandomKeys.share``."""
+        own: Tensor = share_of_tensor_rank(halves, dim, length)
+        return own
+
 
 @dataclass(kw_only=True)
 class GraphLayout:
@@ -157,3 +163,5 @@ class Interface:
     """Per arrived tensor that gets one, the position of its gradient among the outputs; None if it is zero."""
     hands: int = 0
     """Where the outputs begin that B hands to W."""
+    collectives: tuple[str, ...] = ()
+    """Its collectives over tensor ranks, in the order in which it starts them."""

@@ -6,8 +6,9 @@ stage are one autograd function each (``in_graph``), since autograd joins them t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from itertools import accumulate as running_sums
 from typing import Any
@@ -136,6 +137,12 @@ class Pieces:
     backward: CompiledPiece | None = None
     input_grad: CompiledPiece | None = None
     weight_grad: CompiledPiece | None = None
+
+    @property
+    def collectives(self) -> list[tuple[str, ...] | None]:
+        """Return what each piece has of them."""
+        pieces = (getattr(self, one.name) for one in fields(self))
+        return [None if one is None else one.piece.collectives for one in pieces]
 
 
 class StageProgram:
@@ -430,6 +437,13 @@ class CompiledStage:
             programs = made.validation if part.validates else made.programs.setdefault(part.span, [])
             programs.append(program)
         return made
+
+    @property
+    def collectives(self) -> int:
+        """Return a number above 0, alike for tensor ranks that start the same collectives in one order."""
+        programs = [*self.programs.items(), ("validation", self.validation)]
+        said = [(span, [(one.shapes, one.pieces.collectives) for one in some]) for span, some in programs]
+        return 1 + int.from_bytes(hashlib.sha256(repr(said).encode()).digest()[:7], "big")
 
     def find(self, arrived: Payload, inputs: Inputs, segment: Segment | None) -> Forward | None:
         """Return the program for these tensors; None if they have other shapes than any was compiled for."""

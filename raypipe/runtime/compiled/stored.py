@@ -44,6 +44,7 @@ from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.gradients import StageKey
+from raypipe.tensor.group import TracedGroup, current_group, group_of_thread
 
 Stored = tuple[list[StagePart], CutReport]
 """A compiled stage whose pieces are Python modules, and the consequences of its cut."""
@@ -101,7 +102,8 @@ def _compiled(setup: Setup, stage: int, needs: StageNeeds) -> Stored:
 
     plan = build_model(setup.job, setup.fields, setup.tensor_rank, setup.parallel)
     module = build_stage(setup, plan, io_specs_of(setup, plan), stage, torch.device("cpu"))
-    traced = trace_stage(module, needs)
+    with group_of_thread(TracedGroup(setup.tensor)):
+        traced = trace_stage(module, needs)
     module.release()  # only shapes are needed from here on
     return compile_parts(traced, source_of), traced.kept
 
@@ -249,6 +251,7 @@ def stage_key(setup: Setup, stage: int, module: StageModule, needs: StageNeeds) 
         said = (example.samples, example.arrived, sorted(example.inputs.items()), example.segment, example.autocast)
         digest.update(repr((said, loss, example.lengths, example.training)).encode() + b"\0")
     needed = needs.needed
+    digest.update(f"{current_group().size} tensor ranks".encode())
     wanted = (needed.joint, needed.split, needed.recomputes, needed.keeps, needs.budget)
     digest.update(repr((wanted, module.segments, module.takes_gradient, module.gives_gradient)).encode())
     return digest.hexdigest()

@@ -32,6 +32,7 @@ from raypipe.models.keyed_random import with_keys
 from raypipe.runtime.compiled.layout import TRACED_STEP, GraphLayout, RandomPlaces, TracedKeys
 from raypipe.runtime.compiled.needs import Example
 from raypipe.runtime.stage.stage import StageModule
+from raypipe.tensor.group import TracedGroup, current_group, group_of_thread
 from raypipe.tensor.traced_experts import tracing
 
 aten = torch.ops.aten
@@ -132,7 +133,8 @@ def trace(module: StageModule, example: Example) -> JointGraph:
         Exception: whatever torch raises for operations that it cannot trace.
         ValueError: nothing here gets a gradient, or a validation draws random numbers.
     """
-    with tracing():
+    size = current_group().size
+    with tracing(), group_of_thread(TracedGroup(size)) if size > 1 else nullcontext():
         return _trace(module, example)
 
 
@@ -220,7 +222,7 @@ CAST = torch.ops.prims.convert_element_type.default
 
 def prepare(joint: JointGraph) -> None:
     """Make all rewrites, in place."""
-    _drop_detached(joint.graph.graph)
+    _drop_identities(joint.graph.graph)
     _lift_casts(joint)
     _split_convolutions(joint.graph.graph)
     joint.graph.graph.eliminate_dead_code()
@@ -228,9 +230,9 @@ def prepare(joint: JointGraph) -> None:
     joint.graph.recompile()
 
 
-def _drop_detached(graph: fx.Graph) -> None:
+def _drop_identities(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        if node.target in (aten.detach.default, aten.alias.default):
+        if node.target in (aten.detach.default, aten.alias.default, torch.ops.raypipe.copy_to_group.default):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

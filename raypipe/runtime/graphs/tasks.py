@@ -486,4 +486,6 @@ def task_graphs(setup: Setup, device: torch.device) -> TaskGraphs | None:
         refused = "what its copies divide moves in memory"
     elif setup.versions != "flush":
         refused = "its schedule keeps several versions of the weights"
+    elif setup.tensor > 1:
+        refused = "its host waits for the collectives of tensor ranks"
     return TaskGraphs(CudaGraphs(device), refused)

@@ -15,6 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from statistics import median
 from typing import TYPE_CHECKING
 
+import torch
+
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import compiles_first, needs_compiled
 from raypipe.runtime.compiled.program import CompiledStage, Outcome, swap_in
@@ -26,6 +28,7 @@ from raypipe.runtime.graphs.tasks import TaskGraphs, task_graphs
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.gradients import StageKey
 from raypipe.schedule.passes.sync import BY_LAYER
+from raypipe.tensor import current_group
 
 if TYPE_CHECKING:
     from raypipe.runtime.compiled.compiler import InProcess
@@ -86,7 +89,7 @@ class Compilation:
             return refused
         if self.waits and not (self._may_begin_eagerly and self._source.compiles):
             reports = self._take(self._source.find())
-            if self._ready and not self._compares:
+            if self._ready and not self._compares and current_group().size == 1:
                 self.swap(0)
             return [*refused, *reports]
         thread = ThreadPoolExecutor(1, thread_name_prefix="raypipe-compile")
@@ -104,20 +107,37 @@ class Compilation:
             taken, self._times, self._timing = median(self._times), [], False
             if self._eager_s is None:
                 self._eager_s, self._due = taken, True
-            elif taken > self._eager_s:
+            elif self._slower(taken, self._eager_s):
                 swap_in(self.executor, {})
                 why = f"compiled, it takes {taken:.4g} s a step on its device instead of {self._eager_s:.4g} s"
                 return [StageReport(*key, 0.0, why) for key in self._ready]
         return []
 
-    def swap(self, step: int) -> None:
-        """Run the compiled stages from ``step`` on; nothing happens where there are none."""
-        if not self._due:
-            return
+    def swap(self, step: int) -> list[StageReport]:
+        """Run the compiled stages from ``step`` on, where there are some; return which run eagerly after all.
+
+        All tensor ranks of a device come here together. A stage runs compiled on all of them or on none, since its
+        collectives may come in another order than an eager stage's.
+        """
+        keys = sorted(self.executor.modules)
+        own = [self._ready[key].collectives if key in self._ready else 0 for key in keys]
+        ranks = torch.stack(current_group().all_gather(torch.tensor(own, device=self.executor.settings.device)))
+        alike = ((ranks == ranks[0]) & (ranks != 0)).all(0).tolist()
+        why = "another tensor rank runs it eagerly, or has compiled other collectives"
+        kept = {key for key, one in zip(keys, alike, strict=True) if one}
+        reports = [StageReport(*key, 0.0, why) for key in self._ready if key not in kept]
+        self._ready = {key: stage for key, stage in self._ready.items() if key in kept}
+        if self._due and self._ready:
+            self._swap_in()
+            self._timing, self._first = self._compares, step + 1  # the first compiled step warms up
         self._due = False
-        self._swap_in()
-        if self._compares:
-            self._timing, self._first = True, step + 1  # the first compiled step warms up
+        return reports
+
+    def _slower(self, compiled_s: float, eager_s: float) -> bool:
+        """Return whether compiled steps take longer, over all tensor ranks of the device."""
+        times = torch.tensor([compiled_s, eager_s], dtype=torch.float64, device=self.executor.settings.device)
+        total = torch.stack(current_group().all_gather(times)).sum(0)
+        return bool(total[0] > total[1])
 
     def _swap_in(self) -> None:
         captures = self._graphs
@@ -152,8 +172,8 @@ class Compilation:
 
 def refusal(parallel: ParallelSpec) -> str | None:
     """Return why no stage of a run can be compiled; None if some can."""
-    if parallel.tensor > 1:
-        return "its layers are divided over tensor ranks, whose collectives cannot be compiled yet"
+    if parallel.sub_pipelined:
+        return "halves of a micro-batch take turns at collectives (parallel.sub_pipelined), and programs take it whole"
     if parallel.sync in BY_LAYER:
         return f"parallel.sync: {parallel.sync} updates layer by layer, and a compiled forward runs all layers at once"
     if parallel.side_stream is not None:

@@ -187,7 +187,7 @@ class StageWorker:
     def swap_compiled(self, step: int) -> None:
         """Run the compiled stages from ``step`` on, where this device has any that it does not run yet."""
         if self.compilation is not None:
-            self.compilation.swap(step)
+            self.compiled_since += self.compilation.swap(step)
 
     def _begin(self, setup: Setup) -> None:
         """Join the other devices."""

@@ -13,6 +13,7 @@ from raypipe.observe.run_dir import STOP, ask
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.train import prepare_run
+from tests.exhaustive import exhaustive
 from tests.runtime.runs.plain_training import plain_losses, plain_val_loss
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -35,6 +36,27 @@ def test_split_backward_with_dropout_and_tied_embeddings(stage_pool, text_folder
     data = tmp_path / "data"
     assert done.losses == pytest.approx(plain_losses(job, data, 4), abs=1e-9, rel=0)
     assert done.val_losses == pytest.approx([plain_val_loss(job, data, steps) for steps in (2, 4)], abs=1e-9, rel=0)
+
+
+@pytest.mark.slow
+@pytest.mark.runs
+@compiles
+@pytest.mark.parametrize("given", [True, *exhaustive(False)], ids=["inductor", "auto"])
+def test_tensor_ranks_run_one_program(given: bool, stage_pool, text_folder, tmp_path) -> None:
+    """With dropout, tied and divided embeddings, a divided loss and validations; ``auto`` decides for both ranks."""
+    train = {"compile": "inductor", "eval_every": 2} if given else {"compile": "auto", "steps": 16}
+    job = small_job(text_folder, {"schedule": "zb-h1", "stages": 2, "tensor": 2}, {"layers": 2}, lr=0.001, clip=0.5,
+                    compile_first=True, **train)  # fmt: skip
+    done = drive(job, stage_pool, tmp_path)
+    rows = compiled_rows(tmp_path)
+    assert [(row["reason"], row["validation_lengths"]) for row in rows[:4]] == [(None, int(given))] * 4
+    slower = [row["reason"] for row in rows[4:]]
+    assert len(slower) in (0, 2, 4)
+    assert all("s a step" in reason for reason in slower)
+    data = tmp_path / "data"
+    assert done.losses == pytest.approx(plain_losses(job, data, job.train.steps), abs=1e-9, rel=0)
+    if given:
+        assert done.val_losses == pytest.approx([plain_val_loss(job, data, n) for n in (2, 4)], abs=1e-9, rel=0)
 
 
 @pytest.mark.slow

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled import needs
+from raypipe.runtime.compiled.cut import COLLECTIVES, GraphPiece, ancestors, order_collectives
+from raypipe.tensor.group import cross_entropy_over_group, gather_from_group, reduce_from_group
 from tests.exhaustive import exhaustive
 from tests.runtime.compiled.pieces import assert_same, compiled_device, step_of
 from tests.runtime.runs.one_device import even_cut, run_step
@@ -41,6 +45,23 @@ def test_pieces_give_the_eager_gradients(case: str, variant: str) -> None:
     assert_same(step_of(made), eager)
     assert (case in DROPS) == any(program.places.own for stage in made.executor.computation.compiled.values()
                                   for some in stage.programs.values() for program in some)  # fmt: skip
+
+
+def test_independent_collectives_have_one_order() -> None:
+    """Those of a block whose attention and feed-forward layers read the same, before a loss of divided logits."""
+
+    def work(x: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+        attention, forward = reduce_from_group(x.sin()), reduce_from_group(x.cos())
+        loss, _ = cross_entropy_over_group(x, labels, 8, -100, 0.0)
+        return [attention + forward, loss + gather_from_group(x, 8), reduce_from_group(attention)]
+
+    given = torch.randn(3, 8), torch.arange(3)
+    piece = GraphPiece(graph=make_fx(work, tracing_mode="fake")(*given), slots=())
+    order_collectives(piece)
+    nodes = [node for node in piece.graph.graph.nodes if node.target in COLLECTIVES]
+    assert len(piece.collectives) == len(nodes) == 5
+    assert all(first in ancestors([second]) for first, second in pairwise(nodes))
+    assert all(torch.equal(a, b) for a, b in zip(piece.graph(*given), work(*given), strict=True))
 
 
 GPT = GptSpec(layers=4, hidden=16, heads=2, sequence=8, vocabulary=256, dropout=0.1, tie_embeddings=True)

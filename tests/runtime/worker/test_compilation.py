@@ -16,7 +16,7 @@ from raypipe.job import GptSpec
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled.compiler import InProcess, compile_graph
-from raypipe.runtime.compiled.program import Outcome
+from raypipe.runtime.compiled.program import CompiledStage, Outcome
 from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor.step import StageReport
 from raypipe.runtime.update.gradients import StageKey
@@ -24,6 +24,7 @@ from raypipe.runtime.worker.compilation import MEASURED, Compilation, refusal
 from tests.runtime.compiled.pieces import compiled_device, interpreted
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 from tests.runtime.runs.test_any_model import CASES, model_of
+from tests.tensor.threads import run_tensor_ranks
 
 SPEC = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=256, dropout=0.1, tie_embeddings=True)
 
@@ -121,7 +122,32 @@ def test_others_do_not_wait_for_a_replacement_to_compile(
     assert source.waited.wait(10.0)
 
 
+@pytest.mark.parametrize("other", [{"a"}, {"b"}, set()], ids=["alike", "other collectives", "eager"])
+def test_tensor_ranks_run_a_stage_compiled_on_all_or_on_none(other: set[str]) -> None:
+    def work(rank: int, group: object) -> tuple[list[StageReport], bool, bool]:
+        made, source = device(), Begun(compiles=False)
+        train = SimpleNamespace(compile="inductor", compile_first=True, deterministic=False, cuda_graphs="none")
+        setup = cast(Any, SimpleNamespace(job=SimpleNamespace(train=train), parallel=parallel(tensor=2)))
+        compilation = Compilation(setup, made.executor, cast(Any, source))
+        compilation._refused = None
+        stages = {"a": CompiledStage(), "b": CompiledStage({(0, 1): []})}
+        found = [((0, 0), stages[name], StageReport(0, 0, 0.0)) for name in (other if rank else {"a"})]
+        source.find = lambda: found  # type: ignore[assignment, method-assign, return-value]
+        compilation.begin()
+        assert not made.executor.computation.compiled, "all ranks swap together"
+        slower = compilation._slower(*((3.0, 2.0) if rank else (1.0, 2.5)))
+        return compilation.swap(0), bool(made.executor.computation.compiled), slower
+
+    alike = other == {"a"}
+    first, second = run_tensor_ranks(2, work)
+    assert [first[1], second[1]] == [alike] * 2
+    assert [first[2], second[2]] == [False] * 2, "they take 4.0 s and 4.5 s together"
+    assert [len(first[0]), len(second[0])] == [not alike, other == {"b"}]
+    assert all("another tensor rank" in str(report.reason) for report in (*first[0], *second[0]))
+
+
 def test_what_no_stage_can_be_compiled_for() -> None:
-    assert "tensor ranks" in str(refusal(parallel(tensor=2)))
+    assert "take turns" in str(refusal(parallel(tensor=2, sub_pipelined=True)))
+    assert refusal(parallel(tensor=2)) == missing_toolchain()
     assert "layer by layer" in str(refusal(parallel(sync="reverse-first-k")))
     assert refusal(parallel()) == missing_toolchain()
