@@ -181,8 +181,10 @@ class StageProfiler(StageWorker):
             if not is_prepared(own):
                 prepare_data(setup.job, build_model(setup.job, setup.fields).task, own)
             setup = replace(setup, data=own)
-        self.setup(setup)
-        if setup.job.train.compile == "inductor":  # a layer that cannot be compiled runs eagerly, as in training
+        # The tasks of a replay have no times, and take no memory of their own: layers are measured uncaptured.
+        train = setup.job.train.model_copy(update={"cuda_graphs": "none"})
+        self.setup(replace(setup, job=setup.job.model_copy(update={"train": train})))
+        if train.compile == "inductor":  # a layer that cannot be compiled runs eagerly, as in training
             from raypipe.runtime.compiled.compiler import InProcess
             from raypipe.runtime.worker.compilation import Compilation  # these import the compiler
 

@@ -59,6 +59,7 @@ class Case:
     train: dict[str, Any] = field(default_factory=dict)
 
 
+GRAPH = "graph of a step"
 LINE = {"stages": 4, "replicas": 1}
 COPIES = {"schedule": "1f1b", "stages": 2, "replicas": 2}
 CASES = {
@@ -75,6 +76,7 @@ CASES = {
     "checkpointing": Case({"schedule": "1f1b", "recompute": "full", **LINE}),
     "bfloat16": Case({"schedule": "1f1b", **LINE}, {"dtype": "bfloat16"}),
     "tensor 2": Case({"schedule": "1f1b", "stages": 2, "replicas": 1, "tensor": 2}),
+    GRAPH: Case({"schedule": "1f1b", "stages": 1, "replicas": 1}, {"cuda_graphs": "auto"}),
 }
 """zb-v without clipping: whether a device has the copies by which an early update is undone, which the plan counts, at
 its fullest moment depends on when the norm comes."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_shim.memory import CASES, LIMIT_S, NEAR, SETTINGS, row
+from tests.gpu_shim.memory import CASES, GRAPH, LIMIT_S, NEAR, SETTINGS, row
 from tests.gpu_shim.shim import lacking, said_by
 
 pytestmark = [
@@ -28,6 +28,6 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Any]:
 def test_a_run_takes_the_memory_that_its_plan_counts(name: str, measured: dict[str, Any]) -> None:
     found = measured[name]
     print(f"\n{row(**found)}")
-    assert len(found["counted"]) == 4
+    assert len(found["counted"]) == (1 if name == GRAPH else 4)
     for planned, counted in zip(found["planned"], found["counted"], strict=True):
         assert abs(counted / planned - 1) <= NEAR, row(**found)
