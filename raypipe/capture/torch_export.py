@@ -19,7 +19,13 @@ from torch.export import Dim, ExportedProgram
 
 from raypipe.capture.opaque import as_plain, opaque_modules
 from raypipe.capture.tracing import fake_parameters, traced, without_stand_ins
-from raypipe.compat.torch_private import FakeTensorMode, GuardOnDataDependentSymNode, ShapeEnv
+from raypipe.compat.torch_private import (
+    DispatchKey,
+    FakeTensorMode,
+    GuardOnDataDependentSymNode,
+    OpOverload,
+    ShapeEnv,
+)
 from raypipe.errors import CaptureError
 
 OWN = str(Path(__file__).parent)
@@ -65,7 +71,7 @@ def export(
             for name, value in inputs.items()
         }
         program = torch.export.export(module, (), arguments, dynamic_shapes=shapes, strict=False)
-        if any(_writes(node) or _mapped(node) for graph in _graphs(program.graph_module) for node in graph.nodes):
+        if not all(_out_of_place(graph) for graph in _graphs(program.graph_module)):
             program = program.run_decompositions({})
     return program
 
@@ -120,6 +126,76 @@ def _writes(node: fx.Node) -> bool:
 def _mapped(node: fx.Node) -> bool:
     """Return whether a node belongs to ``torch.vmap``; the decomposition replaces these by batched operations."""
     return node.op == "call_function" and getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
+
+
+def _out_of_place(graph: fx.Graph) -> bool:
+    """Replace in-place operations by out-of-place ones where that takes no second trace; return whether none is left.
+
+    ``ExportedProgram.run_decompositions`` does it for all of them, and traces the model twice more.
+    """
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    return all([_rewritten(node, places) for node in places if _writes(node)]) and not any(map(_mapped, graph.nodes))
+
+
+def _rewritten(node: fx.Node, places: Mapping[fx.Node, int]) -> bool:
+    """Make an operation that writes to a tensor of its own, or copies into a slice of one, return the whole result.
+
+    Returns:
+        Whether it could be told that nothing else reads what it writes through another tensor.
+    """
+    written, schema = node.args[0], node.target._schema  # type: ignore[union-attr]
+    name = schema.name.removeprefix("aten::")
+    writes = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+    if not isinstance(written, fx.Node) or not name.endswith("_") or sum(writes) > 1 or "::" in name:
+        return False
+    copied = name == "copy_" and written.target is torch.ops.aten.slice.Tensor
+    base = written.args[0] if copied else written
+    packet = torch.ops.aten.slice_scatter if copied else getattr(torch.ops.aten, name.removesuffix("_"), None)
+    target = getattr(packet, "default" if copied else schema.overload_name or "default", None)
+    if target is None or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    if not isinstance(base, fx.Node) or not _owns(base) or (copied and (len(written.users) > 1 or node.users)):
+        return False
+    later = [user for user in base.users if places[user] > places[node]]
+    others = [user for user in base.users if places[user] < places[node] and not (copied and user is written)]
+    if any(user.op == "output" for user in later) or any(_read_after(one, places[node], places) for one in others):
+        return False
+    args, kwargs = ((base, node.args[1], *written.args[1:]), written.kwargs) if copied else (node.args, node.kwargs)
+    if not _is_like(base.meta["val"], target, args, kwargs):
+        return False
+    if copied and not _like(written.meta["val"], node.args[1].meta["val"]):  # type: ignore[union-attr]
+        return False
+    node.target, node.args, node.kwargs, node.meta["val"] = target, args, kwargs, base.meta["val"]
+    for user in later:
+        user.replace_input_with(base, node)
+    if copied:
+        node.graph.erase_node(written)
+    return True
+
+
+def _is_like(value: Tensor, target: OpOverload, args: Any, kwargs: Any) -> bool:
+    """Return whether a call has a result of this shape and dtype: in-place operations keep those, and cast."""
+    given = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return _like(value, target(*given[0], **given[1]))
+
+
+def _like(one: Tensor, other: Tensor) -> bool:
+    return str(one.shape) == str(other.shape) and one.dtype == other.dtype
+
+
+def _owns(node: fx.Node) -> bool:
+    """Return whether the result is a tensor of its own, and no view of another or that tensor itself."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return False
+    composite = target.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)  # may return its argument
+    return not composite and all(one.alias_info is None for one in target._schema.returns)
+
+
+def _read_after(node: fx.Node, place: int, places: Mapping[fx.Node, int]) -> bool:
+    """Return whether what ``node`` reads may be read through its result after the operation at ``place``."""
+    return not _owns(node) and any(places[user] > place or _read_after(user, place, places) for user in node.users)
 
 
 def _graphs(module: fx.GraphModule) -> Iterator[fx.Graph]:

@@ -263,7 +263,7 @@ def _shared(
     from raypipe.plan.choose import look_for_first
 
     if not coming.ready:
-        look_for_first(job, costs, devices, watch, lambda: coming.ready)
+        look_for_first(job, costs, devices, watch, lambda: coming.ready, coming.experts)
     _compile()
     while not coming.ready:
         if watch.over and watch.first_plan is not None:
@@ -271,7 +271,7 @@ def _shared(
                 "plans whose devices share layers are left out: the time was up before they were costed",
                 file=sys.stderr,
             )
-            return {}
+            return coming.experts
         time.sleep(0.02)
     with contextlib.redirect_stdout(sys.stderr):
         return coming.get()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raypipe.compat import PrivateName
 
 if TYPE_CHECKING:
+    from torch._C import DispatchKey as DispatchKey
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -31,6 +32,7 @@ _BUILD = "no model but ``type: gpt`` can be constructed"
 _COMPILE = "no stage can be compiled; ``train.compile: none`` runs"
 _GRAPHS = "no CUDA graphs; ``train.cuda_graphs: none`` runs"
 NAMES = (
+    PrivateName("torch._C", "DispatchKey", "tells operators that may return their argument", _CAPTURE),
     PrivateName("torch._C", "DisableTorchFunction", "trial runs of opaque modules beside an export", _CAPTURE),
     PrivateName("torch._subclasses.fake_tensor", "FakeTensor", "finds buffers without a value", _CAPTURE),
     PrivateName("torch._subclasses.fake_tensor", "FakeTensorMode", "an export without memory for parameters", _CAPTURE),

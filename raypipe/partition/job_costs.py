@@ -8,8 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from raypipe.capture.captured import Notify, to_stderr
 from raypipe.cost.analytic import analytic_profile
@@ -105,19 +105,22 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
     return of_kinds(profiles)
 
 
-def shared_profiles(job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr) -> dict[Sharing, Profile]:
+def shared_profiles(
+    job: JobSpec, cluster: ClusterSpec, notify: Notify = to_stderr, experts: Mapping[Sharing, Profile] | None = None
+) -> dict[Sharing, Profile]:
     """Return the profiles of devices that share layers (``divided_profile``) or experts (``job_profile``), by what they
     share.
 
     Only of what the job asks for, where it does. No plan shares both: tensor parallelism would divide products of few
     rows further, and each of its sums is as large as all tokens that experts got (torchtitan#3167 dropped it).
+    ``experts``: those of copies that divide experts, where they are known (``expert_profiles``).
 
     Raises:
         SpecError: what the job asks for does not divide the model or the cluster's hosts.
     """
     given = job.parallel.given if job.parallel.auto else {}
     asked = given.get("tensor")
-    result = _of_experts(job, cluster, given)
+    result = dict(expert_profiles(job, cluster) if experts is None else experts)
     if asked == 1 or given.get("experts", 1) > 1:
         return result
     sizes = group_sizes(cluster)
@@ -163,12 +166,17 @@ class SharedProfiles:
         """Return whether there is nothing to wait for."""
         return self._capturing is None or self._capturing.poll() is not None
 
+    @cached_property
+    def experts(self) -> dict[Sharing, Profile]:
+        """Those of copies that divide experts, which are known with the undivided model."""
+        return expert_profiles(self._job, self._cluster)
+
     def get(self) -> dict[Sharing, Profile]:
         """Return them, when they are ready; what could not be captured there is captured here, or refused."""
         if self._found is None:
             if self._capturing is not None:
                 self._capturing.wait()
-            self._found = shared_profiles(self._job, self._cluster)
+            self._found = shared_profiles(self._job, self._cluster, experts=self.experts)
         return self._found
 
 
@@ -179,8 +187,13 @@ def capture_given() -> None:
             job_pieces(JobSpec.model_validate_json(job), alike=True)
 
 
-def _of_experts(job: JobSpec, cluster: ClusterSpec, given: Mapping[str, Any]) -> dict[Sharing, Profile]:
-    """Return the profiles of copies that divide experts, by how many do; of the number that a job asks for alone."""
+def expert_profiles(job: JobSpec, cluster: ClusterSpec) -> dict[Sharing, Profile]:
+    """Return the profiles of copies that divide experts, by how many do; of the number that a job asks for alone.
+
+    Raises:
+        SpecError: what the job asks for does not divide the model, or comes with tensor parallelism.
+    """
+    given = job.parallel.given if job.parallel.auto else {}
     asked, tensor = given.get("experts"), given.get("tensor", 1)
     if asked == 1 or (asked is None and tensor > 1):
         return {}

@@ -309,16 +309,19 @@ def _of_alike(job: JobSpec) -> JobPieces | None:
     depth = getattr(config, LAYERS, 0)
     if depth < DEEP or config.sub_configs:
         return None
-    few = _alike_from(job.model.model_dump_json(), depth) + 4
-    if few > depth // 2:
-        return None
-    pieces, works, slicing = captured_pieces(_with_layers(job, config, depth, few), depth - few)
-    captured = _segments(pieces, works)
-    blocks = [one for one in captured if one.block]
-    path = blocks[-1].block.rpartition(".")[0] if blocks else ""
-    if [one.block for one in blocks[-3:]] != [f"{path}.{n}" for n in range(few - 3, few)]:
-        return None
-    if blocks[-2].looks != blocks[-3].looks:
+    first = _alike_from(job.model.model_dump_json(), depth)
+    for few in (first + 3, first + 4):  # the first of those that are alike may get other inputs
+        if few > depth // 2:
+            return None
+        pieces, works, slicing = captured_pieces(_with_layers(job, config, depth, few), depth - few)
+        captured = _segments(pieces, works)
+        blocks = [one for one in captured if one.block]
+        path = blocks[-1].block.rpartition(".")[0] if blocks else ""
+        if [one.block for one in blocks[-3:]] != [f"{path}.{n}" for n in range(few - 3, few)]:
+            return None
+        if blocks[-2].looks == blocks[-3].looks:
+            break
+    else:
         return None
     at = captured.index(blocks[-1])
     more = (blocks[-2].renamed(f"{path}.{n}") for n in range(few - 1, depth - 1))

@@ -403,7 +403,12 @@ class _OthersKnownError(Exception):
 
 
 def look_for_first(
-    job: JobSpec, profile: Profile, devices: int | None, watch: Watch, ready: Callable[[], bool]
+    job: JobSpec,
+    profile: Profile,
+    devices: int | None,
+    watch: Watch,
+    ready: Callable[[], bool],
+    shared: Mapping[Sharing, Profile] = MappingProxyType({}),
 ) -> None:
     """Look for any plan while the costs of others are still being found, until they are ``ready``, and show it."""
 
@@ -416,8 +421,8 @@ def look_for_first(
         return watch.first_plan is not None or watch.stop()
 
     try:
-        choice = choice_of(job, profile, devices or profile.devices)
-    except SpecError:  # of plans that share nothing
+        choice = choice_of(job, profile, devices or profile.devices, shared=shared)
+    except SpecError:  # of plans with these costs
         return
     with suppress(_OthersKnownError):
         best_first(choice.judge, choice.grids, 1, choice.pick, watch=Watch(watch.budget, show, stop))

@@ -12,11 +12,13 @@ import pytest
 
 import raypipe.partition.job_costs as job_costs
 from raypipe.cli.autoconfigure import _shared
+from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from, load_cluster
 from raypipe.partition.job_costs import SharedProfiles, capture_given, shared_profiles
 from raypipe.partition.partition_job import captured_pieces, divided, job_pieces, to_capture
 from raypipe.plan.choose import look_for_first
+from raypipe.plan.tensor_groups import Sharing
 from raypipe.plan.watch import Watch
 from raypipe.search.budget import Budget
 from tests.plan.conftest import make_job, make_profile
@@ -74,7 +76,9 @@ def test_they_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class Coming:
-    """Profiles that are there so many questions after a first plan."""
+    """Profiles that are there so many questions after a first plan; those of divided experts are there before."""
+
+    experts: dict[Sharing, Profile] = {}  # noqa: RUF012
 
     def __init__(self, watch: Watch, questions: float) -> None:
         self.watch, self.left = watch, questions
@@ -98,6 +102,15 @@ def test_a_first_plan_needs_none_of_them(questions: float, seconds: float, capsy
     assert watch.first_plan is not None
     assert found == ({"tensor": 2} if seconds else {})
     assert ("left out" in capsys.readouterr().err) == (not seconds)
+
+
+def test_a_first_plan_may_divide_experts() -> None:
+    """Where none fits without, it would not be looked for in vain until all others are there."""
+    roomy = make_profile(memory_bytes=1e15).model_copy(update={"experts": 2})
+    tight = make_profile(memory_bytes=1.0)
+    watch = Watch(Budget(60.0))
+    look_for_first(make_job(), tight, None, watch, lambda: False, {Sharing(experts=2): roomy})
+    assert watch.first_plan is not None
 
 
 def test_the_look_for_a_first_plan_ends_when_they_are_there() -> None:

@@ -51,7 +51,9 @@ def small(seed: int) -> Small:
     whole = Candidate.on(Grid(1, copies, 1, batch // copies), "1f1b")
     needed = max(Predictor(roomy, job.train, layers).predict(whole).memory_bytes)
     profile = make_profile(layers, devices, seed, memory_bytes=share * needed, **changes)
-    shared = {(2, halves): make_shared(profile, 2, halves) for halves in (False, True)} if rng.random() < 0.3 else {}
+    shared = (
+        {Sharing(2, halves): make_shared(profile, 2, halves) for halves in (False, True)} if rng.random() < 0.3 else {}
+    )
     about = f"{layers} layers, {devices} devices, {batch} samples, {share:.0%} of the memory"
     return Small(job, profile, shared, about + (", groups" if shared else ""))
 
