@@ -100,6 +100,9 @@ def test_it_waits_says_so_and_runs(text_folder: Path, tmp_path: Path) -> None:
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
+from tests.ray_environment import small_rays
+forks = small_rays()
+forks.__enter__()
 import ray
 import raypipe.train
 from raypipe.runtime.hosts.reserve import _idle
