@@ -24,6 +24,10 @@ LIBRARY = {
 }  # fmt: skip
 
 
+OLDER = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24)
+"""Whether the table has names, and defaults, that the installed library does not have yet."""
+
+
 def without_a_row(removed: str = "") -> list[str]:
     own = inspect.signature(transformers.Trainer.__init__).parameters.keys() - {"self"}
     rows = [table.keys() - {removed} for table in (ARGUMENTS, METHODS, CONSTRUCTOR)]
@@ -50,12 +54,14 @@ def test_a_row_that_is_removed_is_missed(name: str) -> None:
     assert without_a_row(name) == [name]
 
 
+@pytest.mark.skipif(OLDER, reason="the table is of transformers 5.24")
 def test_no_row_is_of_a_name_that_the_library_has_not() -> None:
     assert {name for name in ARGUMENTS if name not in FIELDS} == {row.name for row in ARGUMENTS.values() if row.old}
     assert [name for name in METHODS if not hasattr(transformers.Seq2SeqTrainer, name)] == []
     assert sum(map(len, SECTIONS.values())) == len(ARGUMENTS), "a name has two rows"
 
 
+@pytest.mark.skipif(OLDER, reason="the table is of transformers 5.24")
 def test_defaults_are_the_librarys() -> None:
     for name, default in defaults().items():
         if name in FIELDS and name not in ("output_dir", "optim", "report_to"):
