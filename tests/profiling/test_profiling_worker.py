@@ -36,7 +36,9 @@ def test_a_folder_is_made_only_for_data_that_is_elsewhere_and_removed(tmp_path, 
     for name, value in {"job": job, "fields": None, "data": tmp_path / "another-host"}.items():
         object.__setattr__(setup, name, value)
     module = "raypipe.profiling.profiling_worker"
-    monkeypatch.setattr(f"{module}.replace", lambda old, data: SimpleNamespace(data=data, job=job))
+    monkeypatch.setattr(
+        f"{module}.replace", lambda old, **new: SimpleNamespace(**{"data": old.data, "job": job, **new})
+    )
     stage.hold(setup)
     stage.hold(setup)
     assert held == [*(tmp_path / "temporary").iterdir()] * 2
