@@ -395,6 +395,10 @@ def _collated(collator: Collator, rows: list[Any], what: str, where: str) -> dic
     lengths = {name: 0 if value.ndim < 1 else len(value) for name, value in made.items()}
     for name, value in made.items():
         if lengths[name] != len(rows) and set(lengths.values()) != {1}:  # a collator may make one row of all
+            if not value.ndim:
+                why = f"data_collator gives {name}, one value for all rows"
+                fix = f"leave it out, and pass {name} to the model in compute_loss of a subclass"
+                raise SpecError(where, why, fix)
             why = f"data_collator gives {name} of shape {value.shape} for {len(rows)} rows"
             raise SpecError(where, why, "return tensors of one row per sample")
     return made

@@ -252,6 +252,10 @@ WRONG = {
         {"train_dataset": [*TWO, {"input_ids": [1] * 17, "labels": [1] * 17}]},
         "longest row has 17 input_ids, but the model has positions for 16",
     ),
+    "one value of a collator": (
+        {"data_collator": lambda rows: {**collate(rows), "return_loss": True}},
+        "return_loss, one value for all rows",
+    ),
     "a collator that fails": ({"data_collator": lambda rows: rows[0]["nothing"]}, "data_collator fails on row 0"),
     "a collator that pads on the left": (
         {"train_dataset": TWO * 2, "data_collator": lambda rows: collate(rows, left=True)},
