@@ -7,8 +7,9 @@ plan for the devices as they are then, and that plan's step beside the best that
 whichever of the four is slow, or for three without it. Exit status 1 where the device is not named within 20 steps, the
 step stays more than 10 % above that, another device is named, or losses are not those of an undisturbed run to 1e-9.
 
-The run's profile is replaced by what the layers take, of which a profile counts the processor time alone;
-``--as-measured`` leaves it, for a plan that is not quite for these layers.
+The run's profile is replaced by what the layers are to take, of which a profile counts the processor time alone;
+``--as-measured`` leaves it, for a plan that is not quite for these layers. A layer takes longer than its nap, so the
+best is predicted from what the tasks of the last step took.
 
 ``--quiet SECONDS`` has processes compute for as long in each of four cases, 2 to 8 of them, short steps and long ones,
 and counts those that are named: none should be, whatever else uses the cores.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -156,19 +158,33 @@ class Run:
         return median(row["step_s"] for row in self.steps()[first:last])
 
 
-def as_they_nap(profile: Profile) -> Profile:
-    """A profile with what layers take: one counts processor time, of which naps take none."""
+def as_they_nap(profile: Profile, there_s: float = SECONDS, back_s: float = 2 * SECONDS) -> Profile:
+    """A profile with what layers take each way: one counts processor time, of which naps take none."""
 
-    def one(layer: LayerProfile, seconds: float) -> LayerProfile:
+    def one(layer: LayerProfile, there: float, back: float) -> LayerProfile:
         times = {
-            n: own.model_copy(update={"forward": n * seconds, "input_grad": 2 * n * seconds, "weight_grad": 1e-5,
-                                      "joint": 2 * n * seconds + 1e-5, "recompute": n * seconds})
+            n: own.model_copy(update={"forward": n * there, "input_grad": n * back, "weight_grad": 1e-5,
+                                      "joint": n * back + 1e-5, "recompute": n * there})
             for n, own in layer.times.items()
         }  # fmt: skip
         return layer.model_copy(update={"times": times})
 
-    layers = [one(layer, SECONDS if k < LAYERS else 1e-5) for k, layer in enumerate(profile.layers)]
+    naps, head = (there_s, back_s), (1e-5, 2e-5)
+    layers = [one(layer, *(naps if k < LAYERS else head)) for k, layer in enumerate(profile.layers)]
     return profile.model_copy(update={"layers": tuple(layers), "alone": 1.0})
+
+
+def seconds_a_layer(directory: Path) -> tuple[float, float]:
+    """What a layer took forward and backward in the last step of a run, by the medians of its tasks."""
+    cut = load_plan(directory / "plan.json").cut
+    taken: dict[str, list[float]] = {"F": [], "B": []}
+    for spans in json.loads((directory / "timeline.json").read_text())["measured"]["spans"]:
+        for span in spans:
+            stage, kind = re.match(r"(\d+)\D*?(F|BW?|\D)", span["task"]).groups()  # type: ignore[union-attr]
+            naps = sum(layer < LAYERS for layer in cut[int(stage)])
+            if naps and kind[0] in taken:
+                taken[kind[0]].append((span["end"] - span["start"]) / naps)
+    return median(taken["F"]), median(taken["B"])
 
 
 def slow_device(folder: Path, slowdown: float, device: int, warm: int, as_measured: bool) -> dict[str, Any]:
@@ -220,6 +236,8 @@ def slow_device(folder: Path, slowdown: float, device: int, warm: int, as_measur
     result["repeated"] = [one["steps_repeated"] for one in ended["recovery"]]
     plain = undisturbed_losses(load_job(job), run.directory / "data", len(ended["losses"]))
     result["off"] = max(abs(a - b) for a, b in zip(ended["losses"], plain, strict=True))
+    result["layer_s"] = seconds_a_layer(run.directory)
+    profile = as_they_nap(profile, *result["layer_s"])
     known, speeds = load_job(job), [tuple(slowdown if d == at else 1.0 for d in range(4)) for at in range(4)]
     best = [choose(known, at_speeds(profile, one), len(one)).best.step_s for one in (*speeds, (1.0,) * 3)]
     result["best_s"] = min(best)
