@@ -88,7 +88,7 @@ for folder in $PACKAGES; do
 done
 mount -t proc proc ./proc
 mount -t tmpfs -o size=4g,mode=1777 none ./dev/shm
-mkdir -p home tools empty && mkdir -p -m 1777 tmp
+mkdir -p home tools empty tmp && chmod 1777 tmp  # packages may lie in it
 mount --bind home home && mount -o remount,bind,ro home
 for tool in sh bash cat ps uname mkdir rm; do ln -sf "$(command -v $tool)" tools/; done
 chown $NOBODY:$NOBODY empty
