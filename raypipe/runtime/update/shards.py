@@ -62,6 +62,7 @@ class ShardedStage:
         self._reduce_dtype = reduce_dtype
         self.stage, self.level, self.group, self.others, self.counts = stage, level, group, others, counts
         self.cuts = module.shards
+        """How tensor ranks divide parameters, by name; of others, nothing."""
         # What tensor ranks hold alike lies apart from what they divide: its gradients count once in the global norm.
         alike: dict[tuple[torch.dtype, bool, torch.dtype | None, bool], dict[str, nn.Parameter]] = {}
         for name, p in module.trained.items():

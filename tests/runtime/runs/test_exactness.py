@@ -119,7 +119,7 @@ IN_CHUNKS = [
 
 @pytest.mark.runs
 @pytest.mark.parametrize(
-    "parallel", [*IN_CHUNKS, *exhaustive(*PLANS)], ids=lambda p: "-".join(str(v) for v in p.values())
+    "parallel", [*IN_CHUNKS, *exhaustive(*PLANS, MORE[0])], ids=lambda p: "-".join(str(v) for v in p.values())
 )
 def test_the_loss_in_chunks_of_tokens_is_the_same(parallel, reference, stage_pool, text_folder, tmp_path) -> None:
     """As whole logits give it, also where W computes those of a chunk again, or may not read freed weights."""
