@@ -288,6 +288,7 @@ def _given_costs(
         return load_profile(profile), None
     from raypipe.job import load_cluster
     from raypipe.partition.job_costs import SharedProfiles, job_profile
+    from raypipe.partition.partition_job import check_state
 
     assert cluster is not None
     described = load_cluster(cluster)
@@ -295,6 +296,7 @@ def _given_costs(
         described = described.resized(devices)
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; keep standard output for results
         coming = SharedProfiles(job, described)
+        check_state(job, described)
         if coming.ready:  # else captures, which the first plan waits for, have the cores
             _compile()
         return job_profile(job, described), coming

@@ -66,7 +66,7 @@ def analytic_profile(
     iterating = Kernels.of(device, widest, software).flops_s if optimizer == "muon" else None
     if isinstance(model, GptSpec):
         slicing = Slicing(positions=model.sequence)
-    base_bytes, reserved = _reserved(device)
+    base_bytes, reserved = reserved_of(device)
     known: dict[LayerWork, LayerProfile] = {}
 
     def layer(work: LayerWork) -> LayerProfile:
@@ -114,7 +114,7 @@ def update_bytes(optimizer: str, momentum: bool, dtype: str) -> int:
     return (each.gradient + each.master) + (3 * each.master + 2 * each.optimizer) + (each.master + each.weight)
 
 
-def _reserved(device: DeviceModel) -> tuple[float, Reserved]:
+def reserved_of(device: DeviceModel) -> tuple[float, Reserved]:
     """Return what a device's process takes, and what else no tensor can have; a figure that users give is all of it."""
     if device.usable_gib is not None:
         return (device.memory_gib - device.usable_gib) * GIB, Reserved()

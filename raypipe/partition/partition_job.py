@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import groupby
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypipe.capture.captured import Notify, cache_folder, to_stderr
-from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.analytic import GIB, analytic_profile, reserved_of
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, Product, TaskWork
+from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.profile import Slicing, load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
@@ -21,7 +23,7 @@ from raypipe.errors import CaptureError, RequestError, SpecError
 from raypipe.files import read_json, write_whole
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
-from raypipe.job.cluster import load_cluster
+from raypipe.job.cluster import ClusterSpec, load_cluster
 from raypipe.job.field_types import FP8
 from raypipe.job.requested_schedule import base_schedule
 from raypipe.partition.report import Crossing, ModelPiece, Partition, make_partition
@@ -121,6 +123,42 @@ def to_capture(job: JobSpec) -> bool:
     """Return whether ``job_pieces`` would capture the job's model, and keep what it finds for other processes."""
     key = pieces_key(_computed(job))
     return key is not None and not any((cache_folder() / f"{one}.pieces.json").exists() for one in _names(key))
+
+
+def check_state(job: JobSpec, cluster: ClusterSpec) -> None:
+    """Refuse a model that has yet to be captured, and whose state no division leaves room for, however it runs.
+
+    Weights, gradients and optimizer state follow from the parameters' shapes. The captures, which say what plans need
+    beside, take many times as long.
+
+    Raises:
+        SpecError: all devices together have less memory.
+    """
+    if not isinstance(job.model, HfSpec) or job.model.lora is not None or not to_capture(divided(job, 1)):
+        return
+    from raypipe.capture.meta import build_without_memory  # torch
+    from raypipe.models.sources.hugging_face import HuggingFace
+
+    source, train = HuggingFace(job.model), job.train
+    if source.config.sub_configs:  # parts of it may not be read, and are not trained then
+        return
+    count = sum(p.numel() for p in build_without_memory(source.build).parameters())
+    each, rooms = parameter_bytes(train.dtype, train.optimizer, train.momentum), []
+    for kind in cluster.kinds:
+        base, reserved = reserved_of(kind.device)
+        rooms.append((kind.device.memory_gib * GIB - base - reserved.fixed_bytes, kind.devices))
+    state, room = float(count * each.total), sum(size * devices for size, devices in rooms)
+    if state <= room:
+        return
+    ways = [] if count * (each.total - each.optimizer) > room else ["train.optimizer: sgd"]
+    if len(rooms) == 1:
+        size, devices = rooms[0]
+        host = cluster.devices_per_host
+        ways.append(f"at least {ceil(state / size / host) * host} devices, more for activations")
+        ways.append(f"devices with {(state / devices - size) / GIB:.1f} GiB more each at least")
+    why = f"no plan fits: weights, gradients and optimizer state of {count:,} parameters take {state / GIB:.1f} GiB, "
+    why += f"and all {cluster.devices} devices together have {room / GIB:.1f} for them"
+    raise SpecError("memory", why, f"use {', or '.join(ways or ['more devices'])}")
 
 
 def _computed(job: JobSpec) -> JobSpec:

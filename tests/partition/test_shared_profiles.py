@@ -15,8 +15,9 @@ from raypipe.cli.autoconfigure import _shared
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
 from raypipe.job import JobSpec, job_from, load_cluster
+from raypipe.job.cluster import ClusterSpec
 from raypipe.partition.job_costs import SharedProfiles, capture_given, shared_profiles
-from raypipe.partition.partition_job import captured_pieces, divided, job_pieces, to_capture
+from raypipe.partition.partition_job import captured_pieces, check_state, divided, job_pieces, to_capture
 from raypipe.plan.choose import look_for_first
 from raypipe.plan.tensor_groups import Sharing
 from raypipe.plan.watch import Watch
@@ -37,6 +38,31 @@ def small_job() -> JobSpec:
             "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4}, "parallel": "auto",
         }
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("each", [16, 8], ids=["adamw", "sgd"])
+def test_a_model_that_fits_nowhere_is_refused_before_it_is_captured(tmp_path: Path, monkeypatch, each: int) -> None:
+    """Its parameters are those that transformers counts, and take four bytes for each of what AdamW keeps of them."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
+    own = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+    state = each * sum(p.numel() for p in own.parameters())
+    job = small_job()
+    job = job.model_copy(update={"train": job.train.model_copy(update={"optimizer": "sgd" if each == 8 else "adamw"})})
+    h100 = load_cluster(ROOT / "cluster" / "devices" / "h100.yaml").resized(8)
+
+    def of(total: float) -> ClusterSpec:
+        device = h100.device.model_copy(update={"memory_gib": 1.0, "usable_gib": total / 8 / 2**30})
+        return h100.model_copy(update={"device": device})
+
+    check_state(job, of(1.01 * state))
+    with pytest.raises(SpecError, match="no plan fits: weights, gradients and optimizer state of") as refused:
+        check_state(job, of(0.99 * state))
+    assert f"{state // each:,} parameters" in refused.value.why
+    assert "use at least 16 devices" in refused.value.fix.replace("train.optimizer: sgd, or ", "")
+    assert ("optimizer: sgd" in refused.value.fix) == (each == 16)
+    job_pieces(divided(job, 1))  # kept now: the planner says more
+    check_state(job, of(0.99 * state))
 
 
 @pytest.mark.slow
