@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -253,14 +254,14 @@ def test_a_model_that_fits_no_device_is_refused(text_folder: Path) -> None:
         (["--microbatches", "64"], "64 for a mini-batch of 32"),
         (["--microbatches", "x"], "is not a whole number"),
         (["-o", "nowhere/p.json"], "there is no such folder"),
-        (["--devices", "0"], "greater than or equal to 1"),
+        (["--devices", "0"], r"greater than or equal to 1|the range x>=1"),
         (["--set", "model.hiden=3"], 'did you mean "hidden"'),
     ],
 )
 def test_wrong_requests_end_at_once(words, why, capsys) -> None:
     assert run(["profile", "jobs/quickstart.yaml", *words]) == 2
     out = capsys.readouterr()
-    assert why in out.err
+    assert re.search(why, out.err)
     assert not out.out
 
 
