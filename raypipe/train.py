@@ -31,6 +31,7 @@ from raypipe.launch.prepared import (
     Prepared,
     check_compiler,
     check_groups,
+    check_host_memory,
     check_metrics,
     check_slices,
     units_of,
@@ -265,6 +266,8 @@ def _run_locked(
     cores = cores_of_one_host(devices)
     log_event(directory, "run", resume=prepared.resume, devices=count, cores=cores)
     if (message := warning(count, cores)) is not None:
+        log_event(directory, "notice", message=message)
+    if cores is not None and (message := check_host_memory(prepared)) is not None:
         log_event(directory, "notice", message=message)
     prepared, ended = _on_devices(prepared, devices, watch, callbacks)
     result = _result(ended, directory)

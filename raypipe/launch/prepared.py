@@ -9,12 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypipe.errors import SpecError, nearest
+from raypipe.cost.analytic import GIB
+from raypipe.cost.profile import Slicing
+from raypipe.errors import CaptureError, SpecError, nearest
+from raypipe.graph.counted import ON_CPU
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import NO_MUON, TrainSpec
 from raypipe.observe.run_record import OF_TEXT, Units
+from raypipe.partition.this_machine import this_machine
 from raypipe.plan.plan import Plan
+from raypipe.plan.predict.of_plan import PlanPredictor
 from raypipe.schedule.ir import Schedule
 
 if TYPE_CHECKING:
@@ -189,3 +194,58 @@ def check_metrics(job: JobSpec, model: JobModel, validation: ValidationMetrics |
     if best not in figures:
         why = f"{best} is not among the figures of the loss function, {', '.join(figures)}"
         raise SpecError("train.best_metric", why, nearest(best, figures))
+
+
+def check_host_memory(prepared: Prepared) -> str | None:
+    """Hold a plan against the memory of this host, whose processor cores are all of its devices.
+
+    An operating system gives out more memory than it has and ends a process that touches too much of it, so what
+    cannot fit is refused before it starts.
+
+    Returns:
+        A warning where the plan may need more than there is: activations are computed, not measured. None where it
+        fits, or where its layers have no computed costs.
+
+    Raises:
+        SpecError: weights, gradients and optimizer state alone are larger than the memory.
+    """
+    from raypipe.models import GptLayers
+    from raypipe.partition.job_costs import divided_profile, job_profile
+    from raypipe.partition.partition_job import JobPieces
+
+    job, plan, model = prepared.job, prepared.plan, prepared.model
+    parallel = plan.parallel
+    copies = parallel.replicas * parallel.tensor
+    host = this_machine(job.train.dtype, prepared.schedule.devices * parallel.tensor, timed=False)
+    try:
+        if isinstance(model, GptLayers):
+            whole = parallel.tensor == 1
+            profile = job_profile(job, host) if whole else divided_profile(job, host, parallel.tensor)
+        else:
+            from raypipe.models.captured import CapturedModel
+            from raypipe.partition.pieces import pieces_of, tensor_ranks_of
+
+            if not isinstance(model, CapturedModel):
+                return None
+            # The layers are a tensor rank's share, where such ranks divide them.
+            pieces = JobPieces(
+                pieces_of(model, parallel.microbatch), tensor_ranks_of(job, model, ON_CPU), Slicing(positions=1)
+            )
+            profile = job_profile(job, host, pieces=pieces)
+        each = PlanPredictor(job, profile).predict(plan).memory
+    except (CaptureError, SpecError):
+        return None
+    room = host.device.memory_gib * host.devices
+    state = sum(d.weights + d.gradients + d.optimizer + d.versions + d.replicas for d in each) * copies / GIB
+    need = sum(d.total for d in each) * copies / GIB
+    if state <= room:
+        words = f"the plan is predicted to take {need:.1f} GiB of this host's {room:.1f}: it may run out of memory"
+        return words if need > room else None
+    fixes = ["a smaller model", "a host with more memory"]
+    if job.train.optimizer != "sgd" and state - sum(d.optimizer for d in each) * copies / GIB <= room:
+        fixes.insert(0, "train.optimizer: sgd")
+    if parallel.shard == "none" and state / parallel.replicas <= room:
+        fixes.insert(0, "parallel.shard: zero3")
+    held = f"its {host.devices} devices" if host.devices > 1 else "its device"
+    why = f"weights, gradients and optimizer state of {held} take {state:.1f} GiB, and this host has {room:.1f}"
+    raise SpecError("memory", why, f"use {', '.join(fixes[:-1])} or {fixes[-1]}")

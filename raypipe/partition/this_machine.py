@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -21,23 +22,39 @@ CHANNEL = LinkModel(latency_us=11, bandwidth_gb_s=11)
 """raypipe's shared-memory channel between two processes, as ``raypipe profile`` measures it."""
 
 
-def this_machine(dtype: str, devices: int) -> ClusterSpec:
-    """Return a cluster of so many devices of one processor core each, sharing the machine's memory."""
-    kind = np.float64 if dtype == "float64" else np.float32
-    a, large, other = np.ones((SIZE, SIZE), kind), np.ones(LARGE, np.float32), np.zeros(LARGE, np.float32)
-    product, copy = _seconds(lambda: a @ a, 400), _seconds(lambda: np.copyto(other, large), 2)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+def this_machine(dtype: str, devices: int, timed: bool = True) -> ClusterSpec:
+    """Return a cluster of so many devices of one processor core each, sharing the machine's memory.
+
+    ``timed``: measure its rates, in an eighth of a second; without, they are placeholders beside its memory.
+    """
+    product, copy = _rates(dtype) if timed else (1e-6, 1e-3)
     link = CHANNEL.model_dump()
     device = {
         "name": "one core of this machine",
-        "memory_gib": memory / devices,
+        "memory_gib": host_memory_bytes() / 2**30 / devices,
         "peak_tflops": {arithmetic(dtype): 2 * SIZE**3 / product / 1e12},
         "efficiency": 1.0,
-        "memory_gb_s": 2 * large.nbytes / copy / 1e9,
+        "memory_gb_s": 2 * 4 * LARGE / copy / 1e9,
         "layer_overhead_us": LAYER_OVERHEAD_US,
     }
     hosts = {"hosts": 1, "devices_per_host": devices, "inside": link, "between": link}
     return cluster_from({"name": "this machine", **hosts, "device": device})
+
+
+def host_memory_bytes() -> float:
+    """Bytes of memory of this host, or what a container is given of it."""
+    total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        return min(total, float(text))
+    return total
+
+
+def _rates(dtype: str) -> tuple[float, float]:
+    """Return the seconds of a product of two matrices, and of a copy of ``LARGE`` numbers."""
+    kind = np.float64 if dtype == "float64" else np.float32
+    a, large, other = np.ones((SIZE, SIZE), kind), np.ones(LARGE, np.float32), np.zeros(LARGE, np.float32)
+    return _seconds(lambda: a @ a, 400), _seconds(lambda: np.copyto(other, large), 2)
 
 
 def _seconds(run: Callable[[], object], times: int) -> float:

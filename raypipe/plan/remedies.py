@@ -11,9 +11,6 @@ from dataclasses import replace
 from itertools import islice
 from math import ceil
 
-import numpy as np
-
-from raypipe.cost.kinds import room_bytes
 from raypipe.cost.memory.terms import FEWER, RECOMPUTE, SMALLER, STAGES
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.sizes import OF_A_SAMPLE
@@ -23,7 +20,6 @@ from raypipe.job.parallel_spec import GatherKey
 from raypipe.plan.best_first import Ranking, effort_s
 from raypipe.plan.candidate import Candidate, chunk_counts, divisors
 from raypipe.plan.choice import PlanChoice
-from raypipe.plan.predict.bounds import by_device
 from raypipe.plan.predict.form import form_of
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.tensor_groups import ALONE, Judges
@@ -33,7 +29,7 @@ from raypipe.schedule.shape import Grid
 GIB = 2**30
 SMALLEST = 60
 """Of the plans that need least memory by closed forms, those whose memory is played."""
-MOST_S, LEAST_MOST_S = 0.2, 0.3
+MOST_S, LEAST_MOST_S = 0.2, 0.15
 """Seconds that making these orders takes at most, by estimate: for a way out, and for the least memory of all."""
 ONE_IN_FLIGHT = "model-parallel"
 """The schedule that begins a micro-batch when the one before has ended."""
@@ -45,6 +41,10 @@ NAMED = 3
 """Ways out that are named."""
 MOST_DEVICES = 64
 """More devices are suggested up to so many times those that there are."""
+COARSE = 4
+"""Parts of the last doubling of devices, by which fewer are tried: another host or two is no other way out."""
+BRIEFLY_S = 0.05
+"""As ``MOST_S``, where finding nothing only means that more devices than needed are suggested."""
 SHORTEST = 128
 """Positions of a sequence below which no shorter one is suggested."""
 WISHES = ("recompute", "microbatch", "shard", "schedule", "chunks", "unit", "stages", "replicas", "tensor")
@@ -166,7 +166,7 @@ def _in_turn(choice: PlanChoice, grid: Grid, every: bool) -> list[Candidate]:
 
 
 def _lacks(judge: Judges, c: Candidate, known: dict[object, float]) -> float:
-    """Return the bytes that a device lacks at least: in a backward, or before its update, when it has all gradients.
+    """Return the bytes that a device lacks at least (``Bounds.least_excess``).
 
     ``known`` keeps what was found: most schedules of a grid place the same stages on the same devices.
     """
@@ -175,11 +175,7 @@ def _lacks(judge: Judges, c: Candidate, known: dict[object, float]) -> float:
     way = (form.placement, form.joint, form.size, c.level, c.shard_group, c.balance, waiting)
     key = (c.stages, c.replicas, c.microbatch, c.tensor, c.sub_pipelined, c.experts, c.context, way)
     if key not in known:
-        predictor = judge.of(c)
-        stage, place = predictor.stage_bytes(c, form, c.level, c.shard_group), np.array(form.placement)
-        held = by_device(place, stage["weights"] + stage["frozen"] + stage["optimizer"] + stage["gradients"])
-        lacks = float((held - room_bytes(predictor.profile, c.stages, c.replicas)).max())
-        known[key] = max(lacks, predictor.least_excess(c))
+        known[key] = judge.of(c).least_excess(c)
     return known[key]
 
 
@@ -235,9 +231,9 @@ def _ways_out(choice: PlanChoice, least: Prediction) -> Iterator[str]:
     yield f"use devices of {device_gib(profile, max(least.memory_bytes)):.1f} GiB"
 
 
-def _fitting(choice: PlanChoice) -> Prediction | None:
-    """Return a plan that fits, if one of those that need least memory does."""
-    for lacks, p in _smallest(choice, fitting=True):
+def _fitting(choice: PlanChoice, most_s: float = MOST_S) -> Prediction | None:
+    """Return a plan that fits, if one of those that need least memory does; ``most_s``: as ``_smallest``."""
+    for lacks, p in _smallest(choice, most_s=most_s, fitting=True):
         if p.fits or lacks > 0:
             return p if p.fits else None
     return None
@@ -306,18 +302,24 @@ def _of_shorter(profile: Profile, share: int) -> Profile:
 
 
 def _more_devices(choice: PlanChoice) -> int | None:
-    """Return the smallest number of devices on which a plan fits; None if there is none, or none is known."""
-    if choice.profiles[ALONE].other_kinds or {"stages", "replicas"} <= set(choice.given):
+    """Return a number of devices on which a plan fits; None if there is none, or none is known.
+
+    The smallest but for a quarter of the last doubling, and of whole hosts where it is more than one.
+    """
+    profile = choice.profiles[ALONE]
+    if profile.other_kinds or {"stages", "replicas"} <= set(choice.given):
         return None
     failed, enough = choice.count, 2 * choice.count
     while _fitting(choice.on(enough)) is None:
         failed, enough = enough, 2 * enough
         if enough > MOST_DEVICES * choice.count:
             return None
-    while enough - failed > 1:
-        middle = (enough + failed) // 2
-        result = _fitting(choice.on(middle))
-        failed, enough = (middle, enough) if result is None else (failed, middle)
+    host = profile.devices_per_host
+    each = max(1, failed // COARSE)
+    each = each if enough <= host else ceil(each / host) * host
+    while (tried := failed + (enough - failed) // (2 * each) * each) > failed:
+        result = _fitting(choice.on(tried), BRIEFLY_S)
+        failed, enough = (tried, enough) if result is None else (failed, tried)
     return enough
 
 

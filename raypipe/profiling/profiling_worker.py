@@ -26,18 +26,13 @@ from raypipe.graph.subgraph_work import GROUPED
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.models.build import Fields
+from raypipe.partition.this_machine import host_memory_bytes
 from raypipe.profiling.effort import Effort
 from raypipe.profiling.profiled_steps import Samples, middle_look
 from raypipe.runtime.executor.executor import HANDLERS, Executor
 from raypipe.runtime.executor.runner import Handler
 from raypipe.runtime.graphs.device_graphs import capture_stream
-from raypipe.runtime.process.memory import (
-    PeakMeter,
-    allocated_bytes,
-    host_memory_bytes,
-    resident_bytes,
-    taken_beside_tensors,
-)
+from raypipe.runtime.process.memory import PeakMeter, allocated_bytes, resident_bytes, taken_beside_tensors
 from raypipe.runtime.process.set_up import give_back_memory
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.setup.communicators import Communicators, Topology

@@ -169,6 +169,10 @@ class DecoderShape:
     """Width of the experts that all tokens go to, together."""
     dense_first: int | None = None
     """Blocks at the beginning that have no experts."""
+    head: int | None = None
+    """Width of a head; None: ``hidden`` by ``heads``."""
+    norms_heads: bool = False
+    """Queries and keys are normalised."""
     llama: bool = False
     """Rotary positions, RMS norms and gated MLPs."""
     tied: bool = True
@@ -209,12 +213,16 @@ class DecoderShape:
         sequence = model.sequence or result["positions"]
         if not isinstance(sequence, int):
             raise SpecError("model.sequence", "is not given", "give it: the trainer needs it")
-        llama = "rms_norm_eps" in config or "rope_parameters" in config
+        kind = str(config.get("model_type", model.hf))
+        llama = "rms_norm_eps" in config or "rope_parameters" in config or kind.startswith(LLAMAS)
         values = {key: value for key, value in result.items() if isinstance(value, int)}
         values |= {"sequence": sequence, "positions": max(sequence, values.get("positions", 0))}
-        return cls(**values, llama=llama, tied=bool(config.get("tie_word_embeddings", not llama)))
+        tied = bool(config.get("tie_word_embeddings", not llama))
+        return cls(**values, llama=llama, tied=tied, norms_heads=kind.startswith("qwen3"))
 
 
+LLAMAS = ("deepseek", "llama", "mistral", "mixtral", "qwen")
+"""How types of Hugging Face begin that are ``DecoderShape.llama``, whatever their configuration spells out."""
 KEYS = {
     "blocks": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
@@ -226,6 +234,7 @@ KEYS = {
     "per_token": ("num_experts_per_tok", "moe_k"),
     "expert_width": ("moe_intermediate_size",),
     "shared_width": ("shared_expert_intermediate_size",),
+    "head": ("head_dim",),
     "dense_first": ("first_k_dense_replace", "moe_layer_start_index"),
 }
 """Keys of Hugging Face configurations for each of a model's figures."""

@@ -84,6 +84,10 @@ def _model(model: DecoderShape) -> Iterator[str]:
     yield f"num-layers {model.blocks}"
     yield f"hidden-size {model.hidden}"
     yield f"num-attention-heads {model.heads}"
+    if model.head not in (None, model.hidden // model.heads):
+        yield f"kv-channels {model.head}"
+    if model.norms_heads:
+        yield "qk-layernorm"
     if model.intermediate is not None:
         yield f"ffn-hidden-size {model.intermediate}"
     if model.groups not in (None, model.heads):

@@ -430,14 +430,14 @@ class Bounds(CandidateCosts):
         return least * (1 - 1e-9) - max(room_bytes(self.profile, c.stages, c.replicas))
 
     def least_excess(self, c: Candidate) -> float:
-        """Return the bytes that some device lacks at least, whatever the order and the recomputation."""
-        return self._least_excess(c, c.form, c.level, c.shard_group)
+        """Return the bytes that some device lacks at least, in a backward or before its update with all gradients."""
+        return self._least_excess(c, c.form, c.level, c.shard_group, updates=True)
 
-    def _least_excess(self, c: Candidate, form: Form, level: int, group: int) -> float:
-        """The same at a ZeRO level. Beside what a device always holds, the backward of each of its stages has one
-        micro-batch's activations and messages, gathered weights, and gradients, if that is where they are made."""
+    def _least_excess(self, c: Candidate, form: Form, level: int, group: int, updates: bool = False) -> float:
+        """The same at a ZeRO level, the latter if ``updates``. Beside what a device always holds, a stage's backward
+        has one micro-batch's activations and messages, gathered weights, and gradients, if they are made there."""
         terms, place = self.stage_bytes(c, form, level, group), np.array(form.placement)
-        held = by_device(place, terms["weights"] + terms["frozen"] + terms["optimizer"])
+        held = always = by_device(place, terms["weights"] + terms["frozen"] + terms["optimizer"])
         own = terms["kept"] - np.where(shares_input(form.placement), terms["input"], 0.0)
         own[list(self.frozen(self.cut(c)))] = 0.0
         if SCHEDULES[c.schedule].fills and form.replicas == 1:  # all others of the unit wait, recomputed at most
@@ -446,7 +446,8 @@ class Bounds(CandidateCosts):
         once = (own + terms["messages"]) * float(form.size) + terms["gathered"] + terms["casts"]
         once = once + _gradients(c, form, terms)
         np.maximum.at(most := np.zeros(len(held)), place, np.broadcast_to(once, place.shape))
-        return float((held + most - room_bytes(self.profile, c.stages, c.replicas)).max())
+        summed = always + by_device(place, terms["gradients"]) if updates else held
+        return float((np.maximum(held + most, summed) - room_bytes(self.profile, c.stages, c.replicas)).max())
 
     def stage_bytes(self, c: Candidate, form: Form, level: int, group: int) -> dict[str, Figures]:
         """Return bytes by stage: see ``StageArrays.bytes``."""
@@ -495,5 +496,4 @@ def _gradients(c: Candidate, form: Form, terms: Mapping[str, T]) -> T | float:
 
 def by_device(place: NDArray[np.int64], each: Figures) -> Figures:
     """Sums over the stages that a device holds, of whatever replica."""
-    total: Figures = np.bincount(place.ravel(), np.broadcast_to(each, place.shape).ravel()).astype(float)
-    return total
+    return np.bincount(place.ravel(), np.broadcast_to(each, place.shape).ravel()).astype(float)

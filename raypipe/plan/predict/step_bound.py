@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -143,7 +144,7 @@ class StageArrays:
         experts = np.add.reduceat(self._size("expert_parameters"), starts) * (p.experts > 1)
         dense = values - experts
         optimizer, gradients, weights = (group if level >= least else 1 for least in (1, 2, 3))
-        narrow = np.array([narrow_bytes(p, layers) for layers in cut]) * (level == 3)
+        narrow = np.add.reduceat(self._narrow, starts) if level == 3 else np.zeros(len(cut))
         return {
             "weights": (experts + dense / weights) * each.weight,
             "gathered": dense * each.weight * (level == 3) - narrow,
@@ -164,6 +165,11 @@ class StageArrays:
     def kept(self, microbatch: int, split: bool) -> Array:
         """Per layer, the bytes of activations that it keeps of a micro-batch."""
         return np.array([kept_bytes(layer, microbatch, split) for layer in self.profile.layers])
+
+    @cached_property
+    def _narrow(self) -> Array:
+        """Per layer, the bytes of ``narrow_bytes``."""
+        return np.array([narrow_bytes(self.profile, (i,)) for i in range(len(self.profile.layers))])
 
     def _size(self, name: str) -> Array:
         """Per layer, a field of its profile."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raypipe.partition.this_machine import host_memory_bytes
 from raypipe.runtime.process.set_up import heap_bytes
 
 
@@ -91,15 +90,6 @@ class PeakMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
-
-
-def host_memory_bytes() -> float:
-    """Bytes of memory of this host, or what a container is given of it."""
-    total = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        return min(total, float(text))
-    return total
 
 
 class MeasuredMemory(NamedTuple):

@@ -14,11 +14,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from raypipe.job.spec import reduce_dtype
 from raypipe.job.train_spec import ProfileSpec
 from raypipe.models.host_copies import runs_behind
+from raypipe.partition.this_machine import host_memory_bytes
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.executor.casts import message_cast_of
 from raypipe.runtime.executor.runner import Handler
 from raypipe.runtime.executor.step import StepSettings
-from raypipe.runtime.process.memory import host_memory_bytes
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update.norm import DeviceShares, Shares

@@ -2,10 +2,10 @@
 
     python -m tests.bench.planners.parsers [--python TRAINER=PYTHON ...] [--only WORDS]
 
-Each of 20 plans is written for each trainer; raypipe reads it back to the same plan, and the trainer's own parser, run
-by PYTHON where that is given, finds the same degrees, batch and micro-batch. What a trainer cannot express is told with
-its predicted cost. Megatron-LM's arguments are no package: PYTHON finds a checkout by its ``PYTHONPATH``. Exit status 1
-if a plan is refused by a parser or read as another one.
+Each of 32 plans is written for each trainer; raypipe reads it back to the same plan, and the trainer's own parser, run
+by PYTHON where that is given, finds the same degrees, batch, micro-batch and sharding. What a trainer cannot express is
+told with its predicted cost. Megatron-LM's arguments are no package: PYTHON finds a checkout by its ``PYTHONPATH``.
+Exit status 1 if a plan is refused by a parser or read as another one.
 """
 
 from __future__ import annotations
@@ -69,6 +69,18 @@ CASES = (
     Case("13B", "h100", 32, {"innermost": "stages", "stages": 8, "shard": "zero1"}),
     Case("13B", "a100", 32, {"tensor": 8}),
     Case("jobs/llama3-8b.yaml", "h100", 8),
+    Case("1.3B", "a100", 8, {"stages": 2, "tensor": 2, "shard": "zero1"}),
+    Case("1.3B", "a100", 8, {"stages": 1, "tensor": 2, "shard": "zero3"}),
+    Case("7B", "h100", 16, {"stages": 2, "tensor": 2, "shard": "zero2"}),
+    Case("13B", "a100", 32, {"stages": 2, "tensor": 4, "shard": "zero1", "schedule": "interleaved-1f1b"}),
+    Case("jobs/llama3-8b.yaml", "h100", 16, {"stages": 1, "tensor": 4, "shard": "zero3", "shard_replicas": 2}),
+    Case("jobs/llama3-8b.yaml", "h100", 8, {"stages": 1, "context": 2, "shard": "zero3"}),
+    Case("jobs/llama3-8b.yaml", "h100", 16, {"stages": 2, "context": 2, "shard": "zero1"}),
+    Case("jobs/qwen3-30b-a3b.yaml", "h100", 8, {"experts": 8}),
+    Case("jobs/qwen3-30b-a3b.yaml", "h100", 32, {"experts": 8, "stages": 1, "shard": "zero3", "shard_replicas": 16}),
+    Case("jobs/qwen3-30b-a3b.yaml", "h100", 32, {"experts": 8, "stages": 2, "shard": "zero1"}),
+    Case("jobs/qwen3-30b-a3b.yaml", "h100", 32, {"experts": 4, "stages": 4, "schedule": "1f1b", "shard": "zero2"}),
+    Case("jobs/qwen3-30b-a3b.yaml", "h100", 64, {"experts": 8, "stages": 4, "schedule": "interleaved-1f1b"}),
 )
 
 
@@ -129,8 +141,8 @@ def parsed(trainer: str, python: str, files: list[Written]) -> Iterator[str]:
     for one, line in zip(files, lines, strict=True):
         result, p = json.loads(line), one.layout.parallel
         chunks = p.chunks if one.layout.pipelined else 1
-        wanted = {"stages": p.stages, "replicas": p.replicas, "tensor": p.tensor, "microbatch": p.microbatch}
-        wanted |= {"batch": one.layout.batch, "chunks": chunks}
+        keys = ("stages", "replicas", "tensor", "microbatch", "experts", "context", "shard")
+        wanted = {**{key: getattr(p, key) for key in keys}, "batch": one.layout.batch, "chunks": chunks}
         if result != wanted:
             yield f"{trainer}: {one.case.name}: {result.get('error', f'{result}, not {wanted}')}"
 

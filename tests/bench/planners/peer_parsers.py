@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,11 @@ def megatron(text: str, file: str) -> dict[str, Any]:
     assert result is not None
     fsdp = "--use-megatron-fsdp" in text
     os.environ |= {"WORLD_SIZE": result[1], "RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "8" if fsdp else "1"}
+    import torch
     from megatron.training import arguments
 
     arguments.get_device_arch_version = lambda: 9  # of an H100: there is no GPU here
+    torch.cuda.get_device_capability = lambda: (9, 0)
     more = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "32000", "--transformer-impl", "local"]
     more += ["--no-persist-layer-norm", "--no-masked-softmax-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion"]
     sys.argv = ["pretrain_gpt.py", *shlex.split(text, comments=True), *more]
@@ -32,10 +35,14 @@ def megatron(text: str, file: str) -> dict[str, Any]:
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         layout.validate_layer_layout(num_layers=args.num_layers, mtp_num_layers=None)
+    context, strategy = args.context_parallel_size, args.data_parallel_sharding_strategy if fsdp else "optim"
+    levels = {"optim": "zero1", "optim_grads": "zero2", "optim_grads_params": "zero3"}
     return {
-        "stages": args.pipeline_model_parallel_size, "replicas": args.data_parallel_size,
+        "stages": args.pipeline_model_parallel_size, "replicas": args.data_parallel_size * context,
         "tensor": args.tensor_model_parallel_size, "microbatch": args.micro_batch_size,
         "batch": args.global_batch_size, "chunks": args.virtual_pipeline_model_parallel_size or 1,
+        "experts": args.expert_model_parallel_size, "context": context,
+        "shard": levels[strategy] if fsdp or args.use_distributed_optimizer else "none",
     }  # fmt: skip
 
 
@@ -60,14 +67,17 @@ def torchtitan(text: str, file: str) -> dict[str, Any]:
     p, training = config.parallelism, config.training
     pipelined = p.pipeline_parallel_degree > 1
     degrees = {"dp_replicate": p.data_parallel_replicate_degree, "dp_shard": p.data_parallel_shard_degree}
-    degrees |= {"cp": 1, "tp": p.tensor_parallel_degree, "pp": p.pipeline_parallel_degree, "ep": 1}
-    world = degrees["dp_replicate"] * degrees["dp_shard"] * degrees["tp"] * degrees["pp"]
-    ParallelDims(**degrees, world_size=world)
+    degrees |= {"cp": p.context_parallel_degree, "tp": p.tensor_parallel_degree, "pp": p.pipeline_parallel_degree}
+    ParallelDims(**degrees, ep=p.expert_parallel_degree, world_size=prod(degrees.values()))
+    apart = degrees["dp_replicate"] * degrees["dp_shard"]
     if pipelined:
         scheduled(p.pipeline_parallel_schedule, p.pipeline_parallel_schedule_csv)
-    assert training.global_batch_size % (training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]) == 0
+    assert training.global_batch_size % (training.local_batch_size * apart) == 0
+    divided = degrees["dp_shard"] * degrees["cp"] > 1
     return {
-        "stages": degrees["pp"], "replicas": degrees["dp_replicate"] * degrees["dp_shard"], "tensor": degrees["tp"],
+        "stages": degrees["pp"], "replicas": apart * degrees["cp"], "tensor": degrees["tp"],
+        "experts": p.expert_parallel_degree, "context": degrees["cp"],
+        "shard": {"never": "zero2", "always": "zero3"}[p.fsdp_reshard_after_forward] if divided else "none",
         "microbatch": p.pipeline_parallel_microbatch_size if pipelined else training.local_batch_size,
         "batch": training.global_batch_size,
         "chunks": len(p.module_fqns_per_model_part) // degrees["pp"] if pipelined else 1,
@@ -93,8 +103,12 @@ def automodel(text: str, file: str) -> dict[str, Any]:
     if pipeline is not None:
         scheduled(pipeline.pp_schedule, pipeline.pp_schedule_csv)
         assert local // pipeline.pp_microbatch_size >= sizes.pp_size
+    context, ddp = sizes.cp_size or 1, type(parsed["strategy_config"]).__name__ == "DDPConfig"
+    divided = not ddp and sizes.dp_size * context > 1
     return {
-        "stages": sizes.pp_size, "replicas": sizes.dp_size, "tensor": sizes.tp_size,
+        "stages": sizes.pp_size, "replicas": sizes.dp_size * context, "tensor": sizes.tp_size,
+        "experts": sizes.ep_size or 1, "context": context,
+        "shard": ("zero3" if parsed["strategy_config"].reshard_after_forward else "zero2") if divided else "none",
         "microbatch": local if pipeline is None else pipeline.pp_microbatch_size, "batch": steps.global_batch_size,
         "chunks": 1 if pipeline is None else len(pipeline.module_fqns_per_model_part) // sizes.pp_size,
     }  # fmt: skip
@@ -115,7 +129,8 @@ def deepspeed(text: str, file: str) -> dict[str, Any]:
     return {
         "stages": config.pipeline["stages"] if pipelined else 1, "replicas": ranks.get_data_parallel_world_size(),
         "tensor": config.tensor_parallel_config.autotp_size or 1, "microbatch": config.train_micro_batch_size_per_gpu,
-        "batch": config.train_batch_size, "chunks": 1,
+        "batch": config.train_batch_size, "chunks": 1, "experts": 1, "context": 1,
+        "shard": f"zero{config.zero_optimization_stage}" if config.zero_optimization_stage else "none",
     }  # fmt: skip
 
 

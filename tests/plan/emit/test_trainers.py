@@ -179,6 +179,17 @@ def test_megatron_is_told_of_a_mixtures_experts() -> None:
         TRAINERS["megatron"].write(layout, job.model_copy(update={"model": bare}))
 
 
+def test_megatron_is_told_of_a_qwens_heads_and_norms() -> None:
+    """The type says what the configuration leaves to its defaults; heads are wider than their share of the model."""
+    config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
+    model = {"hf": "qwen3_moe", "config": config, "sequence": 32}
+    train, data = {"steps": 1, "batch": 8}, {"type": "bytes", "path": "."}
+    job = job_from({"name": "qwen", "model": model, "data": data, "train": train, "parallel": {"auto": True}})
+    lines = TRAINERS["megatron"].write(TrainerLayout(parallel=ParallelSpec(), cut=(range(6),), batch=8), job)
+    said = {"kv-channels 32", "qk-layernorm", "swiglu", "normalization RMSNorm", "position-embedding-type rope"}
+    assert {f"--{line}" for line in {*said, "untie-embeddings-and-output-weights"}} <= {*lines.splitlines()}
+
+
 @pytest.mark.parametrize(
     ("name", "trainer", "lost"),
     [
