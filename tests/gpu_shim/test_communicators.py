@@ -62,3 +62,10 @@ def test_memory_of_a_killed_process_is_free_again() -> None:
     assert found["most"] > 60 << 20
     assert found["left"] == 0
     assert ends["exits"] == {"0": 0, "1": -9}
+
+
+def test_a_worker_whose_context_is_broken_serves_no_other_plan() -> None:
+    said, _ = run_case("broken")
+    failed, left = said["said"]
+    assert "illegal memory access" in failed
+    assert "its GPU's context is broken" in left

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_shim.shim import lacking
+from tests.gpu_shim.shim import lacking, run_case
 from tests.gpu_shim.whole_run import Run, train, until
 
 pytestmark = [
@@ -67,3 +67,9 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
     check_ended(run, 2 * copies)
     assert len(run.events("restarted")) == 1
     assert not run.events("recovered")
+
+
+def test_a_process_that_reserves_no_gpu_sees_none() -> None:
+    """It would take the first GPU of its node beside the worker that has reserved it."""
+    found, _ = run_case("reserves_none")
+    assert found == {"device": "cpu", "gpus": 1.0}
