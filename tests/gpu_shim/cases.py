@@ -216,6 +216,22 @@ def broken(rank: int, opened: Communicators, device: torch.device) -> None:
     say(said=said)
 
 
+def attention(rank: int, opened: Communicators, device: torch.device) -> None:
+    """The attention of a slice, forward and backward: its kernel, and its temporary memory over that of all scores."""
+    from raypipe.compat.attention import fused_kernel, piece_attention, piece_gradients
+
+    found: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        q, k, v, gradient = (torch.zeros(1, 8, 2048, 64, dtype=dtype, device=device) for _ in range(4))
+        before, scores = torch.cuda.memory_allocated(), 8 * 2048 * 2048 * dtype.itemsize
+        torch.cuda.reset_peak_memory_stats()
+        out, lse = piece_attention(q, k, v, True, None, None)
+        piece_gradients(gradient, q, k, v, out, lse, True, None, None)
+        share = (torch.cuda.max_memory_allocated() - before) / scores
+        found[str(dtype)] = [fused_kernel(q, k, v, True), share]
+    say(**found)
+
+
 BOTH_WAYS = ((0, 1), (1, 0))
 CASES: dict[str, tuple[int, Any, Any]] = {
     "exchange": (2, BOTH_WAYS, None),
@@ -226,6 +242,7 @@ CASES: dict[str, tuple[int, Any, Any]] = {
     "killed": (2, (), None),
     "reserves_none": (1, (), None),
     "broken": (1, (), None),
+    "attention": (1, (), None),
 }
 
 if __name__ == "__main__":
