@@ -76,7 +76,7 @@ oldest:
 	test -x $(LOWEST)/bin/uv || { python$(OLDEST) -m venv $(LOWEST) && $(LOWEST)/bin/python -m pip install --quiet uv; }
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
 	  --editable '.[hf,data,tensorboard,mlflow,wandb,serve]'
-	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python pytest pytest-xdist hypothesis
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python pytest pytest-xdist hypothesis 'moto[server]>=5'
 	$(LOWEST)/bin/python -m pytest -n 2 -m "not runs and not slow and not exhaustive"
 
 train-short: $(VENV)/.run

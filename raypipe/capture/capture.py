@@ -332,6 +332,9 @@ def check_sizes(graph: OperationGraph) -> None:
 # for any batch and for all shorter lengths; ``OperationGraph.at_most`` keeps longer ones away. An additive mask must be
 # exactly 0 where it shows, and -inf or the dtype's lowest value where it hides: in a causal row that always shows its
 # own position, both give a weight of exactly 0.
+#
+# With a mask, transformers also copies keys and values for each head of queries that shares them. Without one, kernels
+# read shared ones as they are, which also makes less to keep for the backward, and less to gather over copies.
 
 
 MASKS = 64
@@ -361,11 +364,49 @@ def replace_masks(captured: Captured, notify: Notify) -> Captured:
         lengths = (_length(graph, operation.args[0]), _length(graph, operation.args[1]))
         if kind is None or kinds[mask] == "other" or (kinds[mask] == "causal" and lengths != kind.shape[-2:]):
             continue
-        operations[number] = operation.without_mask(kinds[mask] == "causal")
+        operations[number] = _sharing_heads(graph, operation.without_mask(kinds[mask] == "causal"))
         at_most |= {s: graph.example[s] for dim in kind.shape[-2:] for s in symbols(dim) if s in graph.example}
     plain = replace(graph, operations=tuple(operations), at_most=at_most)
     plain = selected(plain, sorted(needed(plain)))
     return Captured(plain, {name: value for name, value in captured.values.items() if name in plain.sources})
+
+
+def _sharing_heads(graph: OperationGraph, attention: Operation) -> Operation:
+    """Return the same attention of keys and values that no operation has copied for the heads that share them."""
+    query, *pair = attention.args[:3]
+    alone = [_before_copies(graph, one.get("op")) for one in pair]
+    if None in alone:
+        return attention
+    args = (query, *({"op": number} for number in alone), *attention.args[3:])
+    return replace(attention, args=args, kwargs={**attention.kwargs, "enable_gqa": True})
+
+
+def _before_copies(graph: OperationGraph, number: int | None) -> int | None:
+    """Return the ``[batch, heads, positions, width]`` of which an operation's result has every head several times.
+
+    None if it is not made by expanding a new third dimension and joining that to the heads.
+    """
+    shapes: list[Sequence[Dim]] = []
+    for names in ({"reshape", "view", "_unsafe_view"}, {"expand"}, {"unsqueeze"}):
+        operation = None if number is None else graph.operations[number]
+        while operation is not None and short_name(operation.target) in ("slice", "clone", "contiguous"):
+            number = operation.inputs[0]  # [:, :, None, :, :] has slices of all there is
+            if operation.type != graph.operations[number].type:
+                return None
+            operation = graph.operations[number]
+        if operation is None or operation.type is None or short_name(operation.target) not in names:
+            return None
+        shapes.append(operation.type.shape)
+        number = operation.inputs[0] if operation.inputs else None
+    joined, expanded, apart = shapes
+    kind = graph.type_of(number)
+    if kind is None or len(kind.shape) != 4 or len(expanded) != 5 or not isinstance(kind.shape[1], int):
+        return None
+    batch, heads, *rest = kind.shape
+    copies = expanded[2]
+    plain = isinstance(copies, int) and (*apart,) == (batch, heads, 1, *rest)
+    plain = plain and (*expanded,) == (batch, heads, copies, *rest) and (*joined,) == (batch, heads * copies, *rest)
+    return number if plain else None
 
 
 def _length(graph: OperationGraph, given: Plain) -> Dim | None:

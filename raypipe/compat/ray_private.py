@@ -192,7 +192,7 @@ def validate_snapshot(snapshot: Any) -> None:
     """Validate Ray Train's list of checkpoints as Ray Train does, where it still has that class; raise what it does."""
     state = find("ray.train.v2._internal.execution.checkpoint.checkpoint_manager", "_CheckpointManagerState")
     if state is not None:
-        state.model_validate(snapshot)
+        (getattr(state, "model_validate", None) or state.parse_obj)(snapshot)  # pydantic 1's in older Rays
 
 
 def streams_of(group: Any) -> dict[Any, list[Any]] | None:

@@ -177,9 +177,10 @@ class LayerProfile(Spec):
     """The part that does not depend on the micro-batch size: a matrix's gradient before it is accumulated."""
     split_workspace_bytes: Bytes | None = None
     """``workspace_bytes`` of B with a split backward; None: the same as for the joint backward."""
+    operand_bytes: Bytes | None = None
+    """The part of both that one sample's compiled backward has at its end, for its weight gradients; None: eager."""
     chunk_bytes: Bytes = 0.0
-    """Temporary memory of the chunk of tokens whose loss is computed at once, whatever the size of the micro-batch. W
-    needs it, if the backward is split."""
+    """Temporary memory of the chunk of tokens whose loss is computed at once. W needs it, if the backward is split."""
     iterations_s: tuple[Seconds, ...] = ()
     """Of each matrix, the time of its iteration in an update (Muon's), beside ``update_s_per_parameter``."""
 
@@ -361,8 +362,7 @@ class Profile(Spec):
     """Share of a device's processors that a collective takes from the tasks that run beside it."""
     layers: Annotated[tuple[LayerProfile, ...], Field(strict=False, min_length=1)]
     tied_parameters: Count = 0
-    """Values of matrices that the first and the last layer share; they are counted in both and held once by a stage
-    with both."""
+    """Values of matrices that first and last layer share, counted in both; a stage with both holds them once."""
     trained_tied_parameters: Count | None = None
     """Those of ``tied_parameters`` that are trained. None: all are."""
     update_s_per_parameter: Seconds

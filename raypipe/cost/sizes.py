@@ -67,6 +67,7 @@ OF_A_SAMPLE = (
     "message_bytes",
     "workspace_bytes",
     "split_workspace_bytes",
+    "operand_bytes",
     "key_value_bytes",
 )
 """Fields of a layer that shrink with a sample's sequence, at least in proportion."""

@@ -324,7 +324,10 @@ class _FlowReader:
             at = 1 if name == "addmm" else 0
             others = [p for n, p in enumerate(places) if n != at]
             row = places[at] is not None and places[at] != len(operands[at].shape) - 1
-            return None if row and others == [None] * len(others) else "it multiplies positions by one another"
+            last = len(operands[-1].shape) - 1
+            column = name in ("mm", "matmul") and places[at] is None and last > 0 and others == [last]
+            alone = column or (row and others == [None] * len(others))
+            return None if alone else "it multiplies positions by one another"
         if name in ("layer_norm", "rms_norm"):
             dims, rank = operation.args[1], len(operands[0].shape)
             over = len(dims) if isinstance(dims, list) else rank

@@ -372,6 +372,11 @@ class TrainSpec(Spec):
         return self.dtype == "bfloat16" and self.compile == "none"
 
     @property
+    def captures_tasks(self) -> bool:
+        """Return whether GPUs run the tasks of compiled stages as CUDA graphs, where the plan allows it."""
+        return self.compile == "inductor" and self.cuda_graphs in ("tasks", "auto")
+
+    @property
     def updates_whole(self) -> bool:
         """Return whether the optimizer reads whole rows and columns of a parameter, so that nothing may divide it."""
         return OPTIMIZERS[self.optimizer].divides != "values"

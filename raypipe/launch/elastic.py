@@ -223,7 +223,7 @@ class Elastic:
             return
         self._slow_judged = dict(self._slow)
         from raypipe.cost.profile import load_profile
-        from raypipe.plan.online.at_speeds import choose_at, step_at
+        from raypipe.plan.online.stragglers import choose_at, step_at
 
         plan, asked, devices = self.prepared.plan, self.prepared.asked, _devices(self.prepared)
         try:

@@ -174,10 +174,11 @@ def _wrong(path: Path) -> str | None:
         validate_snapshot(snapshot)
         listed = [one["checkpoint_dir_name"] for one in snapshot["checkpoint_results"]]
         latest = snapshot.get("latest_checkpoint_result")
-        pending = snapshot["pending_training_results"]
+        pending = snapshot.get("pending_training_results", [])  # older Rays do not list these, nor the indices
         mentioned = [one["checkpoint_dir_name"] for one in (*pending, *([latest] if latest else []))]
-        consistent = len(listed) == len(snapshot["checkpoint_report_indices"]) and set(listed).issuperset(mentioned)
-        consistent = consistent and len(pending) == len(snapshot["pending_validation_specs"])
+        indices = snapshot.get("checkpoint_report_indices", listed)
+        consistent = len(listed) == len(indices) and set(listed).issuperset(mentioned)
+        consistent = consistent and len(pending) == len(snapshot.get("pending_validation_specs", pending))
     except Exception:  # a damaged file may raise anything here, pydantic's errors included
         return "is damaged"
     if not consistent:

@@ -340,6 +340,24 @@ def document_attention(
     return torch.cat(rows)
 
 
+def share_heads(module: fx.GraphModule) -> None:
+    """Let attention whose queries share heads of keys and values take a kernel on any device, in place."""
+    for node in module.graph.nodes:
+        if node.target is torch.ops.aten.scaled_dot_product_attention.default and node.kwargs.get("enable_gqa"):
+            node.target = _shared_heads
+    module.recompile()
+
+
+def _shared_heads(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention``; GPUs have no fused kernel of shared heads but in half precision."""
+    kind = query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    if kind == "cuda" and dtype not in (torch.float16, torch.bfloat16):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        kwargs = {**kwargs, "enable_gqa": False}
+    return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+
 class _Newest(threading.local):
     """The mask that was read last: all layers of a stage are given the same."""
 

@@ -22,7 +22,7 @@ from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, Tenso
 from raypipe.graph.placeholders import encoder_operations, placeholders
 from raypipe.graph.positions import sequence_flow
 from raypipe.graph.subgraphs import Subgraphs, shard
-from raypipe.models.attention import attend_by_document, causal_attention
+from raypipe.models.attention import attend_by_document, causal_attention, share_heads
 from raypipe.models.current_slice import positions_of
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
 from raypipe.models.keyed_random import keyed_dropout
@@ -268,6 +268,7 @@ class CapturedModel(LayeredModel):
             attend_by_document(part.module)
         if self.slices > 1:
             run_on_slices(part.module, sequence_flow(self.graph))
+        share_heads(part.module)
         statistics = learn_statistics(part.module, self.captured.values)
         stage = CapturedBody(
             part.module,

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from itertools import groupby
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import TypeAdapter
 
 from raypipe.capture.captured import Notify, cache_folder, to_stderr
 from raypipe.cost.analytic import GIB, analytic_profile, reserved_of
-from raypipe.cost.layer_work import ExpertsWork, LayerWork, Product, TaskWork
 from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.profile import Slicing, load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import CaptureError, RequestError, SpecError
-from raypipe.files import read_json, write_whole
+from raypipe.files import read_json, read_regular, write_whole
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, fingerprint, transformers_code
 from raypipe.job import HfSpec, JobSpec
 from raypipe.job.cluster import ClusterSpec, load_cluster
 from raypipe.job.field_types import FP8
 from raypipe.job.requested_schedule import base_schedule
-from raypipe.partition.report import Crossing, ModelPiece, Partition, make_partition
+from raypipe.partition.report import ModelPiece, Partition, make_partition
 from raypipe.partition.this_machine import this_machine
 
 
@@ -96,7 +96,7 @@ def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
         result = repeated or captured_pieces(job)
     except (SpecError, CaptureError) as error:
         if key is not None and job.parallel.tensor > 1:  # every search for a plan asks whether layers divide
-            _save(key, {"refused": [type(error).__name__, *error.args]}, to_stderr)
+            save_pieces(key, _Refused("SpecError" if isinstance(error, SpecError) else "CaptureError", error.args))
         raise
     if key is not None:
         save_pieces(key if repeated is None else f"{key}.alike", result)
@@ -177,7 +177,7 @@ def _names(key: str | None) -> list[str]:
 #
 # Only for models whose code and configuration can be told without running any of it: the built-in GPT needs no keeping,
 # and what a function builds is known only once it has run.
-KEPT_AS = 7
+KEPT_AS = 8
 """Version of what is kept; increased when it changes, so that older pieces are no longer found."""
 REFUSALS: dict[str, type[RequestError]] = {"SpecError": SpecError, "CaptureError": CaptureError}
 """Errors that are kept, in place of the pieces of a model whose layers cannot be divided."""
@@ -190,6 +190,16 @@ class JobPieces(NamedTuple):
     tensor_ranks: tuple[TensorRankWork, ...]
     """The work of each piece; a tensor rank's share of it where the job divides layers."""
     slicing: Slicing
+
+
+class _Refused(NamedTuple):
+    kind: Literal["SpecError", "CaptureError"]
+    args: tuple[str, ...]
+
+
+@cache
+def _documents() -> TypeAdapter[JobPieces | _Refused]:
+    return TypeAdapter(JobPieces | _Refused)
 
 
 def pieces_key(job: JobSpec) -> str | None:
@@ -232,60 +242,28 @@ def load_pieces(key: str, notify: Notify = to_stderr) -> JobPieces | None:
         SpecError, CaptureError: the model was refused.
     """
     path = cache_folder() / f"{key}.pieces.json"
-    refused: RequestError | None = None
     try:
-        content = read_json(path)
-        if isinstance(content, list):
-            pieces, tensor_ranks, slicing = content
-            return JobPieces(
-                tuple(map(_piece, pieces)), tuple(map(_tensor_rank, tensor_ranks)), Slicing.model_validate(slicing)
-            )
-        kind, *why = content["refused"]
-        refused = REFUSALS[kind](*why)
+        kept = _documents().validate_json(read_regular(path))
     except FileNotFoundError:
         return None
     except OSError as error:
         notify(f"passed over {path}: {error.strerror}")
-    except (KeyError, TypeError, ValueError, RequestError) as error:
+        return None
+    except ValueError as error:
         notify(f"passed over {path}: it is damaged ({type(error).__name__}: {error})")
-    if refused is not None:
-        raise refused
-    return None
+        return None
+    if isinstance(kept, _Refused):
+        raise REFUSALS[kept.kind](*kept.args)
+    return kept
 
 
-def save_pieces(key: str, found: JobPieces, notify: Notify = to_stderr) -> None:
-    """Keep them; a folder that can't be written is no error."""
-    works = [[asdict(rank.work), *rank[1:]] for rank in found.tensor_ranks]
-    _save(key, [[asdict(p) for p in found.pieces], works, found.slicing.model_dump()], notify)
-
-
-def _save(key: str, content: object, notify: Notify) -> None:
+def save_pieces(key: str, found: JobPieces | _Refused) -> None:
+    """Keep them, or why there are none; a folder that can't be written is no error."""
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
-        write_whole(cache_folder() / f"{key}.pieces.json", json.dumps(content).encode())
+        write_whole(cache_folder() / f"{key}.pieces.json", _documents().dump_json(found))
     except OSError as error:
-        notify(f"the pieces are not kept: {cache_folder()}: {error.strerror}")
-
-
-def _piece(item: dict[str, Any]) -> ModelPiece:
-    behind = tuple(Crossing(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in item["behind"])
-    values = tuple((str(name), int(count)) for name, count in item["parameters"])
-    return ModelPiece(**{**item, "behind": behind, "parameters": values, "frozen": tuple(item["frozen"])})
-
-
-def _tensor_rank(item: list[Any]) -> TensorRankWork:
-    work, *exchanged = item
-    forward, backward, gathers = (tuple(map(float, each)) for each in exchanged)
-    return TensorRankWork(_work(work), forward, backward, gathers)
-
-
-def _work(item: dict[str, Any]) -> LayerWork:
-    tasks = {}
-    for key in ("forward", "input_grad", "weight_grad"):
-        products = tuple(Product(*product) for product in item[key]["products"])
-        tasks[key] = TaskWork(**{**item[key], "products": products})
-    experts = item["experts"] and ExpertsWork(*item["experts"])
-    return LayerWork(**{**item, **tasks, "experts": experts})
+        to_stderr(f"the pieces are not kept: {cache_folder()}: {error.strerror}")
 
 
 # A deep model's pieces from a shallow one's: blocks that are alike are captured once, whatever their number.

@@ -257,9 +257,3 @@ def _neighbours(arranged: Arranged, devices: int) -> Iterator[tuple[int, ...]]:
                 for device in sorted(range(devices), key=busy.__getitem__):
                     if device != arranged.devices[s]:
                         yield tuple(device if i in some else d for i, d in enumerate(row))
-
-
-def device_of_layer(cut: Sequence[Sequence[int]], devices: Sequence[int]) -> tuple[int, ...]:
-    """Return the device of each layer."""
-    result = {i: device for own, device in zip(cut, devices, strict=True) for i in own}
-    return tuple(result[i] for i in range(len(result)))

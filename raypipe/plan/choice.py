@@ -126,6 +126,8 @@ def choice_of(
     if not greedy:
         known |= measured_with_experts(job, profile, count)
     profiles = of_experts({Sharing(*key): own for key, own in known.items()}, given.get("experts"))
+    divides = not profile.batch_statistics and not parallel.replan and train.cuda_graphs != "tasks"
+    divides = divides and (not greedy or "shard" in given)
     orders_made = Orders()
     judge = Judges(
         {
@@ -137,7 +139,7 @@ def choice_of(
                 recompute=ways_to_recompute(given.get("recompute"), greedy),
                 asked=asked,
                 slices=slice_counts(job, own) if sharing == ALONE and "slices" not in asked else (),
-                divides=not profile.batch_statistics and not parallel.replan and (not greedy or "shard" in given),
+                divides=divides,
                 _orders=orders_made,
             )
             for sharing, own in profiles.items()

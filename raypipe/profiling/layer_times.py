@@ -344,13 +344,16 @@ class LayerBench:
             checkpoint=None,
         )
         peers = [location.peer for location in self.workers.locations]
-        parameter_sizes = ray.get(
+        held: list[tuple[dict[str, int], dict[int, int]]] = ray.get(
             [
                 actor.hold.remote(replace(setup, topology=replace(setup.topology, peers=(replace(peer, rank=0),))))
                 for actor, peer in list(zip(self.workers.actors, peers, strict=True))[:devices]
             ]
         )
-        self.sizes |= parameter_sizes[0]
+        sizes, operands = held[0]
+        self.sizes |= sizes
+        if operands:
+            self.grown["operands"][size] = {self.groups[i]: float(n) for i, n in operands.items()}
 
     def _works(self) -> list[LayerWork]:
         """Return the work of each layer, as its operations say."""
@@ -398,6 +401,7 @@ class LayerBench:
         # stage of its own it is measured with an input that it would not keep behind other layers.
         kept_fixed, kept = memory("F", self._crossing(i - 1) - unread - self._crossing(i))
         fixed, each = memory(BW)
+        operands = next(iter(self.grown["operands"].values()), {})
         return LayerProfile(
             name=self.model.names[i],
             parameters=self.model.parameters(i),
@@ -414,6 +418,7 @@ class LayerBench:
             workspace_bytes=each,
             workspace_fixed_bytes=fixed,
             split_workspace_bytes=memory("B")[1],
+            operand_bytes=memory("operands")[1] if kind in operands else None,
         )
 
     def _read(self, i: int) -> float:

@@ -162,12 +162,12 @@ class StageProfiler(StageWorker):
         return max(0, allocated_bytes(self.device) - self._in_use)
 
     @raises_device_errors
-    def hold(self, setup: Setup) -> dict[str, int]:
+    def hold(self, setup: Setup) -> tuple[dict[str, int], dict[int, int]]:
         """Build the measured layers; the rest of the model is on a device that does not exist.
 
         Layers are compiled if the job says so, before the first step.
 
-        Returns the number of elements of each parameter, by name.
+        Returns the number of elements of each parameter, by name, and of compiled layers ``Cut.operand_bytes``.
         """
         if not is_prepared(setup.data):  # the driver's temporary folder is on another host
             if self._folder is None:
@@ -179,6 +179,7 @@ class StageProfiler(StageWorker):
         # The tasks of a replay have no times, and take no memory of their own: layers are measured uncaptured.
         train = setup.job.train.model_copy(update={"cuda_graphs": "none"})
         self.setup(replace(setup, job=setup.job.model_copy(update={"train": train})))
+        operands = dict[int, int]()
         if train.compile == "inductor":  # a layer that cannot be compiled runs eagerly, as in training
             from raypipe.runtime.compiled.compiler import InProcess
             from raypipe.runtime.worker.compilation import Compilation  # these import the compiler
@@ -186,10 +187,12 @@ class StageProfiler(StageWorker):
             # Here, because layers are many and small: a process for each would take longer than they do.
             here = InProcess.of_run(self.setup_data, self.executor)
             Compilation(self.setup_data, self.executor, here, waits=True).begin()
+            operands = {key[0]: max(cut.operand_bytes for *_, cut in of.parts) for key, of in here.traced.items()}
         channel = FakeChannel(self.device)
         self.executor.senders = {1: channel}
         self.executor.receivers = {1: channel}
-        return {name: p.numel() for module in self.modules.values() for name, p in module.named.items()}
+        sizes = {name: p.numel() for module in self.modules.values() for name, p in module.named.items()}
+        return sizes, operands
 
     def clear(self) -> None:
         """Delete the temporary data. This must be called, because the process will be killed without cleaning up."""

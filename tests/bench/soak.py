@@ -1,13 +1,13 @@
 """Disturb short runs at random for hours: each must end with the losses of an undisturbed one and leave nothing behind.
 
     python -m tests.bench.soak [--hours H] [--times N] [--each 10] [--every 6] [--steps 3000] [--shape SHAPE ...]
-                               [--fault FAULT ...] [--seed 0] [--json FILE] [--keep DIRECTORY]
+                               [--fault FAULT ...] [--recovery restart] [--seed 0] [--json FILE] [--keep DIRECTORY]
 
 Three hosts with two devices each, network namespaces of this machine (``tests.hosts``), have a Ray together; it takes
 root. Run after run, in turn over the shapes (``parallel_of`` of ``tests.bench.runtime.recoveries``; four devices, so
 that a host is spare), until ``--hours`` are over or there were ``--times`` faults. All runs have
-``train.copy_every=1``. After ``--every`` seconds on average, once the run has gone on since the fault before, comes one
-of these; a run ends after ``--each`` of them, or after ``--steps`` steps:
+``train.copy_every=1``, and ``train.recovery`` is ``--recovery``. After ``--every`` seconds on average, once the run has
+gone on since the fault before, comes one of these; a run ends after ``--each`` of them, or after ``--steps`` steps:
 
     worker      a random worker is killed (SIGKILL)
     driver      the driver is killed
@@ -47,7 +47,6 @@ from typing import Any
 
 from raypipe.observe.run_dir import STOP, ask
 from tests.bench.command import options, write_rows
-from tests.bench.runtime.kill_workers import left_on, processes
 from tests.bench.runtime.recoveries import Train, alive, newest, parallel_of, recovered_job
 from tests.hosts import Host, environment, hosts, ray_cluster, start_raylet
 from tests.job_files import write_text
@@ -63,6 +62,8 @@ LEFT_S, GONE_S, STUCK_S = 30.0, 15.0, 240.0
 """Time that what is left may take to go, workers of a lost raylet, and a run to go on."""
 DISK = "64m"
 WORKERS = "ray::StageWorker"
+RAYS_OWN = ("plasma", "ray", "sem.mp-")
+"""Beginnings of the names of Ray's own files in /dev/shm."""
 OURS = ("ray::Stage", "ray::Keeper", "ray::CopyIndex", DRIVER, CONTROLLER)
 OF_RAY_TRAIN = ["AutoscalingCoordinator", "train_v2_state_actor"]
 """Named actors that Ray Train starts once on a cluster, and that stay as long as it."""
@@ -75,6 +76,29 @@ actors = {{str(one["name"]) for one in list_named_actors(all_namespaces=True)}} 
 print(json.dumps([*groups, *actors]))
 """
 """Prints the placement groups and named actors that there are."""
+
+
+def processes(host: Host) -> dict[int, str]:
+    """Processes of this host with their titles, by the id that this machine has for them."""
+    space = os.readlink(f"/proc/{host.pid}/ns/pid")
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.readlink(entry / "ns" / "pid") == space:
+                    found[int(entry.name)] = (entry / "cmdline").read_text(errors="replace").replace("\0", " ").strip()
+            except OSError:  # it has ended meanwhile
+                continue
+    return found
+
+
+def left_on(host: Host) -> list[str]:
+    """What no run may leave on a host."""
+    names = host.run("ls", "/dev/shm").stdout.split()
+    files = [f"/dev/shm/{name}" for name in names if not name.startswith(RAYS_OWN)]
+    sockets = Path(f"/proc/{host.pid}/net/unix").read_text().splitlines()
+    alive = [title for title in processes(host).values() if title.startswith(("ray::Stage", "ray::RayTrain"))]
+    return files + [f"process {title}" for title in alive] + [s.split()[-1] for s in sockets if "@raypipe-" in s]
 
 
 @dataclass(slots=True)
@@ -290,14 +314,14 @@ def strike(kind: str, cluster: Cluster, process: Train, directory: Path) -> Faul
 class Jobs:
     """The job of each shape, and the losses that it has undisturbed."""
 
-    def __init__(self, cluster: Cluster, folder: Path, steps: int) -> None:
-        self._cluster, self._folder, self._steps, self._text = cluster, folder, steps, write_text(folder / "text")
+    def __init__(self, cluster: Cluster, folder: Path, **train: Any) -> None:
+        self._cluster, self._folder, self._train, self._text = cluster, folder, train, write_text(folder / "text")
         self._losses: dict[str, list[float]] = {}
 
     def job(self, shape: str) -> Path:
         """Return the file of a job."""
         path = self._folder / f"{shape.replace(':', '-')}.yaml"
-        more = {"steps": self._steps, "clip": 1.0, "message_timeout_s": 10.0, "max_failures": 200}
+        more = {"clip": 1.0, "message_timeout_s": 10.0, "max_failures": 200, **self._train}
         return path if path.exists() else recovered_job(path, self._text, parallel_of(shape), **more)
 
     def losses(self, shape: str, steps: int) -> list[float]:
@@ -395,7 +419,7 @@ def figures(found: list[Run]) -> str:
 
 def main() -> int:
     """Print a line per run, then all figures; exit status 1 where a run was not sound."""
-    given = {"shape": SHAPES, "fault": FAULTS, "seed": 0, "json": Path, "keep": Path}
+    given = {"shape": SHAPES, "fault": FAULTS, "recovery": "in-place", "seed": 0, "json": Path, "keep": Path}
     args = options(__doc__, hours=0.0, times=0, each=10, every=6.0, steps=3000, **given)
     random.seed(args.seed)
     began = time.monotonic()
@@ -413,7 +437,7 @@ def main() -> int:
         try:
             with hosts(HOSTS) as members, ray_cluster(members, PER_HOST, forks=False) as settings:
                 cluster = Cluster(members, settings)
-                jobs = Jobs(cluster, folder, args.steps)
+                jobs = Jobs(cluster, folder, steps=args.steps, recovery=args.recovery)
                 while goes_on() or not found:
                     shape = args.shape[len(found) % len(args.shape)]
                     directory = disk / f"run-{len(found)}"

@@ -48,6 +48,12 @@ def in_order(captured: Captured) -> list[str]:
     return [kind(o) for o in captured.graph.operations if o.target == ATTENTION]
 
 
+def heads(captured: Captured) -> list[tuple[int, ...]]:
+    """Return how many heads of queries, keys and values each attention has."""
+    attends = [o for o in captured.graph.operations if o.target == ATTENTION]
+    return [tuple(captured.graph.operations[i].type.shape[1] for i in o.inputs[:3]) for o in attends]
+
+
 def kinds(captured: Captured) -> Mapping[str, int]:
     return Counter(in_order(captured))
 
@@ -72,6 +78,8 @@ def test_without_a_padding_mask(name):
     captured = capturing.replace_masks(with_all_masks(name), pytest.fail)
     assert kinds(captured) == WITHOUT_MASK[name]
     graph = captured.graph
+    if FAMILIES[name].get("num_key_value_heads") and "masked" not in WITHOUT_MASK[name]:
+        assert set(heads(captured)) == {(4, 2, 2)}
     if "masked" not in WITHOUT_MASK[name]:  # what computed the masks is gone
         masks = [o.name for o in graph.operations if o.type is not None and o.type.dtype == "bool" and o.type.shape[2:]]
         assert not masks
@@ -239,6 +247,51 @@ def test_masks_as_people_write_them():
     assert dict(zip(TABLE, in_order(captured), strict=True)) == {name: wanted for name, (_, wanted) in TABLE.items()}
     chain = build_chain(captured, [range(len(captured.graph.operations))], dict(model.named_parameters()))
     for batch, length in ((2, 9), (1, 1), (4, 2), (3, 6)):
+        x = torch.randn(batch, length, 8, dtype=torch.float64)
+        torch.testing.assert_close(run_chain(captured, chain, {"x": x})["output"], model(x), rtol=0, atol=1e-12)
+
+
+class Shares(nn.Module):
+    """Four heads of queries, and two of keys and values that a function copies; the mask is causal."""
+
+    def __init__(self, copied: Callable[[Tensor], Tensor], values: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.queries, self.pairs = (nn.Linear(8, 16, dtype=torch.float64) for _ in range(2))
+        self.keys, self.values = copied, values or copied
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.queries(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        k, v = self.pairs(x).unflatten(-1, (2, 2, 4)).permute(2, 0, 3, 1, 4).unbind()
+        return F.scaled_dot_product_attention(q, self.keys(k), self.values(v), places(x)[1] <= places(x)[0])
+
+
+def each_twice(x: Tensor) -> Tensor:
+    """As ``transformers`` does."""
+    batch, count, length, width = x.shape
+    return x[:, :, None, :, :].expand(batch, count, 2, length, width).reshape(batch, count * 2, length, width)
+
+
+def all_twice(x: Tensor) -> Tensor:
+    batch, count, length, width = x.shape
+    return x[:, None].expand(batch, 2, count, length, width).reshape(batch, count * 2, length, width)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("copied", "values", "wanted"),
+    [
+        (each_twice, None, (4, 2, 2)),
+        (all_twice, None, (4, 4, 4)),
+        (each_twice, all_twice, (4, 4, 4)),
+    ],
+)
+def test_shared_keys_and_values_are_read_as_they_are(copied, values, wanted):
+    torch.manual_seed(0)
+    model = Shares(copied, values)
+    captured = capture(model, {"x": torch.randn(2, 9, 8, dtype=torch.float64)}, dynamic={"x": (0, 1)})
+    assert heads(captured) == [wanted]
+    chain = build_chain(captured, [range(len(captured.graph.operations))], dict(model.named_parameters()))
+    for batch, length in ((2, 9), (1, 1), (3, 6)):
         x = torch.randn(batch, length, 8, dtype=torch.float64)
         torch.testing.assert_close(run_chain(captured, chain, {"x": x})["output"], model(x), rtol=0, atol=1e-12)
 

@@ -285,6 +285,28 @@ def test_the_workspace_is_that_of_the_worst_layer_less_what_later_ones_freed(pro
     assert result[0].workspace == 400 * MB + 11 - BLOCK  # the embedding's, after the block's backward
 
 
+def test_a_compiled_backward_holds_what_it_reads_and_what_all_its_weight_gradients_need(profile):
+    compiled = with_each(profile, workspace_bytes=30.0, operand_bytes=12.0)
+    result = memory(compiled, "1f1b", 8)
+    assert [device.workspace for device in result] == [42 * MB, 30 * MB, 30 * MB, 42 * MB]
+    large = with_each(profile, workspace_bytes=500.0, operand_bytes=12.0)
+    assert memory(large, "zb-h1", 8)[0].workspace == 512 * MB
+
+
+@pytest.mark.parametrize(("name", "most"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8]), ("zb-h1", [4, 4, 4, 4])])
+def test_graphs_of_tasks_hold_a_slot_for_each_micro_batch_in_flight(profile, name, most):
+    """All that it keeps, temporary memory and the gradient of its output, whatever runs; W ends a micro-batch, too."""
+    compiled = with_each(profile, workspace_bytes=30.0, operand_bytes=12.0)
+    plain, result = memory(compiled, name, 8), memory(compiled, name, 8, captured=True)
+    each = [5 * MB + BLOCK + OUT, BLOCK + OUT, BLOCK + OUT, BLOCK + 100 * MB]
+    slots = [each[0] + 42 * MB + OUT, each[1] + 30 * MB + OUT, each[2] + 30 * MB + OUT, each[3] + 42 * MB]
+    assert [device.graphs for device in result] == [n * slot for n, slot in zip(most, slots, strict=True)]
+    for without, device in zip(plain, result, strict=True):
+        assert (device.activations, device.workspace, without.graphs) == (0, 0, 0)
+        assert device.total == sum(device.terms().values()) >= without.total
+    assert all(device.graphs == 0 for device in memory(compiled, "pipedream", 8, captured=True))
+
+
 def test_stages_of_one_device_share_what_they_hand_over(profile):
     """A V: stages 1 and 2 on the last device; the output of one is the input of the other, the same tensor."""
     four = memory(profile, "zb-v", 8, chunks=2)

@@ -11,12 +11,15 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.multiprocessing as multiprocessing
 
-from raypipe.errors import TransportError
+from raypipe.errors import RaypipeError, TransportError
 from raypipe.models.host_copies import STREAMS
 from raypipe.runtime.process.set_up import set_up_cuda
 from raypipe.runtime.setup.communicators import Communicators, Location, Node, Topology, locate, rendezvous_of
@@ -174,6 +177,61 @@ def killed(rank: int, opened: Communicators, device: torch.device) -> None:
     say(most=most, left=left)
 
 
+def reserves_none(rank: int, opened: Communicators, device: torch.device) -> None:
+    """An actor that reserves no GPU becomes a worker on a node that has one."""
+    import ray
+
+    from raypipe.runtime.group.worker_group import Places, StageStandby
+    from raypipe.runtime.hosts.devices import DeviceRequest
+    from raypipe.runtime.hosts.reserve import reserve
+    from tests.ray_environment import start_ray
+
+    start_ray(2, forks=False)
+    places = Places(reserve(1, DeviceRequest(cpus=1.0, gpus=0.0), 60.0), [0], StageStandby)
+    actor = ray.remote(StageStandby).options(**places.options(0, "waiting")).remote()
+    actor.become.remote(0, "stage 0")
+    say(device=ray.get(actor.locate.remote()).peer.device, gpus=ray.cluster_resources().get("GPU"))
+    ray.shutdown()
+
+
+def broken(rank: int, opened: Communicators, device: torch.device) -> None:
+    """A worker whose step breaks its GPU's context is asked to leave its plan for the next one."""
+    from raypipe.runtime.worker.worker import StageWorker
+
+    class Breaks(StageWorker):
+        def run_step(self, *_: Any) -> Any:
+            ctypes.CDLL("libcudart.so.13").gpu_shim_break()
+            return torch.ones(1, device=self.device).cpu()
+
+    worker = Breaks(rank, "stage 0")
+    worker.setup_data = mock.Mock()
+    worker.setup_data.job.train.elastic = None  # it parts from no others
+    said = ["", ""]
+    calls: tuple[Callable[[], object], ...] = (partial(worker.run_steps, 0), worker.leave)
+    for n, call in enumerate(calls):
+        try:
+            call()
+        except RaypipeError as error:
+            said[n] = str(error)
+    say(said=said)
+
+
+def attention(rank: int, opened: Communicators, device: torch.device) -> None:
+    """The attention of a slice, forward and backward: its kernel, and its temporary memory over that of all scores."""
+    from raypipe.compat.attention import fused_kernel, piece_attention, piece_gradients
+
+    found: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        q, k, v, gradient = (torch.zeros(1, 8, 2048, 64, dtype=dtype, device=device) for _ in range(4))
+        before, scores = torch.cuda.memory_allocated(), 8 * 2048 * 2048 * dtype.itemsize
+        torch.cuda.reset_peak_memory_stats()
+        out, lse = piece_attention(q, k, v, True, None, None)
+        piece_gradients(gradient, q, k, v, out, lse, True, None, None)
+        share = (torch.cuda.max_memory_allocated() - before) / scores
+        found[str(dtype)] = [fused_kernel(q, k, v, True), share]
+    say(**found)
+
+
 BOTH_WAYS = ((0, 1), (1, 0))
 CASES: dict[str, tuple[int, Any, Any]] = {
     "exchange": (2, BOTH_WAYS, None),
@@ -182,6 +240,9 @@ CASES: dict[str, tuple[int, Any, Any]] = {
     "opened_again": (1, (), None),
     "memory": (1, (), None),
     "killed": (2, (), None),
+    "reserves_none": (1, (), None),
+    "broken": (1, (), None),
+    "attention": (1, (), None),
 }
 
 if __name__ == "__main__":

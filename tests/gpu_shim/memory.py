@@ -32,10 +32,13 @@ from tests.gpu_shim.whole_run import MOST_GPUS
 from tests.job_files import write_text
 
 if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
     from raypipe.cost.profile import Profile
     from raypipe.job.spec import JobSpec
     from raypipe.plan.choose import Decision
     from raypipe.plan.plan import Plan
+    from raypipe.runtime.compiled.program import Compiled
     from raypipe.runtime.group.worker_group import WorkerGroup
 
 GPUS = 4
@@ -47,7 +50,7 @@ MICROBATCH, STEPS = 4, 3
 SETTINGS: dict[str, object] = {"devices": GPUS, "memory_mb": 128 << 10}
 
 
-LIMIT_S = 900.0
+LIMIT_S = 1800.0
 """For all configurations."""
 
 
@@ -61,6 +64,7 @@ class Case:
 
 GRAPH = "graph of a step"
 LINE = {"stages": 4, "replicas": 1}
+COMPILED = {"compile": "inductor"}
 COPIES = {"schedule": "1f1b", "stages": 2, "replicas": 2}
 CASES = {
     "1f1b": Case({"schedule": "1f1b", **LINE}),
@@ -76,6 +80,11 @@ CASES = {
     "checkpointing": Case({"schedule": "1f1b", "recompute": "full", **LINE}),
     "bfloat16": Case({"schedule": "1f1b", **LINE}, {"dtype": "bfloat16"}),
     "tensor 2": Case({"schedule": "1f1b", "stages": 2, "replicas": 1, "tensor": 2}),
+    "shard beside tensor": Case({"schedule": "1f1b", "stages": 1, "replicas": 2, "tensor": 2, "shard": "zero2"}),
+    "compiled": Case({"schedule": "1f1b", **LINE}, COMPILED),
+    "compiled zb-h1": Case({"schedule": "zb-h1", **LINE}, COMPILED),
+    "graphs of tasks": Case({"schedule": "1f1b", **LINE}, COMPILED | {"cuda_graphs": "tasks"}),
+    "graphs of zb-v": Case({"schedule": "zb-v", **LINE}, COMPILED | {"cuda_graphs": "tasks", "clip": None}),
     GRAPH: Case({"schedule": "1f1b", "stages": 1, "replicas": 1}, {"cuda_graphs": "auto"}),
 }
 """zb-v without clipping: whether a device has the copies by which an early update is undone, which the plan counts, at
@@ -129,20 +138,36 @@ def get(refs: Any, timeout: float | None = None) -> Any:
 def serve(rank: int, profiles: bool, pipe: Connection) -> None:
     """Be the worker of a GPU: call its methods in the order in which they are asked for."""
     from raypipe.profiling.profiling_worker import StageProfiler
+    from raypipe.runtime.compiled.compiler import InProcess
+    from raypipe.runtime.compiled.needs import Needs
     from raypipe.runtime.setup import communicators
+    from raypipe.runtime.worker.compilation import Compilation
     from raypipe.runtime.worker.worker import StageWorker
 
     os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
     communicators.own_address = lambda: "127.0.0.1"
     communicators.own_node = lambda: communicators.Node("node", "127.0.0.1")
     worker = (StageProfiler if profiles else StageWorker)(rank, f"device {rank}")
-    with contextlib.suppress(EOFError):
+    compiler = "raypipe.runtime.compiled.compiler.InProcess.of_run"
+    in_process = mock.patch(
+        compiler, lambda setup, executor: InProcess(executor, Needs.of_run(setup, executor), plainly)
+    )
+    # What tensor ranks tell one another before a swap has no values here.
+    swap = mock.patch.object(Compilation, "swap", lambda self, step: self._swap_in() or [])
+    with contextlib.suppress(EOFError), in_process, swap:
         while True:
             name, args = pipe.recv()
             try:
                 pipe.send((True, getattr(worker, name)(*args)))
             except Exception:
                 pipe.send((False, traceback.format_exc()))
+
+
+def plainly(graph: GraphModule, fake: object, backward: bool) -> Compiled:
+    """Run a piece of a compiled stage by torch's own operations, because there is no Triton to make kernels for it."""
+    from torch.fx import Interpreter
+
+    return lambda values: Interpreter(graph).boxed_run(values)
 
 
 @contextlib.contextmanager
@@ -239,6 +264,8 @@ def taken(job: JobSpec, plan: Plan, directory: Path) -> list[int]:
     with group_of(plan.parallel.devices) as workers:
         setups = setups_of(workers, job, running, directory, None, False, 0, False, 0)
         get(workers.call_each("setup", [(one,) for one in setups]))
+        if job.train.compile != "none":
+            get(workers.call("compile_stages", True))
         queued = workers.call("run_steps", 0)
         for step in range(1, STEPS):  # as a run has it: a step's result is asked for when the next one is queued
             queued += [*workers.call("run_steps", step), *workers.call("result", step - 1)]
@@ -261,9 +288,10 @@ def measure(names: Sequence[str]) -> None:
             job = job_of(CASES[name], text)
             if not profiles:
                 prepare_data(job, build_model(job, None).task, folder / "data")
-            if job.train.dtype not in profiles:
-                profiles[job.train.dtype] = profile_of(job_of(Case({}, CASES[name].train), text), folder / "data")
-            decision = decision_of(job, profiles[job.train.dtype])
+            measured = job.train.dtype, job.train.compile, job.train.cuda_graphs
+            if measured not in profiles:
+                profiles[measured] = profile_of(job_of(Case({}, CASES[name].train), text), folder / "data")
+            decision = decision_of(job, profiles[measured])
             best = decision.best
             each, tensor = best.memory_bytes, best.candidate.tensor
             planned = [size for size in each for _ in range(tensor)] * best.candidate.replicas

@@ -62,3 +62,23 @@ def test_memory_of_a_killed_process_is_free_again() -> None:
     assert found["most"] > 60 << 20
     assert found["left"] == 0
     assert ends["exits"] == {"0": 0, "1": -9}
+
+
+def test_attention_of_slices_runs_in_the_kernels_that_make_no_scores() -> None:
+    """But for float64, which none takes; temporary memory in shares of what all scores would take."""
+    found, _ = run_case("attention")
+    assert {dtype: kernel for dtype, (kernel, _) in found.items()} == {
+        "torch.bfloat16": "flash",
+        "torch.float32": "efficient",
+        "torch.float64": None,
+    }
+    assert found["torch.bfloat16"][1] < 0.3
+    assert found["torch.float32"][1] < 0.3
+    assert found["torch.float64"][1] > 1
+
+
+def test_a_worker_whose_context_is_broken_serves_no_other_plan() -> None:
+    said, _ = run_case("broken")
+    failed, left = said["said"]
+    assert "illegal memory access" in failed
+    assert "its GPU's context is broken" in left

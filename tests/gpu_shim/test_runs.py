@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu_shim.shim import lacking
+from tests.gpu_shim.shim import lacking, run_case
 from tests.gpu_shim.whole_run import Run, train, until
 
 pytestmark = [
@@ -48,6 +48,13 @@ def test_a_run_ends_without_a_wait_of_the_host_in_its_steps(name: str, text_fold
     assert run.waits_in_steps() == []
 
 
+def test_stages_that_share_one_gpu_train_through_pinned_memory(text_folder: Path, tmp_path: Path) -> None:
+    """NCCL joins no two of a GPU, so their hosts tell one another the norm, and wait for it."""
+    run = train(tmp_path, text_folder, {"schedule": "1f1b", "stages": 2, "microbatch": 2}, 1, steps=STEPS, clip=1.0)
+    check_ended(run, 1)
+    assert len(run.events("started")[0]["devices"]) == 2
+
+
 @pytest.mark.parametrize("copies", [2, 1])
 def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
     copies: int, text_folder: Path, tmp_path: Path
@@ -67,3 +74,9 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
     check_ended(run, 2 * copies)
     assert len(run.events("restarted")) == 1
     assert not run.events("recovered")
+
+
+def test_a_process_that_reserves_no_gpu_sees_none() -> None:
+    """It would take the first GPU of its node beside the worker that has reserved it."""
+    found, _ = run_case("reserves_none")
+    assert found == {"device": "cpu", "gpus": 1.0}

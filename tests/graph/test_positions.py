@@ -35,6 +35,9 @@ FINE = {
     "causal": lambda x: attention(x, True),
     "merged": lambda x: x.reshape(-1, WIDTH).relu().view(x.shape),
     "positions": lambda x: x + torch.arange(x.shape[1]).unsqueeze(-1) / 7.0,
+    "angles": lambda x: (
+        x + (torch.ones(1, WIDTH, 1) @ torch.arange(x.shape[1])[None, None].float()).transpose(1, 2).cos()
+    ),
     "halves": lambda x: torch.cat([x[..., 4:], -x[..., :4]], -1),
     "routed": lambda x: routed(x.reshape(-1, WIDTH), -1).view(x.shape),
     "repeated": lambda x: x.repeat_interleave(2, -1)[..., :WIDTH],
@@ -53,6 +56,7 @@ WRONG = {
     "length as a value": lambda x: x * x.shape[1],
     "positions from the end": lambda x: x + (x.shape[1] - torch.arange(x.shape[1])).unsqueeze(-1),
     "products of positions": lambda x: x @ (x.transpose(1, 2) @ x),
+    "all positions": lambda x: x + (x[:1, 0, :1] * 0 + torch.ones(1, x.shape[1])) @ torch.arange(x.shape[1]).float(),
     "samples and positions exchanged": folded,
     "first position": lambda x: x + x[:, :1],
     "routed among positions": lambda x: routed(x, 1),

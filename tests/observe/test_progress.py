@@ -106,7 +106,8 @@ def test_validations_failures_restarts_and_notices_are_told(run) -> None:
 
 def test_text_is_shown_as_it_is(run) -> None:
     run.log.event("notice", message="[red]not a colour[/red] [/] :smile: " + "long " * 60)
-    assert run.said() == ["note: [red]not a colour[/red] [/] :smile: " + "long " * 60]
+    text = "note: [red]not a colour[/red] [/] :smile: " + "long " * 60
+    assert [line.rstrip() for line in run.said()] == [text.rstrip()]  # not every rich keeps a space at the end
 
 
 def test_unknown_events_of_later_versions_are_passed_over(run) -> None:

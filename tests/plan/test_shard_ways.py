@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from raypipe.errors import ScheduleError, SpecError
+from raypipe.launch.plans import with_plan
 from raypipe.plan.best_first import best_first
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choose import choose, plan_of
@@ -133,3 +134,15 @@ def test_what_the_job_asks_for() -> None:
     } == {"none"}
     with pytest.raises(SpecError, match="one replica divides nothing"):
         make_job(parallel={"auto": True, "shard": "zero3", "shard_replicas": 1})
+
+
+def test_graphs_of_tasks_are_planned_undivided_and_within_memory() -> None:
+    """A job with them refuses shards; their slots are what has to fit."""
+    job = make_job(layers=4, batch=8, compile="inductor", cuda_graphs="tasks")
+    profile = make_profile(layers=4, devices=2)
+    free = choose(job, profile, search_s=0)
+    assert all(row.prediction.candidate.shard == "none" for row in free.rows)
+    with_plan(job, free.plan)
+    assert any(device.graphs for device in free.best.memory)
+    short = profile.model_copy(update={"memory_bytes": 0.8 * max(free.best.memory_bytes)})
+    assert choose(job, short, search_s=0).best.fits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -123,11 +124,14 @@ def test_what_another_thread_allocates_meanwhile_does_not_count() -> None:
 @pytest.mark.runs
 def test_a_job_is_measured(local_ray, text_folder: Path, monkeypatch) -> None:
     # A batch of four of the largest micro-batches: with fewer, memory is seen on the last one of a step alone.
-    job = small_job(text_folder, {}, MODEL, dtype="float32", clip=1.0, batch=16)
+    # What a plan divides is not divided here.
+    copies = {"stages": 1, "replicas": 2, "shard": "zero1"}
+    job = small_job(text_folder, copies, MODEL, dtype="float32", clip=1.0, batch=16)
     sizes = [4, 2]
     # However busy this machine is: keep what is measured, and take it for true the next time.
     monkeypatch.setattr(Noise, "warning", lambda _: None)
     monkeypatch.setattr(profiling, "SAME", 1e9)
+    monkeypatch.setattr(profiling, "QUICK", replace(profiling.QUICK, whole_s=1e9))
     profile = measure_profile(job, sizes, 2, quick=True, cached=True)
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
     model = GptLayers(job.model)
@@ -184,9 +188,6 @@ def test_a_profile_of_long_tasks_is_bounded(local_ray, text_folder: Path, monkey
         assert list(layer.times) == [1, 4]
         assert layer.kept_bytes > 0
         assert layer.times[1].recompute == layer.times[1].forward
-    copies = small_job(text_folder, {"stages": 1, "replicas": 2, "shard": "zero1"}, MODEL, dtype="float32", batch=16)
-    loose = measure_profile(copies, [1, 2], 2, quick=True)  # what a plan divides is not divided here
-    assert list(loose.layers[0].times) == [1, 2]
 
 
 @pytest.mark.runs
@@ -253,14 +254,14 @@ def test_a_model_that_fits_no_device_is_refused(text_folder: Path) -> None:
         (["--microbatches", "64"], "64 for a mini-batch of 32"),
         (["--microbatches", "x"], "is not a whole number"),
         (["-o", "nowhere/p.json"], "there is no such folder"),
-        (["--devices", "0"], "greater than or equal to 1"),
+        (["--devices", "0"], r"greater than or equal to 1|the range x>=1"),
         (["--set", "model.hiden=3"], 'did you mean "hidden"'),
     ],
 )
 def test_wrong_requests_end_at_once(words, why, capsys) -> None:
     assert run(["profile", "jobs/quickstart.yaml", *words]) == 2
     out = capsys.readouterr()
-    assert why in out.err
+    assert re.search(why, out.err)
     assert not out.out
 
 

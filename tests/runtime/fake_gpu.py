@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.weak import WeakIdKeyDictionary
 
 import raypipe
@@ -97,6 +97,10 @@ class FakeEvent:
         return float(end.at - self.at)
 
 
+SETUP: Any = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
+"""Lets a device be written in Python; None where torch is older than that."""
+
+
 class FakeStream:
     """As ``torch.cuda.Stream``: what has happened before its next kernel, per stream."""
 
@@ -117,7 +121,7 @@ class FakeGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         if FakeGpu.current is None:
-            _setup_privateuseone_for_python_backend("fakegpu")
+            SETUP("fakegpu")
         FakeGpu.current = self
         torch._C._set_only_lift_cpu_tensors(True)  # so that torch.tensor(list, device=...) shows its copy
         self.device = torch.device("fakegpu", 0)

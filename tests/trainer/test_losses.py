@@ -19,7 +19,17 @@ from raypipe.trainer.datasets import PadRows
 from tests.exhaustive import crossed
 from tests.trainer.test_given import summed
 from tests.trainer.test_given_runs import outcome, trained
-from tests.trainer.three_steps import arguments, assert_alike, bert, degrees, hugging_face, pipelined, plain, rows_of
+from tests.trainer.three_steps import (
+    arguments,
+    assert_alike,
+    bert,
+    degrees,
+    hugging_face,
+    mixed_losses,
+    pipelined,
+    plain,
+    rows_of,
+)
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -73,7 +83,8 @@ def test_three_steps_are_the_trainers(case: str, schedule: str, tmp_path: Path) 
     given, fields = rows(case), fields_of(case)
     mine = pipelined(bert(**HEADS[case]), given, tmp_path / "run", 8, split=schedule == "zb-h1", fields=fields)
     assert_alike(mine, plain(bert(**HEADS[case]), loss_of(case, given)), 1e-9)
-    assert_alike(mine, hugging_face(bert(**HEADS[case]), given, tmp_path / "hf", 8, fields=fields), 1e-7)
+    if mixed_losses() or case in ("several", "smooth"):
+        assert_alike(mine, hugging_face(bert(**HEADS[case]), given, tmp_path / "hf", 8, fields=fields), 1e-7)
     assert len(set(mine.losses)) == 3
 
 
@@ -221,7 +232,8 @@ def test_heads_of_images_too(case: str, tmp_path: Path) -> None:
 
     mine = pipelined(vit(**HEADS[case]), given, tmp_path / "run", 8)
     assert_alike(mine, plain(vit(**HEADS[case]), loss), 1e-9)
-    assert_alike(mine, hugging_face(vit(**HEADS[case]), given, tmp_path / "hf", 8), 1e-7)
+    if mixed_losses() or case == "several":
+        assert_alike(mine, hugging_face(vit(**HEADS[case]), given, tmp_path / "hf", 8), 1e-7)
 
 
 @pytest.mark.parametrize(

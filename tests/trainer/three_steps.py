@@ -20,6 +20,15 @@ STEPS = 3
 LR = 0.05
 
 
+def mixed_losses() -> bool:
+    """Return whether torch differentiates a loss of outputs in float64 and labels in float32, as the Trainer has."""
+    try:
+        nn.functional.mse_loss(torch.zeros(1, dtype=torch.float64, requires_grad=True), torch.zeros(1)).backward()
+    except RuntimeError:
+        return False
+    return True
+
+
 def rows_of(count: int = 8, length: int = 10, classes: int = 3) -> list[dict[str, Any]]:
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 50, (count, length), generator=g).tolist()

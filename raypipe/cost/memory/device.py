@@ -12,6 +12,7 @@ a device holds its share, and the rest for as long as ``LiveShards`` says.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from raypipe.cost.memory.terms import DeviceMemory
 from raypipe.cost.profile import Profile, Reserved
 from raypipe.cost.stages import Cut, check_cut, gradient_width, reduced_width
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.kinds import BACKWARD, SHARDED, WEIGHT_GRADIENTS
+from raypipe.schedule.kinds import BACKWARD, GRADIENTS, SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs, weight_versions
 from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.programs import tasks_ahead
@@ -43,6 +44,7 @@ def device_memory(
     ahead: bool = False,
     recomputed: Collection[int] | None = None,
     beside_shards: bool = False,
+    captured: bool = False,
 ) -> tuple[DeviceMemory, ...]:
     """Memory of each device of a schedule, in bytes.
 
@@ -61,6 +63,7 @@ def device_memory(
         recomputed: layers that an R computes again; all of its stage by default.
         beside_shards: without what is gathered of stages of level 3 and their full gradients, whatever the order has of
             AG, FREE and RS: what they may take is the rest of the device's memory.
+        captured: compiled stages run as CUDA graphs of tasks, where the schedule allows it (``runtime.graphs.tasks``).
 
     Raises:
         SpecError: the cut is not one of this model, or the optimizer is unknown.
@@ -90,6 +93,7 @@ def device_memory(
         recomputed=recomputed_pairs(schedule),
         cast_share=0.0 if profile.reduce_dtype is None else reduced_width(profile) / gradient_width(profile.dtype),
         beside_shards=beside_shards,
+        captured=captured and schedule.sharding is None and schedule.versions == "flush",
     )
     communicators = _communicators(profile, schedule, setting, copies)
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
@@ -148,6 +152,8 @@ class _Setting:
     """Bytes of the copy in which gradients are summed, per byte of these; 0 if they are summed as they are."""
     beside_shards: bool
     """Gathered weights and full gradients count as nothing."""
+    captured: bool
+    """Tasks are CUDA graphs."""
 
     @cached_property
     def shares(self) -> list[StageMemory]:
@@ -173,6 +179,11 @@ def _fullest(
     primary = own[0][1] if own else 0
     first = [s for s, replica in own if replica == primary]
     more = [s for s, replica in own if replica != primary]
+    in_flight = _most_in_flight(schedule.orders[device], setting.recomputed) if setting.captured else {}
+    if in_flight:  # what a slot has is its own for good, and no other task's when its own do not run
+        without = {"kept": 0.0, "kept_for_w": 0.0, "workspace": 0.0, "first_workspace": 0.0}
+        played = [replace(stage, **without) for stage in stages]
+        setting = replace(setting, stages=played, shares_input=[False] * len(stages))
     moments = _Moments(
         DeviceMemory(
             base=setting.base[device] - setting.reserved.fixed_bytes,
@@ -185,6 +196,7 @@ def _fullest(
             versions=sum(versions * stages[s].weights for s, _ in own),
             replicas=sum(shares[s].state for s in more),
             messages=max(messages, default=0.0),
+            graphs=sum(most * stages[s].slot for (s, _), most in in_flight.items()),
         ),
         setting,
         primary,
@@ -203,6 +215,24 @@ def _fullest(
                 moments.reduce(stage, replica)
         moments.moment()
     return moments.fullest
+
+
+def _most_in_flight(order: Sequence[Task], recomputed: Collection[tuple[int, int]]) -> dict[tuple[int, int], int]:
+    """Return, by stage and replica, at most how many micro-batches are between a forward that keeps its activations and
+    the last task that reads them; where there are forwards that keep nothing, another one."""
+    tasks = [(task.kind, (task.stage, task.replica), mb) for task in order for mb in task.mbs]
+    left = Counter((key, mb) for kind, key, mb in tasks if kind in GRADIENTS)
+    now, most, brief = Counter[tuple[int, int]](), Counter[tuple[int, int]](), set()
+    for kind, key, mb in tasks:
+        if kind == "F" and (key[0], mb) in recomputed:
+            brief.add(key)
+        elif kind in ("F", "R"):
+            now[key] += 1
+            most[key] = max(most[key], now[key])
+        else:
+            left[key, mb] -= 1
+            now[key] -= not left[key, mb]
+    return {key: count + (key in brief) for key, count in most.items()}
 
 
 class _Moments:

@@ -79,6 +79,11 @@ class StageMemory:
         return self.optimizer if self.update else self.weights + self.optimizer
 
     @property
+    def slot(self) -> float:
+        """Return what graphs of one micro-batch's tasks hold: all that it keeps, temporary memory, and a gradient."""
+        return self.kept + self.workspace + self.output
+
+    @property
     def messages(self) -> float:
         """P2P buffers of a backward: the gradient that arrives and the one that is sent on."""
         return self.input + self.output
@@ -170,14 +175,15 @@ def _workspace(
 
     By the time it reaches an earlier layer, what later ones kept is gone, and there are their gradients of ``gradient``
     bytes a value where it allocates these. ``tied`` bytes are the gradient of a matrix that first and last layer share:
-    autograd holds the last layer's until it can add the first one's to it.
+    autograd holds the last layer's until it can add the first one's to it. A compiled backward is one program: what it
+    reads is there until it ends, and the operands of weight gradients of later layers are there beside it.
     """
     worst = freed = 0.0
     for k, layer in enumerate(reversed(layers)):
         if split:
             own = layer.workspace_bytes if layer.split_workspace_bytes is None else layer.split_workspace_bytes
             worst = max(worst, own * samples + layer.chunk_bytes - freed)
-            freed += (layer.kept_bytes - layer.waiting) * samples
+            gone = (layer.kept_bytes - layer.waiting) * samples
         else:
             fixed = layer.workspace_fixed_bytes + layer.chunk_bytes
             if tied and k == len(layers) - 1:
@@ -185,7 +191,8 @@ def _workspace(
             worst = max(worst, layer.workspace_bytes * samples + fixed - freed)
             # A tied matrix, of which the stage has one gradient, counts with the last layer as held for the first.
             allocated = layer.trained * gradient - (tied if gradient and k == len(layers) - 1 else 0.0)
-            freed += kept_bytes(layer, samples, split) - allocated - (tied if k == 0 and not gradient else 0.0)
-            if gradient:
-                worst = max(worst, -freed)
+            gone = kept_bytes(layer, samples, split) - allocated - (tied if k == 0 and not gradient else 0.0)
+        freed += gone if layer.operand_bytes is None else -layer.operand_bytes * samples
+        if gradient:
+            worst = max(worst, -freed)
     return worst

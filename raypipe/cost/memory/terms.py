@@ -23,6 +23,7 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("a schedule of one direction",),
     ),
     "activations": ("activations of micro-batches in flight take", (RECOMPUTE, SMALLER, FEWER)),
+    "graphs": ("CUDA graphs of micro-batches in flight take", (RECOMPUTE, SMALLER, FEWER)),
     "inputs": ("raw inputs of a step take", ("a smaller mini-batch",)),
     "workspace": ("temporary memory of one backward takes", (SMALLER,)),
     "messages": ("p2p buffers take", (SMALLER, FEWER)),
@@ -41,7 +42,7 @@ class DeviceMemory:
     base: float = 0.0
     """What the process takes before the model: context and code."""
     libraries: float = 0.0
-    """Workspaces of libraries, pools of graphs."""
+    """Workspaces of libraries."""
     communicators: float = 0.0
     """Buffers of the communicators that the device's neighbours and groups need."""
     fragmentation: float = 0.0
@@ -62,6 +63,8 @@ class DeviceMemory:
     """Stages of further directions (Chimera, GEMS), each with gradients and optimizer state of its own."""
     activations: float = 0.0
     """What micro-batches in flight keep for their backward."""
+    graphs: float = 0.0
+    """Pools of CUDA graphs of tasks: for each micro-batch in flight what it keeps and temporary memory of its own."""
     inputs: float = 0.0
     """Raw inputs of a whole mini-batch, where the data are arrays; of two where a step overlaps with the next."""
     workspace: float = 0.0
@@ -95,6 +98,7 @@ class DeviceMemory:
             + self.undo
             + self.replicas
             + self.activations
+            + self.graphs
             + self.inputs
             + self.workspace
             + self.messages

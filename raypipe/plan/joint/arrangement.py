@@ -55,11 +55,6 @@ class Arrangement:
         """The same back."""
         return Arrangement(tuple(starts[:count].tolist()), tuple(row[:count].tolist()), layers)
 
-    @property
-    def devices(self) -> int:
-        """Devices up to the last that holds a stage."""
-        return 1 + max(self.row)
-
     def loads(self, before: Sequence[float], devices: int) -> list[float]:
         """Per device, the work of its layers; ``before[i]`` is that of all layers before layer i, L + 1 values."""
         result = [0.0] * devices

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from raypipe.errors import SpecError
 from raypipe.schedule.forms.text import from_text, to_text
@@ -37,6 +38,7 @@ class StepWaits:
 
 
 NO_WAITS = StepWaits()
+_WAITS = TypeAdapter(StepWaits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,7 @@ class RecordedSteps:
                 {
                     "step": step.number,
                     "devices": [np.round(t - zero, 7).tolist() for t in step.times],
-                    "data_s": list(step.waits.data_s),
-                    "gather_s": [{str(i): s for i, s in one.items()} for one in step.waits.gather_s],
-                    "message_s": [{str(i): list(both) for i, both in one.items()} for one in step.waits.message_s],
-                    "sums_s": list(step.waits.sums_s),
+                    **asdict(step.waits),
                 }
                 for step in self.steps
             ],
@@ -101,26 +100,13 @@ def recorded_from_json(value: Any, where: str) -> RecordedSteps:
                 raise ValueError("a step has other tasks than its schedule")
             if not all(np.isfinite(t).all() for t in times):
                 raise ValueError("a time is not finite")
-            waits = StepWaits(
-                data_s=_per_device(one.get("data_s"), schedule.devices),
-                gather_s=tuple({int(i): float(s) for i, s in row.items()} for row in one.get("gather_s") or ()),
-                message_s=tuple(
-                    {int(i): (float(wait), float(after)) for i, (wait, after) in row.items()}
-                    for row in one.get("message_s") or ()
-                ),
-                sums_s=_per_device(one.get("sums_s"), schedule.devices),
-            )
+            waits = _WAITS.validate_python({key: value for key, value in one.items() if key.endswith("_s")})
+            for own in (waits.data_s, waits.sums_s):
+                if own and len(own) != schedule.devices:
+                    raise ValueError(f"{len(own)} values for {schedule.devices} devices")
             result.steps.append(RecordedStep(int(one["step"]), times, waits))
         if not result.steps:
             raise ValueError("there are no steps")
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise SpecError(where, f"its recorded steps can't be read ({error})", "look at another run") from None
     return result
-
-
-def _per_device(values: Sequence[float] | None, devices: int) -> tuple[float, ...]:
-    if not values:
-        return ()
-    if len(values) != devices:
-        raise ValueError(f"{len(values)} values for {devices} devices")
-    return tuple(map(float, values))

@@ -82,6 +82,7 @@ class PlanPredictor:
             momentum=train.momentum,
             ahead=train.needs_norm and not self._overheads(plan).waits(order),
             recomputed=layers_to_recompute(parallel, plan.cut),
+            captured=train.captures_tasks and parallel.tensor == 1,
         )
         return PlanPrediction(
             time=self.time(plan, parts=True),

@@ -71,6 +71,7 @@ class Memories:
             ahead=ahead,
             recomputed=recomputed,
             beside_shards=beside_shards,
+            captured=train.captures_tasks and c.tensor == 1,
         )
 
     def of(

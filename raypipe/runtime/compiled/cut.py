@@ -53,6 +53,8 @@ class Cut:
     """What a micro-batch keeps from F to B, parameters and inputs not counted."""
     handed_bytes: int
     """What it keeps from B to W, alike."""
+    operand_bytes: int
+    """What the joint backward has at its end to compute weight gradients from, beside what it was given."""
     in_input_grad: tuple[int, ...]
     """Numbers of the matrices whose gradients are computed in B."""
 
@@ -77,14 +79,17 @@ def cut(joint: JointGraph, budget: float = 1.0) -> Cut:
     first = _piece(forward, [*outputs, *kept], slots)
     cut = _Backward(joint, backward, slots)
     split, weights, handed, inside = cut.split()
+    whole = cut.whole()
+    made, back = results(whole.graph.graph), set(whole.back)
     return Cut(
         first,
         _piece(forward, outputs, slots),
-        cut.whole(),
+        whole,
         split,
         weights,
         nbytes(kept),
         nbytes(node for node in handed if slots.get(node.name, InputSlot("kept", 0)).source != "given"),
+        nbytes(x for i, x in enumerate(made) if x is not None and i not in back and base_of(x).op != "placeholder"),
         inside,
     )
 

@@ -39,9 +39,8 @@ from raypipe.files import write_whole
 from raypipe.job.spec import JobSpec, load_job
 from raypipe.observe.run_dir import PROFILE
 from raypipe.plan.choose import choose
-from raypipe.plan.online.at_speeds import at_speeds
 from raypipe.plan.online.measured_steps import StepClock
-from raypipe.plan.online.stragglers import Stragglers
+from raypipe.plan.online.stragglers import Stragglers, at_speeds
 from raypipe.plan.plan import load_plan
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule

@@ -11,9 +11,8 @@ import pytest
 
 from raypipe.cost.profile import Profile
 from raypipe.plan.choose import choose
-from raypipe.plan.online.at_speeds import at_speeds, choose_at, step_at
 from raypipe.plan.online.recorded_steps import RecordedStep, RecordedSteps
-from raypipe.plan.online.stragglers import Stragglers
+from raypipe.plan.online.stragglers import Stragglers, at_speeds, choose_at, step_at
 from raypipe.plan.predict.of_plan import PlanPredictor
 from raypipe.plan.watch import ENDLESS
 from raypipe.schedule.ir import Schedule

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from raypipe.errors import ClusterError
-from raypipe.runtime.setup.communicators import Location, Node, _address_of, check_devices, locate, rendezvous_of
+from raypipe.runtime.setup.communicators import (
+    Location,
+    Node,
+    _address_of,
+    check_devices,
+    locate,
+    rendezvous_of,
+    sharers,
+)
 from raypipe.runtime.transport.channel import Peer
 
 
@@ -35,3 +43,9 @@ def test_a_torch_for_rocm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
     with pytest.raises(ClusterError, match="ROCm"):
         locate(0, "stage 0", torch.device("cuda", 0), Node("node", "127.0.0.1"))
+
+
+def test_workers_on_one_gpu_are_told_from_those_with_a_gpu_each() -> None:
+    """Each has its share of the memory of what it is on; GPUs of another node may have the same name."""
+    there = Location(Peer(3, "another node", "cuda:a", "stage 3"), "10.0.0.2", 4003, 1)
+    assert sharers([at(0, "cuda:a"), at(1, "cuda:a"), at(2, "cuda:b"), there]) == [2, 2, 1, 1]
