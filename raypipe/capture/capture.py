@@ -26,7 +26,7 @@ from raypipe.compat.torch_private import _pytree as pytree
 from raypipe.errors import CaptureError, nearest
 from raypipe.graph.dims import Dim, Sizes, evaluate, evaluate_all, symbols
 from raypipe.graph.operation_costs import short_name
-from raypipe.graph.operations import Operation, OperationGraph, Plain, needed, selected
+from raypipe.graph.operations import Operation, OperationGraph, Plain, TensorType, needed, selected
 from raypipe.graph.positions import CONSTANT, Dims, varying_dims
 
 AS_A_WHOLE = (
@@ -386,27 +386,29 @@ def _before_copies(graph: OperationGraph, number: int | None) -> int | None:
 
     None if it is not made by expanding a new third dimension and joining that to the heads.
     """
-    shapes: list[Sequence[Dim]] = []
+
+    def read_by(number: int) -> int | None:
+        return next(iter(graph.operations[number].inputs), None)
+
+    kinds: list[TensorType | None] = []
     for names in ({"reshape", "view", "_unsafe_view"}, {"expand"}, {"unsqueeze"}):
-        operation = None if number is None else graph.operations[number]
-        while operation is not None and short_name(operation.target) in ("slice", "clone", "contiguous"):
-            number = operation.inputs[0]  # [:, :, None, :, :] has slices of all there is
-            if operation.type != graph.operations[number].type:
+        while number is not None and short_name(graph.operations[number].target) in ("slice", "clone", "contiguous"):
+            before = read_by(number)  # [:, :, None, :, :] has slices of all there is
+            if before is None or graph.operations[before].type != graph.operations[number].type:
                 return None
-            operation = graph.operations[number]
-        if operation is None or operation.type is None or short_name(operation.target) not in names:
+            number = before
+        if number is None or short_name(graph.operations[number].target) not in names:
             return None
-        shapes.append(operation.type.shape)
-        number = operation.inputs[0] if operation.inputs else None
-    joined, expanded, apart = shapes
-    kind = graph.type_of(number)
-    if kind is None or len(kind.shape) != 4 or len(expanded) != 5 or not isinstance(kind.shape[1], int):
+        kinds.append(graph.operations[number].type)
+        number = read_by(number)
+    shapes = [kind.shape for kind in (*kinds, None if number is None else graph.type_of(number)) if kind is not None]
+    if len(shapes) < 4 or len(shapes[1]) != 5 or len(shapes[3]) != 4:
         return None
-    batch, heads, *rest = kind.shape
-    copies = expanded[2]
-    plain = isinstance(copies, int) and (*apart,) == (batch, heads, 1, *rest)
-    plain = plain and (*expanded,) == (batch, heads, copies, *rest) and (*joined,) == (batch, heads * copies, *rest)
-    return number if plain else None
+    (batch, heads, *rest), copies = shapes[3], shapes[1][2]
+    if not (isinstance(heads, int) and isinstance(copies, int)):
+        return None
+    wanted = [(batch, heads * copies, *rest), (batch, heads, copies, *rest), (batch, heads, 1, *rest)]
+    return number if [*shapes[:3]] == wanted else None
 
 
 def _length(graph: OperationGraph, given: Plain) -> Dim | None:
