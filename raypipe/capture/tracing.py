@@ -27,6 +27,7 @@ from raypipe.capture.meta import stand_ins
 from raypipe.capture.opaque import alpha_dropout
 from raypipe.compat.torch_private import FakeTensorMode, ShapeEnv, _parse_to
 from raypipe.compat.torch_private import _pytree as pytree
+from raypipe.compat.transformers_private import changed_while_traced
 
 SIZE = (int, torch.SymInt)
 
@@ -50,6 +51,7 @@ def traced(samples: int | None = None, listed: list[str] | None = None) -> Itera
         (ShapeEnv, "_set_replacement", _set_replacement),
         # Only a hint beside the mask follows from its values; ``attention_masks`` decides it after the capture.
         (transformer, "_detect_is_causal_mask", lambda mask, is_causal=None, size=None: is_causal is True),
+        *changed_while_traced(),
     )
     hook = register_module_forward_pre_hook(_no_backward_hooks)
     try:

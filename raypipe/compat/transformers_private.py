@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ NAMES = (
         "the order of the rows is the Trainer's own, with the caller's rows",
         "an error that names it: the order would be another one",
     ),
+    PrivateName(
+        "integrations.moe",
+        "_can_use_grouped_mm",
+        "experts are captured as grouped products where torch is older than 2.11",
+        "they run as they are there, and no copies divide them",
+    ),
 )
 
 
@@ -45,6 +52,17 @@ def attention_of(config: Any) -> str | None:
     """Return which implementation of attention a configuration asks for; None where it does not say."""
     result: str | None = getattr(config, "_attn_implementation", None)
     return result
+
+
+def changed_while_traced() -> tuple[tuple[Any, str, Any], ...]:
+    """Return what a traced forward has otherwise, as (owner, name, value).
+
+    Below torch 2.11, whether experts take torch's kernel depends on addresses, which traced tensors have none of: they
+    take the product of transformers' own, which has no such condition and is slower on GPUs.
+    """
+    moe = sys.modules.get("transformers.integrations.moe")
+    old = torch.__version__ < "2.11" and hasattr(moe, "_can_use_grouped_mm")
+    return ((moe, "_can_use_grouped_mm", lambda *_: False),) if old else ()
 
 
 def check_sampler(trainer: type) -> None:

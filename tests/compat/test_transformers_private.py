@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from raypipe.compat import PrivateName
@@ -12,7 +14,8 @@ from raypipe.errors import SpecError
 @pytest.mark.parametrize("one", NAMES, ids=lambda one: one.name)
 def test_the_installed_transformers_has_it(one: PrivateName) -> None:
     transformers = pytest.importorskip("transformers")
-    assert hasattr(getattr(transformers, one.where), one.name), f"{transformers.__version__}, not {CHECKED}"
+    owner = getattr(transformers, one.where, None) or importlib.import_module(f"transformers.{one.where}")
+    assert hasattr(owner, one.name), f"{transformers.__version__}, not {CHECKED}"
 
 
 def test_without_them() -> None:
