@@ -1,4 +1,4 @@
-"""Attention of less than a whole sequence: of slices, of what a copy has of one, of the documents packed into a row.
+"""Attention of less than a whole sequence (slices, what a copy has of one, documents of a row), and of shared heads.
 
 A part of a sequence, a slice or what a copy has where copies divide it, attends to the keys and values up to it. The
 queries of slice i meet one piece of keys and values after another: those of slices 0 to i-1 in full, its own causally.
@@ -349,11 +349,14 @@ def share_heads(module: fx.GraphModule) -> None:
 
 
 def _shared_heads(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Compute ``F.scaled_dot_product_attention``; GPUs have no fused kernel of shared heads but in half precision."""
+    """Compute ``F.scaled_dot_product_attention`` of ``[..., heads, positions, width]``, fewer heads of keys.
+
+    GPUs have a fused kernel of shared heads in half precision alone: in others, each is copied here for its queries.
+    """
     kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     if kind == "cuda" and dtype not in (torch.float16, torch.bfloat16):
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
         kwargs = {**kwargs, "enable_gqa": False}
     return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 

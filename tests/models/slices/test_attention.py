@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from raypipe.compat import attention
-from raypipe.models.attention import Dropped, causal_attention
+from raypipe.models.attention import Dropped, causal_attention, share_heads
 from raypipe.models.current_slice import SliceRun, current_slice, own_chunks, positions_of, slice_run
 from raypipe.models.keyed_operations import Site, keyed_attention
 from raypipe.models.keyed_random import keyed_dropout, random_keys
@@ -120,6 +121,32 @@ def test_kernels_for_gpus_make_neither_scores_nor_more_heads(kernel, largest, mo
             total.backward(torch.empty_like(total))
             assert [x.grad.shape for x in own] == [x.shape for x in own]
     assert sizes.largest == largest * 2 * 8 * 1024 * 64 * 2
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 8)])
+@pytest.mark.parametrize("cast", [False, True])
+def test_whole_sequences_on_gpus_share_heads_in_half_precision_alone(dtype, heads, cast, monkeypatch) -> None:
+    """In float32, or under autocast to it, no fused kernel takes fewer heads of keys than of queries."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("query", "key", "value")]
+    attend = torch.ops.aten.scaled_dot_product_attention.default
+    graph.output(graph.call_function(attend, tuple(inputs), {"is_causal": True, "enable_gqa": True}))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    share_heads(module)
+    given: list[tuple[int, int, bool]] = []
+
+    def attention_of(query, key, value, **how):
+        given.append((key.shape[1], value.shape[1], how["enable_gqa"]))
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention_of)
+    if cast:
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+        monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: dtype)
+    with FakeTensorMode():
+        made = torch.float64 if cast else dtype
+        module(*(torch.empty(1, n, 64, 16, device="cuda", dtype=made) for n in (8, 2, 2)))
+    assert given == [(heads, heads, heads == 2)]
 
 
 def test_torch_says_which_kernel_takes_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
