@@ -148,9 +148,14 @@ def _divided_sequence(
 
     # Each rank looks up all tokens in its rows, and its own positions.
     replicated = LayerWork(
-        name="embedding", parameters=s * h, forward=TaskWork(traffic=2 * m * stream), input_grad=TaskWork(),
-        weight_grad=TaskWork(traffic=2 * m * stream), kept_bytes=0.0, waiting_bytes=0.0, output_bytes=0.0,
-    )  # fmt: skip
+        name="embedding",
+        parameters=s * h,
+        forward=TaskWork(traffic=2 * m * stream),
+        input_grad=TaskWork(),
+        weight_grad=TaskWork(traffic=2 * m * stream),
+        kept_bytes=0.0,
+        output_bytes=0.0,
+    )
     first = TensorRankWork(share(embedding, replicated, size), gathered(m * stream)[1:], gathered(m * stream)[:1])
     replicated = LayerWork(
         name="block",

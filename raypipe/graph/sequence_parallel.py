@@ -3,7 +3,7 @@
 The pass works on the operations of a captured model whose layers are divided already (``tensor/divide.py``). There an
 all-reduce ends divided layers (``reduce_from_group``), and what follows is computed alike on all ranks until the next
 ones begin (``copy_to_group``). If the operations in between compute every position by itself, the all-reduce becomes a
-reduce-scatter over the positions and the beginning an all-gather (``tensor/sequence.py``): the same bytes travel, and
+reduce-scatter over the positions and the beginning an all-gather (``tensor/operators.py``): the same bytes travel, and
 each rank computes and keeps a share. An operation that is not known to compute positions by themselves gets all of
 them, by an all-gather of its own. Gradients of parameters that are read there are summed over the ranks.
 
@@ -23,7 +23,7 @@ from raypipe.graph.positions import BY_POSITION, FlowReader
 from raypipe.job.parallel_spec import SEQUENCE_KEY
 
 
-class _Held(NamedTuple):
+class _Translated(NamedTuple):
     """Where a result of the old graph is in the new one."""
 
     number: int
@@ -49,7 +49,7 @@ class _Pass:
     def __init__(self, graph: OperationGraph, size: int) -> None:
         self.graph, self.size, self.reader = graph, size, FlowReader(graph)
         self.made: list[Operation] = []
-        self.held: list[_Held] = []
+        self.held: list[_Translated] = []
         self.others: dict[tuple[int, bool], int] = {}
         """Per old result, the number of the same with all positions (False), or with each rank's (True)."""
 
@@ -59,7 +59,7 @@ class _Pass:
         outputs = {name: self.as_(number, False, self.made[-1]) for name, number in self.graph.outputs.items()}
         return replace(self.graph, operations=tuple(self.made), outputs=outputs)
 
-    def translate(self, number: int, operation: Operation) -> _Held:
+    def translate(self, number: int, operation: Operation) -> _Translated:
         name, along = short_name(operation.target), self.along(operation.type)
         if name.endswith("_") and self.held[operation.inputs[0]].divided:
             raise CaptureError(operation.name, f"{operation.target} writes what other operations read", "")
@@ -171,6 +171,6 @@ class _Pass:
         shape = (*kind.shape[:along], f"({kind.shape[along]})//{self.size}", *kind.shape[along + 1 :])
         return replace(kind, shape=shape)
 
-    def add(self, operation: Operation, divided: bool) -> _Held:
+    def add(self, operation: Operation, divided: bool) -> _Translated:
         self.made.append(operation)
-        return _Held(len(self.made) - 1, divided)
+        return _Translated(len(self.made) - 1, divided)

@@ -12,7 +12,7 @@ from raypipe.tensor.group import (
     group_of_thread,
     set_group,
 )
-from raypipe.tensor.sequence import gather_sequence, scatter_sequence
+from raypipe.tensor.operators import gather_sequence, scatter_sequence
 from raypipe.tensor.table import FeatureTable, load_table, table_for
 
 __all__ = [

@@ -20,8 +20,16 @@ from torch import Tensor, nn
 
 from raypipe.errors import SpecError
 from raypipe.tensor.experts import EXPERTS, ExpertsParallel, experts_of
-from raypipe.tensor.group import Axis, Shard, copy_to_group, entered, gathered, left, rows_of_tensor_rank
-from raypipe.tensor.sequence import gather_sequence, scatter_sequence
+from raypipe.tensor.group import Axis, Shard
+from raypipe.tensor.operators import (
+    copy_to_group,
+    entered,
+    gather_sequence,
+    gathered,
+    left,
+    rows_of_tensor_rank,
+    scatter_sequence,
+)
 from raypipe.tensor.table import Feature, FeatureTable, matches, number, table_for
 
 
@@ -282,7 +290,7 @@ class Division:
 
 
 class _Between(nn.Module):
-    """What leads from the tensors between divided layers into these, and back."""
+    """Leads from the tensors between divided layers into these, and back."""
 
     sequence = 1
     """Number of ranks that divide the positions ``[batch, positions, ...]`` between divided layers."""
