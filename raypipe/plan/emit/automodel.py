@@ -94,6 +94,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
             replicas=replicas,
             microbatch=settings.whole(f"{D}pipeline.pp_microbatch_size") if stages > 1 else local,
             tensor=tensor,
+            sequence_parallel=tensor > 1 and settings.flag(f"{D}sequence_parallel"),
             experts=settings.experts(f"{D}ep_size", replicas, tensor),
             context=context,
             innermost="replicas",

@@ -20,6 +20,7 @@ ABLE = Abilities(
     pipelined_shards={"none": "none", "zero1": "zero1", "zero2": "zero1", "zero3": "zero1"},
     lazy=("none", "zero1", "zero2"),
     eager=("zero1", "zero2", "zero3"),
+    sequence=False,
 )
 """``PipelineEngine`` refuses ZeRO-2 and ZeRO-3, and reduces after the last backward."""
 Z = "zero_optimization."

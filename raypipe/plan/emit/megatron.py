@@ -186,6 +186,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
         microbatch=microbatch,
         chunks=len(cut) // stages,
         tensor=tensor,
+        sequence_parallel=tensor > 1 and settings.flag("sequence-parallel"),
         experts=experts,
         context=context,
         innermost="stages" if settings.flag("use-tp-pp-dp-mapping") and context == 1 else "replicas",

@@ -65,6 +65,8 @@ class Abilities:
     """Which copies may divide experts: any, or those that divide the other parameters of a stage among them."""
     context: Literal["copies", "shards"] | None = None
     """The same, of sequences."""
+    sequence: bool | None = None
+    """Whether positions between divided layers are divided too; None: as its file says."""
     some_layers: bool = False
     """It can recompute the first blocks of each stage alone."""
 
@@ -118,6 +120,9 @@ def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Dr
         bare = replace(layout.order.without(SHARDED), sharding=None)
         draft.layout = replace(layout, order=bare if parallel.schedule == "auto" else None)
     draft.set(f"{title} runs whole micro-batches", slices=1, sub_pipelined=False)
+    if able.sequence is not None and parallel.tensor > 1:
+        how = "always" if able.sequence else "never"
+        draft.set(f"{title} {how} divides positions between layers", sequence_parallel=able.sequence)
     draft.set(f"{title} holds experts in ascending order", expert_order=())
     draft.set("a key of this job alone", **{key: getattr(DEFAULTS, key) for key in JOBS_OWN})
     draft.set(f"{title} keeps all or recomputes blocks", activation_memory_budget=1.0)

@@ -114,6 +114,7 @@ ABLE = Abilities(
     lazy=(),
     eager=("none", "zero2", "zero3"),
     eager_pipelines=True,
+    sequence=True,
 )
 CONFIGS = {(32, 4096): "llama3_8b", (80, 8192): "llama3_70b", (126, 16384): "llama3_405b"}
 """Blocks and width of the Llama 3 models in torchtitan's registry."""
@@ -201,6 +202,7 @@ def read(text: str, source: str, devices: int, blocks: int) -> TrainerLayout:
             replicas=replicas,
             microbatch=settings.whole(f"{P}pipeline_parallel_microbatch_size") if stages > 1 else local,
             tensor=tensor,
+            sequence_parallel=tensor > 1,
             experts=settings.experts(f"{P}expert_parallel_degree", group, tensor),
             context=context,
             innermost="replicas",

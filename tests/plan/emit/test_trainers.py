@@ -47,6 +47,7 @@ PLANS: dict[str, tuple[Cut, dict[str, Any]]] = {
     "early recompute": (EVEN, {"stages": 2, "schedule": "early-recompute"}),
     "groups in halves": (UNEVEN, {"stages": 2, "tensor": 2, "sub_pipelined": True, "microbatch": 2, "update": "wait"}),
     "groups": (EIGHT, {"replicas": 2, "tensor": 2, "update": "wait"}),
+    "groups with positions": (UNEVEN, {"stages": 2, "tensor": 2, "sequence_parallel": True, "update": "wait"}),
 }  # fmt: skip
 
 
@@ -204,6 +205,9 @@ def test_megatron_is_told_of_a_qwens_heads_and_norms() -> None:
         ("some layers", "megatron", {"recompute"}),
         ("micro-batches kept", "megatron", {"keep"}),
         ("groups in halves", "megatron", {"sub_pipelined"}),
+        ("groups with positions", "megatron", set()),
+        ("groups", "torchtitan", {"sequence_parallel"}),
+        ("groups with positions", "deepspeed", {"sequence_parallel"}),
     ],
 )
 def test_the_file_says_what_is_lost_and_what_it_costs(name: str, trainer: str, lost: set[str], tmp_path: Path) -> None:
