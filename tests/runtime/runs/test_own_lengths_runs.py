@@ -90,10 +90,11 @@ PLANS: dict[str, dict[str, Any]] = {
     "zb-h1 over ray-collective": {"schedule": "zb-h1", "stages": 2, "transport": "ray-collective"},
     "chimera": {"schedule": "chimera", "stages": 2},
     "chimera, paired forwards": {"schedule": "chimera", "stages": 2, "concat": "doubling", "microbatch": 1},
+    "positions over ranks": {"schedule": "zb-h1", "stages": 2, "tensor": 2, "sequence_parallel": True},
 }
 
 
-@pytest.mark.parametrize("plan", [*list(PLANS)[1:3], list(PLANS)[4], *exhaustive("1f1b", "chimera")])
+@pytest.mark.parametrize("plan", [*list(PLANS)[1:3], *list(PLANS)[4:], *exhaustive("1f1b", "chimera")])
 def test_lines_of_text(plan, stage_pool, tmp_path) -> None:
     (tmp_path / "text.py").write_text("\n".join(TEXT))
     job = make_job(GPT, {"type": "lines", "path": str(tmp_path / "text.py"), "pad_to_multiple_of": 4}, PLANS[plan])
@@ -146,7 +147,7 @@ DROPOUT = {
 }
 CASES = {
     "gpt2": {"schedule": "zb-h1", "stages": 2, "replicas": 2},
-    "bert": {"schedule": "1f1b", "stages": 2},
+    "bert": {"schedule": "1f1b", "stages": 2, "tensor": 2, "sequence_parallel": True},
     "t5": {"schedule": "interleaved-1f1b", "stages": 2, "chunks": 2, "microbatch": 1},
 }
 
