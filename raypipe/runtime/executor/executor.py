@@ -367,7 +367,7 @@ class Executor(ProgramRunner):
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """See ProgramRunner.before_updates."""
         if self.updates.ledger is not None:
-            self.updates.ledger.loss_sum, self.updates.ledger.samples = self._loss_so_far()
+            self.updates.ledger.note(self.step, *self._loss_so_far())
         super().before_updates(times)
 
     def _loss_so_far(self) -> tuple[float, int]:

@@ -95,6 +95,7 @@ class WeightUpdates(UpdatePolicy):
         self.modules, self.optimizers, self.sync = trained.modules, trained.optimizers, trained.sync
         self.shards, self.push, self.clock = trained.shards, trained.push, trained.clock
         self.microbatches, self.weights_change = trained.microbatches, trained.weights_change
+        self.step = -1
         self.squares: list[Tensor] = []
         """This device's share of the squared norm of each of the step's updates, as far as it is known."""
         self.sums_wait_s = 0.0

@@ -29,12 +29,12 @@ from raypipe.runtime.clocks.clock import HostClock
 from raypipe.runtime.stage.stage import MicrobatchState
 from raypipe.runtime.update.buckets import BucketedAllReduce
 from raypipe.runtime.update.gradients import StageKey
+from raypipe.runtime.update.ledger import Ledger, Standing
 from raypipe.runtime.update.norm import DeviceShares, Forecast, Shares, clip_factor, norm_of
 from raypipe.runtime.update.optimizer import OptimizerSnapshot, round_all, set_rate
 from raypipe.runtime.update.policy import Trained, WeightUpdates
 from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
-from raypipe.schedule.lowering.programs import Program
 
 
 class Updates(WeightUpdates):
@@ -70,12 +70,12 @@ class Updates(WeightUpdates):
         """On a GPU whose host does not read the norm: 1.0 if it is not finite, else 0.0."""
         self._forecast = Forecast(self.limit or 0.0, requested)
         self._snapshots: list[OptimizerSnapshot] = []
-
-    def begin_step(self, program: Program, step: int, lr: float) -> None:
-        """See UpdatePolicy.begin_step."""
-        super().begin_step(program, step, lr)
-        if self.ledger is not None:
-            self.ledger.begun = step + 1
+        self._unclipped = False
+        """Whether the step's gradients are complete, but what the norm says of them is not known."""
+        self._updated: set[StageKey] = set()
+        """The stage replicas whose update of the newest step has been made."""
+        if isinstance(shares, Ledger):
+            self.ledger = shares
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """Wait for the sums; choose how the updates are made, and clip if that is to wait for the norm."""
@@ -88,27 +88,26 @@ class Updates(WeightUpdates):
         share = self.sync.norm_squared()
         self.squares.append(share)
         self._choose(share)
-        if self.ledger is not None:
-            self.ledger.tell(self.step, share)
-            if not self.pending:  # else ``commit`` waits: until then the update can be taken back
-                self.ledger.wait(self.push)
 
     def _choose(self, share: Tensor) -> None:
         self.optimistic, self.skipping, self._no_update = False, False, None
-        if self.limit is None:
+        if self.limit is None and self.ledger is None:
             return
         # Whether the program has tasks that need no certain updates is the same on all devices.
-        ahead = self.program.ahead is not None
+        ahead = self.program.ahead is not None and self.limit is not None
         if isinstance(self.shares, DeviceShares):
             ahead = ahead and (self.defers or not self.shares.alone)
             for earlier in self.shares.earlier():
                 self._forecast.saw(norm_of(earlier))
-        self.pending = ahead and (self.defers or self._forecast.optimistic())
-        self.optimistic = self.pending and not self.defers
         # Where each device knows the norm by itself, nobody tells anybody: ``shares`` has this device alone. The share
         # of the one that counts for all is the whole already, those of the others are nothing.
-        self.shares.start(self.sync.known_norm_squared(share))
-        if not self.pending:
+        known = self.sync.known_norm_squared(share) if self.shares.ranks == 1 else share
+        self.pending = ahead and (self.defers or self._forecast.optimistic())
+        self.optimistic = self.pending and not self.defers
+        self._unclipped = True
+        self._updated.clear()
+        self.shares.start(known)
+        if not self.pending:  # else ``commit`` waits: until then the update can be taken back
             self._clip()
 
     def update(self, key: StageKey) -> None:
@@ -125,8 +124,7 @@ class Updates(WeightUpdates):
                 one.forget(self.step)
         else:
             self.move_statistics(key, self.step)
-        if self.ledger is not None:
-            self.ledger.updated.add(key)
+        self._updated.add(key)
 
     def _step_early(self, key: StageKey) -> None:
         """Make an update before its norm is known."""
@@ -137,10 +135,8 @@ class Updates(WeightUpdates):
         """See UpdatePolicy.commit. Where the norm is not finite (``skips``), undone updates are not made again."""
         if not self.pending:
             return True
-        if not wait and not (self.shares.ready() and (self.ledger is None or self.ledger.heard())):
+        if not wait and not self.shares.ready():
             return None
-        if self.ledger is not None:
-            self.ledger.wait(self.push)
         stands = self._settle()
         self.weights_change()
         return stands
@@ -164,9 +160,13 @@ class Updates(WeightUpdates):
 
     def leave(self) -> list[dist.ProcessGroup]:
         """See WeightUpdates.leave."""
-        if not self.sync.complete:  # else this device knows the norm by itself, in no group
-            self.shares = Shares.known([])
+        self.shares.leave()
         return super().leave()
+
+    def standing(self) -> Standing:
+        """Say how far this device is, after ``leave``; only where there is a ledger."""
+        assert self.ledger is not None
+        return self.ledger.standing(self.step + 1, self._updated == self.modules.keys() and not self.pending)
 
     def finish_alone(self, norms: Sequence[float] | None) -> None:
         """Finish the step whose gradients are complete, after ``leave``; or forget it.
@@ -181,11 +181,12 @@ class Updates(WeightUpdates):
             self._snapshots.clear()
             self.pending = False
         else:
+            self.ledger.take(norms)
+            if self._unclipped and not self.pending:
+                self._clip()
             for key in self.modules:
-                if key not in self.ledger.updated:
+                if key not in self._updated:
                     self.update(key)
-            if self.pending and not self.sync.complete:
-                self.shares = Shares.known(norms)
             self.commit()
         for key in self.modules:
             self.sync.drop(key)
@@ -206,14 +207,17 @@ class Updates(WeightUpdates):
         Returns True if the gradients were too large and have been scaled; False if that is known on the device alone,
         which ``decides`` rules out.
         """
-        assert self.limit is not None
         if isinstance(self.shares, DeviceShares) and not decides:
+            assert self.limit is not None
             if self._skips:
                 self._no_update = self.shares.not_finite()
             if self.limit < math.inf:
                 self.sync.scale(self.shares.factor(self.limit))
             return False
         norm = norm_of(self.shares.wait(self.push))
+        self._unclipped = False
+        if self.limit is None:
+            return False
         self.skipping = self._skips and not math.isfinite(norm)
         factor: float | Tensor = clip_factor(self.limit, norm)
         too_large = bool(factor < 1.0)

@@ -95,6 +95,7 @@ class StageWorker:
 
     executor_class: ClassVar[type[Executor]] = Executor
     sync_class: ClassVar[type[GradientSync]] = GradientSync
+    ledger_class: ClassVar[type[Ledger]] = Ledger
     reads_whole: ClassVar[bool] = True
     """Whether steps have the samples that the job says, and not just any."""
     write_shard: ClassVar[Write] = staticmethod(write_snapshot)
@@ -338,8 +339,6 @@ class StageWorker:
             "experts": self._group("experts", groups.get(EXPERT_GROUP)),
         }
         self._group("context", groups.get(CONTEXT_GROUP))
-        if setup.recovers and communicators.world is not None:
-            self.executor.updates.ledger = Ledger(communicators.world, self.modules, setup.done, 2 * MOST_STEPS)
 
     def _group(self, axis: Axis, members: dist.ProcessGroup | None) -> TensorGroup:
         """Make a group that divides layers with this process known to them."""
@@ -354,7 +353,10 @@ class StageWorker:
 
     def _shares(self, alone: bool, setup: Setup) -> Shares | DeviceShares:
         """Return what exchanges the shares of the gradient norm; ``alone`` if every device knows the norm by itself."""
-        world = None if alone else self.communicators.world
+        world = self.communicators.world
+        if setup.recovers and world is not None:
+            return self.ledger_class(world, setup.done, 2 * MOST_STEPS)
+        world = None if alone else world
         return norm_shares(setup, self.device, world, self._backend(setup.topology))
 
     def _backend(self, topology: Topology) -> str:
