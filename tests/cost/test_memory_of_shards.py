@@ -77,7 +77,7 @@ def test_a_copys_bytes_are_those_of_the_model(name, chunks, level, policy, copie
     runner = executor(SPEC, schedule, cut, MICROBATCH, dtype, groups=groups)
     most = most_at_once(runner, programs(schedule)[0])
     kept = [t for m in runner.modules.values() for t in m.named.values()]
-    kept += [flat.shard for stage in runner.shards.stages.values() for flat in stage.flats]
+    kept += [flat.shard for stage in runner.sync.shards.values() for flat in stage.flats]
     kept += [t for o in runner.updates.optimizers.values() for state in o.state.values() for t in state.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     assert predicted.total == pytest.approx(most + sum(storages.values()), rel=0.05), predicted.terms()

@@ -32,17 +32,17 @@ from raypipe.runtime.stage.shapes import Ports, StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule, stacked, unstacked
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.buckets import BucketedAllReduce
-from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.gradients import GradientSync
 from raypipe.runtime.update.late_updates import LayerUpdates, SideUpdates
 from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.update.policy import Trained, WeightUpdates
-from raypipe.runtime.update.shards import DeviceShards
 from raypipe.runtime.update.side_stream import side_stream
 from raypipe.runtime.update.updates import DeferredUpdates, StashedUpdates, Updates
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Action, Program, completed_by
+from raypipe.schedule.sharding import StageKey
 from raypipe.tensor import ProcessGroup, current_group
 
 
@@ -64,7 +64,6 @@ class Executor(ProgramRunner):
         receivers: Mapping[int, Receiver],
         io_spec: StageIOSpecs,
         versions: Mapping[StageKey, WeightVersions],
-        shards: DeviceShards | None = None,
     ) -> None:
         count, device = settings.microbatches, settings.device
         super().__init__(count, settings.timeout_s, senders, receivers, io_spec, device, settings.message_cast)
@@ -75,16 +74,13 @@ class Executor(ProgramRunner):
         self.feed = feed
         self.sync = sync
         self.versions = versions
-        self.shards = DeviceShards({}) if shards is None else shards
         self.casts = Casts(device, settings.autocast, modules.values())
         self.postponed = PostponedGradients(modules)
         self.computation = StageComputation(settings, modules, task, self.casts, self.postponed.forward)
         self.ports = {
             key: Ports.of(io_spec.ends[key[0]], m.takes_gradient, m.gives_gradient) for key, m in modules.items()
         }
-        trained = Trained(
-            modules, optimizers, sync, self.shards, count, self.outgoing.push, self.clock, self.casts.drop
-        )
+        trained = Trained(modules, optimizers, sync, count, self.outgoing.push, self.clock, self.casts.drop)
         self.updates = _policy(settings, trained, shares, versions)
         self.handlers = dict(HANDLERS)
         if settings.pairs and not runs_behind(device):
@@ -138,7 +134,8 @@ class Executor(ProgramRunner):
             return
         self._completes = completed_by(program)
         self.updates.begin_step(program, step, lr)
-        self.postponed.begin_step(program, self._completes, self.sync.first_k)
+        first_k = {key: tuner.k for key, tuner in self.sync.tuners.items()}
+        self.postponed.begin_step(program, self._completes, first_k)
 
     def _lengths(self, mb: int) -> Lengths:
         ahead, of_step = divmod(mb, self.settings.microbatches)
@@ -312,14 +309,16 @@ class Executor(ProgramRunner):
 
     def _free(self, action: Action) -> None:
         self.casts.drop()  # copies of what is freed
-        self.shards.stages[_key(action)].release()
+        for flat in self.sync.shards[_key(action)].flats:
+            flat.release()
 
     def _wait_gathered(self, key: StageKey) -> None:
         """Wait until a sharded stage's weights are here."""
-        stage = self.shards.stages.get(key)
+        stage = self.sync.shards.get(key)
         if stage is not None:
             began = time.perf_counter()
-            stage.wait_gathered(self.outgoing.push)
+            for flat in stage.flats:
+                flat.wait_gathered(self.outgoing.push)
             if not runs_behind(self.settings.device):  # else the device waits, and not the host
                 waited = self._gather_waits.get(self.position, 0.0) + time.perf_counter() - began
                 self._gather_waits[self.position] = waited
@@ -413,8 +412,7 @@ class Executor(ProgramRunner):
         if self.settings.tensor_rank > 0:
             losses, samples = [], 0
         self.feed.drop(self.split, self.step)
-        reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
-        gathers, scatters, sums = self.shards.take_counts()
+        reduced, gathers, scatters = self.sync.take_counts()
         if self.program.drains:
             left = [*self._saved, *self.p2p_buffers]
             self._saved.clear()
@@ -435,7 +433,7 @@ class Executor(ProgramRunner):
             marks,
             self.received,
             self.received_bytes,
-            reduced + sums,
+            reduced,
             all_reduces,
             memory,
             self.updates.optimistic,
@@ -479,8 +477,8 @@ HANDLERS: Final[Mapping[str, Handler]] = {
     **dict.fromkeys(BACKWARD, Executor._backward),
     "W": Executor._weights,
     "R": Executor._recompute,
-    "AG": lambda executor, action: executor.shards.stages[_key(action)].gather(),
-    "RS": lambda executor, action: executor.shards.reduce_scatter(_key(action)),
+    "AG": lambda executor, action: executor.sync.gather(_key(action)),
+    "RS": lambda executor, action: executor.sync.reduce_scatter(_key(action)),
     "FREE": Executor._free,
     "AR": lambda executor, action: executor.updates.sum(_key(action)),
     "U": lambda executor, action: executor.updates.update(_key(action)),

@@ -96,7 +96,7 @@ class StepExecutor(Executor):
 
     def _refusal(self) -> str | None:
         """Return why no step can be captured."""
-        if self.versions or self.shards.stages:
+        if self.versions or self.sync.shards:
             return "weights move in memory"
         if any(module.statistics for module in self.modules.values()):
             return "running statistics (batch norm) are moved by the host"

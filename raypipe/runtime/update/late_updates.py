@@ -16,12 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from raypipe.models.host_copies import to_host
 from raypipe.runtime.clocks.clock import HostClock, Mark
 from raypipe.runtime.stage.stage import MicrobatchState
-from raypipe.runtime.update.gradients import StageKey, TieSum
+from raypipe.runtime.update.gradients import TieSum
 from raypipe.runtime.update.optimizer import set_rate
 from raypipe.runtime.update.policy import Trained, WeightUpdates
 from raypipe.runtime.update.side_stream import Done, SideStream
 from raypipe.schedule.kinds import WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.sharding import StageKey
 
 # Updates layer by layer, without a barrier: each is made when its sum is in, before the next step reads the layer.
 #

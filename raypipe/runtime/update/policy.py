@@ -20,11 +20,11 @@ from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.update.buckets import BucketedAllReduce
 from raypipe.runtime.update.collectives import Push
-from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.gradients import GradientSync
 from raypipe.runtime.update.ledger import Ledger
-from raypipe.runtime.update.shards import DeviceShards
 from raypipe.runtime.update.weight_versions import Snapshot
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.sharding import StageKey
 
 
 class UpdatePolicy:
@@ -70,7 +70,6 @@ class Trained:
     optimizers: Mapping[StageKey, torch.optim.Optimizer]
     sync: GradientSync
     """Has the gradients."""
-    shards: DeviceShards
     microbatches: int
     """Of a step."""
     push: Push
@@ -93,8 +92,8 @@ class WeightUpdates(UpdatePolicy):
 
     def __init__(self, trained: Trained) -> None:
         self.modules, self.optimizers, self.sync = trained.modules, trained.optimizers, trained.sync
-        self.shards, self.push, self.clock = trained.shards, trained.push, trained.clock
-        self.microbatches, self.weights_change = trained.microbatches, trained.weights_change
+        self.microbatches, self.push, self.clock = trained.microbatches, trained.push, trained.clock
+        self.weights_change = trained.weights_change
         self.step = -1
         self.squares: list[Tensor] = []
         """This device's share of the squared norm of each of the step's updates, as far as it is known."""
@@ -131,9 +130,7 @@ class WeightUpdates(UpdatePolicy):
         Raises:
             TransportError: another copy did not join an earlier sum in time.
         """
-        self.sync.open(key)
-        if key in self.shards.stages:
-            self.shards.open_gradients(key, self.push)
+        self.sync.open(key, self.push)
 
     def early(self, key: StageKey) -> BucketedAllReduce | None:
         """Return the sum whose buckets may start while the last gradients are computed, if there is one."""
@@ -162,7 +159,7 @@ class WeightUpdates(UpdatePolicy):
     def leave(self) -> list[dist.ProcessGroup]:
         """See UpdatePolicy.leave."""
         self.push = lambda: False
-        return [*self.sync.leave(), *self.shards.leave()]
+        return self.sync.leave()
 
     def close(self) -> None:
         """Give up what is left of the updates, and everything that this refers to.

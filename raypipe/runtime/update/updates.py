@@ -28,13 +28,13 @@ from torch import Tensor
 from raypipe.runtime.clocks.clock import HostClock
 from raypipe.runtime.stage.stage import MicrobatchState
 from raypipe.runtime.update.buckets import BucketedAllReduce
-from raypipe.runtime.update.gradients import StageKey
 from raypipe.runtime.update.ledger import Ledger, Standing
 from raypipe.runtime.update.norm import DeviceShares, Forecast, Shares, clip_factor, norm_of
 from raypipe.runtime.update.optimizer import OptimizerSnapshot, round_all, set_rate
 from raypipe.runtime.update.policy import Trained, WeightUpdates
 from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
+from raypipe.schedule.sharding import StageKey
 
 
 class Updates(WeightUpdates):
@@ -80,7 +80,6 @@ class Updates(WeightUpdates):
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """Wait for the sums; choose how the updates are made, and clip if that is to wait for the norm."""
         began = time.perf_counter()
-        self.shards.finish(self.push)
         ends = self.sync.finish(self.push, self.clock)
         if isinstance(self.clock, HostClock):  # else the device waits, and not the host
             self.sums_wait_s = time.perf_counter() - began

@@ -15,7 +15,6 @@ from raypipe.runtime.clocks.clock import HostClock
 from raypipe.runtime.update.collectives import Push
 from raypipe.runtime.update.ledger import Ledger, Standing
 from raypipe.runtime.update.policy import Trained
-from raypipe.runtime.update.shards import DeviceShards
 from raypipe.runtime.update.updates import Updates
 from raypipe.schedule.lowering.programs import Program, RunAhead
 from tests.runtime.runs.one_device import TwoMembers
@@ -77,7 +76,7 @@ def stopped(how: Literal["wait", "optimistic"], made: bool) -> tuple[Updates, to
     modules: Any = {KEY: SimpleNamespace(statistics=[])}
     optimizers = {KEY: torch.optim.SGD([parameter], lr=0.1, momentum=0.9)}
     sync: Any = Sync(parameter)
-    trained = Trained(modules, optimizers, sync, DeviceShards({}), 1, lambda: False, HostClock(), lambda: None)
+    trained = Trained(modules, optimizers, sync, 1, lambda: False, HostClock(), lambda: None)
     updates = Updates(trained, Unheard(TwoMembers(), 0, 1), LIMIT, how)  # type: ignore[arg-type]
     updates.begin_step(Program(0, (), {}, frozenset(), frozenset(), ahead=RunAhead(1, {})), 0, 0.1)
     if how == "wait":
