@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -333,14 +334,11 @@ class Executor(ProgramRunner):
     ) -> None:
         """Compute deferred weight gradients; ``watched_but``: the backward was watched for all but these."""
         self.postponed.sort(key, saved.closures)
-        if self.updates.takes(key, saved):
-            return
+        computed = None
         if early is not None and module.defers:
             early.expect((p for closure in saved.closures for p in closure.parameters), watched_but)
-            module.run_weight_gradients(saved, early.computed)
-        else:
-            module.run_weight_gradients(saved)
-        self.updates.computed(key, saved)
+            computed = early.computed
+        self.updates.weight_gradients(key, saved, partial(module.run_weight_gradients, saved, computed))
 
     def _early_all_reduce(self, task: PipelineTask, mb: int) -> BucketedAllReduce | None:
         """Return the all-reduce whose buckets may start while this micro-batch's gradients are computed, if any.
@@ -449,11 +447,10 @@ class Executor(ProgramRunner):
         )
         self._gather_waits.clear()
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
-        squares = late = None
+        norm_squared = None
         loads: dict[str, Tensor] = {}
         if self.training:
-            squares = to_host(torch.stack(self.updates.squares)) if self.updates.squares else None
-            late = self.updates.report(self.step, self.program)
+            norm_squared = self.updates.report(self.step, self.program)
             for path, experts in (found for module in self.modules.values() for found in module.routed.items()):
                 if (counts := experts.take_loads()) is not None:
                     loads[path] = loads[path] + counts if path in loads else counts
@@ -461,11 +458,10 @@ class Executor(ProgramRunner):
             result,
             loss,
             targets,
-            squares,
             self.clock.end(marks),
             self.times_of,
             {k: to_host(v) for k, v in loads.items()},
-            late,
+            norm_squared,
         )
         if self.training and runs_behind(self.settings.device):
             self.feed.prefetch(self.split, self.step + 1)  # the host is ahead: it reads while the device works

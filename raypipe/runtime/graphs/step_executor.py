@@ -271,7 +271,7 @@ class StepExecutor(Executor):
         marks[:, 1] = self.clock.mark()
         self._losses[step], self.updates.squares, self._counted[step] = list(known.losses), known.squares, known.counted
         started = self.end(marks, StepMemory(0, {}))
-        return replace(started, times_of=self._estimated, late=None)
+        return replace(started, times_of=self._estimated)
 
 
 def executor_for(setup: Setup, device: torch.device, plain: type[Executor]) -> Callable[..., Executor]:

@@ -325,13 +325,21 @@ class GradientSync:
         for key in sorted(self._unannounced):
             self.launch(key)
         completed = {key: self.settle(key, push, clock) for key in list(self._pending)}
+        self.finish_ties(push)
+        return {key: at for key, at in completed.items() if at is not None}
+
+    def finish_ties(self, push: Push) -> None:
+        """Sum the parameters that several stages hold over all their copies.
+
+        Raises:
+            TransportError: another holder did not join in time.
+        """
         for tie in self.start_ties():
             total = tie.wait(push)
             for copy in tie.copies:
                 rows = self._rows.get(copy)
                 own = total if rows is None else total.narrow(rows.dim, rows.rows.start, len(rows.rows))
                 copy.grad = own if copy is tie.copies[0] and rows is None else own.clone()
-        return {key: at for key, at in completed.items() if at is not None}
 
     def settle(self, key: StageKey, push: Push, clock: Clock) -> Mark | None:
         """Wait for one stage replica's started sum; return when it was complete, None if none was started.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -233,34 +233,27 @@ class _OnVersions(WeightUpdates):
     """The part of policies whose forwards run on snapshots of the weights, which gather the gradients."""
 
     versions: Mapping[StageKey, WeightVersions]
-    _used: dict[StageKey, Snapshot]
 
     def weights(self, key: StageKey, ahead: bool) -> Snapshot | None:
         """See WeightUpdates.weights."""
         return self.versions[key].for_forward(ahead)
 
     def open(self, key: StageKey) -> None:
-        """See WeightUpdates.open: a version's gradients are its own until ``collect``."""
+        """See WeightUpdates.open: a version's gradients are its own until they are collected."""
 
     def early(self, key: StageKey) -> BucketedAllReduce | None:
         """See WeightUpdates.early."""
         return None
 
-    def computed(self, key: StageKey, saved: MicrobatchState) -> None:
-        """See WeightUpdates.computed."""
-        if saved.weights is not None:
-            self._used[key] = saved.weights
+    def weight_gradients(self, key: StageKey, saved: MicrobatchState, compute: Callable[[], None]) -> None:
+        """See WeightUpdates.weight_gradients."""
+        compute()
+        self.versions[key].used = saved.weights
 
     def sum(self, key: StageKey) -> None:
         """See WeightUpdates.sum."""
-        self.collect(key)
+        self.versions[key].collect()
         super().sum(key)
-
-    def collect(self, key: StageKey) -> None:
-        """Pass the gradients of the version that was used to the optimizer's parameters."""
-        used = self._used.pop(key, None)
-        if used is not None:
-            self.versions[key].collect(used)
 
 
 class DeferredUpdates(_OnVersions, Updates):
@@ -272,12 +265,12 @@ class DeferredUpdates(_OnVersions, Updates):
 
     def __init__(self, versions: Mapping[StageKey, WeightVersions], trained: Trained, *given: Any) -> None:
         super().__init__(trained, *given)
-        self.versions, self._used = versions, {}
+        self.versions = versions
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """See Updates.before_updates."""
-        for key in self.modules:
-            self.collect(key)
+        for one in self.versions.values():
+            one.collect()
         super().before_updates(times)
 
     def update(self, key: StageKey) -> None:
@@ -307,16 +300,13 @@ class StashedUpdates(_OnVersions):
 
     def __init__(self, versions: Mapping[StageKey, WeightVersions], trained: Trained) -> None:
         super().__init__(trained)
-        self.versions, self._used = versions, {}
+        self.versions = versions
 
     def update(self, key: StageKey) -> None:
         """See WeightUpdates.update."""
-        self.collect(key)
-        self.squares.append(self.sync.norm_squared())
+        self.versions[key].collect()
         self.weights_change()
-        set_rate(self.optimizers[key], self.lr)
-        self.versions[key].expect()
-        self.optimizers[key].step()
+        self.squares.append(self.step_optimizer(key, self.lr))
         self.sync.drop(key)
         self.versions[key].updated()
         for one in self.modules[key].statistics:
