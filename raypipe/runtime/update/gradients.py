@@ -18,7 +18,7 @@ from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce
+from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce, buckets_of
 from raypipe.runtime.update.collectives import PendingSum, Push, start_all_reduce, wait_for
 from raypipe.runtime.update.shards import ShardedStage
 from raypipe.schedule.sharding import StageKey
@@ -191,7 +191,9 @@ class GradientSync:
                 if alone is None:  # this device is the only one with these experts
                     parameters = [p for p in parameters if p not in experts]
                 held = frozenset[Tensor](p for p in parameters if p in experts)
-                self._sums[key] = BucketedAllReduce(parameters, groups[name], what, dtype, (held, alone))
+                self._sums[key] = BucketedAllReduce(
+                    buckets_of(parameters, held), groups[name], what, dtype, (held, alone)
+                )
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
         # every member has a share of it.
         divided = {p for p, cut in stage_shares.items() if cut.axis == "tensor"}
