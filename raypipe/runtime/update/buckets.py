@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.backward.waiting import LayerPeaks, WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
-from raypipe.runtime.update.collectives import PendingSum, Push, start_all_reduce, wait_for
+from raypipe.runtime.update.collectives import Pending, Push, start_all_reduce, wait_for
 from raypipe.schedule.families.out_of_order import HeldMemory
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -90,7 +90,7 @@ class BucketedAllReduce:
         """Per bucket, how many of its gradients are not complete yet; empty while nobody watches."""
         self._left: Counter[Tensor] = Counter()
         """Deferred computations that are still to come, by parameter."""
-        self._works: defaultdict[int, list[PendingSum]] = defaultdict(list)
+        self._works: defaultdict[int, list[Pending]] = defaultdict(list)
         """By bucket; what is summed beside them has -1."""
         # When the last backward began, a bucket was complete, a piece was issued and a sum was there.
         self._begun: float | None = None

@@ -29,10 +29,6 @@ class Pending(Protocol):
     def wait(self) -> Any:
         """Wait; raise RuntimeError if it failed."""
 
-
-class PendingSum(Pending, Protocol):
-    """One that can call back."""
-
     def get_future(self) -> Any:
         """Return what calls back when it is complete."""
 
@@ -94,7 +90,7 @@ class CastWork:
         return self._work.get_future()
 
 
-def start_all_reduce(flat: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> PendingSum:
+def start_all_reduce(flat: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Pending:
     """Start to sum a tensor over a group, in place.
 
     ``dtype``: of the sum; None, or the tensor's own, for no cast.

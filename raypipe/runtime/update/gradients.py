@@ -19,7 +19,7 @@ from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce, buckets_of
-from raypipe.runtime.update.collectives import PendingSum, Push, start_all_reduce, wait_for
+from raypipe.runtime.update.collectives import Pending, Push, start_all_reduce, wait_for
 from raypipe.runtime.update.shards import ShardedStage
 from raypipe.schedule.sharding import StageKey
 
@@ -95,7 +95,7 @@ class TieSum:
     copies: Sequence[nn.Parameter]
     """This device's."""
     total: Tensor
-    work: PendingSum | None
+    work: Pending | None
 
     def wait(self, push: Push) -> Tensor:
         """Return the sum, once it is complete.

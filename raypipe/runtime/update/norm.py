@@ -87,7 +87,7 @@ class _InThread:
     """Work of a thread, used as a ``torch.distributed.Work``."""
 
     def __init__(self, future: Future[None]) -> None:
-        self.is_completed, self.wait = future.done, future.result
+        self.is_completed, self.wait, self.get_future = future.done, future.result, lambda: future
 
 
 def norm_of(shares: Iterable[float]) -> float:

@@ -146,16 +146,20 @@ class Updates(WeightUpdates):
         self.pending = False
         stands = not (clipped or self.skipping)
         if not stands:
-            for undo in self._snapshots:
-                undo.restore()
-                if clipped:
-                    undo.optimizer.step()
-                else:
-                    round_all(undo.optimizer)
+            self._take_back(again=clipped)
         for key in self.optimizers:
             self.sync.drop(key)
         self._snapshots.clear()
         return stands
+
+    def _take_back(self, again: bool) -> None:
+        """Undo the updates that were made early; ``again``: and make them with the gradients as they are now."""
+        for undo in self._snapshots:
+            undo.restore()
+            if again:
+                undo.optimizer.step()
+            else:
+                round_all(undo.optimizer)
 
     def leave(self) -> list[dist.ProcessGroup]:
         """See WeightUpdates.leave."""
@@ -174,9 +178,7 @@ class Updates(WeightUpdates):
         """
         assert self.ledger is not None
         if norms is None:
-            for undo in self._snapshots:
-                undo.restore()
-                round_all(undo.optimizer)
+            self._take_back(again=False)
             self._snapshots.clear()
             self.pending = False
         else:
