@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.backward.waiting import LayerPeaks, WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
-from raypipe.runtime.update.collectives import Pending, Push, start_all_reduce, wait_for
+from raypipe.runtime.update.collectives import Pending, Push, start_sum, wait_for
 from raypipe.schedule.families.out_of_order import HeldMemory
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -193,7 +193,7 @@ class BucketedAllReduce:
         self._issued_at.append(time.monotonic())
 
     def _all_reduce(self, bucket: int, flat: Tensor, group: Any, dtype: torch.dtype | None = None) -> None:
-        work = start_all_reduce(flat, group, dtype)
+        work, _ = start_sum(flat, group, dtype)
         if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
             seen = self._seen  # of this step: a callback may come when the next one has begun
             work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))

@@ -25,15 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.runtime.update.buckets import FlatGradients
-from raypipe.runtime.update.collectives import (
-    CastWork,
-    Pending,
-    Push,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-    wait_for,
-)
+from raypipe.runtime.update.collectives import Pending, Push, start_all_gather, start_sum, wait_for
 
 # Where the elements of several parameters lie in one flat tensor that the members of a group divide evenly.
 
@@ -182,7 +174,7 @@ class FlatWeights:
         """Whether the parameters have their values, up to the last ``gather``."""
         places = self.layout.padded, list(offsets.values())
         self.gradients = FlatGradients(list(self.parameters.values()), *places, dtype=values.dtype)
-        self._gathering: dist.Work | None = None
+        self._gathering: Pending | None = None
         """The gather that nobody has waited for yet."""
         self._scattering: list[tuple[Pending, Tensor]] = []
         """Reduce-scatters that are under way, oldest first, each with its result: a part of the gradients, in place."""
@@ -230,16 +222,7 @@ class FlatWeights:
         """Start to sum the gradients over the members; this member keeps its shard of the sum (``add_oldest``)."""
         self.gradients.open()
         gradients = self.gradients.close()
-        own = gradients[self._of_this_member]
-        if self._reduce_dtype in (None, gradients.dtype):
-            self._scattering.append((start_reduce_scatter(own, gradients, self.group), own))
-            return
-        result = torch.empty_like(own)  # so that the gradients, of which ``own`` is a view, are freed at once
-        self._scattering.append((CastWork(gradients, result, self._reduce_dtype, self._start_reduce_scatter), result))
-
-    def _start_reduce_scatter(self, gradients: Tensor) -> tuple[dist.Work, Tensor]:
-        own = gradients[self._of_this_member]
-        return start_reduce_scatter(own, gradients, self.group), own
+        self._scattering.append(start_sum(gradients, self.group, self._reduce_dtype, self._of_this_member))
 
     def add_oldest(self, push: Push) -> None:
         """Wait for the oldest reduce-scatter that is under way, and add its result to the gradient's shard.
@@ -263,7 +246,7 @@ class FlatWeights:
         shard = self.shard.new_zeros(self.layout.shard) if self._gradient_shard is None else self._gradient_shard
         if others is not None:
             what = f"gradient sum of stage {self._stage} over groups of copies"
-            wait_for(what, start_all_reduce(shard, others, self._reduce_dtype), push)
+            wait_for(what, start_sum(shard, others, self._reduce_dtype)[0], push)
         for part, piece in zip(self.parts, self.pieces, strict=True):
             piece.grad = self._shaped(shard, part)
 

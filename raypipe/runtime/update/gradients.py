@@ -19,7 +19,7 @@ from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce, buckets_of
-from raypipe.runtime.update.collectives import Pending, Push, start_all_reduce, wait_for
+from raypipe.runtime.update.collectives import Pending, Push, start_sum, wait_for
 from raypipe.runtime.update.shards import ShardedStage
 from raypipe.schedule.sharding import StageKey
 
@@ -368,7 +368,7 @@ class GradientSync:
             work = None
             if group is not None:
                 total = total.contiguous()
-                work = start_all_reduce(total, group, self._dtype)
+                work, _ = start_sum(total, group, self._dtype)
                 self._count("all-reduce", group)
             started.append(TieSum(tie.name, copies, total, work))
         return started
