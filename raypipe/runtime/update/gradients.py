@@ -153,7 +153,8 @@ class GradientSync:
         """The stage replicas whose all-reduces are still to be started in this step, in order."""
         self.totals: dict[StageKey, Tensor] = {}
         """What ``launch`` was given beside the gradients, summed; whoever takes it takes it out."""
-        self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
+        self.ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
+        """The parameters that several stages hold, with this device's copies."""
         stage_shares = {m.named[name]: cut for m in modules.values() for name, cut in m.shards.items()}
         self._rows = {p: cut for p, cut in stage_shares.items() if cut.own_rank is not None}
         """Parameters that are some rows of what other stages hold whole, or other rows of."""
@@ -164,7 +165,7 @@ class GradientSync:
             if not inside and (len(tie.ranks) > 1 or len(copies) > 1):
                 spread.update(tie.parameters)
                 if copies:
-                    self._ties.append((tie, copies))
+                    self.ties.append((tie, copies))
         self._own: dict[StageKey, list[nn.Parameter]] = {}
         """What is summed as a stage replica's alone."""
         for key, module in modules.items():
@@ -203,7 +204,7 @@ class GradientSync:
             first = holders[0] == (device, replica)
             first_share = next(one for one in holders if of[one[1]] == of[replica]) == (device, replica)
             counted += [p for p in parameters if (first_share if p in experts else first)]
-        counted += [copies[0] for tie, copies in self._ties if tie.ranks[0] == device]
+        counted += [copies[0] for tie, copies in self.ties if tie.ranks[0] == device]
         self._counted = [p for p in counted if member == 0 or p in divided]
         self._counted += [p for one in sharded.values() for p in one.counted(member)]
         every = {(device, stage) for row in placement for stage, device in enumerate(row)}
@@ -214,7 +215,7 @@ class GradientSync:
         # In one order on all devices: they must come to the same bits.
         firsts = {stage: (stage, replica) for stage, replica in sorted(self._own, reverse=True)}
         self._every = [p for _, key in sorted(firsts.items()) for p in self._own[key]]
-        self._every += [copies[0] for _, copies in self._ties]
+        self._every += [copies[0] for _, copies in self.ties]
         if self.complete and self._counted:
             self._counted = self._every
         self._counts = set(self._counted)
@@ -360,7 +361,7 @@ class GradientSync:
     def start_ties(self) -> list[TieSum]:
         """Start to sum the parameters that several stages hold over all their copies."""
         started = []
-        for tie, copies in self._ties:
+        for tie, copies in self.ties:
             total = self._whole_gradient(copies[0])
             for copy in copies[1:]:
                 total = total + self._whole_gradient(copy)
@@ -375,17 +376,13 @@ class GradientSync:
 
     def _whole_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return a parameter's gradient; of some rows of one, with zeros for the others."""
-        gradient, rows = _gradient(parameter), self._rows.get(parameter)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        rows = self._rows.get(parameter)
         if rows is None:
             return gradient
         whole = gradient.new_zeros(rows.whole_shape(gradient.shape))
         whole.narrow(rows.dim, rows.rows.start, len(rows.rows)).copy_(gradient)
         return whole
-
-    @property
-    def tied_copies(self) -> list[list[nn.Parameter]]:
-        """This device's copies of each parameter that several stages hold."""
-        return [copies for _, copies in self._ties]
 
     def norm_squared(self, of: Iterable[nn.Parameter] | None = None) -> Tensor:
         """This device's share of the squared global norm, float64 scalar; the shares of all devices add up to it.
@@ -450,7 +447,3 @@ class GradientSync:
         for dtype, some in by_dtype.items():  # a norm with bfloat16's 8 bits would be off by 0.4 %
             norms += torch._foreach_norm(some, dtype=torch.promote_types(dtype, torch.float32))
         return torch.stack(norms).double().square().sum()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

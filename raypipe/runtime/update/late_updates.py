@@ -223,7 +223,7 @@ class SideUpdates(LateUpdates):
     def __init__(self, trained: Trained, stream: SideStream, held: Mapping[int, int]) -> None:
         super().__init__(trained)
         self.stream, self._until = stream, held
-        copies = {p for copies in self.sync.tied_copies for p in copies}
+        copies = {p for _, copies in self.sync.ties for p in copies}
         tied = frozenset(key for key, module in self.modules.items() if copies & set(module.trained.values()))
         self._group = {key: tied if key in tied else frozenset({key}) for key in self.modules}
         self._first = min(self.modules)

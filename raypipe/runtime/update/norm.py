@@ -141,11 +141,6 @@ class DeviceShares:
         self._shares = torch.zeros(1, dtype=torch.float64)
         self._on_host: deque[tuple[Tensor, Any]] = deque()
 
-    @property
-    def alone(self) -> bool:
-        """Return whether the norm needs no other device: then waiting costs nothing, and nothing is read back."""
-        return self._group is None
-
     def start(self, share: Tensor) -> None:
         """Queue the exchange of this device's share, a float64 scalar; later work on the device waits for it."""
         own = share.detach().reshape(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,6 @@ from raypipe.runtime.update.flat_weights import FlatWeights
 from raypipe.runtime.update.optimizer import ParameterPiece, whole_costs
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.sharding import ShardMember, StageKey, shard_members
-
-NONE: Mapping[str, float] = MappingProxyType({})
 
 
 class ShardedStage:
@@ -47,11 +44,11 @@ class ShardedStage:
         undivided: Collection[str] = (),
         counts: bool = True,
         reduce_dtype: torch.dtype | None = None,
-        costs: Mapping[str, float] = NONE,
+        costs: Mapping[str, float] | None = None,
         gather_dtype: torch.dtype | None = None,
         cast: Collection[nn.Parameter] = (),
     ) -> None:
-        self.group, self.others, self.counts = group, others, counts
+        self.group, self.others, self.counts, costs = group, others, counts, costs or {}
         self.cuts = module.shards
         """How tensor ranks divide parameters, by name; of others, nothing."""
         # What tensor ranks hold alike lies apart from what they divide: its gradients count once in the global norm.
@@ -75,17 +72,6 @@ class ShardedStage:
         flats = [flat for flat in self.flats if tensor_rank == 0 or next(iter(flat.parameters)) in self.cuts]
         return [piece for flat in flats for piece in flat.pieces] if self.counts else []
 
-    @property
-    def named_pieces(self) -> list[ParameterPiece]:
-        """The same, each with the parameter that it is a part of."""
-        return [
-            ParameterPiece(piece, "", piece.dim())
-            if part.name is None
-            else ParameterPiece(piece, part.name, flat.parameters[part.name].dim())
-            for flat in self.flats
-            for part, piece in zip(flat.parts, flat.pieces, strict=True)
-        ]
-
     def leave(self) -> list[dist.ProcessGroup]:
         """Let go of the groups and of what is under way on them, for good; return them."""
         held = [self.group] if self.others is None else [self.group, self.others]
@@ -100,7 +86,12 @@ def updated(module: StageModule, stage: ShardedStage | None) -> tuple[dict[str, 
     """Return what the optimizer of a stage replica updates: whole parameters, and its pieces of divided ones."""
     if stage is None:
         return module.trained, []
-    return {name: p for name, p in module.trained.items() if name not in stage.names}, stage.named_pieces
+    pieces = [
+        ParameterPiece(p, part.name or "", p.dim() if part.name is None else flat.parameters[part.name].dim())
+        for flat in stage.flats
+        for part, p in zip(flat.parts, flat.pieces, strict=True)
+    ]
+    return {name: p for name, p in module.trained.items() if name not in stage.names}, pieces
 
 
 # The groups that divide the stages of a device.

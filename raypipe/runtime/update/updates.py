@@ -95,7 +95,8 @@ class Updates(WeightUpdates):
         # Whether the program has tasks that need no certain updates is the same on all devices.
         ahead = self.program.ahead is not None and self.limit is not None
         if isinstance(self.shares, DeviceShares):
-            ahead = ahead and (self.defers or not self.shares.alone)
+            # Where the norm needs no other device, waiting costs nothing, and nothing is read back.
+            ahead = ahead and (self.defers or self.shares.ranks > 1)
             for earlier in self.shares.earlier():
                 self._forecast.saw(norm_of(earlier))
         # Where each device knows the norm by itself, nobody tells anybody: ``shares`` has this device alone. The share

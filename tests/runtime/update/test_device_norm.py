@@ -71,14 +71,14 @@ def test_norms_that_are_no_numbers() -> None:
 def test_alone_nothing_is_read_back() -> None:
     shares = DeviceShares(None)
     shares.start(torch.tensor(4.0, dtype=torch.float64))
-    assert shares.alone
+    assert shares.ranks == 1
     assert shares.ready()
     assert shares.earlier() == []
 
 
 def test_all_devices_add_one_list(two: DeviceShares) -> None:
     two.start(torch.tensor(9.0, dtype=torch.float64))
-    assert not two.alone
+    assert two.ranks == 2
     assert float(two.factor(2.5)) == pytest.approx(0.5, rel=1e-6)
     assert norm_of(two.wait(lambda: False)) == 5.0
 
