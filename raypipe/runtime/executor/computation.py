@@ -175,7 +175,7 @@ class StageComputation:
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
             drawn = self._drawn(microbatches.step, samples)
             with with_keys(drawn), slice_run(sliced), self.casts.forward(), self.building(key, microbatches.ids[-1]):
-                given = self.casts.entering(arrived), inputs, segment
+                given = self.casts.entering(arrived), inputs, *(() if segment is None else (segment,))
                 outputs: Payload = module(*given) if weights is None else functional_call(module, weights, given)
                 if not sends_on and (segment is None or not segment.gives):
                     loss = self.task.loss(outputs[0], inputs)
