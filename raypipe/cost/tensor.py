@@ -28,25 +28,42 @@ DIVIDED = ("flops", "operands", "weights", "traffic", "attention", "full_attenti
 """Fields of ``TaskWork`` of which a tensor rank has its share; the overhead of kernels stays."""
 
 
+class Exchange(NamedTuple):
+    """A collective over the group in the forward or backward of one sample."""
+
+    kind: Kind
+    bytes: float
+    """Size of the whole vector."""
+
+
 class TensorRankWork(NamedTuple):
     """The work of one layer on each tensor rank."""
 
     work: LayerWork
-    forward_all_reduces: tuple[float, ...]
-    """Bytes of each all-reduce over the group in the forward of one sample."""
-    backward_all_reduces: tuple[float, ...]
-    """Bytes of each all-reduce in the backward of one sample."""
-    gathers: tuple[float, ...] = ()
-    """Bytes of each tensor that is all-gathered in the forward of one sample."""
+    forward: tuple[Exchange, ...] = ()
+    """What its forward exchanges for one sample."""
+    backward: tuple[Exchange, ...] = ()
+    """The same of its backward."""
+
+
+def all_reduces(*sizes: float) -> tuple[Exchange, ...]:
+    """Return all-reduces of so many bytes each."""
+    return tuple(Exchange("all_reduce", size) for size in sizes)
 
 
 def divided_gpt(
-    model: GptSpec, dtype: str, size: int, software: Software = RAYPIPE, loss_chunk: int | None = None
+    model: GptSpec,
+    dtype: str,
+    size: int,
+    software: Software = RAYPIPE,
+    loss_chunk: int | None = None,
+    sequence: bool = False,
 ) -> tuple[TensorRankWork, ...]:
     """Return a tensor rank's share of each layer of a GPT, in a group of ``size``; ``loss_chunk``: as ``gpt_work``.
 
     Norms, residual sums and dropout on the residual stream are replicated on every rank; so are the inputs of the
-    first product of each pair and the outputs of the second.
+    first product of each pair and the outputs of the second. With ``sequence`` (``parallel.sequence_parallel``), only
+    these inputs and outputs are.
 
     Raises:
         SpecError: the number of heads is not divisible by ``size``.
@@ -90,6 +107,8 @@ def divided_gpt(
     # Activations are all-reduced in the products' dtype. Gradients are all-reduced at the norms' outputs, which are in
     # the wider dtype because each product casts its own input.
     forward_sums, backward_sums = (e * stream, e * stream), (m * stream, m * stream)
+    if sequence:
+        return _divided_sequence(model, (embedding, blocks[0], head), (e, m), size, loss_chunk is not None)
     block = share(blocks[0], replicated_block, size)
     if size > 1:  # an all-reduce works on a copy, and the bias is added after it
         block = replace(
@@ -98,10 +117,87 @@ def divided_gpt(
             input_grad=replace(block.input_grad, traffic=block.input_grad.traffic + 4 * m * stream),
         )
     return (
-        TensorRankWork(share(embedding, replicated_embedding, size), (m * stream,), ()),
-        *(TensorRankWork(replace(block, name=work.name), forward_sums, backward_sums) for work in blocks),
-        TensorRankWork(share(head, replicated_head, size), (token, 2 * token), (m * stream,)),
+        TensorRankWork(share(embedding, replicated_embedding, size), all_reduces(m * stream), ()),
+        *(
+            TensorRankWork(replace(block, name=work.name), all_reduces(*forward_sums), all_reduces(*backward_sums))
+            for work in blocks
+        ),
+        TensorRankWork(share(head, replicated_head, size), all_reduces(token, 2 * token), all_reduces(m * stream)),
     )
+
+
+def _divided_sequence(
+    model: GptSpec, works: Sequence[LayerWork], widths: tuple[int, int], size: int, chunked: bool
+) -> tuple[TensorRankWork, ...]:
+    """Return the same where positions between divided layers are divided too (``divided_gpt``).
+
+    A gather and a reduce-scatter copy what they exchange once, so that the shares of a rank lie together.
+
+    Args:
+        model: the GPT.
+        works: an embedding, a block and the head, undivided.
+        widths: bytes of a value of products, and of one between them.
+        size: devices of the group.
+        chunked: whether the loss is computed in chunks.
+    """
+    (embedding, block, head), (e, m), s, h = works, widths, model.sequence, model.hidden
+    stream = float(s * h)
+
+    def gathered(size_bytes: float) -> tuple[Exchange, Exchange]:
+        return Exchange("all_gather", size_bytes), Exchange("reduce_scatter", size_bytes)
+
+    # Each rank looks up all tokens in its rows, and its own positions.
+    replicated = LayerWork(
+        name="embedding",
+        parameters=s * h,
+        forward=TaskWork(traffic=2 * m * stream),
+        input_grad=TaskWork(),
+        weight_grad=TaskWork(traffic=2 * m * stream),
+        kept_bytes=0.0,
+        output_bytes=0.0,
+    )
+    first = TensorRankWork(share(embedding, replicated, size), gathered(m * stream)[1:], gathered(m * stream)[:1])
+    replicated = LayerWork(
+        name="block",
+        parameters=6 * h,
+        forward=TaskWork(operands=4 * e * stream, traffic=4 * (e + m) * stream),
+        input_grad=TaskWork(operands=4 * e * stream, traffic=4 * (e + m) * stream),
+        weight_grad=TaskWork(operands=4 * e * stream),
+        kept_bytes=2 * e * stream,
+        waiting_bytes=4 * e * stream,
+        output_bytes=0.0,
+    )
+    more = 4 * (e + m) * stream  # which no undivided block moves
+    one = share(
+        replace(
+            block,
+            forward=replace(block.forward, traffic=block.forward.traffic + more),
+            input_grad=replace(block.input_grad, traffic=block.input_grad.traffic + more),
+        ),
+        replicated,
+        size,
+    )
+    small = all_reduces(*(m * h,) * 6)  # gradients of norms and biases
+    inside, between = gathered(m * stream), gathered(e * stream)
+    ahead, back = (inside[0], between[1]) * 2, (between[0], inside[1]) * 2
+    blocks = (TensorRankWork(replace(one, name=f"block.{i}"), ahead, (*back, *small)) for i in range(model.layers))
+    token = float((8 if m == 8 else 4) * s)
+    replicated = LayerWork(
+        name="head",
+        parameters=2 * h,
+        forward=TaskWork(operands=e * stream, traffic=2 * m * stream),
+        input_grad=TaskWork(operands=e * stream, traffic=2 * m * stream),
+        weight_grad=TaskWork(operands=e * stream),
+        kept_bytes=e * stream * (1 + chunked) + 8 * s,
+        waiting_bytes=e * stream,
+        output_bytes=0.0,
+    )
+    last = TensorRankWork(
+        share(head, replicated, size),
+        (inside[0], *all_reduces(token, 2 * token)),
+        (inside[1], *all_reduces(m * h, m * h)),
+    )
+    return first, *blocks, last
 
 
 def share(work: LayerWork, replicated: LayerWork, size: int) -> LayerWork:
@@ -142,6 +238,7 @@ def tensor_profile(
     compiled: bool = False,
     overlapped: bool = False,
     loss_chunk: int | None = None,
+    sequence: bool = False,
 ) -> Profile:
     """Compute the profile of a cluster whose devices are tensor-parallel groups; see ``analytic_profile``.
 
@@ -165,6 +262,7 @@ def tensor_profile(
             has devices, of which one has nothing beside it: user buffers of TransformerEngine, asynchronous tensor
             parallelism of PyTorch (Wang et al. 2023). Raypipe's own runtime has none of that.
         loss_chunk: ``train.loss_chunk_tokens``; of a GPT.
+        sequence: ``parallel.sequence_parallel``; of a GPT.
 
     Raises:
         SpecError: the heads or the devices are not divisible by ``size``, or ``sub_pipelined`` without an even
@@ -177,7 +275,9 @@ def tensor_profile(
             f"use a divisor of {cluster.devices}",
         )
     software = SOFTWARE[cluster.software]
-    tensor_ranks = divided_gpt(model, dtype, size, software, loss_chunk) if isinstance(model, GptSpec) else tuple(model)
+    tensor_ranks = (
+        divided_gpt(model, dtype, size, software, loss_chunk, sequence) if isinstance(model, GptSpec) else tuple(model)
+    )
     if isinstance(model, GptSpec) and model.tie_embeddings:
         tied = tensor_ranks[-1].work.parameters - 2 * model.hidden
     if sub_pipelined:
@@ -187,15 +287,13 @@ def tensor_profile(
     plain = analytic_profile(works, cluster, dtype, parts, optimizer, momentum, compiled=compiled)
     layout = Layout.of(range(size), Hosts(cluster.devices_per_host))
 
-    def exchanged(kind: Kind, each: Sequence[float], samples: int) -> float:
-        return sum(collective_seconds(plain, kind, samples * one, layout) for one in each)
+    def exchanged(each: Sequence[Exchange], samples: int) -> float:
+        return sum(collective_seconds(plain, one.kind, samples * one.bytes, layout) for one in each)
 
     def timed(layer: LayerProfile, tensor_rank: TensorRankWork) -> LayerProfile:
         times = {}
         for samples, t in layer.times.items():
-            ahead = exchanged("all_reduce", tensor_rank.forward_all_reduces, samples)
-            ahead += exchanged("all_gather", tensor_rank.gathers, samples)
-            back = exchanged("all_reduce", tensor_rank.backward_all_reduces, samples)
+            ahead, back = exchanged(tensor_rank.forward, samples), exchanged(tensor_rank.backward, samples)
             exchanges = {"forward": ahead, "recompute": ahead, "input_grad": back, "joint": back, "weight_grad": 0.0}
             if overlapped:
                 taken = plain.communication_share

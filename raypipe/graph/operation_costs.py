@@ -110,6 +110,7 @@ KEEPS_NOTHING = (
     | {"copy", "to", "_to_copy", "sum", "mean", "masked_fill", "where", "dropout"}
     | {"constant_pad_nd", "pad", "roll", "index_select", "repeat", "repeat_interleave", "embedding"}
     | {"copy_to_group", "reduce_from_group", "gather_from_group", "rows_of_tensor_rank"}
+    | {"gather_sequence", "scatter_sequence"}
 )
 """Operations that are linear in their operands. What dropout and embedding do save is counted separately."""
 BILINEAR = {"mul", "mul_", "div", "div_", "matmul", "bmm", "mm", "baddbmm", "einsum", "linear", "addmm", "addbmm"}

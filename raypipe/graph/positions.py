@@ -225,6 +225,8 @@ _MADE = {*CONSTANT, "new_empty"}
 _CHOICES = {"topk", "gather", "scatter"}
 """Operations that choose values of a row by number, as routers to experts do."""
 _PRODUCTS = {"linear", "addmm", "mm", "matmul"}
+BY_POSITION = _ROW_WISE | _REDUCTIONS.keys() | {"layer_norm", "rms_norm"}
+"""Operations that may compute each position by itself, and neither multiply matrices nor name sizes."""
 
 
 def sequence_flow(graph: OperationGraph) -> Flow:
@@ -233,10 +235,16 @@ def sequence_flow(graph: OperationGraph) -> Flow:
     Raises:
         CaptureError: a slice would not compute what the whole does; it names the operation.
     """
-    return _FlowReader(graph).flow()
+    return FlowReader(graph).flow()
 
 
-class _FlowReader:
+class FlowReader:
+    """Tells which operations compute each position by itself.
+
+    Raises:
+        CaptureError: the inputs are not all ``[samples, sequence]``.
+    """
+
     def __init__(self, graph: OperationGraph) -> None:
         self.graph = graph
         shapes = [graph.sources[name].type.shape for name in graph.inputs]
@@ -248,6 +256,7 @@ class _FlowReader:
         self.sizes: Sizes = {**{name: 2 * n + 1009 for n, name in enumerate(sorted(graph.example))}, self.length: 101}
 
     def flow(self) -> Flow:
+        """See ``sequence_flow``."""
         found: Flow = {}
         for operation in self.graph.operations:
             if is_size(operation):
@@ -270,7 +279,7 @@ class _FlowReader:
         return dims[0] if dims else None
 
     def refusal(self, name: str, operation: Operation, along: int | None, where: str) -> str | None:
-        """Why the operation is not row-wise; None if it is."""
+        """Say why the operation is not row-wise; None if it is."""
         values = [*operation.args, *operation.kwargs.values()]
         operands = [kind for value in values for kind in self.kinds(value)]
         if operation.mutates:
@@ -341,6 +350,7 @@ class _FlowReader:
         return "it is not known to compute each position by itself"
 
     def attention(self, operation: Operation, operands: list[TensorType]) -> str | None:
+        """The same of attention."""
         if operation.mask is not None or not operation.causal:
             return "its attention is not causal, or has a mask of values"
         rows = all(len(k.shape) == 4 and k.shape[2] == self.length for k in operands)

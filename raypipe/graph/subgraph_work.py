@@ -14,7 +14,7 @@ from math import prod
 from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
 from raypipe.cost.kernels import BLOCK
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, LinearHead, Product, TaskWork, linear_products, with_head
-from raypipe.cost.tensor import TensorRankWork
+from raypipe.cost.tensor import Exchange, TensorRankWork, all_reduces
 from raypipe.graph.counted import AUTOCAST_BYTES, Autocast, Counted, is_product
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.operation_costs import (
@@ -36,7 +36,7 @@ LINEAR = {"linear", "addmm", "mm", "matmul"}
 """Products whose shape is that of a linear layer if they read one matrix of parameters."""
 GROUPED = {"_grouped_mm", "grouped_mm_fallback"}
 """Products of rows with the matrices of their experts, which are stacked."""
-COLLECTIVES = {"copy_to_group", "reduce_from_group", "gather_from_group"}
+COLLECTIVES = {"copy_to_group", "reduce_from_group", "gather_from_group", "gather_sequence", "scatter_sequence"}
 INPUT_GRAD, WEIGHT_GRAD = 0.8, 0.3
 """Overhead of the input and the weight gradient relative to the forward, as for the built-in GPT's blocks."""
 LABEL = 8
@@ -114,9 +114,9 @@ class _Sums:
     """Number of elements of the parameters that products read."""
     tables: dict[str, float] = field(default_factory=dict)
     """Bytes of the parameters of embeddings."""
-    forward_all_reduces: list[float] = field(default_factory=list)
-    backward_all_reduces: list[float] = field(default_factory=list)
-    gathers: list[float] = field(default_factory=list)
+    ahead: list[Exchange] = field(default_factory=list)
+    back: list[Exchange] = field(default_factory=list)
+    """What tensor ranks exchange."""
     moved: dict[int, tuple[float, float]] = field(default_factory=dict)
     """Per operation, the bytes that it moves, and in the backward."""
     grouped: list[int] = field(default_factory=list)
@@ -248,7 +248,7 @@ def _tensor_rank(
         key_value_bytes=sums.key_values,
         experts=_experts(counted, sums, names, wide),
     )
-    return TensorRankWork(work, tuple(sums.forward_all_reduces), tuple(sums.backward_all_reduces), tuple(sums.gathers))
+    return TensorRankWork(work, tuple(sums.ahead), tuple(sums.back))
 
 
 def _experts(c: Counted, sums: _Sums, names: Sequence[str], wide: int) -> ExpertsWork | None:
@@ -298,12 +298,27 @@ def _count(c: Counted, i: int, sums: _Sums) -> None:
         apart = _Sums()
         _operation(c, i, apart)
         sums.add_forward(apart)
+    if name in COLLECTIVES:
+        _exchange(c, i, name, sums)
+
+
+def _exchange(c: Counted, i: int, name: str, sums: _Sums) -> None:
+    """Add what tensor ranks exchange in one operation's forward and backward."""
+    operation = c.graph.operations[i]
+    ahead: tuple[Exchange, ...] = ()
+    back: tuple[Exchange, ...] = ()
+    size, summed = float(c.bytes(i)), name.endswith("_sequence") and operation.args[3]
     if name == "reduce_from_group":
-        sums.forward_all_reduces.append(c.bytes(i))
-    elif name == "copy_to_group" and wanted:
-        sums.backward_all_reduces.append(c.bytes(i))
-    elif name == "gather_from_group":
-        sums.gathers.append(c.bytes(i))
+        ahead = all_reduces(size)
+    elif name == "copy_to_group":
+        back = all_reduces(size)
+    elif name == "scatter_sequence":
+        size *= operation.args[2]
+        ahead, back = (Exchange("reduce_scatter", size),) * summed, (Exchange("all_gather", size),)
+    else:  # what one rank has of the gradient, it takes without the others
+        ahead, back = (Exchange("all_gather", size),), (Exchange("reduce_scatter", size),) * summed
+    sums.ahead += ahead
+    sums.back += back if c.graph.requires_grad[i] else ()
 
 
 def _operation(c: Counted, i: int, sums: _Sums) -> None:

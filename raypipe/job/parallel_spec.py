@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -37,6 +37,9 @@ PLANNED = ("auto", "layers", "microbatches")
 """Values of ``recompute`` that leave something to the planner."""
 DECIDED = {"schedule", "stages", "microbatch"}
 """Keys of ``parallel`` without which there is something left to choose."""
+
+
+SEQUENCE_KEY = "parallel.sequence_parallel"
 
 
 class ParallelSpec(Spec):
@@ -157,6 +160,9 @@ class ParallelSpec(Spec):
     """Devices that share each layer."""
     sub_pipelined: bool = False
     """With ``tensor``: each micro-batch in two halves, of which one computes while the other's sums are under way."""
+    sequence_parallel: bool = False
+    """With ``tensor``: between divided layers, each device computes and keeps a T-th of the positions (norms, dropout,
+    residual sums), and sends a T-th of them to the next stage. ``auto``: wherever the model allows it."""
     tensor_table: str | None = None
     """File that says which layers are divided (docs/guides/tensor.md); null for the table of the model's family."""
 
@@ -277,3 +283,19 @@ def zero_level(shard: Shard) -> int:
     (0, 3)
     """
     return 0 if shard == "none" else int(shard.removeprefix("zero"))
+
+
+def check_positions(lengths: Iterable[int], size: int) -> None:
+    """Check that sequences of these lengths divide over ``size`` tensor ranks.
+
+    Raises:
+        SpecError: one does not; the error names the nearest that would.
+    """
+    for length in lengths:
+        if length % size:
+            near = " or ".join(str(n) for n in (length // size * size, -(-length // size) * size) if n)
+            raise SpecError(
+                SEQUENCE_KEY,
+                f"{length} positions do not divide over tensor = {size}",
+                f"use false, or sequences of {near}",
+            )

@@ -20,8 +20,9 @@ from raypipe.errors import SpecError, nearest
 from raypipe.graph.dims import evaluate_all
 from raypipe.graph.fingerprint import MODEL_CODE, TENSOR_CODE, Identity, fingerprint
 from raypipe.graph.operations import OperationGraph
+from raypipe.graph.sequence_parallel import divide_sequence
 from raypipe.job import CapturedSpec, GivenSpec, GptSpec, HfSpec, ImportSpec, JobSpec
-from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.parallel_spec import ParallelSpec, check_positions
 from raypipe.models.captured import CapturedModel, Share, Unmixed
 from raypipe.models.divided_head import DividedHead
 from raypipe.models.given.read import given_model
@@ -100,7 +101,14 @@ def _whole_loss(
         table = parallel.tensor_table if parallel.tensor > 1 else None
         copies = 0 if parallel.auto and "replicas" not in parallel.given else parallel.replicas
         division = Division(
-            parallel.tensor, tensor_rank, table, parallel.experts, expert_rank, copies, parallel.expert_order
+            parallel.tensor,
+            tensor_rank,
+            table,
+            parallel.experts,
+            expert_rank,
+            copies,
+            parallel.expert_order,
+            parallel.sequence_parallel and parallel.tensor > 1,
         )
     smoothing = job.train.label_smoothing
     if division is not None and division.experts > 1 and not isinstance(job.model, HfSpec | ImportSpec):
@@ -200,6 +208,9 @@ def _captured(
     if packed:
         check_apart(result)
     named = {name: _field(name, fields) for name in result.graph.inputs}
+    if division is not None and division.sequence:
+        check_positions([field.shape[0] for _, field in named.values() if field.shape], division.size)
+        result = replace(result, graph=divide_sequence(result.graph, division.size))
     if function is not None and isinstance(task, OwnLoss):
         task.figures = figures_of(*result.graph.outputs)
     if isinstance(task, GivenLoss):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from raypipe.job import GptSpec
+from raypipe.job.parallel_spec import check_positions
 from raypipe.models.attention import causal_attention
 from raypipe.models.current_slice import positions_of
 from raypipe.models.keyed_random import KeyedDropout, fold64
@@ -36,9 +37,8 @@ from raypipe.models.layered import (
     equal_slices,
 )
 from raypipe.models.task import ANY_LENGTH, Inputs, Lengths, NextToken
-from raypipe.tensor import Division, Shard
-from raypipe.tensor.divide import HeadParallel
-from raypipe.tensor.group import entered
+from raypipe.tensor import Division, Shard, scatter_sequence
+from raypipe.tensor.divide import ColumnParallel, HeadParallel, RowParallel, VocabularyParallel, become
 
 INIT_STD = 0.02
 """Standard deviation of the start values of embeddings and matrices."""
@@ -46,6 +46,9 @@ INIT_STD = 0.02
 
 class Embedding(nn.Module):
     """Adds token and position embeddings: int64 ``[batch, sequence]`` -> ``[batch, sequence, hidden]``."""
+
+    sequence = 1
+    """Tensor ranks that divide the positions of the result."""
 
     def __init__(self, model: GptSpec) -> None:
         super().__init__()
@@ -56,7 +59,10 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Embed tokens; sequences may be shorter than the model's, or parts of them."""
         places = positions_of(tokens.shape[1], device=tokens.device)
-        y: Tensor = self.dropout(self.token(tokens) + self.position(places))
+        position = self.position(places)
+        if self.sequence > 1:
+            position = scatter_sequence(position, 0, self.sequence, False)
+        y: Tensor = self.dropout(self.token(tokens) + position)
         return y
 
 
@@ -79,9 +85,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block; there is no dropout inside attention, whose kernel would use the process's generator."""
-        batch, sequence, _ = x.shape
-        # The number of heads (-1) is that of this tensor rank's share.
-        qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, -1, self.head_width)
+        qkv = self.qkv(self.attention_norm(x))
+        # The number of heads (-1) is that of this tensor rank's share, which has all positions.
+        qkv = qkv.view(*qkv.shape[:2], 3, -1, self.head_width)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()
         y = causal_attention(q, k, v)
         y = y.transpose(1, 2).flatten(2)
@@ -112,6 +118,17 @@ def make_layer(model: GptSpec, index: int, projects: bool = True) -> nn.Module:
     if index == 0:
         return Embedding(model)
     return Block(model, index - 1) if index <= model.layers else Head(model, projects)
+
+
+def divide_positions(layer: nn.Module, size: int) -> None:
+    """Let ``size`` tensor ranks divide the positions between a divided layer's matrices, in place."""
+    for path, module in layer.named_modules():
+        if isinstance(module, Embedding | RowParallel | ColumnParallel | HeadParallel | VocabularyParallel):
+            module.sequence = size
+        elif isinstance(module, KeyedDropout):
+            module.divided_dim = 1
+        elif isinstance(module, nn.LayerNorm):
+            become(module, "shared", path)
 
 
 def init_std(model: GptSpec, path: str) -> float | None:
@@ -209,6 +226,8 @@ class GptLayers(LayeredModel):
         self.task = NextToken()
         self.task.smoothed(smoothing)
         if division is not None:
+            if division.sequence:
+                check_positions([model.sequence], division.size)
             with unset_parameters():
                 whole = nn.ModuleList(make_layer(model, i) for i in range(self.count))
             self.shards = division.divide(whole, model.type, model, gather_logits=False)
@@ -234,11 +253,15 @@ class GptLayers(LayeredModel):
             layer = make_layer(self.model, i, self.projects)
         if self.division is not None:
             self.division.divide(layer, self.model.type, self.model, gather_logits=False, part=True)
+            if self.division.sequence:
+                divide_positions(layer, self.division.size)
         return layer
 
     def tensors(self, results: Sequence[int], samples: int, lengths: Lengths = ANY_LENGTH) -> tuple[CutTensor, ...]:
         """Return the residual stream, which keeps the parameters' dtype under autocast too."""
         sequence = lengths.get("input_ids", self.model.sequence)
+        if self.division is not None and self.division.sequence:
+            sequence //= self.division.size
         return (CutTensor((samples, sequence, self.model.hidden), self.dtype, True),) * len(results)
 
     @property
@@ -338,7 +361,7 @@ class GptStage(StageBody):
     def leave_head_to(self, project: Project) -> None:
         """See ``StageBody.leave_head_to``."""
         linear: Any = self.layers[-1].get_submodule("project")
-        enter = entered if isinstance(linear, HeadParallel) else nn.Identity()
+        enter = linear.enter if isinstance(linear, HeadParallel) else nn.Identity()
         linear.forward = lambda x: project(enter(x), linear.weight, linear.bias)
 
     def named(self) -> dict[str, nn.Parameter]:

@@ -387,8 +387,9 @@ def halves_at(
     if divided_dim is not None:
         length = size[divided_dim]
         moved = divided_dim + 1 if batch_dim is not None and divided_dim < batch_dim else divided_dim
-        for sizes in (shape, part, whole):
+        for sizes in (shape, part):
             sizes[moved] = length * current_group().size
+        whole[moved] *= current_group().size
     begin = None
     if (run := current_slice()) is not None or chunks:
         if run is None or sequence_dim is None:
@@ -408,13 +409,18 @@ def halves_at(
 class KeyedDropout(nn.Module):
     """Applies ``keyed_dropout`` as a layer to ``[batch, sequence, ...]``, one row per sample of the context."""
 
+    divided_dim: int | None = None
+    """As ``keyed_dropout``'s."""
+
     def __init__(self, p: float, site: int) -> None:
         super().__init__()
         self.p, self.site = p, site
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop values of ``x`` in training."""
-        return keyed_dropout(x, self.p, self.site, sequence_dim=1) if self.training else x
+        if not self.training:
+            return x
+        return keyed_dropout(x, self.p, self.site, divided_dim=self.divided_dim, sequence_dim=1)
 
     def extra_repr(self) -> str:
         """Return the layer's arguments, for printing a model."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raypipe.errors import SpecError
 from raypipe.models.keyed_random import random_halves
-from raypipe.tensor.group import divided_cross_entropy
+from raypipe.tensor.operators import divided_cross_entropy
 
 MASK = "attention_mask"
 """Name of the raw input that marks a sample's own tokens with 1 and padding with 0."""

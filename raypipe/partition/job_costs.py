@@ -21,6 +21,7 @@ from raypipe.cost.tensor import TensorRankWork, tensor_profile
 from raypipe.errors import CaptureError, SpecError
 from raypipe.job.cluster import ClusterSpec
 from raypipe.job.model_spec import GptSpec
+from raypipe.job.parallel_spec import SEQUENCE_KEY, check_positions
 from raypipe.job.spec import JobSpec, load_job
 from raypipe.partition.partition_job import JobPieces, divided, job_pieces, to_capture
 from raypipe.plan.choose import choose
@@ -72,8 +73,12 @@ def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1, pieces: Jo
 
 
 @no_collection()
-def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined: bool = False) -> Profile:
+def divided_profile(
+    job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined: bool = False, sequence: bool = False
+) -> Profile:
     """Return the same profile with every layer shared by a group of ``size`` devices, which then counts as one device.
+
+    ``sequence``: with the positions between layers, too.
 
     Raises:
         SpecError: the model, or the cluster, does not divide so.
@@ -84,8 +89,10 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
     tensor_ranks: GptSpec | tuple[TensorRankWork, ...]
     if isinstance(model, GptSpec):
         tensor_ranks = model
+        if sequence:
+            check_positions([model.sequence], size)
     else:
-        result = job_pieces(divided(job, size), alike=True)
+        result = job_pieces(divided(job, size, sequence), alike=True)
         tensor_ranks, tied, trained_tied = result.tensor_ranks, tied_values(result), tied_values(result, trained=True)
     profiles = [
         tensor_profile(
@@ -99,6 +106,7 @@ def divided_profile(job: JobSpec, cluster: ClusterSpec, size: int, sub_pipelined
             tied=tied,
             trained_tied=trained_tied,
             loss_chunk=train.loss_chunk_tokens,
+            sequence=sequence,
         )
         for kind in cluster.kinds
     ]
@@ -130,9 +138,17 @@ def shared_profiles(
         why = f"groups of {asked} do not divide a host of {hosts} devices"
         raise SpecError("parallel.tensor", why, fix)
     for size in sizes if asked is None else [asked]:
+        sequence = bool(given.get("sequence_parallel", True))
         for halves in (False, True) if "sub_pipelined" not in given else (bool(given["sub_pipelined"]),):
             try:
-                result[Sharing(size, halves)] = divided_profile(job, cluster, size, halves)
+                try:
+                    own = divided_profile(job, cluster, size, halves, sequence)
+                except SpecError as error:
+                    if not sequence or error.where != SEQUENCE_KEY or "sequence_parallel" in given:
+                        raise
+                    sequence = False
+                    own = divided_profile(job, cluster, size, halves)
+                result[Sharing(size, halves, sequence_parallel=sequence)] = own
             except (SpecError, CaptureError) as error:
                 if asked is not None:
                     raise
@@ -155,7 +171,8 @@ class SharedProfiles:
         self._capturing: subprocess.Popen[bytes] | None = None
         given = job.parallel.given if job.parallel.auto else {}
         sizes = [n for n in group_sizes(cluster) if given.get("tensor", n) == n and given.get("experts", 1) == 1]
-        missing = [one for one in (divided(job, n) for n in sizes) if to_capture(one)]
+        sequence = bool(given.get("sequence_parallel", True))
+        missing = [one for one in (divided(job, n, sequence) for n in sizes) if to_capture(one)]
         if missing and (os.cpu_count() or 1) > 1:
             program = f"from {__name__} import {capture_given.__name__}; {capture_given.__name__}()"
             given_jobs = [one.model_dump_json(exclude_unset=True) for one in missing]

@@ -65,10 +65,11 @@ def partition_job(
     )
 
 
-def divided(job: JobSpec, size: int) -> JobSpec:
+def divided(job: JobSpec, size: int, sequence: bool = False) -> JobSpec:
     """Return the job with its layers shared by groups of ``size``, and whole experts: what copies that divide these pay
-    follows from that (``cost.experts``)."""
-    return job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size, "experts": 1})})
+    follows from that (``cost.experts``). ``sequence``: with the positions between layers shared, too."""
+    changes = {"tensor": size, "experts": 1, "sequence_parallel": sequence}
+    return job.model_copy(update={"parallel": job.parallel.model_copy(update=changes)})
 
 
 def job_pieces(job: JobSpec, alike: bool = False) -> JobPieces:
@@ -177,7 +178,7 @@ def _names(key: str | None) -> list[str]:
 #
 # Only for models whose code and configuration can be told without running any of it: the built-in GPT needs no keeping,
 # and what a function builds is known only once it has run.
-KEPT_AS = 8
+KEPT_AS = 9
 """Version of what is kept; increased when it changes, so that older pieces are no longer found."""
 REFUSALS: dict[str, type[RequestError]] = {"SpecError": SpecError, "CaptureError": CaptureError}
 """Errors that are kept, in place of the pieces of a model whose layers cannot be divided."""
@@ -224,6 +225,7 @@ def pieces_key(job: JobSpec) -> str | None:
         asked["loss_chunk_tokens"] = job.train.loss_chunk_tokens
     if job.parallel.tensor > 1:
         asked["tensor"] = job.parallel.tensor
+        asked["sequence_parallel"] = job.parallel.sequence_parallel
         own = job.parallel.tensor_table
         code += [
             *sorted(TENSOR_CODE.rglob("*.[py]*")),

@@ -19,7 +19,7 @@ from raypipe.plan.candidate import Candidate, least_plainness, plainness
 from raypipe.plan.predict.form import options_of
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
-from raypipe.plan.tensor_groups import Judges
+from raypipe.plan.tensor_groups import Judges, Sharing, sharing_of
 from raypipe.plan.watch import ENDLESS, SearchProgress, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
@@ -129,14 +129,6 @@ Node = tuple[float, float, int, Grid]
 """A node in a queue, which is sorted by rank: the rank, a lower bound on the steps that it leads to, when it came."""
 
 
-Way = tuple[int, bool, int, int]
-
-
-def way_of(node: Grid) -> Way:
-    """Return how devices share layers and experts."""
-    return node.tensor, node.sub_pipelined, node.experts, node.context
-
-
 @dataclass(slots=True)
 class _Search:
     """One search under way."""
@@ -151,9 +143,9 @@ class _Search:
     fitting: dict[object, Prediction] = field(default_factory=dict)
     """Plans that fit, one of those that do the same."""
     grids: list[Node] = field(default_factory=list)
-    candidates: dict[Way, list[Node]] = field(default_factory=dict)
+    candidates: dict[Sharing, list[Node]] = field(default_factory=dict)
     """Queues of each way to share layers and experts."""
-    begun: set[Way] = field(default_factory=set)
+    begun: set[Sharing] = field(default_factory=set)
     """Ways of which there is a plan."""
     _count: Iterator[int] = field(default_factory=itertools.count)
 
@@ -224,7 +216,7 @@ class _Search:
         return own > rank
 
     def _wait(self, rank: float, bound: float, node: Candidate) -> None:
-        own = self.candidates.setdefault(way_of(node), [])
+        own = self.candidates.setdefault(sharing_of(node), [])
         heapq.heappush(own, (rank, bound, next(self._count), node))
 
     def beyond(self, bound: float, node: Grid) -> bool:
@@ -257,7 +249,7 @@ class _Search:
                 return
             if prediction.fits:
                 result.timed += 1
-                self.begun.add(way_of(node))
+                self.begun.add(sharing_of(node))
                 twin = self.fitting.get(_same(prediction))
                 if twin is None or rank_key(prediction) < rank_key(twin):
                     self.fitting[_same(prediction)] = prediction
@@ -266,7 +258,7 @@ class _Search:
             fallbacks = judge.oom_fallback(prediction)
         for least, other in fallbacks:
             least = max(bound, least) if other.slices == node.slices else least
-            if way_of(other) in self.begun or other.recompute == "none" or least >= self.fastest:
+            if sharing_of(other) in self.begun or other.recompute == "none" or least >= self.fastest:
                 self.push(least, other)
             else:  # the first plan of each way to share is wanted at once: what recomputes is most likely to fit
                 result.searched += 1

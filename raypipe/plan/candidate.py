@@ -224,6 +224,7 @@ def grids(
     sub_pipelined: bool = False,
     experts: int = 1,
     context: int = 1,
+    sequence_parallel: bool = False,
 ) -> Iterator[Grid]:
     """Every (D, W, B) with at most ``devices`` devices in all; one device and pure data parallelism among them.
 
@@ -237,8 +238,10 @@ def grids(
         sub_pipelined: micro-batches run in halves, so they are even.
         experts: copies that divide experts; all of them do, in groups of so many.
         context: the same of sequences; ``batch`` is divided over such groups.
+        sequence_parallel: see ``Grid``.
     """
     groups = devices // tensor
+    shared = (tensor, sub_pipelined, experts, context, sequence_parallel)
     for apart in divisors(batch):
         replicas = apart * context
         if replicas > groups:
@@ -250,9 +253,7 @@ def grids(
             if smallest <= microbatch <= largest and not (sub_pipelined and microbatch % 2):
                 deepest = min(groups // replicas, most_stages, MOST * microbatch // share)
                 for stages in range(1, deepest + 1):
-                    yield Grid(
-                        stages, replicas, microbatch, share // microbatch, tensor, sub_pipelined, experts, context
-                    )
+                    yield Grid(stages, replicas, microbatch, share // microbatch, *shared)
 
 
 Asked = Mapping[str, Any]

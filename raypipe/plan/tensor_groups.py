@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from raypipe.cost.experts import with_divided_experts
 from raypipe.cost.profile import Profile, even_order
-from raypipe.job.parallel_spec import check_expert_order
+from raypipe.job.parallel_spec import ParallelSpec, check_expert_order
 from raypipe.job.spec import JobSpec
 from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.candidate import divisors
@@ -34,10 +34,17 @@ class Sharing(NamedTuple):
     """Copies that divide the experts of a layer."""
     context: int = 1
     """Copies that divide each sequence."""
+    sequence_parallel: bool = False
+    """Devices of a group divide positions between the layers that they share."""
 
 
 ALONE = Sharing()
 """Devices share nothing."""
+
+
+def sharing_of(grid: Grid | ParallelSpec) -> Sharing:
+    """Return what the devices of a grid share."""
+    return Sharing(*(getattr(grid, key) for key in Sharing._fields))
 
 
 def of_experts(profiles: Mapping[Sharing, Profile], asked: int | None) -> dict[Sharing, Profile]:
@@ -122,7 +129,7 @@ class Judges:
 
     def of(self, what: Grid) -> Predictor:
         """The predictor whose devices share as much."""
-        return self.by[Sharing(what.tensor, what.sub_pipelined, what.experts, what.context)]
+        return self.by[sharing_of(what)]
 
     def promising(self, grids: Iterable[Grid]) -> list[Grid]:
         """Return grids by the lower bound on the step of every candidate on them."""

@@ -138,6 +138,8 @@ class Grid:
     """Data-parallel copies that divide the experts of each layer, E."""
     context: int = 1
     """Data-parallel copies that divide each sequence, C."""
+    sequence_parallel: bool = False
+    """With ``tensor``: devices that share layers divide the positions between these."""
 
     @property
     def groups(self) -> int:

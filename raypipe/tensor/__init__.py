@@ -12,6 +12,7 @@ from raypipe.tensor.group import (
     group_of_thread,
     set_group,
 )
+from raypipe.tensor.operators import gather_sequence, scatter_sequence
 from raypipe.tensor.table import FeatureTable, load_table, table_for
 
 __all__ = [
@@ -25,10 +26,12 @@ __all__ = [
     "current_group",
     "divide",
     "divide_module",
+    "gather_sequence",
     "group_of_thread",
     "in_order",
     "is_experts",
     "load_table",
+    "scatter_sequence",
     "set_group",
     "table_for",
 ]

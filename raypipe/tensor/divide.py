@@ -20,7 +20,16 @@ from torch import Tensor, nn
 
 from raypipe.errors import SpecError
 from raypipe.tensor.experts import EXPERTS, ExpertsParallel, experts_of
-from raypipe.tensor.group import Axis, Shard, copy_to_group, entered, gathered, left, rows_of_tensor_rank
+from raypipe.tensor.group import Axis, Shard
+from raypipe.tensor.operators import (
+    copy_to_group,
+    entered,
+    gather_sequence,
+    gathered,
+    left,
+    rows_of_tensor_rank,
+    scatter_sequence,
+)
 from raypipe.tensor.table import Feature, FeatureTable, matches, number, table_for
 
 
@@ -247,6 +256,8 @@ class Division:
     """All copies, which errors name a divisor of; 0: not known yet."""
     expert_orders: tuple[tuple[int, ...], ...] = ()
     """See ``experts.in_order``."""
+    sequence: bool = False
+    """Whether positions between divided layers are divided too (``parallel.sequence_parallel``)."""
 
     @property
     def ranks(self) -> dict[Axis, int]:
@@ -273,14 +284,32 @@ class Division:
 
 
 # Divided layers.
+#
+# A captured model's positions are divided in its graph (``graph/sequence_parallel.py``); the built-in GPT has no graph,
+# and its layers do that themselves where their ``sequence`` says so.
 
 
-class ColumnParallel(nn.Module):
+class _Between(nn.Module):
+    """Leads from the tensors between divided layers into these, and back."""
+
+    sequence = 1
+    """Number of ranks that divide the positions ``[batch, positions, ...]`` between divided layers."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return a tensor as divided layers read it: all positions, on all ranks."""
+        return entered(x) if self.sequence == 1 else gather_sequence(x, 1, self.sequence, True)
+
+    def leave(self, partial: Tensor) -> Tensor:
+        """Return the sum of what the ranks have computed; of this rank's positions, where these are divided."""
+        return left(partial) if self.sequence == 1 else scatter_sequence(partial, 1, self.sequence, True)
+
+
+class ColumnParallel(_Between):
     """A layer with divided outputs: it reads a tensor that all ranks hold, and returns this rank's share."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in]`` to ``[..., out / T]``."""
-        return self.product(entered(x))
+        return self.product(self.enter(x))
 
     def product(self, x: Tensor) -> Tensor:
         """Compute the forward of the module's own class."""
@@ -288,7 +317,7 @@ class ColumnParallel(nn.Module):
         return y
 
 
-class RowParallel(nn.Module):
+class RowParallel(_Between):
     """A layer with divided inputs: it reads this rank's share, and all-reduces the result before adding the bias."""
 
     weight: nn.Parameter
@@ -296,16 +325,19 @@ class RowParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in / T]`` to ``[..., out]``."""
-        y = left(self.product(x))
+        y = self.leave(self.product(x))
+        if self.bias is None:
+            return y
+        bias = self.bias if self.sequence == 1 else copy_to_group(self.bias)
         # Under autocast the product has a smaller dtype than the bias, and the result keeps it.
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y + bias.to(y.dtype)
 
     def product(self, x: Tensor) -> Tensor:
         """Compute this rank's part of the sum, without the bias."""
         return x @ self.weight if is_conv1d(self) else F.linear(x, self.weight)
 
 
-class HeadParallel(nn.Module):
+class HeadParallel(_Between):
     """A projection to a divided vocabulary; it reads a tensor that all ranks hold."""
 
     vocabulary: int
@@ -315,7 +347,7 @@ class HeadParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., hidden]`` to ``[..., vocabulary]``, or to this rank's share of it."""
-        share = self.product(entered(x))
+        share = self.product(self.enter(x))
         return gathered(share, self.vocabulary) if self.gathers else share
 
     def product(self, x: Tensor) -> Tensor:
@@ -324,7 +356,7 @@ class HeadParallel(nn.Module):
         return y
 
 
-class VocabularyParallel(nn.Embedding):
+class VocabularyParallel(nn.Embedding, _Between):
     """An embedding divided by rows: each rank looks up its own rows, and an all-reduce combines them."""
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -333,7 +365,7 @@ class VocabularyParallel(nn.Embedding):
         y = self.product(local).masked_fill(~own.unsqueeze(-1), 0.0)
         if self.padding_idx is not None:  # the padding token's row gets no gradient, on any rank
             y = torch.where((ids == self.padding_idx).unsqueeze(-1), y.detach(), y)
-        return left(y)
+        return self.leave(y)
 
     def product(self, ids: Tensor) -> Tensor:
         """Look up rows of this rank's share."""
@@ -382,7 +414,8 @@ def plain_product(module: nn.Module) -> Literal["linear", "embedding"] | None:
     if isinstance(module, VocabularyParallel):
         return "embedding"
     divided = isinstance(module, ColumnParallel | RowParallel | HeadParallel)
-    return "linear" if divided and type(module).__mro__[2] is nn.Linear else None
+    own = next(cls for cls in type(module).__mro__ if not issubclass(cls, _Between))
+    return "linear" if divided and own is nn.Linear else None
 
 
 def become(module: nn.Module, kind: str, path: str) -> None:

@@ -20,6 +20,10 @@ from torch import Tensor
 from raypipe.errors import RunError
 
 Wait = Callable[[], object]
+# torch 2.13 renamed both, and warns about the old names; torch 2.9 has only those.
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Collectives on flat tensors."""
 Axis = Literal["tensor", "experts", "context", "vocabulary"]
 """What divides layers: the tensor ranks of a device, copies that divide experts, copies that divide sequences, or the
 stages that divide a head, which are no group."""
@@ -110,6 +114,12 @@ class TensorGroup(Protocol):
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return every rank's ``x``, all of one shape, in rank order."""
 
+    def start_all_gather(self, x: Tensor) -> tuple[Tensor, Wait]:
+        """Start the same; return where it will be, ``[ranks, *x.shape]``, and what waits for it."""
+
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Wait]:
+        """Start to sum ``x``, ``[ranks, ...]``; return where this rank's part will be, and what waits for it."""
+
     def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
         """Return every rank's ``x`` on rank ``to``; None on the others."""
 
@@ -133,6 +143,14 @@ class SoloGroup:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Return ``x`` alone."""
         return [x]
+
+    def start_all_gather(self, x: Tensor) -> tuple[Tensor, Wait]:
+        """Return ``x`` alone."""
+        return x.unsqueeze(0), lambda: None
+
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Wait]:
+        """Return all of ``x``."""
+        return x[0], lambda: None
 
     def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
         """Return ``x`` alone."""
@@ -189,6 +207,18 @@ class ProcessGroup:
         assert work is not None
         self._wait(f"gathering over {self._name}", work)
         return shares
+
+    def start_all_gather(self, x: Tensor) -> tuple[Tensor, Wait]:
+        """See TensorGroup.start_all_gather; it runs while this process computes."""
+        result = x.new_empty((self.size, *x.shape))
+        work = ALL_GATHER(result.flatten(), x.flatten(), group=self._group, async_op=True)
+        return result, lambda: self._wait(f"gathering over {self._name}", work)
+
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Wait]:
+        """See TensorGroup.start_reduce_scatter; it runs while this process computes."""
+        result = x.new_empty(x.shape[1:])
+        work = REDUCE_SCATTER(result.flatten(), x.flatten(), group=self._group, async_op=True)
+        return result, lambda: self._wait(f"sums over {self._name}", work)
 
     def gather(self, x: Tensor, to: int) -> list[Tensor] | None:
         """See TensorGroup.gather."""
@@ -260,6 +290,22 @@ def all_reduced(x: Tensor, operation: Literal["sum", "max"] = "sum") -> Tensor:
     return x
 
 
+def reduce_scattered(shares: Tensor) -> Tensor:
+    """Return this rank's of the sums of ``shares``, ``[ranks, ...]``; ``meanwhile`` as in ``all_reduced``."""
+    result, wait = current_group().start_reduce_scatter(shares)
+    _meanwhile()
+    wait()
+    return result
+
+
+def all_gathered(share: Tensor) -> Tensor:
+    """Return every rank's ``share``, in rank order: ``[ranks, ...]``; ``meanwhile`` as in ``all_reduced``."""
+    result, wait = current_group().start_all_gather(share)
+    _meanwhile()
+    wait()
+    return result
+
+
 def start_exchange(
     sends: Sequence[int], receives: Sequence[int], *tensors: Tensor
 ) -> tuple[list[Tensor], Callable[[], None]]:
@@ -289,224 +335,3 @@ def exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -
 def _meanwhile() -> None:
     if _current.meanwhile is not None:
         _current.meanwhile()
-
-
-# The collectives inside a divided layer, as torch operators with gradients.
-#
-# They are operators because ``torch.export`` keeps those as nodes of the graph; it would trace into a Python autograd
-# function and keep only its forward. They look up their group when they run. DTensor was tried instead: it dispatches
-# every operation of the block through Python (about twice the time of these on small layers), and exporting it needs
-# the processes of the group.
-#
-# Source: Shoeybi et al. 2019, "Megatron-LM", section 3: ``copy_to_group`` is its f, ``reduce_from_group`` its g.
-
-
-@torch.library.custom_op("raypipe::copy_to_group", mutates_args=())
-def copy_to_group(x: Tensor) -> Tensor:
-    """Pass a tensor that every rank holds into divided layers; its gradient is summed over the group."""
-    return x.clone()
-
-
-@torch.library.custom_op("raypipe::reduce_from_group", mutates_args=())
-def reduce_from_group(x: Tensor, after: Tensor | None = None) -> Tensor:
-    """All-reduce ``x`` over the group; the gradient is passed through to every rank."""
-    return all_reduced(x.clone(memory_format=torch.contiguous_format))
-
-
-@torch.library.custom_op("raypipe::gather_from_group", mutates_args=())
-def gather_from_group(x: Tensor, length: int, after: Tensor | None = None) -> Tensor:
-    """All-gather ``x`` along the last dimension, and truncate it to ``length``.
-
-    Every rank computes the same from the result, so each takes its own share of the gradient.
-    """
-    shares = current_group().all_gather(x.contiguous())
-    return torch.cat(shares, -1)[..., :length].clone(memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("raypipe::rows_of_tensor_rank", mutates_args=())
-def rows_of_tensor_rank(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Map ids to row numbers within this rank's ``rows`` of a divided table.
-
-    Returns the row numbers, 0 for ids that other ranks hold, and a boolean mask of the ids that this rank holds.
-    """
-    local = ids - current_group().rank * rows
-    own = (local >= 0) & (local < rows)
-    return local.masked_fill(~own, 0), own
-
-
-@torch.library.custom_op("raypipe::share_of_tensor_rank", mutates_args=())
-def share_of_tensor_rank(x: Tensor, dim: int, length: int) -> Tensor:
-    """Return this rank's ``length`` entries of a dimension, with zeros behind where it has fewer."""
-    first = min(current_group().rank * length, x.shape[dim])
-    own = x.narrow(dim, first, min(length, x.shape[dim] - first))
-    rest = list(own.shape)
-    rest[dim] = length - own.shape[dim]
-    return torch.cat([own, own.new_zeros(rest)], dim) if rest[dim] else own.clone()
-
-
-@copy_to_group.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@reduce_from_group.register_fake
-def _(x: Tensor, after: Tensor | None = None) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@gather_from_group.register_fake
-def _(x: Tensor, length: int, after: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], length))
-
-
-@share_of_tensor_rank.register_fake
-def _(x: Tensor, dim: int, length: int) -> Tensor:
-    shape = list(x.shape)
-    shape[dim] = length
-    return x.new_empty(shape)
-
-
-@rows_of_tensor_rank.register_fake
-def _(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(ids), torch.empty_like(ids, dtype=torch.bool)
-
-
-def _copy_backward(ctx: Any, gradient: Tensor) -> Tensor:
-    total: Tensor = reduce_from_group(gradient)
-    return total
-
-
-def _reduce_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return gradient, None
-
-
-def _gather_setup(ctx: Any, inputs: tuple[Tensor, int, Tensor | None], output: Tensor) -> None:
-    ctx.share = inputs[0].shape[-1]
-
-
-def _gather_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return share_of_tensor_rank(gradient, gradient.dim() - 1, ctx.share), None, None
-
-
-copy_to_group.register_autograd(_copy_backward)
-reduce_from_group.register_autograd(_reduce_backward)
-gather_from_group.register_autograd(_gather_backward, setup_context=_gather_setup)
-
-
-class _Entered(threading.local):
-    """The tensor that last entered divided layers in this thread, and its copy."""
-
-    last: tuple[Tensor, Tensor] | None = None
-
-
-_entered = _Entered()
-
-
-def entered(x: Tensor) -> Tensor:
-    """Apply ``copy_to_group`` once for all layers that read the same tensor, as query, key and value do.
-
-    Their gradients are then summed in one all-reduce instead of three. The next ``left`` or ``gathered`` drops the
-    copy, so that it is not kept alive.
-    """
-    last = _entered.last
-    if last is not None and last[0] is x and last[1].requires_grad == (x.requires_grad and torch.is_grad_enabled()):
-        return last[1]
-    copy: Tensor = copy_to_group(x)
-    _entered.last = (x, copy)
-    return copy
-
-
-def left(partial: Tensor) -> Tensor:
-    """Apply ``reduce_from_group`` at the end of divided layers."""
-    _entered.last = None
-    total: Tensor = reduce_from_group(partial)
-    return total
-
-
-def gathered(share: Tensor, length: int) -> Tensor:
-    """Apply ``gather_from_group`` at the end of divided layers."""
-    _entered.last = None
-    whole: Tensor = gather_from_group(share, length)
-    return whole
-
-
-# Cross-entropy of logits that are divided over a group; it communicates three numbers per token, not a vocabulary.
-#
-# Source: Shoeybi et al. 2019, "Megatron-LM", section 3 (the fused loss of parallel logits).
-def divided_cross_entropy(
-    logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float = 0.0
-) -> Tensor:
-    """Return ``-log p(target)`` summed over all tokens, the same scalar on every rank of the group.
-
-    Args:
-        logits: ``[tokens, rows]``, this rank's ``rows`` of the vocabulary; on the last ranks some may be padding.
-        targets: int64 ``[tokens]``.
-        vocabulary: number of rows over all ranks, without padding.
-        ignored: target of tokens that are not counted.
-        smoothing: share of a target's probability that the whole vocabulary has evenly.
-    """
-    loss: Tensor = cross_entropy_over_group(logits, targets, vocabulary, ignored, smoothing)[0]
-    return loss
-
-
-@torch.library.custom_op("raypipe::cross_entropy_over_group", mutates_args=())
-def cross_entropy_over_group(
-    logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the loss of ``divided_cross_entropy``, and the probabilities that its gradient is made from."""
-    known = max(0, vocabulary - current_group().rank * logits.shape[-1])
-    shifted = logits.clone()
-    shifted[:, known:] = -torch.inf
-    largest = shifted.amax(-1)
-    all_reduced(largest, "max")
-    shifted -= largest.unsqueeze(-1)
-    local, own = rows_of_tensor_rank(targets, logits.shape[-1])
-    target_logits = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
-    all_logits = [shifted[:, :known].sum(-1)] if smoothing else []
-    powers = shifted.exp_()
-    sums = torch.stack([powers.sum(-1), target_logits, *all_logits])
-    all_reduced(sums)
-    towards = (1 - smoothing) * sums[1] + smoothing / vocabulary * sums[2] if smoothing else sums[1]
-    loss = (sums[0].log() - towards).masked_fill(targets == ignored, 0.0).sum()
-    return loss, powers.div_(sums[0].unsqueeze(-1))
-
-
-@torch.library.custom_op("raypipe::cross_entropy_over_group_gradient", mutates_args=())
-def _cross_entropy_gradient(
-    probabilities: Tensor, targets: Tensor, upstream: Tensor, vocabulary: int, ignored: int, smoothing: float
-) -> Tensor:
-    rows = probabilities.shape[-1]
-    known = max(0, vocabulary - current_group().rank * rows)
-    local, own = rows_of_tensor_rank(targets, rows)
-    gradient = probabilities.clone()
-    share = own.to(probabilities.dtype).mul_(smoothing - 1)
-    gradient.scatter_add_(-1, local.unsqueeze(-1), share.unsqueeze(-1))
-    gradient[:, :known] -= smoothing / vocabulary
-    return gradient.mul_((targets != ignored).unsqueeze(-1)).mul_(upstream)
-
-
-@cross_entropy_over_group.register_fake
-def _(
-    logits: Tensor, targets: Tensor, vocabulary: int, ignored: int, smoothing: float, after: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return logits.new_empty(()), torch.empty_like(logits)
-
-
-@_cross_entropy_gradient.register_fake
-def _(
-    probabilities: Tensor, targets: Tensor, upstream: Tensor, vocabulary: int, ignored: int, smoothing: float
-) -> Tensor:
-    return torch.empty_like(probabilities)
-
-
-def _cross_entropy_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(output[1], inputs[1])
-    ctx.settings = inputs[2:5]
-    ctx.set_materialize_grads(False)  # of the probabilities, which nobody else reads
-
-
-def _cross_entropy_backward(ctx: Any, upstream: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    return _cross_entropy_gradient(*ctx.saved_tensors, upstream, *ctx.settings), None, None, None, None, None
-
-
-cross_entropy_over_group.register_autograd(_cross_entropy_backward, setup_context=_cross_entropy_setup)

@@ -22,17 +22,22 @@ class Two(SoloGroup):
 
     size = 2
 
+    def start_all_gather(self, x):
+        return torch.stack([x, x]), lambda: None
+
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("index", [1, 3])
-def test_kept_bytes_are_the_tensors_that_autograd_saves(dtype, dropout, index):
+@pytest.mark.parametrize("sequence", [False, True])
+def test_kept_bytes_are_the_tensors_that_autograd_saves(dtype, dropout, index, sequence):
     shape = spec(dropout=dropout)
-    work = divided_gpt(shape, dtype, 2)[index].work
-    model = GptLayers(shape, DTYPES[dtype], Division(2, 0))
+    work = divided_gpt(shape, dtype, 2, sequence=sequence)[index].work
+    model = GptLayers(shape, DTYPES[dtype], Division(2, 0, sequence=sequence))
     layer = model.build(index, seed=0)
     assert sum(p.numel() for p in layer.parameters()) == work.parameters
     x, ids = inputs_of(shape, index, dtype)
+    x = x[:, : x.shape[1] // (1 + sequence)].detach().contiguous().requires_grad_()
     saved = []
     with (
         group_of_thread(Two()),
@@ -48,24 +53,36 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(dtype, dropout, index):
 
 
 class Listening(Two):
-    """Writes down how many bytes are summed."""
+    """Writes down what is exchanged, and how many bytes."""
 
     def __init__(self) -> None:
-        self.bytes: list[float] = []
+        self.bytes: list[tuple[str, float]] = []
 
     def start_all_reduce(self, x, operation="sum"):
-        self.bytes.append(float(x.nbytes))
+        self.bytes.append(("all_reduce", float(x.nbytes)))
         return super().start_all_reduce(x, operation)
+
+    def start_all_gather(self, x):
+        self.bytes.append(("all_gather", 2.0 * x.nbytes))
+        return super().start_all_gather(x)
+
+    def start_reduce_scatter(self, x):
+        self.bytes.append(("reduce_scatter", float(x.nbytes)))
+        return super().start_reduce_scatter(x)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("index", [0, 1, 3])
-def test_sums_are_as_large_as_the_layers_make_them(dtype, index):
+@pytest.mark.parametrize("sequence", [False, True])
+def test_exchanges_are_as_large_as_the_layers_make_them(dtype, index, sequence):
+    """Gradients of norms and biases are of parameters, so as large for one sample as for all."""
     shape = spec(dropout=0.1)
-    tensor_rank = divided_gpt(shape, dtype, 2)[index]
-    model = GptLayers(shape, DTYPES[dtype], Division(2, 0))
+    tensor_rank = divided_gpt(shape, dtype, 2, sequence=sequence)[index]
+    model = GptLayers(shape, DTYPES[dtype], Division(2, 0, sequence=sequence))
     layer, group = model.build(index, seed=0), Listening()
     x, ids = inputs_of(shape, index, dtype)
+    if index:
+        x = x[:, : x.shape[1] // (1 + sequence)].detach().contiguous().requires_grad_()
     with group_of_thread(group):
         if index < 3:
             y = forward(shape, layer, index, dtype, x, ids).sum()
@@ -74,8 +91,13 @@ def test_sums_are_as_large_as_the_layers_make_them(dtype, index):
                 y = model.task.loss(layer(x), {"shift_labels": ids})
         there, group.bytes = group.bytes, []
         y.backward()
-    assert there == [SAMPLES * one for one in tensor_rank.forward_all_reduces]
-    assert group.bytes == [SAMPLES * one for one in tensor_rank.backward_all_reduces]
+    small = shape.hidden * DTYPES[dtype].itemsize
+    tables = 0 if index else shape.sequence * small
+    made = [one for one in group.bytes if one[1] not in (small, tables)]
+    assert sorted(there) == sorted((one.kind, SAMPLES * one.bytes) for one in tensor_rank.forward)
+    large = [one for one in tensor_rank.backward if one.bytes != small]
+    assert sorted(made) == sorted((one.kind, SAMPLES * one.bytes) for one in large)
+    assert len(group.bytes) - len(made) - (index == 0 and sequence) == len(tensor_rank.backward) - len(large)
 
 
 def test_a_group_of_one_is_the_device():

@@ -240,10 +240,10 @@ def test_a_member_of_a_group_computes_holds_and_sums_what_the_formulas_say() -> 
     model = build_model(job, declared_fields(job.data), tensor_rank=0)
     embedding, attention, mlp, *_, head = tensor_ranks_of(job, model)
     table, block, *_, last = divided_gpt(shape, "float32", 4)
-    assert embedding.forward_all_reduces == table.forward_all_reduces
-    assert attention.forward_all_reduces + mlp.forward_all_reduces == block.forward_all_reduces
-    assert attention.backward_all_reduces + mlp.backward_all_reduces == block.backward_all_reduces
-    assert (head.gathers, head.backward_all_reduces) == ((4.0 * 512 * 50256,), last.backward_all_reduces)
+    assert embedding.forward == table.forward
+    assert attention.forward + mlp.forward == block.forward
+    assert attention.backward + mlp.backward == block.backward
+    assert (head.forward, head.backward) == ((("all_gather", 4.0 * 512 * 50256),), last.backward)
     assert embedding.work.parameters == table.work.parameters
     assert attention.work.parameters + mlp.work.parameters == block.work.parameters
     assert head.work.parameters == last.work.parameters

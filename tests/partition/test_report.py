@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.profile import Slicing
-from raypipe.cost.tensor import TensorRankWork
+from raypipe.cost.tensor import Exchange, TensorRankWork, all_reduces
 from raypipe.errors import SpecError
 from raypipe.job import job_from
 from raypipe.job.cluster import load_cluster
@@ -134,7 +134,8 @@ def test_pieces_are_kept_and_damage_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setenv("RAYPIPE_CACHE_DIR", str(tmp_path))
     pieces, _ = model([1e9, 1e12, 1e9])
     works = tuple(plain_layer(p.label, flops=p.flops, parameters=1, kept_bytes=1, output_bytes=1) for p in pieces)
-    tensor_ranks = tuple(TensorRankWork(work, (8.0,) * i, (), (4.0,)) for i, work in enumerate(works))
+    gathered = (Exchange("all_gather", 4.0),)
+    tensor_ranks = tuple(TensorRankWork(work, all_reduces(*(8.0,) * i), gathered) for i, work in enumerate(works))
     result = JobPieces(pieces, tensor_ranks, Slicing(positions=4, refused="it looks back"))
     save_pieces("key", result)
     assert load_pieces("key") == result

@@ -9,7 +9,7 @@ from raypipe.models import build_model
 from tests.exhaustive import exhaustive
 from tests.runtime.compiled.pieces import compiled_device, step_of
 from tests.runtime.runs.one_device import Outcome, even_cut, run_step
-from tests.runtime.runs.test_any_model import CASES, fields_of, job_of
+from tests.runtime.runs.test_any_model import CASES, DROPS, fields_of, job_of
 from tests.tensor.threads import run_tensor_ranks
 
 DROPOUT_INSIDE = {"gpt2", "bert", "t5"}
@@ -18,15 +18,19 @@ DROPOUT_INSIDE = {"gpt2", "bert", "t5"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "traced"),
-    [("gpt2", False), ("t5", False), ("vit", False), ("gpt2", True),
-     *exhaustive(("opt", False), ("qwen3", False), ("bert", False), ("t5", True), ("bert", True), ("qwen3", True))],
+    ("case", "traced", "sequence"),
+    [("gpt2", False, False), ("t5", False, False), ("vit", False, False), ("gpt2", True, False),
+     ("gpt2", False, True), ("qwen3", False, True), ("qwen3", True, True),
+     *exhaustive(("opt", False, False), ("qwen3", False, False), ("bert", False, False), ("t5", True, False),
+                 ("bert", True, False), ("qwen3", True, False), ("opt", False, True), ("bert", False, True),
+                 ("gpt2", True, True))],
 )  # fmt: skip
-def test_a_divided_model_trains_as_the_whole_one(case: str, traced: bool) -> None:
+def test_a_divided_model_trains_as_the_whole_one(case: str, traced: bool, sequence: bool) -> None:
     """Also as the pieces of compiled stages, which are the same on every rank: no rank is in their graphs."""
     spec, rows = CASES[case]
     job, size = job_of(spec), 2
-    divided = job.model_copy(update={"parallel": job.parallel.model_copy(update={"tensor": size})})
+    parallel = job.parallel.model_copy(update={"tensor": size, "sequence_parallel": sequence})
+    divided = job.model_copy(update={"parallel": parallel})
     whole = build_model(job, fields_of(rows))
     rows = whole.task.complete(rows)
     expected = run_step(whole, even_cut(whole, 3), rows, torch.float64, 2)
@@ -45,7 +49,11 @@ def test_a_divided_model_trains_as_the_whole_one(case: str, traced: bool) -> Non
     tensor_ranks = run_tensor_ranks(size, work)
     assert not traced or graphs[0] == graphs[1]
     model = build_model(divided, fields_of(CASES[case][1]), 0)
-    assert any(site.divided_dim is not None for site in model.sites.values()) == (case in DROPOUT_INSIDE)
+    assert any(site.divided_dim is not None for site in model.sites.values()) == (
+        case in DROPOUT_INSIDE or (sequence and case in DROPS)
+    )
+    if sequence:
+        assert sum(o.target == "raypipe.scatter_sequence.default" for o in model.graph.operations) > 3
     for outcome in tensor_ranks:
         assert outcome.loss == pytest.approx(expected.loss, abs=1e-9, rel=0)
     for name, gradient in expected.gradients.items():

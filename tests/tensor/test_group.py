@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from raypipe.tensor import Shard
-from raypipe.tensor.group import divided_cross_entropy
+from raypipe.tensor.operators import divided_cross_entropy
 from tests.tensor.threads import run_tensor_ranks
 
 

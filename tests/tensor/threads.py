@@ -62,6 +62,12 @@ class TensorRankWork:
     def all_gather(self, x: Tensor) -> list[Tensor]:
         return self.meeting.exchange(self.rank, x)
 
+    def start_all_gather(self, x: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        return torch.stack(self.meeting.exchange(self.rank, x)), lambda: None
+
+    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        return torch.stack(self.meeting.exchange(self.rank, x)).sum(0)[self.rank], lambda: None
+
 
 def run_tensor_ranks(size: int, work: Callable[[int, TensorRankWork], T]) -> list[T]:
     """``work(rank, member)`` on every member of a tensor group, each in its thread; what each returned."""

@@ -11,7 +11,7 @@ from raypipe.files import is_url
 from raypipe.job.data_spec import DataSpec
 from raypipe.job.field_types import MOST_DEVICES, WIDTH, WireDtype
 from raypipe.job.model_spec import CapturedSpec, GptSpec, HfSpec, ModelSpec
-from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, PLANNED, SHAPE, SHARDING, ParallelSpec
+from raypipe.job.parallel_spec import BUDGET, INNERMOST, JOBS_OWN, PLANNED, SEQUENCE_KEY, SHAPE, SHARDING, ParallelSpec
 from raypipe.job.requested_schedule import is_file
 from raypipe.job.rules.no_effect import BrokenRule, Parts, without_effect
 from raypipe.job.rules.schedule import alphas_rules, depth, schedule_rules
@@ -304,6 +304,9 @@ def _context(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     if size == 1:
         return
     yield from _divided_by_copies("context", parallel)
+    if parallel.sequence_parallel:
+        why = f"cannot be combined with context: {size}, which divides positions already"
+        yield SEQUENCE_KEY, why, "use false, or context: 1"
     if parallel.slices > 1:
         yield key, f"{size} cannot be combined with slices: {parallel.slices}", "use context: 1, or slices: 1"
     if train.compile != "none":

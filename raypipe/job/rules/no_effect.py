@@ -208,6 +208,12 @@ RULES = (
         f"{OUT}, or use auto: true",
     ),
     Rule(
+        ("parallel.sequence_parallel",),
+        _may_be_divided,
+        "no layer is divided with tensor: 1",
+        f"{OUT}, or raise tensor",
+    ),
+    Rule(
         ("parallel.sub_pipelined",),
         _may_be_divided,
         "there is no all-reduce to overlap with tensor: 1",

@@ -41,6 +41,8 @@ def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
         distributed |= {"tp_size": p.tensor, "pp_size": p.stages, "reshard_after_forward": p.shard == "zero3"}
         if p.shard_replicas is not None:
             distributed["dp_replicate_size"] = p.replicas // p.shard_replicas
+        if p.tensor > 1:
+            distributed["sequence_parallel"] = p.sequence_parallel
         if p.context > 1:
             distributed["cp_size"] = p.context
         if p.experts > 1:

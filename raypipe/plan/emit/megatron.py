@@ -51,6 +51,8 @@ def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
     if train.dtype == "fp8":
         yield "fp8-format hybrid"
     yield f"tensor-model-parallel-size {p.tensor}"
+    if p.sequence_parallel:
+        yield "sequence-parallel"
     yield f"pipeline-model-parallel-size {p.stages}"
     if p.context > 1:
         yield f"context-parallel-size {p.context}"

@@ -24,7 +24,7 @@ from raypipe.plan.predict.of_plan import PlanPrediction, PlanPredictor
 from raypipe.plan.predict.orders import Order
 from raypipe.plan.predict.prediction import Cut
 from raypipe.plan.predict.predictor import Predictor, without_noise
-from raypipe.plan.tensor_groups import ALONE, Sharing
+from raypipe.plan.tensor_groups import ALONE, Sharing, sharing_of
 
 GIB = 2**30
 
@@ -82,7 +82,9 @@ class Costs:
         return PlanPredictor(self.job, self._of(plan.parallel)).predict(plan)
 
     def _of(self, p: ParallelSpec) -> Profile:
-        sharing = Sharing(p.tensor, p.sub_pipelined, p.experts, p.context)
+        sharing = sharing_of(p)
+        if sharing not in self.by:
+            sharing = sharing._replace(sequence_parallel=not p.sequence_parallel)  # costs of about as much
         if p.context > 1 and sharing not in self.by:
             if max(p.tensor, p.experts) > 1:
                 why = f"the costs of context: {p.context} beside tensor: {p.tensor}, experts: {p.experts} are not known"

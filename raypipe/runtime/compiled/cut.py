@@ -318,7 +318,13 @@ def _transposed(node: fx.Node) -> fx.Node:
 
 COLLECTIVES = tuple(
     getattr(torch.ops.raypipe, name).default
-    for name in ("reduce_from_group", "gather_from_group", "cross_entropy_over_group")
+    for name in (
+        "reduce_from_group",
+        "gather_from_group",
+        "gather_sequence",
+        "scatter_sequence",
+        "cross_entropy_over_group",
+    )
 )
 
 

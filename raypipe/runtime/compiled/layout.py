@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from raypipe.models.keyed_random import Keys, RandomKeys, halves_of_part
-from raypipe.tensor.group import share_of_tensor_rank
+from raypipe.tensor.operators import share_of_tensor_rank
 
 TRACED_STEP = -1
 """Step of the keys under which a stage is traced; no real step has it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,10 @@ def _whole_feed(setup: Setup, model: LayeredModel, modules: Modules, device: tor
         }
         return StreamFeed(setup.samples, job, task, reads, samples, device, own, setup.left_out)
     budget = token_budget(job, setup.parallel.replicas, model)
-    data = open_data(setup.data, task, job.data.pad_to_multiple_of, reads, reads_whole, budget)
+    multiple = job.data.pad_to_multiple_of
+    if setup.parallel.sequence_parallel:
+        multiple = lcm(multiple, setup.parallel.tensor)
+    data = open_data(setup.data, task, multiple, reads, reads_whole, budget)
     return Feed(
         data, task, reads, job.train.seed, job.train.batch, samples, device, DTYPES[job.train.dtype], setup.left_out
     )

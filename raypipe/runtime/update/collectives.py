@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import PUSH_EVERY_S
+from raypipe.tensor.group import ALL_GATHER, REDUCE_SCATTER
 
 # Waits for a collective while the device's own messages move on, and names the collective if it fails.
 
@@ -50,23 +51,18 @@ def wait_for(what: str, work: Pending, push: Push) -> None:
         ) from error
 
 
-# Collectives on flat tensors, by the names that the installed torch has for them.
-
-
-# torch 2.13 renamed both, and warns about the old names; torch 2.9 has only those.
-_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Collectives on flat tensors.
 
 
 def start_all_gather(whole: Tensor, shard: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to fill ``whole`` with the members' shards in rank order."""
-    work: dist.Work = _GATHER(whole, shard, group=group, async_op=True)
+    work: dist.Work = ALL_GATHER(whole, shard, group=group, async_op=True)
     return work
 
 
 def start_reduce_scatter(shard: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to sum ``whole`` over the members; each gets its own shard of the sum."""
-    work: dist.Work = _SCATTER(shard, whole, group=group, async_op=True)
+    work: dist.Work = REDUCE_SCATTER(shard, whole, group=group, async_op=True)
     return work
 
 

@@ -20,7 +20,7 @@ from raypipe.job.train_spec import TrainSpec
 from raypipe.models import Inputs, Task
 from raypipe.models.sources.imported import find_function
 from raypipe.models.task import IGNORED, Unprojected
-from raypipe.tensor.group import gather_from_group
+from raypipe.tensor.operators import gather_from_group
 
 Array = NDArray[Any]
 Preprocess = Callable[[Tensor, Tensor], Tensor]

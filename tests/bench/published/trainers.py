@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from raypipe.cost.layer_work import LayerWork, TaskWork
-from raypipe.cost.tensor import TensorRankWork, share
+from raypipe.cost.tensor import TensorRankWork, all_reduces, share
 from tests.bench.published.models import added
 
 Recompute = Literal["none", "selective", "full"]
@@ -166,4 +166,4 @@ def divided(work: LayerWork, size: int, copied: bool, scattered: bool = True) ->
         shared = replace(
             shared, forward=moving(shared.forward, there), input_grad=moving(shared.input_grad, back + again)
         )
-    return TensorRankWork(shared, sums, sums if attends else ())
+    return TensorRankWork(shared, all_reduces(*sums), all_reduces(*sums) if attends else ())

@@ -90,6 +90,7 @@ CASES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("parallel.expert_order", [[1, 0]], {}, {"parallel": {"experts": 2, "replicas": 2, "microbatch": 1}}),
     ("parallel.imbalance", 1.5, {}, {"parallel": {"experts": "auto"}}),
     ("parallel.sub_pipelined", True, {}, {"parallel": {"tensor": 2, "microbatch": 4}, "model": CAPTURED}),
+    ("parallel.sequence_parallel", True, {}, {"parallel": {"tensor": 2, "microbatch": 4}, "model": CAPTURED}),
 ]  # fmt: skip
 
 

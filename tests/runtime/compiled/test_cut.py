@@ -15,7 +15,7 @@ from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.compiled import needs
 from raypipe.runtime.compiled.cut import COLLECTIVES, GraphPiece, ancestors, order_collectives
-from raypipe.tensor.group import cross_entropy_over_group, gather_from_group, reduce_from_group
+from raypipe.tensor.operators import cross_entropy_over_group, gather_from_group, reduce_from_group
 from tests.exhaustive import exhaustive
 from tests.runtime.compiled.pieces import assert_same, compiled_device, step_of
 from tests.runtime.runs.one_device import even_cut, run_step

@@ -37,7 +37,10 @@ PLANS = [
     {"schedule": "1f1b", "stages": 2, "replicas": 2, "sync": "eager"},
     {"schedule": "early-recompute", "stages": 2, "sub_pipelined": True},
     {"schedule": "1f1b", "stages": 1, "replicas": 2, "shard": "zero3"},
+    {"schedule": "zb-h1", "stages": 2, "sequence_parallel": True},
     *exhaustive(
+        {"schedule": "chimera", "stages": 2, "sequence_parallel": True, "sub_pipelined": True, "microbatch": 4},
+        {"schedule": "1f1b", "stages": 2, "replicas": 2, "shard": "zero2", "sequence_parallel": True},
         {"schedule": "1f1b", "stages": 1}, {"schedule": "1f1b", "stages": 2},
         {"schedule": "zb-h1", "stages": 2, "replicas": 2, "shard": "zero1"},
         {"schedule": "zeropp", "stages": 2, "replicas": 2, "shard": "zero3"},
@@ -58,6 +61,8 @@ def test_the_curve_is_that_of_one_device(parallel, reference, stage_pool, text_f
     # Per micro-batch: two sums a block each way, the embedding's and none of its way back, the head's way back and the
     # loss's two.
     once = (2 * 2 * 4 + 1 + 1 + 2) * 4
+    if "sequence_parallel" in parallel:  # the gradients of norms and biases, and the loss's two
+        once = (4 * 6 + 2 + 2) * 8 // parallel.get("microbatch", 2)
     if parallel["schedule"] == "early-recompute":
         assert counts["tensor_all_reduce"] > once * 2
     else:
@@ -124,10 +129,13 @@ def test_a_captured_model_is_divided_too(stage_pool, text_folder, tmp_path) -> N
 
     expected = run({})
     assert run({"schedule": "zb-h1", "tensor": 2}) == pytest.approx(expected, abs=1e-9, rel=0)
+    both = {"schedule": "zb-h1", "tensor": 2, "sequence_parallel": True}
+    assert run(both) == pytest.approx(expected, abs=1e-9, rel=0)
 
     job = captured_job(text_folder, {"auto": True, "stages": 2, "tensor": 2, "sub_pipelined": True})
     cluster = cluster_from(MACHINE)
     decision = choose(job, job_profile(job, cluster), search_s=0, shared=shared_profiles(job, cluster))
+    assert decision.plan.parallel.sequence_parallel  # nothing speaks against it
     decision.plan.save(tmp_path / "plan.json")
     prepared = prepare_run(job, tmp_path / "run", resume=False, plan_file=tmp_path / "plan.json")
     driver = Driver(prepared.job, prepared.plan, tmp_path / "run", RunLog(tmp_path / "run"), lambda *_: None)
@@ -147,6 +155,11 @@ def test_a_captured_model_is_divided_too(stage_pool, text_folder, tmp_path) -> N
         ({"tensor": 2, "update": "optimistic"}, "optimistic cannot be combined with tensor: 2"),
         ({"tensor_table": "mine.yaml"}, "no layer is divided with tensor: 1"),
         ({"sub_pipelined": True}, "no all-reduce to overlap with tensor: 1"),
+        ({"sequence_parallel": True}, "no layer is divided with tensor: 1"),
+        (
+            {"tensor": 2, "sequence_parallel": True, "context": 2, "replicas": 2},
+            "sequence_parallel: cannot be combined with context: 2",
+        ),
         ({"tensor": 2, "sub_pipelined": True, "microbatch": 1}, "do not divide into halves"),
         ({"tensor": 2, "sub_pipelined": True, "schedule": "pipedream-2bw"}, "several versions of the weights"),
         ({"tensor": 2, "tensor_table": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),

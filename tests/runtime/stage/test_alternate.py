@@ -11,7 +11,7 @@ import torch
 from raypipe.models.keyed_random import KeyedDropout, current_keys, random_keys
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.tensor import group_of_thread
-from raypipe.tensor.group import copy_to_group, reduce_from_group
+from raypipe.tensor.operators import copy_to_group, reduce_from_group
 
 
 class Journal:
