@@ -10,7 +10,7 @@ import torch
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
-from raypipe.runtime.update import flat_weights
+from raypipe.runtime.update import collectives, flat_weights
 from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.programs import programs
@@ -64,7 +64,7 @@ def scatter(own: torch.Tensor, whole: torch.Tensor, group: Copies) -> Done:
 @pytest.mark.parametrize(("name", "chunks", "level", "policy", "copies", "dtype"), CASES)
 def test_a_copys_bytes_are_those_of_the_model(name, chunks, level, policy, copies, dtype, monkeypatch) -> None:
     monkeypatch.setattr(flat_weights, "start_all_gather", gather)
-    monkeypatch.setattr(flat_weights, "start_reduce_scatter", scatter)
+    monkeypatch.setattr(collectives, "start_reduce_scatter", scatter)
     one = generate(name, Shape(devices=1, microbatches=4, chunks=chunks))
     whole = shard(replicate(one, copies), level, gather=policy, copies=copies)
     schedule = add_updates(place_gradient_sync(whole, "lazy"))
@@ -77,7 +77,7 @@ def test_a_copys_bytes_are_those_of_the_model(name, chunks, level, policy, copie
     runner = executor(SPEC, schedule, cut, MICROBATCH, dtype, groups=groups)
     most = most_at_once(runner, programs(schedule)[0])
     kept = [t for m in runner.modules.values() for t in m.named.values()]
-    kept += [flat.shard for stage in runner.shards.stages.values() for flat in stage.flats]
+    kept += [flat.shard for stage in runner.sync.shards.values() for flat in stage.flats]
     kept += [t for o in runner.updates.optimizers.values() for state in o.state.values() for t in state.values()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
     assert predicted.total == pytest.approx(most + sum(storages.values()), rel=0.05), predicted.terms()

@@ -138,7 +138,7 @@ def executor(
         seed=train.seed, device=device, copy=own, split=split, groups=groups, shares=shares, autocast=autocast,
         update="auto" if copy is None else "wait", side_stream=side,
     )  # fmt: skip
-    assert bool(made.shards.stages) == (copy is not None)
+    assert bool(made.sync.shards) == (copy is not None)
     return made, programs(schedule)[own], train
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -67,19 +68,19 @@ class ChunkedHead(Unprojected):
     def cross_entropy(self, labels: Tensor, classes: int | None, smoothing: float) -> Tensor:
         """See Unprojected."""
         measure = partial(cross_entropy, classes=classes, smoothing=smoothing)
-        return self._computed(_ChunkedLoss, labels, measure)
+        return self._computed(labels, measure, 1)
 
     def row_statistics(self, labels: Tensor, classes: int, smoothing: float) -> Tensor:
         """See Unprojected."""
         measure = partial(row_statistics, classes=classes, smoothing=smoothing)
         # Of a target's logit alone, the gradient is its row of the weight, and needs no product.
-        read = self._computed(_RowStatistics, labels, measure, looks_up=not (smoothing or self.scaled))
+        read = self._computed(labels, measure, 2, looks_up=not (smoothing or self.scaled))
         return read.view(*labels.shape, 2)
 
-    def _computed(self, function: Any, labels: Tensor, measure: Measure, looks_up: bool = False) -> Tensor:
+    def _computed(self, labels: Tensor, measure: Measure, numbers: int, looks_up: bool = False) -> Tensor:
         flat = replace(self, hidden=self.hidden.flatten(0, -2), waits=self.waits and self.queue.defers(self.weight))
-        asked = _Asked(flat, labels.flatten(), measure, torch.is_grad_enabled(), looks_up)
-        result: Tensor = function.apply(flat.hidden, self.weight, self.bias, asked)
+        asked = _Asked(flat, labels.flatten(), measure, numbers, torch.is_grad_enabled(), looks_up)
+        result: Tensor = _Measured.apply(flat.hidden, self.weight, self.bias, asked)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -105,6 +106,8 @@ class _Asked(NamedTuple):
     head: ChunkedHead
     labels: Tensor
     measure: Measure
+    numbers: int
+    """1: their loss; 2: what a share of the head says of each token."""
     graded: bool
     """Whether a backward may follow."""
     looks_up: bool
@@ -174,58 +177,33 @@ def _leaf(parameter: Tensor) -> Tensor:
     return leaf
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> Tensor:
-        x, used, used_bias = asked.read(hidden, weight, bias)
-        back = torch.empty_like(x) if asked.graded and ctx.needs_input_grad[0] else None
-        losses = []
-        with torch.autocast(x.device.type, enabled=False):
-            for chunk in asked.chunks():
-                read = x[chunk], asked.labels[chunk], used, used_bias
-                loss, *gradient = asked.of_chunk(*read, *([] if back is None else [None]))
-                losses.append(loss)
-                if back is not None:
-                    torch.mm(gradient.pop(), used, out=back[chunk])
-        if asked.graded:
-            ctx.save_for_backward(x, used, used_bias, back)
-            ctx.asked, ctx.weight, ctx.bias, ctx.dtype = asked, weight, bias, hidden.dtype
-        return torch.stack(losses).sum()
+class _Measured(torch.autograd.Function):
+    """What is measured of the logits: their loss, or two numbers of each token.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (scale,) = grads
-        x, used, used_bias, back = ctx.saved_tensors
-        gx = None if back is None else back.to(ctx.dtype) * scale
-        return _finished(ctx, gx, x.detach(), used, used_bias, scale)
-
-
-class _RowStatistics(torch.autograd.Function):
-    """The statistics of a share of the head's rows, for each token.
-
-    The gradient of the input is, for each token, a sum of two vectors times the gradients of its two numbers. The
-    forward keeps these vectors, so that the backward computes nothing of the vocabulary's width.
+    The gradient of the input is one vector for each token and number, times the gradients of these. The forward keeps
+    the vectors, so that the backward computes nothing of the vocabulary's width.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> Tensor:
         x, used, used_bias = asked.read(hidden, weight, bias)
-        count = 0 if not (asked.graded and ctx.needs_input_grad[0]) else 1 if asked.looks_up else 2
+        graded = asked.graded and ctx.needs_input_grad[0]
+        count = asked.numbers - asked.looks_up if graded else 0
         backs = [torch.empty_like(x) for _ in range(count)]
-        which = torch.eye(2, dtype=at_least_float32(used[:0]).dtype, device=x.device)[:count]
-        statistics = []
+        which = torch.eye(2, dtype=at_least_float32(used[:0]).dtype, device=x.device)
+        measured = []
         with torch.autocast(x.device.type, enabled=False):
             for chunk in asked.chunks():
                 labels = asked.labels[chunk]
-                each = (one.expand(len(labels), 2) for one in which)
-                made, *gradients = asked.of_chunk(x[chunk], labels, used, used_bias, *each)
-                statistics.append(made)
+                each = [None] if asked.numbers == 1 else [one.expand(len(labels), 2) for one in which]
+                made, *gradients = asked.of_chunk(x[chunk], labels, used, used_bias, *each[:count])
+                measured.append(made)
                 for back in reversed(backs):
                     torch.mm(gradients.pop(), used, out=back[chunk])
         if asked.graded:
             ctx.save_for_backward(x, used, used_bias, *backs)
             ctx.asked, ctx.weight, ctx.bias, ctx.dtype = asked, weight, bias, hidden.dtype
-        return torch.cat(statistics)
+        return torch.stack(measured).sum() if asked.numbers == 1 else torch.cat(measured)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -237,5 +215,7 @@ class _RowStatistics(torch.autograd.Function):
                 labels = ctx.asked.labels
                 own = ((labels >= 0) & (labels < len(used))).unsqueeze(-1)
                 backs.append(used[labels.clamp(0, len(used) - 1)].where(own, 0.0))
-            gx = sum(scale[:, n : n + 1] * back for n, back in enumerate(backs)).to(ctx.dtype)
+            scales = scale.split(1, 1) if scale.dim() else [scale]
+            products = (back.to(ctx.dtype) * one for one, back in zip(scales, backs, strict=True))
+            gx = reduce(add, products).to(ctx.dtype)
         return _finished(ctx, gx, x.detach(), used, used_bias, scale)

@@ -29,7 +29,7 @@ from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import CutReport, StageReport, first_line
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.gradients import StageKey
+from raypipe.schedule.sharding import StageKey
 
 Build = Callable[[fx.GraphModule, FakeTensorMode, bool], Any]
 """Compiles a graph, to a function or to the source of one; the last argument says whether it is of a backward."""

@@ -22,9 +22,9 @@ from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
-from raypipe.runtime.update.gradients import StageKey
 from raypipe.schedule.kinds import JOINT
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.sharding import StageKey
 from raypipe.tensor.experts import ExpertsParallel
 
 MOST_LENGTHS = 5

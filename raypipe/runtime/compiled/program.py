@@ -29,7 +29,7 @@ from raypipe.runtime.executor.step import StageReport
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import OwnGraph, StageModule
 from raypipe.runtime.transport.channel import Payload, TensorSpec
-from raypipe.runtime.update.gradients import StageKey
+from raypipe.schedule.sharding import StageKey
 
 Outputs = Callable[[], Sequence[Tensor]]
 """Returns the outputs of a piece."""

@@ -43,7 +43,7 @@ from raypipe.runtime.executor.step import CutReport, StageReport, first_line
 from raypipe.runtime.setup.setup import Setup, build_stage, io_specs_of
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.transport.channel import TensorSpec
-from raypipe.runtime.update.gradients import StageKey
+from raypipe.schedule.sharding import StageKey
 from raypipe.tensor.group import TracedGroup, current_group, group_of_thread
 
 Stored = tuple[list[StagePart], CutReport]

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from raypipe.models import Inputs, Task
 from raypipe.models.current_slice import SliceCache, SliceRun, slice_run
@@ -28,7 +29,7 @@ from raypipe.runtime.stage.stage import (
     stacked_inputs,
 )
 from raypipe.runtime.transport.channel import Payload
-from raypipe.runtime.update.weight_versions import Snapshot, run_with
+from raypipe.runtime.update.weight_versions import Snapshot
 from raypipe.runtime.validation.metrics import KeepsPredictions, MicrobatchPredictions, Preprocess
 from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.lowering.programs import Program
@@ -174,7 +175,8 @@ class StageComputation:
         def run(samples: Sequence[int], arrived: Payload, inputs: Inputs) -> Payload:
             drawn = self._drawn(microbatches.step, samples)
             with with_keys(drawn), slice_run(sliced), self.casts.forward(), self.building(key, microbatches.ids[-1]):
-                outputs = run_with(module, weights, self.casts.entering(arrived), inputs, segment)
+                given = self.casts.entering(arrived), inputs, *(() if segment is None else (segment,))
+                outputs: Payload = module(*given) if weights is None else functional_call(module, weights, given)
                 if not sends_on and (segment is None or not segment.gives):
                     loss = self.task.loss(outputs[0], inputs)
                     if self.training:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -32,17 +33,17 @@ from raypipe.runtime.stage.shapes import Ports, StageIOSpecs
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule, stacked, unstacked
 from raypipe.runtime.transport.channel import Receiver, Sender, StageIOSpec
 from raypipe.runtime.update.buckets import BucketedAllReduce
-from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.gradients import GradientSync
 from raypipe.runtime.update.late_updates import LayerUpdates, SideUpdates
 from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.update.policy import Trained, WeightUpdates
-from raypipe.runtime.update.shards import DeviceShards
 from raypipe.runtime.update.side_stream import side_stream
 from raypipe.runtime.update.updates import DeferredUpdates, StashedUpdates, Updates
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.kinds import BACKWARD, WEIGHT_GRADIENTS
 from raypipe.schedule.lowering.programs import Action, Program, completed_by
+from raypipe.schedule.sharding import StageKey
 from raypipe.tensor import ProcessGroup, current_group
 
 
@@ -64,7 +65,6 @@ class Executor(ProgramRunner):
         receivers: Mapping[int, Receiver],
         io_spec: StageIOSpecs,
         versions: Mapping[StageKey, WeightVersions],
-        shards: DeviceShards | None = None,
     ) -> None:
         count, device = settings.microbatches, settings.device
         super().__init__(count, settings.timeout_s, senders, receivers, io_spec, device, settings.message_cast)
@@ -75,16 +75,13 @@ class Executor(ProgramRunner):
         self.feed = feed
         self.sync = sync
         self.versions = versions
-        self.shards = DeviceShards({}) if shards is None else shards
         self.casts = Casts(device, settings.autocast, modules.values())
         self.postponed = PostponedGradients(modules)
         self.computation = StageComputation(settings, modules, task, self.casts, self.postponed.forward)
         self.ports = {
             key: Ports.of(io_spec.ends[key[0]], m.takes_gradient, m.gives_gradient) for key, m in modules.items()
         }
-        trained = Trained(
-            modules, optimizers, sync, self.shards, count, self.outgoing.push, self.clock, self.casts.drop
-        )
+        trained = Trained(modules, optimizers, sync, count, self.outgoing.push, self.clock, self.casts.drop)
         self.updates = _policy(settings, trained, shares, versions)
         self.handlers = dict(HANDLERS)
         if settings.pairs and not runs_behind(device):
@@ -138,7 +135,8 @@ class Executor(ProgramRunner):
             return
         self._completes = completed_by(program)
         self.updates.begin_step(program, step, lr)
-        self.postponed.begin_step(program, self._completes, self.sync.first_k)
+        first_k = {key: tuner.k for key, tuner in self.sync.tuners.items()}
+        self.postponed.begin_step(program, self._completes, first_k)
 
     def _lengths(self, mb: int) -> Lengths:
         ahead, of_step = divmod(mb, self.settings.microbatches)
@@ -312,14 +310,16 @@ class Executor(ProgramRunner):
 
     def _free(self, action: Action) -> None:
         self.casts.drop()  # copies of what is freed
-        self.shards.stages[_key(action)].release()
+        for flat in self.sync.shards[_key(action)].flats:
+            flat.release()
 
     def _wait_gathered(self, key: StageKey) -> None:
         """Wait until a sharded stage's weights are here."""
-        stage = self.shards.stages.get(key)
+        stage = self.sync.shards.get(key)
         if stage is not None:
             began = time.perf_counter()
-            stage.wait_gathered(self.outgoing.push)
+            for flat in stage.flats:
+                flat.wait_gathered(self.outgoing.push)
             if not runs_behind(self.settings.device):  # else the device waits, and not the host
                 waited = self._gather_waits.get(self.position, 0.0) + time.perf_counter() - began
                 self._gather_waits[self.position] = waited
@@ -334,14 +334,11 @@ class Executor(ProgramRunner):
     ) -> None:
         """Compute deferred weight gradients; ``watched_but``: the backward was watched for all but these."""
         self.postponed.sort(key, saved.closures)
-        if self.updates.takes(key, saved):
-            return
+        computed = None
         if early is not None and module.defers:
             early.expect((p for closure in saved.closures for p in closure.parameters), watched_but)
-            module.run_weight_gradients(saved, early.computed)
-        else:
-            module.run_weight_gradients(saved)
-        self.updates.computed(key, saved)
+            computed = early.computed
+        self.updates.weight_gradients(key, saved, partial(module.run_weight_gradients, saved, computed))
 
     def _early_all_reduce(self, task: PipelineTask, mb: int) -> BucketedAllReduce | None:
         """Return the all-reduce whose buckets may start while this micro-batch's gradients are computed, if any.
@@ -367,7 +364,7 @@ class Executor(ProgramRunner):
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """See ProgramRunner.before_updates."""
         if self.updates.ledger is not None:
-            self.updates.ledger.loss_sum, self.updates.ledger.samples = self._loss_so_far()
+            self.updates.ledger.note(self.step, *self._loss_so_far())
         super().before_updates(times)
 
     def _loss_so_far(self) -> tuple[float, int]:
@@ -413,8 +410,7 @@ class Executor(ProgramRunner):
         if self.settings.tensor_rank > 0:
             losses, samples = [], 0
         self.feed.drop(self.split, self.step)
-        reduced, self.sync.all_reduces = self.sync.all_reduces, 0.0
-        gathers, scatters, sums = self.shards.take_counts()
+        reduced, gathers, scatters = self.sync.take_counts()
         if self.program.drains:
             left = [*self._saved, *self.p2p_buffers]
             self._saved.clear()
@@ -435,7 +431,7 @@ class Executor(ProgramRunner):
             marks,
             self.received,
             self.received_bytes,
-            reduced + sums,
+            reduced,
             all_reduces,
             memory,
             self.updates.optimistic,
@@ -451,11 +447,10 @@ class Executor(ProgramRunner):
         )
         self._gather_waits.clear()
         loss = to_host(torch.stack(losses).double().sum()) if losses else None
-        squares = late = None
+        norm_squared = None
         loads: dict[str, Tensor] = {}
         if self.training:
-            squares = to_host(torch.stack(self.updates.squares)) if self.updates.squares else None
-            late = self.updates.report(self.step, self.program)
+            norm_squared = self.updates.report(self.step, self.program)
             for path, experts in (found for module in self.modules.values() for found in module.routed.items()):
                 if (counts := experts.take_loads()) is not None:
                     loads[path] = loads[path] + counts if path in loads else counts
@@ -463,11 +458,10 @@ class Executor(ProgramRunner):
             result,
             loss,
             targets,
-            squares,
             self.clock.end(marks),
             self.times_of,
             {k: to_host(v) for k, v in loads.items()},
-            late,
+            norm_squared,
         )
         if self.training and runs_behind(self.settings.device):
             self.feed.prefetch(self.split, self.step + 1)  # the host is ahead: it reads while the device works
@@ -479,8 +473,8 @@ HANDLERS: Final[Mapping[str, Handler]] = {
     **dict.fromkeys(BACKWARD, Executor._backward),
     "W": Executor._weights,
     "R": Executor._recompute,
-    "AG": lambda executor, action: executor.shards.stages[_key(action)].gather(),
-    "RS": lambda executor, action: executor.shards.reduce_scatter(_key(action)),
+    "AG": lambda executor, action: executor.sync.gather(_key(action)),
+    "RS": lambda executor, action: executor.sync.reduce_scatter(_key(action)),
     "FREE": Executor._free,
     "AR": lambda executor, action: executor.updates.sum(_key(action)),
     "U": lambda executor, action: executor.updates.update(_key(action)),

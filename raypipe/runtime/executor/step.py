@@ -280,16 +280,13 @@ class StartedStep:
     """Sum of the losses, on its way to the host (``host_copies.to_host``); None without a last stage here."""
     targets: int
     """Targets of the mini-batch."""
-    squares: Tensor | None
-    """Squared gradient norms of the step's updates, on their way to the host; None without updates."""
     spans: Spans
     times_of: Callable[[Spans], NDArray[np.float64]]
     """Waits for the step's end."""
     loads: Mapping[str, Tensor]
     """``StepResult.expert_loads``, on its way to the host."""
-    late: Callable[[NDArray[np.float64]], float] | None = None
-    """Where updates are made while the next step runs: completes them, sets when all-reduces ended, and returns this
-    device's share of the squared norm."""
+    norm_squared: Callable[[NDArray[np.float64]], float] | None = None
+    """Completes the updates (``update.policy.Report``); None in a validation."""
 
     def result(self) -> StepResult:
         """Wait for the end of the step on the device, and return its result. Call it once, in the order of steps.
@@ -299,8 +296,6 @@ class StartedStep:
         """
         times = self.times_of(self.spans)
         loss = 0.0 if self.loss is None else float(self.loss) / self.targets
-        # With several updates in a step (PipeDream), report the mean of their squared norms.
-        squares = [] if self.squares is None else self.squares.tolist()
-        norm = sum(squares) / max(1, len(squares)) if self.late is None else self.late(times)
+        norm = 0.0 if self.norm_squared is None else self.norm_squared(times)
         loads = {path: counts.tolist() for path, counts in self.loads.items()}
         return replace(self.partial, times=times, loss_sum=loss, norm_squared=norm, expert_loads=loads)

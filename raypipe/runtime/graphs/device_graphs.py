@@ -18,7 +18,7 @@ import torch
 
 from raypipe.errors import SpecError
 from raypipe.models.host_copies import named_stream
-from raypipe.runtime.update.side_stream import MAIN_PRIORITY, ForkedStream, SideStream
+from raypipe.runtime.update.side_stream import MAIN_PRIORITY, DeviceStream, SideStream
 
 Made = TypeVar("Made")
 
@@ -106,7 +106,7 @@ class CudaGraphs:
 
     def side_stream(self) -> SideStream:
         """See DeviceGraphs.side_stream."""
-        return ForkedStream(self._device)
+        return DeviceStream(self._device, captured=True)
 
 
 # What has to be known of the cluster before a job can ask for CUDA graphs.

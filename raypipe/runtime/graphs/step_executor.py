@@ -96,7 +96,7 @@ class StepExecutor(Executor):
 
     def _refusal(self) -> str | None:
         """Return why no step can be captured."""
-        if self.versions or self.shards.stages:
+        if self.versions or self.sync.shards:
             return "weights move in memory"
         if any(module.statistics for module in self.modules.values()):
             return "running statistics (batch norm) are moved by the host"
@@ -271,7 +271,7 @@ class StepExecutor(Executor):
         marks[:, 1] = self.clock.mark()
         self._losses[step], self.updates.squares, self._counted[step] = list(known.losses), known.squares, known.counted
         started = self.end(marks, StepMemory(0, {}))
-        return replace(started, times_of=self._estimated, late=None)
+        return replace(started, times_of=self._estimated)
 
 
 def executor_for(setup: Setup, device: torch.device, plain: type[Executor]) -> Callable[..., Executor]:

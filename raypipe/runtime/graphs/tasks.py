@@ -36,8 +36,8 @@ from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import OwnGraph, StageModule
 from raypipe.runtime.transport.channel import Payload
-from raypipe.runtime.update.gradients import StageKey
 from raypipe.schedule.kinds import BW
+from raypipe.schedule.sharding import StageKey
 
 
 class FixedGradients:

@@ -37,12 +37,10 @@ def part(executor: Executor, communicators: Communicators) -> Standing:
     Parameters, optimizer state and gradients stay. Groups whose collectives are still under way go in a thread: Gloo
     waits for these collectives, which end when the other members leave as well.
     """
-    ledger = executor.updates.ledger
-    assert ledger is not None
-    ledger.leave()
-    standing = ledger.standing(executor.updates.pending)
+    updates = executor.updates
+    assert isinstance(updates, Updates)  # ``in_place.can_recover``
     leave(executor, communicators)
-    return standing
+    return updates.standing()
 
 
 def leave(executor: Executor, communicators: Communicators) -> None:

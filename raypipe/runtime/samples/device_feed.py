@@ -21,8 +21,8 @@ from raypipe.models.current_slice import own_chunks
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.inputs import Feed
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.gradients import StageKey
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.sharding import StageKey
 
 # What a device reads of the stream of samples: the rows of its own micro-batches, asked for some steps ahead.
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from raypipe.errors import CheckpointError
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.gradients import StageKey
 from raypipe.runtime.update.optimizer import load_master, updated_tensor
+from raypipe.schedule.sharding import StageKey
 
 
 class _Held(NamedTuple):

@@ -8,15 +8,19 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from raypipe.checkpoint import Checkpoint, buffer_key, rows_key
+from raypipe.errors import CheckpointError
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.gradients import StageKey, TiedHolders
+from raypipe.runtime.update.flat_weights import FlatPart, FlatWeights
+from raypipe.runtime.update.gradients import TiedHolders
 from raypipe.runtime.update.optimizer import load_master, updated_tensor
-from raypipe.runtime.update.shards import DeviceShards, check_shape, gathered_state, own_part, whole_shape
+from raypipe.runtime.update.shards import ShardedStage
 from raypipe.runtime.update.weight_versions import WeightVersions
+from raypipe.schedule.sharding import StageKey
 from raypipe.tensor import Axis, Shard, TensorGroup
 
 PREVIOUS = "previous"
@@ -157,40 +161,67 @@ def read_state(
     optimizer: torch.optim.Optimizer,
     tied: tuple[TiedHolders, ...],
     ranks: Mapping[Axis, int] = WHOLE,
-    divided: Collection[str] = (),
+    stage: ShardedStage | None = None,
 ) -> None:
     """Load one stage's parameters and optimizer state (this process's shares), whichever plan wrote them.
 
-    Parameters that data-parallel copies divide (``divided``) are left out (``update.shards``).
+    ``stage``: where data-parallel copies divide it, what this one has of them.
 
     Raises:
         CheckpointError: a parameter is missing or has another shape, so the checkpoint is of another model.
     """
-    keys = set(checkpoint.keys)
+    divided = frozenset[str]() if stage is None else stage.names
+    places: list[tuple[str, nn.Parameter, FlatPart | None]] = [
+        (name, p, None) for name, p in module.named.items() if name not in divided
+    ]
+    for flat in () if stage is None else stage.flats:
+        first = next(iter(flat.parameters))  # the state of padding is like its
+        places += [(part.name or first, p, part) for part, p in zip(flat.parts, flat.pieces, strict=True)]
+    keys = sorted(checkpoint.keys)
     wanted: dict[str, list[str]] = {}
-    for name in module.named.keys() - set(divided):
+    for name in {name for name, *_ in places}:
         base = _canonical(name, tied)
         prefix = f"optim/{base}/"
-        states = sorted(k for k in keys if k.startswith(prefix) and not k.endswith(f"/{PREVIOUS}"))
+        states = [k for k in keys if k.startswith(prefix) and not k.endswith(f"/{PREVIOUS}")]
         wanted[name] = [f"param/{base}", *states]
     buffers = {buffer_key(name): held for one in module.statistics for name, held in one.buffers_by_name.items()}
     tensors = checkpoint.read({k for ks in wanted.values() for k in ks} | set(buffers))
-    for name, parameter in module.named.items():
-        if name in divided:
-            continue
+    for name, parameter, part in places:
         param_key, *optim_keys = wanted[name]
-        saved, shard = tensors[param_key], module.shards.get(name)
-        whole = whole_shape(parameter, shard)
-        check_shape(checkpoint, param_key, saved, whole)
-        load_master(optimizer, parameter, own_part(saved, shard, ranks))
-        if optim_keys:
-            values = {k.rsplit("/", 1)[1]: tensors[k] for k in optim_keys}
-            optimizer.state[updated_tensor(optimizer, parameter)] = {
-                key: own_part(value, shard if tuple(value.shape) == whole else None, ranks).clone().to(parameter.device)
-                for key, value in values.items()
-            }
-    for key, held in buffers.items():
-        held.copy_(tensors[key])
+        shard = module.shards.get(name)
+        whole = tuple(module.named[name].shape) if shard is None else shard.whole_shape(module.named[name].shape)
+        if tuple(tensors[param_key].shape) != whole:
+            raise CheckpointError(
+                str(checkpoint.path),
+                f"{param_key} has shape {tuple(tensors[param_key].shape)}, but the model's has {whole}",
+                "resume with the job that wrote it",
+            )
+        if part is None or part.name is not None:
+            load_master(optimizer, parameter, _own(tensors[param_key], shard, ranks, part, parameter))
+        held = updated_tensor(optimizer, parameter)
+        state = {}
+        for key in optim_keys:
+            value, field = tensors[key], key.rsplit("/", 1)[1]
+            # torch counts updates in "step", whose shape is also that of a parameter without dimensions.
+            if field != "step" and tuple(value.shape) == whole:
+                value = _own(value, shard, ranks, part, parameter)
+            state[field] = value.clone().to(parameter.device)
+        if state:
+            optimizer.state[held] = state
+    for key, buffer in buffers.items():
+        buffer.copy_(tensors[key])
+
+
+def _own(
+    whole: Tensor, shard: Shard | None, ranks: Mapping[Axis, int], part: FlatPart | None, parameter: Tensor
+) -> Tensor:
+    """Return what a process with these ranks has of a tensor, and of that the ``part`` in its shard."""
+    own = whole if shard is None else shard.cut(whole, ranks.get(shard.axis, 0))
+    if part is None:
+        return own
+    if part.name is None:
+        return torch.zeros(parameter.shape, dtype=own.dtype)
+    return own.reshape(-1)[part.begin : part.begin + part.size].view(parameter.shape)
 
 
 def previous_pieces(
@@ -219,9 +250,46 @@ def read_previous(
         return {}
     tensors = checkpoint.read(set(keys.values()))
     return {
-        path: own_part(tensors[key], module.shards.get(names[path]), ranks).to(module.get_parameter(path).device)
+        path: _own(tensors[key], module.shards.get(names[path]), ranks, None, p).to(p.device)
         for path, key in keys.items()
+        for p in [module.get_parameter(path)]
     }
+
+
+def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor, Shard | None]]:
+    """Gather ``param/<name>`` and ``optim/<name>/<key>`` of a stage, and distribute them over its members for writing.
+
+    All members of the stage's shard group must call this. Each tensor is returned by one of them, in CPU memory, with
+    how tensor ranks divide it; the weights and every kind of optimizer state go to another member, so that all of them
+    write.
+    """
+    result: list[tuple[str, Tensor, Shard | None]] = []
+    turn = 0
+    for flat in stage.flats:
+        pieces = [updated_tensor(optimizer, piece) for piece in flat.pieces]
+        states = optimizer.state.get(pieces[0], {})
+        for key, value in [("", pieces[0].detach()), *sorted(states.items())]:
+            if not isinstance(value, Tensor):
+                continue
+            writer, turn = turn % stage.group.size(), turn + 1
+            if value.shape != pieces[0].shape:  # one number for all parameters, e.g. how many updates there were
+                if stage.group.rank() == writer:
+                    result += [(f"optim/{name}/{key}", value.clone(), None) for name in flat.parameters]
+                continue
+            own = [p.detach() if not key else optimizer.state[p][key] for p in pieces]
+            whole = _gather(torch.cat([part.reshape(-1) for part in own]), flat, writer)
+            if whole is not None:
+                for name, offset in flat.layout.offsets.items():
+                    p = flat.parameters[name]
+                    value_key = f"optim/{name}/{key}" if key else f"param/{name}"
+                    result.append((value_key, whole[offset : offset + p.numel()].view(p.shape), stage.cuts.get(name)))
+    return result
+
+
+def _gather(shard: Tensor, flat: FlatWeights, writer: int) -> Tensor | None:
+    shards = [torch.empty_like(shard) for _ in range(flat.group.size())] if flat.group.rank() == writer else None
+    dist.gather(shard, shards, group=flat.group, group_dst=writer)
+    return torch.cat(shards).cpu() if shards is not None else None
 
 
 # What a worker saves: the parameters and optimizer state of the stages whose first holder is its device.
@@ -232,7 +300,7 @@ def state_to_save(
     modules: Mapping[StageKey, StageModule],
     optimizers: Mapping[StageKey, torch.optim.Optimizer],
     versions: Mapping[StageKey, WeightVersions],
-    shards: DeviceShards,
+    shards: Mapping[StageKey, ShardedStage],
     groups: Mapping[Axis, TensorGroup],
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return this worker's share of a checkpoint, and the key of a tensor that is infinite or not a number, if any.
@@ -244,14 +312,14 @@ def state_to_save(
     state: list[TensorPiece] = []
     broken: str | None = None
     for key in owned_keys(setup.device, modules, setup.placement, setup.expert_ranks):
-        divided = shards.stages[key].names if key in shards.stages else frozenset[str]()
+        divided = shards[key].names if key in shards else frozenset[str]()
         pieces = state_pieces(modules[key], optimizers[key], setup.tied, divided)
         if key in versions:
             pieces += previous_pieces(modules[key], versions[key].previous(), setup.tied)
         broken = broken or not_finite(modules[key], pieces)
         state += pieces
     tensors = joined(state, groups)
-    for key, stage in sorted(shards.stages.items()):
+    for key, stage in sorted(shards.items()):
         if stage.counts:
             gathered = [TensorPiece(*one) for one in gathered_state(stage, optimizers[key])]
             broken = broken or not_finite(modules[key], gathered)

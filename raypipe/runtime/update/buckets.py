@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.backward.waiting import LayerPeaks, WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
-from raypipe.runtime.update.collectives import PendingSum, Push, start_all_reduce, wait_for
+from raypipe.runtime.update.collectives import Pending, Push, start_sum, wait_for
 from raypipe.schedule.families.out_of_order import HeldMemory
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -36,16 +36,14 @@ BUCKET_BYTES = 25 << 20
 """Large enough for a link's full bandwidth; torch's DistributedDataParallel uses the same size."""
 
 
-def buckets_of(
-    parameters: Sequence[nn.Parameter], first_bytes: int, bytes_each: int, apart: Collection[Tensor] = ()
-) -> list[FlatGradients]:
+def buckets_of(parameters: Sequence[nn.Parameter], apart: Collection[Tensor] = ()) -> list[FlatGradients]:
     """Divide parameters into buckets of one dtype each, from the last to the first; none holds ``apart`` and others."""
     result: list[list[nn.Parameter]] = []
     room = 0
     for p in reversed(parameters):
         size = p.numel() * p.element_size()
         if not result or size > room or result[-1][0].dtype != p.dtype or (result[-1][0] in apart) != (p in apart):
-            room = bytes_each if result else first_bytes
+            room = BUCKET_BYTES if result else FIRST_BUCKET_BYTES
             result.append([])
         result[-1].append(p)
         room -= size
@@ -64,7 +62,7 @@ class BucketedAllReduce:
     """Sums the gradients of one stage replica over its holders.
 
     Args:
-        parameters: the parameters whose gradients are summed, in the same order on every holder.
+        buckets: of the gradients that are summed, the same on every holder.
         group: the process group of the holders.
         what: names the all-reduce in errors.
         dtype: of the sums; None for that of the gradients.
@@ -73,31 +71,32 @@ class BucketedAllReduce:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        buckets: Sequence[FlatGradients],
         group: dist.ProcessGroup,
         what: str,
         dtype: torch.dtype | None = None,
         experts: tuple[frozenset[Tensor], dist.ProcessGroup | None] = (frozenset(), None),
     ) -> None:
-        self.group, self.what, self.dtype, self._experts = group, what, dtype, experts
-        self.buckets = self.divide(parameters)
-        self.order: Sequence[Piece] = [Piece(n, 0, bucket.size) for n, bucket in enumerate(self.buckets)]
+        self.buckets, self.group, self.what, self.dtype, self._experts = buckets, group, what, dtype, experts
+        self.order: Sequence[Piece] = [Piece(n, 0, bucket.size) for n, bucket in enumerate(buckets)]
         """What is summed one after the other."""
-        self._bucket_of: dict[Tensor, int] = {
-            p: number for number, bucket in enumerate(self.buckets) for p in bucket.parameters
-        }
+        self._bucket_of: dict[Tensor, int] = {p: n for n, bucket in enumerate(buckets) for p in bucket.parameters}
         self._open = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what is under way."""
         self._missing: list[int] = []
         """Per bucket, how many of its gradients are not complete yet; empty while nobody watches."""
         self._left: Counter[Tensor] = Counter()
         """Deferred computations that are still to come, by parameter."""
-        self._works: list[PendingSum] = []
+        self._works: defaultdict[int, list[Pending]] = defaultdict(list)
+        """By bucket; what is summed beside them has -1."""
+        # When the last backward began, a bucket was complete, a piece was issued and a sum was there.
+        self._begun: float | None = None
+        self._complete_at: dict[int, float] = {}
+        self._issued_at: list[float] = []
         self._seen: list[Mark] = []
-        self._started = 0
-
-    def divide(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
-        """Divide the parameters into buckets."""
-        return buckets_of(parameters, FIRST_BUCKET_BYTES, BUCKET_BYTES, self._experts[0])
 
     def begin_step(self) -> None:
         """Note that a step begins."""
@@ -120,7 +119,7 @@ class BucketedAllReduce:
         held = [group for group in (self.group, self._experts[1]) if group is not None]
         self.__dict__.pop("group", None)
         self._experts = frozenset(), None
-        self._works, self._seen, self._started, self._missing = [], [], 0, []
+        self._forget()
         return held
 
     def close(self) -> None:
@@ -136,7 +135,7 @@ class BucketedAllReduce:
         The block must hold exactly one backward, the last one of the step for these parameters. ``postponed``: the
         parameters to which something may be added after it; see ``expect``.
         """
-        self._missing = [len(bucket.parameters) for bucket in self.buckets]
+        self._watch()
         watched = [p for bucket in self.buckets for p in bucket.parameters if p not in postponed]
         hooks = [p.register_post_accumulate_grad_hook(self._complete) for p in watched]  # type: ignore[no-untyped-call]
         try:
@@ -144,6 +143,10 @@ class BucketedAllReduce:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _watch(self) -> None:
+        self._begun = time.monotonic()
+        self._missing = [len(bucket.parameters) for bucket in self.buckets]
 
     def expect(self, parameters: Iterable[Tensor], among: Collection[Tensor] | None = None) -> None:
         """Announce the deferred gradients that ``computed`` will report; all others are complete now.
@@ -154,7 +157,7 @@ class BucketedAllReduce:
         """
         self._left = Counter(p for p in parameters if p in self._bucket_of)
         if among is None:
-            self._missing = [len(bucket.parameters) for bucket in self.buckets]
+            self._watch()
         for p in self._bucket_of:
             if p not in self._left and (among is None or p in among):
                 self._complete(p)
@@ -170,38 +173,31 @@ class BucketedAllReduce:
         bucket = self._bucket_of[parameter]
         self._missing[bucket] -= 1
         if not self._missing[bucket]:
-            self.completed(bucket)
-        while self._started < len(self.order) and not self._missing[self.order[self._started].bucket]:
+            self._complete_at[bucket] = time.monotonic()
+        while len(self._issued_at) < len(self.order) and not self._missing[self.order[len(self._issued_at)].bucket]:
             self._start()
-
-    def completed(self, bucket: int) -> None:
-        """Note that all gradients of a bucket are complete."""
 
     def start(self, beside: Tensor | None = None) -> None:
         """Start the all-reduce of every bucket that has not been started yet, and that of ``beside``, in place."""
-        while self._started < len(self.order):
+        while len(self._issued_at) < len(self.order):
             self._start()
         if beside is not None:
-            self._all_reduce(beside, self.group)
+            self._all_reduce(-1, beside, self.group)
 
     def _start(self) -> None:
-        piece = self.order[self._started]
-        self._started += 1
+        piece = self.order[len(self._issued_at)]
         bucket = self.buckets[piece.bucket]
         bucket.open()  # also takes in what was computed elsewhere
         group = self._experts[1] if bucket.parameters[0] in self._experts[0] else self.group
-        self.issued(piece, self._all_reduce(bucket.flat[piece.begin : piece.end], group, self.dtype))
+        self._all_reduce(piece.bucket, bucket.flat[piece.begin : piece.end], group, self.dtype)
+        self._issued_at.append(time.monotonic())
 
-    def issued(self, piece: Piece, work: PendingSum) -> None:
-        """Note that the all-reduce of a piece has been issued."""
-
-    def _all_reduce(self, flat: Tensor, group: Any, dtype: torch.dtype | None = None) -> PendingSum:
-        work = start_all_reduce(flat, group, dtype)
+    def _all_reduce(self, bucket: int, flat: Tensor, group: Any, dtype: torch.dtype | None = None) -> None:
+        work, _ = start_sum(flat, group, dtype)
         if flat.device.type == "cpu":  # the host's clock can say when, in the middle of whatever task
             seen = self._seen  # of this step: a callback may come when the next one has begun
             work.get_future().add_done_callback(lambda _: seen.append(time.monotonic()))
-        self._works.append(work)
-        return work
+        self._works[bucket].append(work)
 
     def finish(self, push: Push, clock: Clock) -> Mark:
         """Wait for every started all-reduce.
@@ -211,11 +207,15 @@ class BucketedAllReduce:
         Raises:
             TransportError: another holder did not join in time.
         """
-        for work in self._works:
+        for work in (work for works in self._works.values() for work in works):
             wait_for(self.what, work, push)
         end = max(self._seen) if self._seen else clock.mark()
-        self._works, self._seen, self._started, self._missing = [], [], 0, []
+        self.finished()
+        self._forget()
         return end
+
+    def finished(self) -> None:
+        """Note that the step's sums are there."""
 
 
 # Gradients that accumulate in one flat tensor, so that a collective needs no copy before or after it.
@@ -240,17 +240,12 @@ class FlatGradients:
         self._dtype = dtype
         self.parameters = tuple(parameters)
         *first, end = accumulate((p.numel() for p in parameters), initial=0)
-        self._size, self._offsets = size or end, offsets or first
+        self.size, self._offsets = size or end, offsets or first
         self._views: list[Tensor] = []
         self.flat = torch.empty(0)
         self.lasting = False
         """Whether every step has the same memory; else it is allocated anew."""
         self._kept: tuple[Tensor, list[Tensor]] | None = None
-
-    @property
-    def size(self) -> int:
-        """Elements of the flat tensor."""
-        return self._size
 
     @property
     def opened(self) -> bool:
@@ -264,7 +259,7 @@ class FlatGradients:
             self.flat.zero_()
         elif not self._views:
             first = self.parameters[0]
-            self.flat = torch.zeros(self._size, dtype=self._dtype or first.dtype, device=first.device)
+            self.flat = torch.zeros(self.size, dtype=self._dtype or first.dtype, device=first.device)
             places = zip(self._offsets, self.parameters, strict=True)
             self._views = [self.flat[at : at + p.numel()].view(p.shape) for at, p in places]
         for p, view in zip(self.parameters, self._views, strict=True):
@@ -326,9 +321,13 @@ class PrioritisedAllReduce(BucketedAllReduce):
         waiting: WaitingOperands | None = None,
     ) -> None:
         self._blocks, self.tuner, self._waiting = blocks, tuner, WaitingOperands() if waiting is None else waiting
-        self._block_of: list[int] = []
+        alike = defaultdict[tuple[int, torch.dtype], list[nn.Parameter]](list)
+        for number, block in enumerate(blocks):
+            for p in block:
+                alike[number, p.dtype].append(p)
+        self._block_of = [number for number, _ in alike]
         """Per bucket."""
-        super().__init__([p for block in blocks for p in block], group, what, dtype)
+        super().__init__([FlatGradients(some) for some in alike.values()], group, what, dtype)
         self.pieces = pieces_of(self.buckets, PIECE_BYTES)
         """In the order in which the next forward needs them."""
         k = tuner.k if tuner is not None else 0
@@ -337,48 +336,34 @@ class PrioritisedAllReduce(BucketedAllReduce):
         self._bytes = [
             (piece.end - piece.begin) * self.buckets[piece.bucket].parameters[0].element_size() for piece in self.pieces
         ]
-        self._works_of = defaultdict[int, list[PendingSum]](list)
-        self._complete_at: dict[int, float] = {}
         self._held: HeldMemory | None = None
         """What the step's last backward held, in steps whose report has use for it."""
-        self._issued_at: list[float] = []
-        self._begun: float | None = None
-        """When the last backward of the step began."""
         self._ends: list[float] = []
         """Ends of the steps since the holders told one another."""
         self._steps = 0
         self._told: tuple[dist.Work, Tensor] | None = None
 
-    def divide(self, parameters: Sequence[nn.Parameter]) -> list[FlatGradients]:
-        """Divide the parameters into buckets of one dtype and one block each, in the order of the blocks."""
-        result = []
-        for number, block in enumerate(self._blocks):
-            by_dtype = defaultdict[torch.dtype, list[nn.Parameter]](list)
-            for p in block:
-                by_dtype[p.dtype].append(p)
-            result += [FlatGradients(some) for some in by_dtype.values()]
-            self._block_of += [number] * len(by_dtype)
-        return result
-
     def begin_step(self) -> None:
         """Take over the order that follows from what the holders told one another in the step before."""
-        self._hear()
+        if self._told is not None:
+            (work, told), self._told = self._told, None
+            wait_for(self.what, work, lambda: False)
+            count = len(self.buckets)
+            per_byte, step_s, *memory = told[count:].tolist()
+            self._reorder(told[:count].tolist(), per_byte, step_s, memory)
         self._waiting.watched = self.tuner is not None and self.tuner.wants_memory and self._reports(self._steps + 1)
 
-    def _hear(self) -> None:
-        if self._told is None:
-            return
-        (work, told), self._told = self._told, None
-        wait_for(self.what, work, lambda: False)
-        count = len(self.buckets)
-        ready, (per_byte, step_s) = told[:count].tolist(), told[count : count + 2].tolist()
+    def _reorder(self, ready: list[float], per_byte: float, step_s: float, memory: list[float]) -> None:
         if self.tuner is not None:
-            held = self._take_memory(told[count + 2 :])
             by_block, sums = [0.0] * len(self._blocks), [0.0] * len(self._blocks)
-            for bucket, at in enumerate(ready):
-                by_block[self._block_of[bucket]] = max(at, by_block[self._block_of[bucket]])
+            for block, at in zip(self._block_of, ready, strict=True):
+                by_block[block] = max(at, by_block[block])
             for piece, nbytes in zip(self.pieces, self._bytes, strict=True):
                 sums[self._block_of[piece.bucket]] += per_byte * nbytes
+            held, n = None, len(self._blocks)
+            if any(memory[: n + 1]):  # else nobody has watched: a schedule that splits the backward
+                held = HeldMemory(memory[0], memory[1 : n + 1], memory[n + 1 : 2 * n + 1], memory[2 * n + 1 : -1])
+                self.tuner.memory = -memory[-1]
             by_block = self.tuner.observe(self._steps, by_block, sums, step_s, held)
             ready = [by_block[block] for block in self._block_of]
         order = prioritised_order([ready[piece.bucket] for piece in self.pieces], [per_byte * n for n in self._bytes])
@@ -387,43 +372,24 @@ class PrioritisedAllReduce(BucketedAllReduce):
     @contextmanager
     def watch_backward(self, postponed: Collection[Tensor] = ()) -> Iterator[None]:
         """See BucketedAllReduce.watch_backward."""
-        self._begun = time.monotonic()
         watched = self._waiting.watched
         meter = LayerPeaks(self.buckets[0].flat.device, self._waiting, self._blocks) if watched else None
         with super().watch_backward(postponed), meter or nullcontext():
             yield
         self._held = meter.found() if meter is not None else None
 
-    def expect(self, parameters: Iterable[Tensor], among: Collection[Tensor] | None = None) -> None:
-        """See BucketedAllReduce.expect."""
-        if self._begun is None:
-            self._begun = time.monotonic()
-        super().expect(parameters, among)
-
-    def completed(self, bucket: int) -> None:
-        """See BucketedAllReduce.completed."""
-        self._complete_at[bucket] = time.monotonic()
-
-    def issued(self, piece: Piece, work: PendingSum) -> None:
-        """See BucketedAllReduce.issued."""
-        self._issued_at.append(time.monotonic())
-        self._works_of[piece.bucket].append(work)
-
-    def take(self, bucket: int, push: Push) -> FlatGradients:
+    def take(self, bucket: int, push: Push) -> None:
         """Wait for the sum of one bucket, and make it its parameters' gradients.
 
         Raises:
             TransportError: another holder did not join in time.
         """
-        for work in self._works_of.pop(bucket, ()):
+        for work in self._works.get(bucket, ()):
             wait_for(self.what, work, push)
         self.buckets[bucket].open()
-        return self.buckets[bucket]
 
-    def finish(self, push: Push, clock: Clock) -> Mark:
-        """See BucketedAllReduce.finish. Now and then the holders tell one another what they have measured."""
-        seen = self._seen
-        end = super().finish(push, clock)
+    def finished(self) -> None:
+        """See BucketedAllReduce.finished. Now and then the holders tell one another what they have measured."""
         self._steps += 1
         self._ends.append(time.monotonic())
         # In steps 1, 2, 4, 8, ...: the first ones are slow, and later ones may change with the machine's load. The
@@ -431,39 +397,24 @@ class PrioritisedAllReduce(BucketedAllReduce):
         if self._reports(self._steps):
             begun = self._ends[-1] if self._begun is None else self._begun
             ready = [max(0.0, self._complete_at.get(n, begun) - begun) for n in range(len(self.buckets))]
-            spent = _union(self._issued_at, sorted(seen)) / max(1, sum(self._bytes))
+            spent = _union(self._issued_at, sorted(self._seen)) / max(1, sum(self._bytes))
             steps_s = [after - before for before, after in pairwise(self._ends)]
-            memory = self._tell_memory()
+            memory: list[float] = []
+            if self.tuner is not None and self.tuner.wants_memory and self.tuner.memory is not None:
+                none = [0.0] * len(self._blocks)
+                held = self._held or HeldMemory(0.0, none, none, none)
+                # The least memory of a holder is the most of its negative.
+                memory = [held.above, *held.held, *held.apart, *held.waiting, -self.tuner.memory]
             told = torch.tensor([*ready, spent, median(steps_s) if steps_s else 0.0, *memory], dtype=torch.float64)
             self._ends = self._ends[-1:]
             work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             assert work is not None
             self._told = work, told
-        self._works_of.clear()
-        self._complete_at, self._held, self._issued_at, self._begun = {}, None, [], None
-        return end
+        self._held = None
 
     def _reports(self, step: int) -> bool:
         """Return whether the holders tell one another what they have measured until this step."""
         return bool(self.buckets) and self.buckets[0].parameters[0].device.type == "cpu" and not step & (step - 1)
-
-    def _tell_memory(self) -> list[float]:
-        """Return what the holders tell one another of memory: what the backward held, per block, and what this device
-        has, as a number that is larger for less."""
-        if self.tuner is None or self.tuner.memory is None or not self.tuner.wants_memory:
-            return []
-        none = [0.0] * len(self._blocks)  # where nothing was watched: a schedule that splits the backward
-        held = self._held or HeldMemory(0.0, none, none, none)
-        return [held.above, *held.held, *held.apart, *held.waiting, -self.tuner.memory]
-
-    def _take_memory(self, told: Tensor) -> HeldMemory | None:
-        """Take in the most that any holder has told, per block; None if nobody has."""
-        count = len(self._blocks)
-        if self.tuner is None or not len(told) or not told[:count].any():
-            return None
-        above, *rows, less = told.tolist()
-        self.tuner.memory = -less
-        return HeldMemory(above, rows[:count], rows[count : 2 * count], rows[2 * count :])
 
 
 def _union(begins: Sequence[float], ends: Sequence[float]) -> float:

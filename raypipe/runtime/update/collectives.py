@@ -30,10 +30,6 @@ class Pending(Protocol):
     def wait(self) -> Any:
         """Wait; raise RuntimeError if it failed."""
 
-
-class PendingSum(Pending, Protocol):
-    """One that can call back."""
-
     def get_future(self) -> Any:
         """Return what calls back when it is complete."""
 
@@ -55,62 +51,6 @@ def wait_for(what: str, work: Pending, push: Push) -> None:
         ) from error
 
 
-# Gradients summed in another dtype than their own: ``parallel.reduce_dtype``.
-
-
-class CastWork:
-    """A collective on a copy of a tensor in another dtype; ``wait`` casts the result back.
-
-    Rounds to nearest: once when the copy is made, and in every addition of the collective. So a sum of two members in
-    bfloat16 is that of their rounded gradients, rounded; with more, its last bits depend on the order of the additions,
-    which the backend chooses. All members get the same bits.
-
-    Args:
-        source: what is summed.
-        target: where the result goes: ``source``, or in a reduce-scatter this member's part of it.
-        dtype: of the sum.
-        start: starts the collective on a copy of ``source``; returns it and where its result will be.
-    """
-
-    def __init__(
-        self, source: Tensor, target: Tensor, dtype: torch.dtype, start: Callable[[Tensor], tuple[dist.Work, Tensor]]
-    ) -> None:
-        self._target = target
-        self._work, result = start(source.to(dtype))
-        self._result: Tensor | None = result
-
-    def is_completed(self) -> bool:
-        """Return whether ``wait`` would return at once."""
-        return self._work.is_completed()
-
-    def wait(self) -> None:
-        """Wait for the collective, and cast its result back, once."""
-        self._work.wait()
-        if self._result is not None:
-            self._target.copy_(self._result)
-            self._result = None
-
-    def get_future(self) -> Any:
-        """Of the collective itself."""
-        return self._work.get_future()
-
-
-def start_all_reduce(flat: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> PendingSum:
-    """Start to sum a tensor over a group, in place.
-
-    ``dtype``: of the sum; None, or the tensor's own, for no cast.
-    """
-
-    def start(copy: Tensor) -> tuple[dist.Work, Tensor]:
-        work = dist.all_reduce(copy, group=group, async_op=True)
-        assert work is not None
-        return work, copy
-
-    if dtype is None or dtype == flat.dtype:
-        return start(flat)[0]
-    return CastWork(flat, flat, dtype, start)
-
-
 # Collectives on flat tensors.
 
 
@@ -124,3 +64,54 @@ def start_reduce_scatter(shard: Tensor, whole: Tensor, group: dist.ProcessGroup)
     """Start to sum ``whole`` over the members; each gets its own shard of the sum."""
     work: dist.Work = REDUCE_SCATTER(shard, whole, group=group, async_op=True)
     return work
+
+
+# Sums, perhaps in another dtype than the tensor's own: ``parallel.reduce_dtype``.
+
+
+class CastWork:
+    """A collective on a copy of a tensor in another dtype; ``wait`` casts the result back.
+
+    Rounds to nearest: once when the copy is made, and in every addition of the collective. So a sum of two members in
+    bfloat16 is that of their rounded gradients, rounded; with more, its last bits depend on the order of the additions,
+    which the backend chooses. All members get the same bits.
+    """
+
+    def __init__(self, work: dist.Work, result: Tensor, target: Tensor) -> None:
+        self._work, self._target = work, target
+        self._result: Tensor | None = result
+        self.is_completed, self.get_future = work.is_completed, work.get_future
+
+    def wait(self) -> None:
+        """Wait for the collective, and cast its result back, once."""
+        self._work.wait()
+        if self._result is not None:
+            self._target.copy_(self._result)
+            self._result = None
+
+
+def start_sum(
+    flat: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None, own: slice | None = None
+) -> tuple[Pending, Tensor]:
+    """Start to sum a tensor over a group, in place.
+
+    Args:
+        flat: the tensor.
+        group: the members.
+        dtype: of the sum; None, or the tensor's own, for no cast.
+        own: this member's part, if it is to get that alone (reduce-scatter).
+
+    Returns:
+        What to wait for, and where the result will be: in a copy of its own where only a part of a cast is kept, so
+        that ``flat`` can be freed at once.
+    """
+    copy = flat if dtype is None else flat.to(dtype)
+    result = copy if own is None else copy[own]
+    work = (
+        dist.all_reduce(copy, group=group, async_op=True) if own is None else start_reduce_scatter(result, copy, group)
+    )
+    assert work is not None
+    if copy is flat:
+        return work, result
+    target = flat if own is None else torch.empty_like(flat[own])
+    return CastWork(work, result, target), target

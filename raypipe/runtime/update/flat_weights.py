@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from raypipe.runtime.update.buckets import FlatGradients
-from raypipe.runtime.update.collectives import CastWork, Pending, start_all_gather, start_reduce_scatter
+from raypipe.runtime.update.collectives import Pending, Push, start_all_gather, start_sum, wait_for
 
 # Where the elements of several parameters lie in one flat tensor that the members of a group divide evenly.
 
@@ -125,12 +125,13 @@ class FlatLayout:
 
 
 class FlatWeights:
-    """Flat weights and gradients of parameters of one dtype.
+    """Flat weights and gradients of parameters of one dtype, of one stage.
 
     Args:
         parameters: by name, the same on all members; their values are moved into the flat tensor.
         group: the members. Each owns the shard whose number is its rank in the group.
         level: ZeRO level: 1 divides optimizer state, 2 gradients too, 3 weights too.
+        stage: the stage's number, for errors.
         reduce_dtype: in which gradients are summed; None for their own.
         costs: of the update of each parameter, where none may be divided (``FlatLayout``).
         gather_dtype: in which weights are gathered, at level 3; None for their own.
@@ -141,11 +142,12 @@ class FlatWeights:
         parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup,
         level: int,
+        stage: int,
         reduce_dtype: torch.dtype | None = None,
         costs: Mapping[str, float] | None = None,
         gather_dtype: torch.dtype | None = None,
     ) -> None:
-        self.reduce_dtype = reduce_dtype
+        self._reduce_dtype, self._stage = reduce_dtype, stage
         self.group, self.level = group, level
         self.layout = FlatLayout({name: p.numel() for name, p in parameters.items()}, group.size(), costs)
         offsets = self.layout.offsets
@@ -161,7 +163,7 @@ class FlatWeights:
                 p.data = self.whole[place].view(p.shape)
                 if gather_dtype is not None:
                     p.grad_dtype = values.dtype
-        own = values[group.rank() * self.layout.shard :][: self.layout.shard]
+        own = values[self._of_this_member]
         self.shard = own.clone() if level == 3 else own
         """This member's shard of the weights; below level 3 a view of the flat tensor."""
         self.parts = self.layout.parts(group.rank())
@@ -172,12 +174,18 @@ class FlatWeights:
         """Whether the parameters have their values, up to the last ``gather``."""
         places = self.layout.padded, list(offsets.values())
         self.gradients = FlatGradients(list(self.parameters.values()), *places, dtype=values.dtype)
-        self._gathering: dist.Work | None = None
+        self._gathering: Pending | None = None
+        """The gather that nobody has waited for yet."""
         self._scattering: list[tuple[Pending, Tensor]] = []
         """Reduce-scatters that are under way, oldest first, each with its result: a part of the gradients, in place."""
         self._gradient_shard: Tensor | None = None
         if level == 3:
             self.release()
+
+    @property
+    def _of_this_member(self) -> slice:
+        first = self.group.rank() * self.layout.shard
+        return slice(first, first + self.layout.shard)
 
     def _shaped(self, shard: Tensor, part: FlatPart) -> Tensor:
         """Return a part of a tensor like the shard: flat, or where no parameter is divided in its shape; zeros at the
@@ -188,22 +196,21 @@ class FlatWeights:
         return flat.view((1, -1) if part.name is None else self.parameters[part.name].shape)
 
     def gather(self) -> None:
-        """Start to gather all shards; ``take_gathering`` is what to wait for before the weights are read."""
+        """Start to gather all shards; ``wait_gathered`` comes before the weights are read."""
         if not self.gathered:
             self.whole.untyped_storage().resize_(self._bytes)
             self.gathered = True
         self._gathering = start_all_gather(self.whole, self.shard.to(self.whole.dtype), self.group)
 
-    def leave(self) -> None:
-        """Let go of the group and of what is under way on it, for good: its connections end with the last reference."""
-        self._gathering = None
-        self._scattering.clear()
-        del self.group
+    def wait_gathered(self, push: Push) -> None:
+        """Wait until the weights may be read.
 
-    def take_gathering(self) -> dist.Work | None:
-        """Return the gather that nobody has waited for yet, once."""
+        Raises:
+            TransportError: another member did not join in time.
+        """
         work, self._gathering = self._gathering, None
-        return work
+        if work is not None:
+            wait_for(f"weight gather of stage {self._stage}", work, push)
 
     def release(self) -> None:
         """Free the gathered weights (level 3); the shard stays."""
@@ -215,49 +222,42 @@ class FlatWeights:
         """Start to sum the gradients over the members; this member keeps its shard of the sum (``add_oldest``)."""
         self.gradients.open()
         gradients = self.gradients.close()
-        own = gradients[self._of_this_member]
-        if self.reduce_dtype in (None, gradients.dtype):
-            self._scattering.append((start_reduce_scatter(own, gradients, self.group), own))
-            return
-        result = torch.empty_like(own)  # so that the gradients, of which ``own`` is a view, are freed at once
-        self._scattering.append((CastWork(gradients, result, self.reduce_dtype, self._start_reduce_scatter), result))
+        self._scattering.append(start_sum(gradients, self.group, self._reduce_dtype, self._of_this_member))
 
-    @property
-    def _of_this_member(self) -> slice:
-        first = self.group.rank() * self.layout.shard
-        return slice(first, first + self.layout.shard)
+    def add_oldest(self, push: Push) -> None:
+        """Wait for the oldest reduce-scatter that is under way, and add its result to the gradient's shard.
 
-    def _start_reduce_scatter(self, gradients: Tensor) -> tuple[dist.Work, Tensor]:
-        own = gradients[self._of_this_member]
-        return start_reduce_scatter(own, gradients, self.group), own
-
-    @property
-    def scattering(self) -> Pending:
-        """The oldest reduce-scatter that is under way."""
-        return self._scattering[0][0]
-
-    def add_oldest(self) -> None:
-        """Add the result of the oldest reduce-scatter, which has been waited for, to the gradient's shard."""
-        _, own = self._scattering.pop(0)
+        Raises:
+            TransportError: another member did not join in time.
+        """
+        work, own = self._scattering.pop(0)
+        wait_for(f"gradient reduce-scatter of stage {self._stage}", work, push)
         if self._gradient_shard is None:
             self._gradient_shard = own.clone()  # not a view: the other members' parts are freed
         else:
             self._gradient_shard.add_(own)
 
-    @property
-    def gradient_shard(self) -> Tensor:
-        """The shard of the gradients' sum."""
-        if self._gradient_shard is None:
-            self._gradient_shard = self.shard.new_zeros(self.layout.shard)
-        return self._gradient_shard
+    def set_gradients(self, others: dist.ProcessGroup | None, push: Push) -> None:
+        """Make the gradient's shard, summed over those who hold the same one, the gradients of ``pieces``.
 
-    def set_gradients(self) -> None:
-        """Make the gradient's shard the gradients of ``pieces``."""
+        Raises:
+            TransportError: another holder did not join in time.
+        """
+        shard = self.shard.new_zeros(self.layout.shard) if self._gradient_shard is None else self._gradient_shard
+        if others is not None:
+            what = f"gradient sum of stage {self._stage} over groups of copies"
+            wait_for(what, start_sum(shard, others, self._reduce_dtype)[0], push)
         for part, piece in zip(self.parts, self.pieces, strict=True):
-            piece.grad = self._shaped(self.gradient_shard, part)
+            piece.grad = self._shaped(shard, part)
 
     def drop_gradients(self) -> None:
         """Drop all gradients, after the update."""
         for piece in self.pieces:
             piece.grad = None
         self._gradient_shard = None
+
+    def leave(self) -> None:
+        """Let go of the group and of what is under way on it, for good: its connections end with the last reference."""
+        self._gathering = None
+        self._scattering.clear()
+        del self.group

@@ -1,4 +1,4 @@
-"""All-reduces gradients that several devices hold (stage replicas, tied parameters); their share of the global norm.
+"""Sums gradients over the devices that hold or divide a stage, and over tied parameters; their share of the norm.
 
 Sums, never means: every micro-batch's loss is already divided by the tokens of the whole mini-batch, so the sum
 over replicas is the mini-batch gradient whatever the plan.
@@ -6,7 +6,7 @@ over replicas is the mini-batch gradient whatever the plan.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,12 +18,13 @@ from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.backward.waiting import WaitingOperands
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce
-from raypipe.runtime.update.collectives import PendingSum, Push, start_all_reduce, wait_for
+from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce, buckets_of
+from raypipe.runtime.update.collectives import Pending, Push, start_sum, wait_for
 from raypipe.runtime.update.shards import ShardedStage
+from raypipe.schedule.sharding import StageKey
 
-StageKey = tuple[int, int]
-"""(stage, replica)."""
+SCATTERS = 1
+"""Reduce-scatters of a device that may be under way when gradients get another buffer (``schedule.deps``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class TieSum:
     copies: Sequence[nn.Parameter]
     """This device's."""
     total: Tensor
-    work: PendingSum | None
+    work: Pending | None
 
     def wait(self, push: Push) -> Tensor:
         """Return the sum, once it is complete.
@@ -141,19 +142,22 @@ class GradientSync:
             expert_ranks: which share of the experts each replica holds; None where experts are not divided.
         """
         self.groups, self._dtype = groups, dtype
-        self.all_reduces = 0.0
-        """Gradient all-reduces since the last reset; each of a group's members counts its share of one."""
+        self.shards = sharded = dict(sharded or {})
+        """The stage replicas that data-parallel copies divide."""
+        self._scattering: deque[StageKey] = deque()
+        """Those whose reduce-scatters are under way, oldest first."""
+        self._collectives = Counter[str]()
         self._pending: dict[StageKey, Tensor | None] = {}
         """The started all-reduces, with what is summed beside the gradients."""
         self._turns: deque[StageKey] = deque()
         """The stage replicas whose all-reduces are still to be started in this step, in order."""
         self.totals: dict[StageKey, Tensor] = {}
         """What ``launch`` was given beside the gradients, summed; whoever takes it takes it out."""
-        self._ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
+        self.ties: list[tuple[TiedHolders, list[nn.Parameter]]] = []
+        """The parameters that several stages hold, with this device's copies."""
         stage_shares = {m.named[name]: cut for m in modules.values() for name, cut in m.shards.items()}
         self._rows = {p: cut for p, cut in stage_shares.items() if cut.own_rank is not None}
         """Parameters that are some rows of what other stages hold whole, or other rows of."""
-        self._sharded = sharded = sharded or {}
         spread: set[str] = set()
         for tie in tied:
             copies = [m.trained[n] for m in modules.values() for n in tie.parameters if n in m.trained]
@@ -161,22 +165,16 @@ class GradientSync:
             if not inside and (len(tie.ranks) > 1 or len(copies) > 1):
                 spread.update(tie.parameters)
                 if copies:
-                    self._ties.append((tie, copies))
-        divided_over = {key: one.names for key, one in sharded.items()}
-        self._own = {
-            key: [
-                p for name, p in module.trained.items() if name not in spread and name not in divided_over.get(key, ())
-            ]
-            for key, module in modules.items()
-        }
+                    self.ties.append((tie, copies))
+        self._own: dict[StageKey, list[nn.Parameter]] = {}
+        """What is summed as a stage replica's alone."""
+        for key, module in modules.items():
+            apart = spread | sharded[key].names if key in sharded else spread
+            self._own[key] = [p for name, p in module.trained.items() if name not in apart]
         of = [0] * len(placement) if expert_ranks is None else expert_ranks
-        experts = {
-            key: frozenset[Tensor](m.named[name] for name, cut in m.shards.items() if cut.axis == "experts")
-            for key, m in modules.items()
-        }
+        experts = {p for p, cut in stage_shares.items() if cut.axis == "experts"}
         self._unannounced: set[StageKey] = set()
         """Stage replicas with experts to sum for which this step's program has no AR, as where all else is sharded."""
-        self._prioritised: dict[StageKey, PrioritisedAllReduce] = {}
         self._sums: dict[StageKey, BucketedAllReduce] = {}
         for key, parameters in self._own.items():
             if (name := stage_group(key[0])) not in groups:
@@ -187,45 +185,37 @@ class GradientSync:
                 blocks = [[p for p in block if id(p) in own] for block in modules[key].trained_by_block]
                 waiting = WaitingOperands()
                 modules[key].queue.waiting = waiting if tuner is not None else None
-                self._sums[key] = self._prioritised[key] = PrioritisedAllReduce(
-                    blocks, groups[name], what, None if tuner is None else tuner(len(blocks)), dtype, waiting
-                )
+                chosen = None if tuner is None else tuner(len(blocks))
+                self._sums[key] = PrioritisedAllReduce(blocks, groups[name], what, chosen, dtype, waiting)
             else:
                 alone = groups.get(expert_sum_group(key[0], of[key[1]]))
                 if alone is None:  # this device is the only one with these experts
-                    parameters = [p for p in parameters if p not in experts[key]]
-                self._sums[key] = BucketedAllReduce(parameters, groups[name], what, dtype, (experts[key], alone))
+                    parameters = [p for p in parameters if p not in experts]
+                held = frozenset[Tensor](p for p in parameters if p in experts)
+                self._sums[key] = BucketedAllReduce(
+                    buckets_of(parameters, held), groups[name], what, dtype, (held, alone)
+                )
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
         # every member has a share of it.
-        divided = {
-            id(m.named[name]) for m in modules.values() for name, cut in m.shards.items() if cut.axis == "tensor"
-        }
+        divided = {p for p, cut in stage_shares.items() if cut.axis == "tensor"}
         counted: list[nn.Parameter] = []
         for (stage, replica), parameters in self._own.items():
-            others = [r for r in range(len(placement)) if of[r] == of[replica]]
-            if self._is_first_holder(device, stage, replica, placement, others):
-                counted.extend(p for p in parameters if p in experts[stage, replica])
-            if self._is_first_holder(device, stage, replica, placement, range(len(placement))):
-                counted.extend(p for p in parameters if p not in experts[stage, replica])
-        counted.extend(copies[0] for tie, copies in self._ties if tie.ranks[0] == device)
-        pieces = [p for one in sharded.values() for p in one.counted(member)]
-        self._counted = [p for p in counted if member == 0 or id(p) in divided] + pieces
-        held = defaultdict[int, set[int]](set)
-        for row in placement:
-            for stage, holder in enumerate(row):
-                held[holder].add(stage)
-        self.complete = (
-            not divided
-            and not any(experts.values())
-            and not sharded
-            and all(len(stages) == len(placement[0]) for stages in held.values())
-        )
+            holders = sorted((row[stage], r) for r, row in enumerate(placement))
+            first = holders[0] == (device, replica)
+            first_share = next(one for one in holders if of[one[1]] == of[replica]) == (device, replica)
+            counted += [p for p in parameters if (first_share if p in experts else first)]
+        counted += [copies[0] for tie, copies in self.ties if tie.ranks[0] == device]
+        self._counted = [p for p in counted if member == 0 or p in divided]
+        self._counted += [p for one in sharded.values() for p in one.counted(member)]
+        every = {(device, stage) for row in placement for stage, device in enumerate(row)}
+        whole = len(every) == len({device for device, _ in every}) * len(placement[0])
+        self.complete = whole and not divided and not experts and not sharded
         """Every device holds every stage (data parallelism; Chimera of two stages): once its sums are there, each knows
         the global norm by itself."""
         # In one order on all devices: they must come to the same bits.
         firsts = {stage: (stage, replica) for stage, replica in sorted(self._own, reverse=True)}
         self._every = [p for _, key in sorted(firsts.items()) for p in self._own[key]]
-        self._every += [copies[0] for _, copies in self._ties]
+        self._every += [copies[0] for _, copies in self.ties]
         if self.complete and self._counted:
             self._counted = self._every
         self._counts = set(self._counted)
@@ -233,20 +223,13 @@ class GradientSync:
             key: [*module.trained.values(), *(sharded[key].pieces if key in sharded else ())]
             for key, module in modules.items()
         }
-        self._all = [p for parameters in self._trained.values() for p in parameters]
-        self._device = self._all[0].device if self._all else torch.device("cpu")
-
-    @staticmethod
-    def _is_first_holder(
-        device: int, stage: int, replica: int, placement: tuple[tuple[int, ...], ...], among: Iterable[int]
-    ) -> bool:
-        first = min((placement[r][stage], r) for r in among)
-        return first == (device, replica)
+        trained = next((p for some in self._trained.values() for p in some), None)
+        self._device = torch.device("cpu") if trained is None else trained.device
 
     def begin_step(self, order: Iterable[StageKey]) -> None:
         """Announce the order in which this step will ``launch`` all-reduces."""
         self._turns = deque(key for key in order if key in self._sums)
-        self._unannounced = {key for key in self._sharded if key in self._sums and self._sums[key].order} - set(
+        self._unannounced = {key for key in self.shards if key in self._sums and self._sums[key].order} - set(
             self._turns
         )
         for sum_ in self._sums.values():
@@ -255,16 +238,13 @@ class GradientSync:
     @property
     def tuners(self) -> dict[StageKey, FirstKTuner]:
         """By stage replica, what chooses its k of reverse first-k; empty without."""
-        return {key: sum_.tuner for key, sum_ in self._prioritised.items() if sum_.tuner is not None}
-
-    @property
-    def first_k(self) -> dict[StageKey, int]:
-        """How many of its layers' weight gradients each stage replica postpones; empty where none may be."""
-        return {key: tuner.k for key, tuner in self.tuners.items()}
+        sums = {key: self.prioritised(key) for key in self._sums}
+        return {key: one.tuner for key, one in sums.items() if one is not None and one.tuner is not None}
 
     def prioritised(self, key: StageKey) -> PrioritisedAllReduce | None:
         """Return the all-reduce of a stage replica whose buckets can be waited for one by one; None if it has none."""
-        return self._prioritised.get(key)
+        sum_ = self._sums.get(key)
+        return sum_ if isinstance(sum_, PrioritisedAllReduce) else None
 
     def early(self, key: StageKey) -> BucketedAllReduce | None:
         """Return the all-reduce of a stage replica if its buckets may be started before ``launch``.
@@ -272,6 +252,21 @@ class GradientSync:
         None if it has none, or if another stage's comes first: all devices start their all-reduces in one order.
         """
         return self._sums[key] if self._turns and self._turns[0] == key else None
+
+    def open(self, key: StageKey, push: Push) -> None:
+        """Let a stage replica's gradients accumulate where they will be summed, from now to the update.
+
+        Where copies divide them, first wait until few enough earlier ones are still being reduced.
+
+        Raises:
+            TransportError: another copy did not join in time.
+        """
+        if key in self._sums:
+            self._sums[key].open()
+        if key in self.shards and not any(flat.gradients.opened for flat in self.shards[key].flats):
+            self._finish_scatters(push, SCATTERS)
+            for flat in self.shards[key].flats:
+                flat.gradients.open()
 
     def launch(self, key: StageKey, beside: Tensor | None = None) -> None:
         """Start summing a stage replica's gradients over its holders; ``finish`` waits for it.
@@ -288,30 +283,66 @@ class GradientSync:
         sum_.start(beside)
         self._pending[key] = beside
         if self._own[key] or beside is not None:  # the gradients of a sharded stage are not summed here
-            self.all_reduces += 1 / sum_.group.size()
+            self._count("all-reduce", sum_.group)
+
+    def gather(self, key: StageKey) -> None:
+        """Start to gather the weights of a divided stage replica (AG)."""
+        for flat in self.shards[key].flats:
+            flat.gather()
+        self._count("all-gather", self.shards[key].group)
+
+    def reduce_scatter(self, key: StageKey) -> None:
+        """Start to reduce the gradients so far of a divided stage replica to this device's shard (RS)."""
+        for flat in self.shards[key].flats:
+            flat.reduce_scatter()
+        self._scattering.append(key)
+        self._count("reduce-scatter", self.shards[key].group)
+
+    def _finish_scatters(self, push: Push, left: int) -> None:
+        while len(self._scattering) > left:
+            for flat in self.shards[self._scattering.popleft()].flats:
+                flat.add_oldest(push)
+
+    def _count(self, kind: str, group: dist.ProcessGroup) -> None:
+        self._collectives[kind] += 1 / group.size()  # type: ignore[assignment]
+
+    def take_counts(self) -> list[float]:
+        """Return this device's share of the all-reduces, gathers and reduce-scatters since the last call."""
+        counts, self._collectives = self._collectives, Counter()
+        return [float(counts[kind]) for kind in ("all-reduce", "all-gather", "reduce-scatter")]
 
     def finish(self, push: Push, clock: Clock) -> dict[StageKey, Mark]:
         """Wait for every started sum, then sum the tied parameters over all their copies.
 
-        Returns when each sum was complete; where the host's clock cannot say, when that was seen here.
+        Returns when each all-reduce was complete; where the host's clock cannot say, when that was seen here.
 
         Raises:
             TransportError: another holder did not join in time.
         """
-        completed: dict[StageKey, Mark] = {}
+        self._finish_scatters(push, 0)
+        for _, stage in sorted(self.shards.items()):
+            if stage.others is not None:
+                self._count("all-reduce", stage.others)
+            for flat in stage.flats:
+                flat.set_gradients(stage.others, push)
         for key in sorted(self._unannounced):
             self.launch(key)
-        for key in list(self._pending):
-            at = self.settle(key, push, clock)
-            assert at is not None
-            completed[key] = at
+        completed = {key: self.settle(key, push, clock) for key in list(self._pending)}
+        self.finish_ties(push)
+        return {key: at for key, at in completed.items() if at is not None}
+
+    def finish_ties(self, push: Push) -> None:
+        """Sum the parameters that several stages hold over all their copies.
+
+        Raises:
+            TransportError: another holder did not join in time.
+        """
         for tie in self.start_ties():
             total = tie.wait(push)
             for copy in tie.copies:
                 rows = self._rows.get(copy)
                 own = total if rows is None else total.narrow(rows.dim, rows.rows.start, len(rows.rows))
                 copy.grad = own if copy is tie.copies[0] and rows is None else own.clone()
-        return completed
 
     def settle(self, key: StageKey, push: Push, clock: Clock) -> Mark | None:
         """Wait for one stage replica's started sum; return when it was complete, None if none was started.
@@ -330,7 +361,7 @@ class GradientSync:
     def start_ties(self) -> list[TieSum]:
         """Start to sum the parameters that several stages hold over all their copies."""
         started = []
-        for tie, copies in self._ties:
+        for tie, copies in self.ties:
             total = self._whole_gradient(copies[0])
             for copy in copies[1:]:
                 total = total + self._whole_gradient(copy)
@@ -338,24 +369,20 @@ class GradientSync:
             work = None
             if group is not None:
                 total = total.contiguous()
-                work = start_all_reduce(total, group, self._dtype)
-                self.all_reduces += 1 / group.size()
+                work, _ = start_sum(total, group, self._dtype)
+                self._count("all-reduce", group)
             started.append(TieSum(tie.name, copies, total, work))
         return started
 
     def _whole_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return a parameter's gradient; of some rows of one, with zeros for the others."""
-        gradient, rows = _gradient(parameter), self._rows.get(parameter)
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        rows = self._rows.get(parameter)
         if rows is None:
             return gradient
         whole = gradient.new_zeros(rows.whole_shape(gradient.shape))
         whole.narrow(rows.dim, rows.rows.start, len(rows.rows)).copy_(gradient)
         return whole
-
-    @property
-    def tied_copies(self) -> list[list[nn.Parameter]]:
-        """This device's copies of each parameter that several stages hold."""
-        return [copies for _, copies in self._ties]
 
     def norm_squared(self, of: Iterable[nn.Parameter] | None = None) -> Tensor:
         """This device's share of the squared global norm, float64 scalar; the shares of all devices add up to it.
@@ -367,11 +394,6 @@ class GradientSync:
     def known_norm_squared(self, share: Tensor) -> Tensor:
         """Return what this device knows of the squared global norm: its ``share``, or where it is ``complete``, all."""
         return self._squares(self._every) if self.complete and not self._counted else share
-
-    def open(self, key: StageKey) -> None:
-        """Let a stage replica's gradients accumulate where they will be summed, from now to the update."""
-        if key in self._sums:
-            self._sums[key].open()
 
     def keep_memory(self, key: StageKey) -> list[Tensor]:
         """Let the gradients of a stage replica that are summed have the same memory in every step from now on.
@@ -386,20 +408,22 @@ class GradientSync:
             p.grad = None
         if key in self._sums:
             self._sums[key].close()
-        if key in self._sharded:
-            self._sharded[key].drop_gradients()
+        for flat in self.shards[key].flats if key in self.shards else ():
+            flat.drop_gradients()
 
     def leave(self) -> list[dist.ProcessGroup]:
         """Let go of all process groups and of what is under way on them; return them. The gradients stay."""
         held = [*self.groups.values(), *(group for sum_ in self._sums.values() for group in sum_.leave())]
+        held += [group for stage in self.shards.values() for group in stage.leave()]
         self.groups = {}
         self._pending.clear()
+        self._scattering.clear()
         return held
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all gradients by a number, or by a float64 scalar on the device."""
         by_dtype = defaultdict[torch.dtype, list[Tensor]](list)
-        for p in self._all:
+        for p in (p for some in self._trained.values() for p in some):
             if p.grad is not None:
                 by_dtype[p.grad.dtype].append(p.grad)
         for dtype, gradients in by_dtype.items():
@@ -423,7 +447,3 @@ class GradientSync:
         for dtype, some in by_dtype.items():  # a norm with bfloat16's 8 bits would be off by 0.4 %
             norms += torch._foreach_norm(some, dtype=torch.promote_types(dtype, torch.float32))
         return torch.stack(norms).double().square().sum()
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

@@ -11,15 +11,17 @@ Source: two-phase commit (Gray 1978, Notes on Data Base Operating Systems, secti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypipe.errors import RunError
-from raypipe.runtime.update.collectives import Push, wait_for
+from raypipe.errors import RunError, TransportError
+from raypipe.runtime.update.collectives import Push
+from raypipe.runtime.update.norm import Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,83 +68,66 @@ def agreed_steps(standings: Collection[Standing]) -> int:
     return target
 
 
-FIELDS = 3
+class Ledger(Shares):
+    """Sends a device's share of a step's result, as that of the norm, when its gradients are final, and keeps all's.
 
-
-class Ledger:
-    """Sends a device's share of a step's result to all others when its gradients are final, and hears of theirs.
-
-    An update that cannot be taken back waits for that (``wait``). One that was made before its norm is known can be
-    taken back and does not wait.
+    An update that cannot be taken back waits for that. One that was made before its norm is known can be taken back.
 
     Args:
         world: the process group of all devices.
-        keys: the stage replicas of this device, each of which is updated once a step.
         done: number of steps done so far.
         kept: number of steps whose facts are kept: those of which the driver may have lost the results.
     """
 
-    def __init__(self, world: dist.ProcessGroup, keys: Collection[Hashable], done: int, kept: int) -> None:
-        self._world: dist.ProcessGroup | None = world
-        self._keys = frozenset(keys)
+    what = "all devices' gradients"
+
+    def __init__(self, world: dist.ProcessGroup, done: int, kept: int) -> None:
+        super().__init__(world)
         self._done = done
         self._told: int | None = None
         """The newest step that was told, from 0."""
-        self._work: dist.Work | None = None
-        self._found = torch.empty(0, dtype=torch.float64)
+        self._noted = 0, 0.0, 0
         self._heard: deque[Facts] = deque(maxlen=kept)
-        self.loss_sum, self.samples = 0.0, 0
-        """This device's share of the newest step's loss, and the samples in it."""
-        self.begun = done
-        """Number of steps begun."""
-        self.updated: set[Hashable] = set()
-        """The stage replicas whose update of the newest step that was told has been made."""
 
-    def tell(self, step: int, norm_squared: Tensor) -> None:
-        """Tell the others that this device's gradients of ``step`` are complete, and its share of the result."""
-        assert self._world is not None
-        ranks = self._world.size()
-        own = torch.tensor([float(norm_squared), self.loss_sum, float(self.samples)], dtype=torch.float64).repeat(ranks)
-        self._done, self._told, self.updated = step, step, set()
-        self._found = torch.empty_like(own)
-        self._work = dist.all_to_all_single(self._found, own, group=self._world, async_op=True)
+    def note(self, step: int, loss_sum: float, samples: int) -> None:
+        """Note this device's share of a step's loss, and the samples in it; ``start`` sends it."""
+        self._noted = step, loss_sum, samples
 
-    def heard(self) -> bool:
-        """Return whether ``wait`` would return at once."""
-        return self._work is None or self._work.is_completed()
+    def start(self, share: float | Tensor) -> None:
+        """See Shares.start."""
+        self._told, *loss = self._noted
+        self._send([float(share), *loss])
 
-    def wait(self, push: Push) -> None:
-        """Wait until all others have told the same of their step.
-
-        Raises:
-            TransportError: a device did not do so in time.
-        """
-        if self._work is not None:
-            wait_for("all devices' gradients", self._work, push)
-            self._hear()
-
-    def _hear(self) -> None:
-        assert self._told is not None
-        norms, losses, samples = self._found.view(-1, FIELDS).t().tolist()
-        self._heard.append(Facts(self._told, tuple(norms), tuple(losses), tuple(int(n) for n in samples)))
-        self._work = None
+    def wait(self, push: Push) -> list[float]:
+        """See Shares.wait."""
+        new = self._work is not None
+        norms = super().wait(push)
+        if new and self._told is not None:
+            _, losses, samples = self._rows.t().tolist()
+            self._heard.append(Facts(self._told, tuple(norms), tuple(losses), tuple(map(int, samples))))
+        return norms
 
     def leave(self) -> None:
-        """Let go of the process group; take in what has arrived."""
-        work, self._world = self._work, None
-        if work is not None and work.is_completed():
-            try:
-                work.wait()
-                self._hear()
-            except RuntimeError:
-                pass
-        self._work = None
+        """See Shares.leave. What has arrived is taken in."""
+        with suppress(TransportError):
+            if self.ready():
+                self.wait(lambda: False)
+        super().leave()
 
-    def standing(self, pending: bool) -> Standing:
-        """Say how far this device is; ``pending``: its updates can still be taken back."""
-        if self._told is None:
-            return Standing(self._done, ready=False, agreed=False, begun=self.begun)
-        if self.updated == self._keys and not pending:
-            return Standing(self._told + 1, False, False, tuple(self._heard), self.begun)
-        agreed = bool(self._heard) and self._heard[-1].step == self._told
-        return Standing(self._told, True, agreed, tuple(self._heard), self.begun)
+    def take(self, norms: Sequence[float]) -> None:
+        """Take the shares of all devices from one that has heard them, after ``leave``."""
+        self._rows = torch.tensor([norms], dtype=torch.float64).t()
+
+    def standing(self, begun: int, final: bool) -> Standing:
+        """Say how far this device is.
+
+        Args:
+            begun: number of steps begun.
+            final: whether the updates of the newest step that was told are made and cannot be taken back.
+        """
+        step, heard = self._told, tuple(self._heard)
+        if step is None:
+            return Standing(self._done, ready=False, agreed=False, begun=max(begun, self._done))
+        if final:
+            return Standing(step + 1, False, False, heard, begun)
+        return Standing(step, True, bool(heard) and heard[-1].step == step, heard, begun)

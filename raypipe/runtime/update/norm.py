@@ -31,12 +31,15 @@ def clip_factor(limit: float, norm: float) -> float:
 
 
 class Shares:
-    """Sends one number of every device to every device, beside compute.
+    """Sends a few numbers of every device to every device, beside compute; the first is its share of the squared norm.
 
     Every device adds up the same list, exactly (``norm_of``): so all of them, and the driver, see the same bits,
     whatever order a collective would have added in. Few devices send to one another directly: one hop. More of them
     pass lists on (``gather``), where Gloo's sums and gathers go round a ring of all devices, twice or once.
     """
+
+    what = "global gradient norm"
+    """Names the exchange in errors."""
 
     def __init__(self, world: dist.ProcessGroup | None, one_hop: int = ONE_HOP) -> None:
         self.ranks = 1 if world is None else world.size()
@@ -44,49 +47,47 @@ class Shares:
         self._lists = None
         if world is not None and self.ranks > one_hop:  # lists of others are passed on while this rank computes
             self._lists = ThreadPoolExecutor(1, thread_name_prefix="raypipe-norm")
-        self._shares = torch.zeros(self.ranks, dtype=torch.float64)
+        self._rows = torch.zeros(self.ranks, 1, dtype=torch.float64)
+        """The numbers of each device."""
         self._work: Pending | None = None
 
-    @classmethod
-    def known(cls, shares: Sequence[float]) -> Shares:
-        """Return the shares of all devices, where nobody needs to be asked."""
-        result = cls(None)
-        result._shares = torch.tensor(shares, dtype=torch.float64)
-        return result
-
     def start(self, share: float | Tensor) -> None:
-        """Send this device's number (of a tensor, its value); a thread does the rest."""
-        value = float(share)
-        own = torch.full((self.ranks,), value, dtype=torch.float64)
-        self._shares = own
+        """Send this device's share (of a tensor, its value); a thread does the rest."""
+        self._send([float(share)])
+
+    def _send(self, numbers: Sequence[float]) -> None:
+        own = torch.tensor([numbers] * self.ranks, dtype=torch.float64)
+        self._rows = own if self._world is None else torch.empty_like(own)
         if self._lists is not None and self._world is not None:
-            self._shares = torch.empty_like(own)
-            self._work = _InThread(self._lists.submit(gather, self._world, value, self._shares))
+            self._work = _InThread(self._lists.submit(gather, self._world, own[0], self._rows))
         elif self._world is not None:
-            self._shares = torch.empty_like(own)
-            self._work = dist.all_to_all_single(self._shares, own, group=self._world, async_op=True)
+            self._work = dist.all_to_all_single(self._rows, own, group=self._world, async_op=True)
 
     def ready(self) -> bool:
         """Return whether ``wait`` would return at once."""
         return self._work is None or self._work.is_completed()
 
     def wait(self, push: Push) -> list[float]:
-        """Wait for the numbers of all devices, and return them by rank.
+        """Wait for the numbers of all devices, and return their shares by rank.
 
         Raises:
             TransportError: a device did not hand in its own in time.
         """
         if self._work is not None:
-            wait_for("global gradient norm", self._work, push)
+            wait_for(self.what, self._work, push)
             self._work = None
-        return self._shares.tolist()
+        return self._rows[:, 0].tolist()
+
+    def leave(self) -> None:
+        """Let go of the process group and of what is under way on it, for good."""
+        self._world = self._work = None
 
 
 class _InThread:
     """Work of a thread, used as a ``torch.distributed.Work``."""
 
     def __init__(self, future: Future[None]) -> None:
-        self.is_completed, self.wait = future.done, future.result
+        self.is_completed, self.wait, self.get_future = future.done, future.result, lambda: future
 
 
 def norm_of(shares: Iterable[float]) -> float:
@@ -140,11 +141,6 @@ class DeviceShares:
         self._shares = torch.zeros(1, dtype=torch.float64)
         self._on_host: deque[tuple[Tensor, Any]] = deque()
 
-    @property
-    def alone(self) -> bool:
-        """Return whether the norm needs no other device: then waiting costs nothing, and nothing is read back."""
-        return self._group is None
-
     def start(self, share: Tensor) -> None:
         """Queue the exchange of this device's share, a float64 scalar; later work on the device waits for it."""
         own = share.detach().reshape(1)
@@ -175,6 +171,10 @@ class DeviceShares:
         """Return the newest shares of all devices, by rank; the host waits for them."""
         return _read(self._on_host[-1])
 
+    def leave(self) -> None:
+        """Let go of the group, for good."""
+        self._group = None
+
     def earlier(self) -> list[list[float]]:
         """Return, and forget, the shares of all exchanges but the newest, oldest first.
 
@@ -196,10 +196,10 @@ TAG = 1
 """Tag of these messages; all others on a world's process group have tag 0."""
 
 
-def gather(group: dist.ProcessGroup, number: float, into: torch.Tensor) -> None:
-    """Gather the numbers of all ranks in ceil(log2 n) hops; ``into`` is float64, [ranks].
+def gather(group: dist.ProcessGroup, own: Tensor, into: Tensor) -> None:
+    """Gather the numbers of all ranks, ``[numbers]`` each, in ceil(log2 n) hops; ``into`` is ``[ranks, numbers]``.
 
-    In hop k a rank sends the 2^k numbers that it knows to the rank 2^k below it and receives as many from the rank 2^k
+    In hop k a rank sends the 2^k rows that it knows to the rank 2^k below it and receives as many from the rank 2^k
     above it, so the lists double. A rank takes part in log2 n messages each way instead of n - 1.
 
     Raises:
@@ -209,8 +209,8 @@ def gather(group: dist.ProcessGroup, number: float, into: torch.Tensor) -> None:
     message-passing systems, section 4 (concatenation). It needs no power of two.
     """
     ranks, me = group.size(), group.rank()
-    known = torch.empty(ranks, dtype=torch.float64)  # number k is that of rank me + k
-    known[0] = number
+    known = torch.empty_like(into)  # row k is that of rank me + k
+    known[0] = own
     count = 1
     while count < ranks:
         more = min(count, ranks - count)
@@ -222,4 +222,4 @@ def gather(group: dist.ProcessGroup, number: float, into: torch.Tensor) -> None:
         received.wait()
         sent.wait()
         count += more
-    into.copy_(known.roll(me))
+    into.copy_(known.roll(me, 0))

@@ -191,10 +191,11 @@ def _pairs(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, nn.
 
 
 @torch.no_grad()
-def round_all(optimizer: torch.optim.Optimizer) -> None:
-    """Round every parameter from its master weight."""
-    for p, master in _pairs(optimizer):
-        p.copy_(master)
+def round_all(optimizer: torch.optim.Optimizer, of: Callable[[nn.Parameter], bool] = lambda master: True) -> None:
+    """Round every parameter from its master weight, if it is one ``of`` these."""
+    pairs = [(p, master) for p, master in _pairs(optimizer) if of(master)]
+    if pairs:
+        torch._foreach_copy_([p for p, _ in pairs], [master for _, master in pairs])
 
 
 def _take_gradients(optimizer: torch.optim.Optimizer, *_hook: object) -> None:
@@ -202,14 +203,9 @@ def _take_gradients(optimizer: torch.optim.Optimizer, *_hook: object) -> None:
         master.grad = None if p.grad is None else p.grad.to(master.dtype)
 
 
-@torch.no_grad()
 def _round(optimizer: torch.optim.Optimizer, *_hook: object) -> None:
-    graded = [(p, master) for p, master in _pairs(optimizer) if master.grad is not None]
-    if not graded:
-        return
-    rounded, masters = map(list, zip(*graded, strict=True))
-    torch._foreach_copy_(rounded, masters)
-    for master in masters:
+    round_all(optimizer, lambda master: master.grad is not None)
+    for _, master in _pairs(optimizer):
         master.grad = None
 
 
@@ -221,28 +217,23 @@ class OptimizerSnapshot:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        held = [
-            master
-            for group in optimizer.param_groups
-            for p, master in zip(group.get(ROUNDED, group["params"]), group["params"], strict=True)
-            if p.grad is not None
+        groups = [(group.get(ROUNDED, group["params"]), group["params"]) for group in optimizer.param_groups]
+        held = [master for both in groups for p, master in zip(*both, strict=True) if p.grad is not None]
+        states = [optimizer.state.get(p) for p in held]
+        self._kept = [
+            (p, p.detach().clone(), state and {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()})
+            for p, state in zip(held, states, strict=True)
         ]
-        self._values = [(p, p.detach().clone()) for p in held]
-        self._states = [
-            (p, {key: v.clone() if isinstance(v, Tensor) else v for key, v in optimizer.state[p].items()})
-            for p in held
-            if p in optimizer.state
-        ]
-        self._fresh = [p for p in held if p not in optimizer.state]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the copy. It can be used once."""
-        for parameter, value in self._values:
+        for parameter, value, state in self._kept:
             parameter.copy_(value)
-        self.optimizer.state.update(self._states)
-        for parameter in self._fresh:
-            self.optimizer.state.pop(parameter, None)
+            if state is None:
+                self.optimizer.state.pop(parameter, None)
+            else:
+                self.optimizer.state[parameter] = state
 
 
 # Muon for a stage's matrices and AdamW for its other parameters, as one optimizer.

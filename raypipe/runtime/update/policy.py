@@ -6,25 +6,27 @@ a barrier between steps and PipeDream's; ``late_updates`` has those that go with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from raypipe.models.host_copies import to_host
 from raypipe.models.running_statistics import move_all, part_of_step
 from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.update.buckets import BucketedAllReduce
 from raypipe.runtime.update.collectives import Push
-from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.gradients import GradientSync
 from raypipe.runtime.update.ledger import Ledger
-from raypipe.runtime.update.shards import DeviceShards
+from raypipe.runtime.update.optimizer import set_rate
 from raypipe.runtime.update.weight_versions import Snapshot
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.sharding import StageKey
 
 
 class UpdatePolicy:
@@ -62,6 +64,11 @@ class UpdatePolicy:
         return []
 
 
+Report = Callable[[NDArray[np.float64]], float]
+"""Waits for the updates of a step, sets in its times when its sums ended, if that was not known before, and returns
+this device's share of its squared norm."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     """All that the updates of one device are about."""
@@ -70,7 +77,6 @@ class Trained:
     optimizers: Mapping[StageKey, torch.optim.Optimizer]
     sync: GradientSync
     """Has the gradients."""
-    shards: DeviceShards
     microbatches: int
     """Of a step."""
     push: Push
@@ -93,8 +99,9 @@ class WeightUpdates(UpdatePolicy):
 
     def __init__(self, trained: Trained) -> None:
         self.modules, self.optimizers, self.sync = trained.modules, trained.optimizers, trained.sync
-        self.shards, self.push, self.clock = trained.shards, trained.push, trained.clock
-        self.microbatches, self.weights_change = trained.microbatches, trained.weights_change
+        self.microbatches, self.push, self.clock = trained.microbatches, trained.push, trained.clock
+        self.weights_change = trained.weights_change
+        self.step = -1
         self.squares: list[Tensor] = []
         """This device's share of the squared norm of each of the step's updates, as far as it is known."""
         self.sums_wait_s = 0.0
@@ -130,20 +137,15 @@ class WeightUpdates(UpdatePolicy):
         Raises:
             TransportError: another copy did not join an earlier sum in time.
         """
-        self.sync.open(key)
-        if key in self.shards.stages:
-            self.shards.open_gradients(key, self.push)
+        self.sync.open(key, self.push)
 
     def early(self, key: StageKey) -> BucketedAllReduce | None:
         """Return the sum whose buckets may start while the last gradients are computed, if there is one."""
         return self.sync.early(key)
 
-    def takes(self, key: StageKey, saved: MicrobatchState) -> bool:
-        """Take over the deferred weight gradients of a micro-batch; return False to leave them to the executor."""
-        return False
-
-    def computed(self, key: StageKey, saved: MicrobatchState) -> None:
-        """Note that the weight gradients of a micro-batch have been computed."""
+    def weight_gradients(self, key: StageKey, saved: MicrobatchState, compute: Callable[[], None]) -> None:
+        """Carry out the deferred weight gradients of a micro-batch: ``compute`` does so."""
+        compute()
 
     def sum(self, key: StageKey) -> None:
         """Carry out an AR: start to sum a replica's gradients over its holders."""
@@ -153,15 +155,25 @@ class WeightUpdates(UpdatePolicy):
         """Carry out a U."""
         raise NotImplementedError
 
-    def report(self, step: int, program: Program) -> Callable[[NDArray[np.float64]], float] | None:
-        """Return what completes a step's updates later, sets when its sums ended, and returns this device's share of
-        its squared norm; None where ``squares`` has that already."""
-        return None
+    def step_optimizer(self, key: StageKey, lr: float, of: Iterable[nn.Parameter] | None = None) -> Tensor:
+        """Update the parameters of a replica that have a gradient, where that waits for no norm.
+
+        Returns this device's share of the squared norm of the parameters ``of``; None for all.
+        """
+        squares = self.sync.norm_squared(of)
+        set_rate(self.optimizers[key], lr)
+        self.optimizers[key].step()
+        return squares
+
+    def report(self, step: int, program: Program) -> Report:
+        """Return what completes a step's updates, where some are made later, and returns what is known of its norm."""
+        squares = to_host(torch.stack(self.squares)) if self.squares else torch.zeros(1)
+        return lambda times: float(squares.mean())  # of several updates in a step (PipeDream)
 
     def leave(self) -> list[dist.ProcessGroup]:
         """See UpdatePolicy.leave."""
         self.push = lambda: False
-        return [*self.sync.leave(), *self.shards.leave()]
+        return self.sync.leave()
 
     def close(self) -> None:
         """Give up what is left of the updates, and everything that this refers to.

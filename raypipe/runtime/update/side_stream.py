@@ -101,20 +101,18 @@ class DeviceStream:
     """A stream of a device that works off what the host has launched.
 
     What work reads lives until the device has come to its end: torch's allocator would give memory of the main stream
-    that the host has let go of to the main stream's next kernel, while the second stream still reads it.
+    that the host has let go of to the main stream's next kernel, while the second stream still reads it. Inside a
+    capture (``captured``) the host cannot ask how far the device is, and all is kept to the end.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, make_stream(device)
+    def __init__(self, device: torch.device, captured: bool = False) -> None:
+        self._device, self._stream, self._captured = device, make_stream(device), captured
         self._kept: deque[tuple[Any, Sequence[object]]] = deque()
 
     def run(self, work: Work, keep: Sequence[object] = ()) -> Done:
         """See SideStream.run."""
-        while self._kept and self._kept[0][0].query():
+        while not self._captured and self._kept and self._kept[0][0].query():
             self._kept.popleft()
-        return self._launch(work, keep)
-
-    def _launch(self, work: Work, keep: Sequence[object]) -> Done:
         begin, end = make_event(), make_event()
         begin.record(current_stream(self._device))
         self._stream.wait_event(begin)
@@ -126,18 +124,6 @@ class DeviceStream:
 
     def close(self) -> None:
         """See SideStream.close."""
-        if self._kept:
+        if self._kept and not self._captured:
             self._kept[-1][0].synchronize()
-        self._kept.clear()
-
-
-class ForkedStream(DeviceStream):
-    """A second stream inside a capture, where the host cannot ask how far the device is: all is kept to the end."""
-
-    def run(self, work: Work, keep: Sequence[object] = ()) -> Done:
-        """See SideStream.run."""
-        return self._launch(work, keep)
-
-    def close(self) -> None:
-        """See SideStream.close."""
         self._kept.clear()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,13 @@ from torch import Tensor
 from raypipe.runtime.clocks.clock import HostClock
 from raypipe.runtime.stage.stage import MicrobatchState
 from raypipe.runtime.update.buckets import BucketedAllReduce
-from raypipe.runtime.update.gradients import StageKey
+from raypipe.runtime.update.ledger import Ledger, Standing
 from raypipe.runtime.update.norm import DeviceShares, Forecast, Shares, clip_factor, norm_of
 from raypipe.runtime.update.optimizer import OptimizerSnapshot, round_all, set_rate
 from raypipe.runtime.update.policy import Trained, WeightUpdates
 from raypipe.runtime.update.weight_versions import Snapshot, WeightVersions
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
-from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.sharding import StageKey
 
 
 class Updates(WeightUpdates):
@@ -70,17 +70,16 @@ class Updates(WeightUpdates):
         """On a GPU whose host does not read the norm: 1.0 if it is not finite, else 0.0."""
         self._forecast = Forecast(self.limit or 0.0, requested)
         self._snapshots: list[OptimizerSnapshot] = []
-
-    def begin_step(self, program: Program, step: int, lr: float) -> None:
-        """See UpdatePolicy.begin_step."""
-        super().begin_step(program, step, lr)
-        if self.ledger is not None:
-            self.ledger.begun = step + 1
+        self._unclipped = False
+        """Whether the step's gradients are complete, but what the norm says of them is not known."""
+        self._updated: set[StageKey] = set()
+        """The stage replicas whose update of the newest step has been made."""
+        if isinstance(shares, Ledger):
+            self.ledger = shares
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """Wait for the sums; choose how the updates are made, and clip if that is to wait for the norm."""
         began = time.perf_counter()
-        self.shards.finish(self.push)
         ends = self.sync.finish(self.push, self.clock)
         if isinstance(self.clock, HostClock):  # else the device waits, and not the host
             self.sums_wait_s = time.perf_counter() - began
@@ -88,27 +87,27 @@ class Updates(WeightUpdates):
         share = self.sync.norm_squared()
         self.squares.append(share)
         self._choose(share)
-        if self.ledger is not None:
-            self.ledger.tell(self.step, share)
-            if not self.pending:  # else ``commit`` waits: until then the update can be taken back
-                self.ledger.wait(self.push)
 
     def _choose(self, share: Tensor) -> None:
         self.optimistic, self.skipping, self._no_update = False, False, None
-        if self.limit is None:
+        if self.limit is None and self.ledger is None:
             return
         # Whether the program has tasks that need no certain updates is the same on all devices.
-        ahead = self.program.ahead is not None
+        ahead = self.program.ahead is not None and self.limit is not None
         if isinstance(self.shares, DeviceShares):
-            ahead = ahead and (self.defers or not self.shares.alone)
+            # Where the norm needs no other device, waiting costs nothing, and nothing is read back.
+            ahead = ahead and (self.defers or self.shares.ranks > 1)
             for earlier in self.shares.earlier():
                 self._forecast.saw(norm_of(earlier))
-        self.pending = ahead and (self.defers or self._forecast.optimistic())
-        self.optimistic = self.pending and not self.defers
         # Where each device knows the norm by itself, nobody tells anybody: ``shares`` has this device alone. The share
         # of the one that counts for all is the whole already, those of the others are nothing.
-        self.shares.start(self.sync.known_norm_squared(share))
-        if not self.pending:
+        known = self.sync.known_norm_squared(share) if self.shares.ranks == 1 else share
+        self.pending = ahead and (self.defers or self._forecast.optimistic())
+        self.optimistic = self.pending and not self.defers
+        self._unclipped = True
+        self._updated.clear()
+        self.shares.start(known)
+        if not self.pending:  # else ``commit`` waits: until then the update can be taken back
             self._clip()
 
     def update(self, key: StageKey) -> None:
@@ -125,8 +124,7 @@ class Updates(WeightUpdates):
                 one.forget(self.step)
         else:
             self.move_statistics(key, self.step)
-        if self.ledger is not None:
-            self.ledger.updated.add(key)
+        self._updated.add(key)
 
     def _step_early(self, key: StageKey) -> None:
         """Make an update before its norm is known."""
@@ -137,10 +135,8 @@ class Updates(WeightUpdates):
         """See UpdatePolicy.commit. Where the norm is not finite (``skips``), undone updates are not made again."""
         if not self.pending:
             return True
-        if not wait and not (self.shares.ready() and (self.ledger is None or self.ledger.heard())):
+        if not wait and not self.shares.ready():
             return None
-        if self.ledger is not None:
-            self.ledger.wait(self.push)
         stands = self._settle()
         self.weights_change()
         return stands
@@ -151,22 +147,30 @@ class Updates(WeightUpdates):
         self.pending = False
         stands = not (clipped or self.skipping)
         if not stands:
-            for undo in self._snapshots:
-                undo.restore()
-                if clipped:
-                    undo.optimizer.step()
-                else:
-                    round_all(undo.optimizer)
+            self._take_back(again=clipped)
         for key in self.optimizers:
             self.sync.drop(key)
         self._snapshots.clear()
         return stands
 
+    def _take_back(self, again: bool) -> None:
+        """Undo the updates that were made early; ``again``: and make them with the gradients as they are now."""
+        for undo in self._snapshots:
+            undo.restore()
+            if again:
+                undo.optimizer.step()
+            else:
+                round_all(undo.optimizer)
+
     def leave(self) -> list[dist.ProcessGroup]:
         """See WeightUpdates.leave."""
-        if not self.sync.complete:  # else this device knows the norm by itself, in no group
-            self.shares = Shares.known([])
+        self.shares.leave()
         return super().leave()
+
+    def standing(self) -> Standing:
+        """Say how far this device is, after ``leave``; only where there is a ledger."""
+        assert self.ledger is not None
+        return self.ledger.standing(self.step + 1, self._updated == self.modules.keys() and not self.pending)
 
     def finish_alone(self, norms: Sequence[float] | None) -> None:
         """Finish the step whose gradients are complete, after ``leave``; or forget it.
@@ -175,17 +179,16 @@ class Updates(WeightUpdates):
         """
         assert self.ledger is not None
         if norms is None:
-            for undo in self._snapshots:
-                undo.restore()
-                round_all(undo.optimizer)
+            self._take_back(again=False)
             self._snapshots.clear()
             self.pending = False
         else:
+            self.ledger.take(norms)
+            if self._unclipped and not self.pending:
+                self._clip()
             for key in self.modules:
-                if key not in self.ledger.updated:
+                if key not in self._updated:
                     self.update(key)
-            if self.pending and not self.sync.complete:
-                self.shares = Shares.known(norms)
             self.commit()
         for key in self.modules:
             self.sync.drop(key)
@@ -206,14 +209,17 @@ class Updates(WeightUpdates):
         Returns True if the gradients were too large and have been scaled; False if that is known on the device alone,
         which ``decides`` rules out.
         """
-        assert self.limit is not None
         if isinstance(self.shares, DeviceShares) and not decides:
+            assert self.limit is not None
             if self._skips:
                 self._no_update = self.shares.not_finite()
             if self.limit < math.inf:
                 self.sync.scale(self.shares.factor(self.limit))
             return False
         norm = norm_of(self.shares.wait(self.push))
+        self._unclipped = False
+        if self.limit is None:
+            return False
         self.skipping = self._skips and not math.isfinite(norm)
         factor: float | Tensor = clip_factor(self.limit, norm)
         too_large = bool(factor < 1.0)
@@ -230,34 +236,27 @@ class _OnVersions(WeightUpdates):
     """The part of policies whose forwards run on snapshots of the weights, which gather the gradients."""
 
     versions: Mapping[StageKey, WeightVersions]
-    _used: dict[StageKey, Snapshot]
 
     def weights(self, key: StageKey, ahead: bool) -> Snapshot | None:
         """See WeightUpdates.weights."""
         return self.versions[key].for_forward(ahead)
 
     def open(self, key: StageKey) -> None:
-        """See WeightUpdates.open: a version's gradients are its own until ``collect``."""
+        """See WeightUpdates.open: a version's gradients are its own until they are collected."""
 
     def early(self, key: StageKey) -> BucketedAllReduce | None:
         """See WeightUpdates.early."""
         return None
 
-    def computed(self, key: StageKey, saved: MicrobatchState) -> None:
-        """See WeightUpdates.computed."""
-        if saved.weights is not None:
-            self._used[key] = saved.weights
+    def weight_gradients(self, key: StageKey, saved: MicrobatchState, compute: Callable[[], None]) -> None:
+        """See WeightUpdates.weight_gradients."""
+        compute()
+        self.versions[key].used = saved.weights
 
     def sum(self, key: StageKey) -> None:
         """See WeightUpdates.sum."""
-        self.collect(key)
+        self.versions[key].collect()
         super().sum(key)
-
-    def collect(self, key: StageKey) -> None:
-        """Pass the gradients of the version that was used to the optimizer's parameters."""
-        used = self._used.pop(key, None)
-        if used is not None:
-            self.versions[key].collect(used)
 
 
 class DeferredUpdates(_OnVersions, Updates):
@@ -269,12 +268,12 @@ class DeferredUpdates(_OnVersions, Updates):
 
     def __init__(self, versions: Mapping[StageKey, WeightVersions], trained: Trained, *given: Any) -> None:
         super().__init__(trained, *given)
-        self.versions, self._used = versions, {}
+        self.versions = versions
 
     def before_updates(self, times: NDArray[np.float64]) -> None:
         """See Updates.before_updates."""
-        for key in self.modules:
-            self.collect(key)
+        for one in self.versions.values():
+            one.collect()
         super().before_updates(times)
 
     def update(self, key: StageKey) -> None:
@@ -304,16 +303,13 @@ class StashedUpdates(_OnVersions):
 
     def __init__(self, versions: Mapping[StageKey, WeightVersions], trained: Trained) -> None:
         super().__init__(trained)
-        self.versions, self._used = versions, {}
+        self.versions = versions
 
     def update(self, key: StageKey) -> None:
         """See WeightUpdates.update."""
-        self.collect(key)
-        self.squares.append(self.sync.norm_squared())
+        self.versions[key].collect()
         self.weights_change()
-        set_rate(self.optimizers[key], self.lr)
-        self.versions[key].expect()
-        self.optimizers[key].step()
+        self.squares.append(self.step_optimizer(key, self.lr))
         self.sync.drop(key)
         self.versions[key].updated()
         for one in self.modules[key].statistics:

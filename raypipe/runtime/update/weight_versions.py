@@ -12,11 +12,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
-from raypipe.models import Inputs
-from raypipe.runtime.backward.segments import Segment
 from raypipe.runtime.stage.stage import StageModule
 
 Snapshot = dict[str, Tensor]
@@ -30,8 +27,9 @@ class WeightVersions:
     def __init__(self, module: StageModule, rule: Literal["stash", "2bw"]) -> None:
         self.module, self.rule = module, rule
         self.paths: dict[str, nn.Parameter] = {path: p for path, p in module.named_parameters() if p.requires_grad}
-        newest = self._snapshot()
-        self.older, self.newest = newest, newest
+        self.older = self.newest = self._snapshot()
+        self.used: Snapshot | None = None
+        """The version whose gradients were computed last, and not collected."""
 
     def _snapshot(self) -> Snapshot:
         return {path: p.detach().clone().requires_grad_() for path, p in self.paths.items()}
@@ -40,11 +38,11 @@ class WeightVersions:
         """Return the weights a forward runs on. With ``ahead`` it belongs to the step after the one not yet updated."""
         return self.newest if self.rule == "stash" or ahead else self.older
 
-    def collect(self, used: Snapshot) -> None:
-        """Hand the gradients that ``used`` has collected to the optimizer's parameters."""
-        for path, leaf in used.items():
-            self.paths[path].grad = leaf.grad
-            leaf.grad = None
+    def collect(self) -> None:
+        """Hand the gradients that a version has collected to the optimizer's parameters."""
+        for path, leaf in {} if self.used is None else self.used.items():
+            self.paths[path].grad, leaf.grad = leaf.grad, None
+        self.used = None
 
     def expect(self) -> None:
         """Note that the optimizer will change the parameters; the newest version becomes the previous one."""
@@ -66,18 +64,3 @@ class WeightVersions:
         self.older = self.newest
         if self.rule == "2bw" and previous:
             self.older = {path: t.clone().requires_grad_() for path, t in previous.items()}
-
-
-def run_with(
-    module: nn.Module,
-    weights: Snapshot | None,
-    arrived: tuple[Tensor, ...],
-    inputs: Inputs,
-    segment: Segment | None = None,
-) -> tuple[Tensor, ...]:
-    """Run the forward of a stage, or of a segment of it, on a snapshot; with None, on its own parameters."""
-    given = (arrived, inputs) if segment is None else (arrived, inputs, segment)
-    outputs: tuple[Tensor, ...] = (
-        module(*given) if weights is None else torch.func.functional_call(module, weights, given)
-    )
-    return outputs

@@ -26,8 +26,8 @@ from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import CompileState, StageReport
 from raypipe.runtime.graphs.tasks import TaskGraphs, task_graphs
 from raypipe.runtime.setup.setup import Setup
-from raypipe.runtime.update.gradients import StageKey
 from raypipe.schedule.passes.sync import BY_LAYER
+from raypipe.schedule.sharding import StageKey
 from raypipe.tensor import current_group
 
 if TYPE_CHECKING:

@@ -64,11 +64,11 @@ from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.state.shard_writer import SaveBegun, ShardWriter, Store, Write, put_snapshot, send_snapshot
 from raypipe.runtime.state.state import read_previous, read_state, state_to_save
 from raypipe.runtime.update.collectives import wait_for
-from raypipe.runtime.update.gradients import GradientSync, StageKey, tied_over_devices
+from raypipe.runtime.update.gradients import GradientSync, tied_over_devices
 from raypipe.runtime.update.ledger import Facts, Ledger, Standing
 from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
-from raypipe.runtime.update.shards import divide, read_shards
+from raypipe.runtime.update.shards import divide, updated
 from raypipe.runtime.update.side_stream import prefer_main_stream
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.runtime.validation.metrics import Preprocess
@@ -83,6 +83,7 @@ from raypipe.runtime.worker.settings import (
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
 from raypipe.schedule.microbatch_order import Order
+from raypipe.schedule.sharding import StageKey
 from raypipe.signals import told_to_go
 from raypipe.tensor import Axis, ProcessGroup, SoloGroup, TensorGroup, set_group
 
@@ -95,6 +96,7 @@ class StageWorker:
 
     executor_class: ClassVar[type[Executor]] = Executor
     sync_class: ClassVar[type[GradientSync]] = GradientSync
+    ledger_class: ClassVar[type[Ledger]] = Ledger
     reads_whole: ClassVar[bool] = True
     """Whether steps have the samples that the job says, and not just any."""
     write_shard: ClassVar[Write] = staticmethod(write_snapshot)
@@ -162,10 +164,7 @@ class StageWorker:
             checkpoint = open_checkpoint(checkpoint, verify=False)  # the driver has verified it
         if checkpoint is not None:
             for key, module in self.modules.items():
-                optimizer, divided = self.optimizers[key], self.shards.divided(key)
-                read_state(checkpoint, module, optimizer, setup.tied, setup.ranks, divided)
-                if divided:
-                    read_shards(checkpoint, self.shards.stages[key], optimizer, setup.ranks)
+                read_state(checkpoint, module, self.optimizers[key], setup.tied, setup.ranks, self.shards.get(key))
         self._assemble(setup, checkpoint)
         # These objects live as long as the run, so the garbage collector need not scan them again.
         gc.collect()
@@ -283,11 +282,14 @@ class StageWorker:
         whole = tied_over_devices(setup.tied) | experts
         sharding, sums = setup.sharding, dtype_of_sums(setup)
         self.shards = divide(self.modules, sharding, setup.placement, whole, self._own_groups(setup), sums, job.train)
-        self.optimizers = {k: make_optimizer(job.train, *self.shards.updated(k, of)) for k, of in self.modules.items()}
+        self.optimizers = {
+            key: make_optimizer(job.train, *updated(module, self.shards.get(key)))
+            for key, module in self.modules.items()
+        }
 
     def _assemble(self, setup: Setup, checkpoint: Checkpoint | None = None) -> None:
         """Make the executor of the stages, on the open communicators."""
-        job, communicators, shards = setup.job, self.communicators, self.shards
+        job, communicators = setup.job, self.communicators
         plan, groups = self.plan, self._own_groups(setup)
         rule = setup.versions
         versions = {} if rule == "flush" else {k: WeightVersions(m, rule) for k, m in self.modules.items()}
@@ -299,7 +301,7 @@ class StageWorker:
         receivers = own_channels(communicators.receivers, setup.tensor)
         if setup.parallel.side_stream is not None:
             prefer_main_stream(self.device)
-        settings = step_settings(setup, self.device, plan.batch_statistics, bool(shards.stages))
+        settings = step_settings(setup, self.device, plan.batch_statistics, bool(self.shards))
         sync = self.sync_class(
             setup.device,
             self.modules,
@@ -307,7 +309,7 @@ class StageWorker:
             setup.tied,
             groups,
             setup.tensor_rank,
-            shards.stages,
+            self.shards,
             by_layer=setup.parallel.by_layer,
             tuner=first_k_tuner(setup, self.device),
             dtype=dtype_of_sums(setup),
@@ -325,7 +327,6 @@ class StageWorker:
             receivers,
             self.io_specs,
             versions,
-            shards,
         )
         self.executor.measures = setup.search_recompute
         self.executor.hold_updates = partial(self.shard_writer.arrive, job.train.copy_every)
@@ -338,8 +339,6 @@ class StageWorker:
             "experts": self._group("experts", groups.get(EXPERT_GROUP)),
         }
         self._group("context", groups.get(CONTEXT_GROUP))
-        if setup.recovers and communicators.world is not None:
-            self.executor.updates.ledger = Ledger(communicators.world, self.modules, setup.done, 2 * MOST_STEPS)
 
     def _group(self, axis: Axis, members: dist.ProcessGroup | None) -> TensorGroup:
         """Make a group that divides layers with this process known to them."""
@@ -354,7 +353,10 @@ class StageWorker:
 
     def _shares(self, alone: bool, setup: Setup) -> Shares | DeviceShares:
         """Return what exchanges the shares of the gradient norm; ``alone`` if every device knows the norm by itself."""
-        world = None if alone else self.communicators.world
+        world = self.communicators.world
+        if setup.recovers and world is not None:
+            return self.ledger_class(world, setup.done, 2 * MOST_STEPS)
+        world = None if alone else world
         return norm_shares(setup, self.device, world, self._backend(setup.topology))
 
     def _backend(self, topology: Topology) -> str:

@@ -26,11 +26,12 @@ from raypipe.runtime.executor.runner import Handler
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.collectives import Push, wait_for
-from raypipe.runtime.update.gradients import GradientSync, StageKey
+from raypipe.runtime.update.gradients import GradientSync
 from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Task
 from raypipe.schedule.lowering.programs import Action, Message, Program
+from raypipe.schedule.sharding import StageKey
 
 STAMP = TensorSpec((1,), torch.float64)
 """Travels with each message: when the link delivers it, on this host's monotonic clock."""

@@ -11,7 +11,8 @@ import torch
 from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.stage.stage import StageModule
-from raypipe.runtime.update.shards import DeviceShards, ShardedStage
+from raypipe.runtime.update.gradients import GradientSync
+from raypipe.runtime.update.shards import ShardedStage
 
 
 class Group:
@@ -29,9 +30,9 @@ def test_sharded_stages_let_go_of_their_groups() -> None:
     module = StageModule(model, range(model.count), 0, torch.device("cpu"), False)
     dividing, others = Group(), Group()
     stage = ShardedStage(module, 0, 3, cast(Any, dividing), cast(Any, others))
-    shards = DeviceShards({(0, 0): stage})
+    sync = GradientSync(0, {(0, 0): module}, ((0,), (1,)), (), {}, sharded={(0, 0): stage})
     refs = [weakref.ref(dividing), weakref.ref(others)]
-    held = shards.leave()
+    held = sync.leave()
     assert held == [dividing, others]
     del dividing, others
     held.clear()

@@ -82,8 +82,8 @@ class DyingLedger(Ledger):
 
     executor: DyingExecutor
 
-    def tell(self, step: int, *args: Any) -> None:
-        super().tell(step, *args)
+    def start(self, share: Any) -> None:
+        super().start(share)
         if self.executor._now("told"):
             self.executor._die()
 
@@ -93,6 +93,7 @@ def dying(file: Path) -> type[StageWorker]:
 
     class Dying(StageWorker):
         executor_class = type("DyingAt", (DyingExecutor,), {"file": file})
+        ledger_class = DyingLedger
 
         @staticmethod
         def write_shard(folder: Path, name: str, snapshot: Snapshot) -> ShardInfo:
@@ -110,7 +111,6 @@ def dying(file: Path) -> type[StageWorker]:
             super()._assemble(*args)
             self.executor.rank = self.rank  # type: ignore[attr-defined]
             if (ledger := self.executor.updates.ledger) is not None:
-                ledger.__class__ = DyingLedger
                 ledger.executor = self.executor  # type: ignore[attr-defined]
 
         def pid(self) -> int:

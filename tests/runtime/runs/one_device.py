@@ -25,7 +25,7 @@ from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import GradientSync, TiedHolders, tied_over_devices
 from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.update.optimizer import make_optimizer
-from raypipe.runtime.update.shards import divide
+from raypipe.runtime.update.shards import divide, updated
 from raypipe.runtime.update.weight_versions import WeightVersions
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule, StageGraph
@@ -122,7 +122,7 @@ def executor_of(
     optimizers: dict[Any, torch.optim.Optimizer] = {
         key: torch.optim.SGD([{"params": list(m.trained.values())}], lr=LR)
         if train is None
-        else make_optimizer(train, *shards.updated(key, m))
+        else make_optimizer(train, *updated(m, shards.get(key)))
         for key, m in modules.items()
     }
     fields = {name for stage in modules.values() for name in stage.reads}
@@ -139,11 +139,10 @@ def executor_of(
         modules, optimizers, model.task, feed,
         GradientSync(
             copy, modules, schedule.placement, holders, groups or {}, by_layer=given.get("by_layer", False),
-            tuner=tuner, sharded=shards.stages,
+            tuner=tuner, sharded=shards,
         ),
         Shares(None) if shares is None else shares, {}, {}, specs,
         {k: WeightVersions(m, schedule.versions) for k, m in modules.items()} if schedule.versions != "flush" else {},
-        shards,
     )  # fmt: skip
 
 

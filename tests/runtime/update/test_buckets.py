@@ -50,10 +50,12 @@ class Issued:
         return Done()
 
 
-def test_buckets_are_filled_from_the_last_parameter_to_the_first() -> None:
+def test_buckets_are_filled_from_the_last_parameter_to_the_first(monkeypatch) -> None:
+    monkeypatch.setattr("raypipe.runtime.update.buckets.FIRST_BUCKET_BYTES", 5)
+    monkeypatch.setattr("raypipe.runtime.update.buckets.BUCKET_BYTES", 32)
     kinds = [(3, torch.float64), *((n, torch.float32) for n in (4, 2, 6, 1))]
     parameters = [nn.Parameter(torch.randn(n, dtype=dtype)) for n, dtype in kinds]
-    buckets = buckets_of(parameters, first_bytes=5, bytes_each=32)
+    buckets = buckets_of(parameters)
     assert [[p.numel() for p in bucket.parameters] for bucket in buckets] == [[1], [6, 2], [4], [3]]
     for bucket in buckets:
         bucket.open()

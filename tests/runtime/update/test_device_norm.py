@@ -16,7 +16,6 @@ from raypipe.runtime.clocks.clock import HostClock
 from raypipe.runtime.update import norm as norms
 from raypipe.runtime.update.norm import DeviceShares, clip_factor, norm_of
 from raypipe.runtime.update.policy import Trained
-from raypipe.runtime.update.shards import DeviceShards
 from raypipe.runtime.update.updates import Updates
 from raypipe.schedule.lowering.programs import Program
 from tests.runtime.runs.one_device import TwoMembers
@@ -72,14 +71,14 @@ def test_norms_that_are_no_numbers() -> None:
 def test_alone_nothing_is_read_back() -> None:
     shares = DeviceShares(None)
     shares.start(torch.tensor(4.0, dtype=torch.float64))
-    assert shares.alone
+    assert shares.ranks == 1
     assert shares.ready()
     assert shares.earlier() == []
 
 
 def test_all_devices_add_one_list(two: DeviceShares) -> None:
     two.start(torch.tensor(9.0, dtype=torch.float64))
-    assert not two.alone
+    assert two.ranks == 2
     assert float(two.factor(2.5)) == pytest.approx(0.5, rel=1e-6)
     assert norm_of(two.wait(lambda: False)) == 5.0
 
@@ -131,7 +130,7 @@ def test_a_gpu_skips_an_update_that_its_host_does_not_know_of(
 
     sync = Sync()
     modules = {(0, 0): SimpleNamespace(statistics=[])}
-    trained = Trained(modules, {(0, 0): mine}, sync, DeviceShards({}), 1, lambda: False, HostClock(), lambda: None)  # type: ignore[arg-type]
+    trained = Trained(modules, {(0, 0): mine}, sync, 1, lambda: False, HostClock(), lambda: None)  # type: ignore[arg-type]
     updates = Updates(trained, two, None, "wait", skips=True)
     program = Program(0, (), {}, frozenset(), frozenset())
     for step, square in enumerate((9.0, share, 9.0)):

@@ -66,7 +66,7 @@ def one_step(
     runner = executor(spec, schedule, cut, 2, "bfloat16", groups=groups)
     torch.manual_seed(0)  # of the data
     loss = runner.run(programs(schedule)[0], 0, 1e-3).loss_sum
-    return loss, gradients, [sum(flat._bytes for flat in stage.flats) for stage in runner.shards.stages.values()]
+    return loss, gradients, [sum(flat._bytes for flat in stage.flats) for stage in runner.sync.shards.values()]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from raypipe.runtime.compiled.compiler import InProcess, compile_graph
 from raypipe.runtime.compiled.program import CompiledStage, Outcome
 from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor.step import StageReport
-from raypipe.runtime.update.gradients import StageKey
 from raypipe.runtime.worker.compilation import MEASURED, Compilation, refusal
+from raypipe.schedule.sharding import StageKey
 from tests.runtime.compiled.pieces import compiled_device, interpreted
 from tests.runtime.runs.one_device import LR, OneDevice, even_cut, one_device
 from tests.runtime.runs.test_any_model import CASES, model_of
