@@ -106,6 +106,11 @@ class DeviceMemory:
             + self.gathered
         )
 
+    @property
+    def in_flight(self) -> float:
+        """Return what micro-batches in flight hold: activations, or what CUDA graphs of their tasks have for these."""
+        return self.activations + self.graphs
+
     def terms(self) -> dict[str, float]:
         """Bytes by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
