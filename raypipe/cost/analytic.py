@@ -128,6 +128,7 @@ def reserved_of(device: DeviceModel) -> tuple[float, Reserved]:
         headroom_bytes=result.headroom * device.memory_gib * GIB,
         group_bytes=2 * channels,  # of a ring, two neighbours
         edge_bytes=channels,
+        context_bytes=result.context_mib * MIB,
     )
 
 
