@@ -83,6 +83,9 @@ NAMES = (
     PrivateName(
         "torch", "_inductor", "settings: programs without checks, vector instructions that are known to work", _COMPILE
     ),
+    PrivateName(
+        "torch._inductor.async_compile", "shutdown_compile_workers", "ends processes that compile kernels", _COMPILE
+    ),
     PrivateName("torch._inductor.compile_fx", "compile_fx_inner", "compiles a graph of ATen operations", _COMPILE),
     PrivateName(
         "torch._inductor.lowering", "constrain_to_fx_strides", "operations that round as in eager mode", _COMPILE

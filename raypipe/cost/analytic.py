@@ -128,6 +128,7 @@ def reserved_of(device: DeviceModel) -> tuple[float, Reserved]:
         headroom_bytes=result.headroom * device.memory_gib * GIB,
         group_bytes=2 * channels,  # of a ring, two neighbours
         edge_bytes=channels,
+        context_bytes=result.context_mib * MIB,
     )
 
 
@@ -162,10 +163,12 @@ def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int], iterating: f
             for task in (work.forward, work.input_grad, work.weight_grad)
         )
         times[size] = TaskTimes(forward=f, input_grad=b, weight_grad=w, joint=b + w, recompute=f)
-    kept, workspace = work.kept_bytes, work.workspace_bytes
+    kept, workspace, in_b = work.kept_bytes, work.workspace_bytes, work.split_workspace_bytes
     if kernels.fused:
-        kept = kept if work.fused_kept_bytes is None else work.fused_kept_bytes
+        kept = kept if work.fused_kept_bytes is None else work.fused_kept_bytes + work.fused_operand_bytes
         workspace = workspace if work.fused_workspace_bytes is None else work.fused_workspace_bytes
+        if work.operand_bytes:  # beside them the gradient that passes the layer, before and after
+            workspace = in_b = max(workspace, work.operand_bytes + 2 * work.output_bytes)
     return LayerProfile(
         name=work.name,
         parameters=work.parameters,
@@ -180,7 +183,8 @@ def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int], iterating: f
         output_floats=work.output_floats,
         workspace_bytes=workspace,
         workspace_fixed_bytes=work.workspace_fixed_bytes,
-        split_workspace_bytes=work.split_workspace_bytes,
+        split_workspace_bytes=in_b,
+        operand_bytes=work.operand_bytes if kernels.fused else None,
         chunk_bytes=work.chunk_bytes,
         iterations_s=tuple(newton_schulz_flops(p.rows, p.columns) / (iterating or 1.0) for p in matrices),
         attention_share=kernels.attention_share(work.forward, max(sizes)),

@@ -131,8 +131,8 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         strict=True,
     )
     # Fused: norm; sum and norm; GELU; sum. The backward computes them again: it reads inputs and gradients of outputs,
-    # and writes gradients of inputs. A norm's statistics and its output are not kept, nor is the GELU's output. A mask
-    # is written once and read once.
+    # and writes gradients of inputs. The outputs of norms and of the GELU are kept for the products alone. A mask is
+    # written once and read once.
     fused, masks = not scores, drop * mask_kept
     fused_forward = ((m + e) + (2 * m + e + m + e) + 8 * e + (2 * m + e) + masks) * stream if fused else None
     fused_backward = ((e + 2 * m) + (2 * e + 4 * m) + 12 * e + 2 * m + masks) * stream if fused else None
@@ -174,7 +174,8 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
             products=grads,
         ),
         kept_bytes=kept,
-        fused_kept_bytes=(2 * m + 8 * e + masks) * stream + heads * stat * s if fused else None,
+        fused_kept_bytes=(2 * m + 8 * e + masks) * stream + (heads + 4) * stat * s if fused else None,
+        fused_operand_bytes=6.0 * e * stream,
         cast_bytes=matrices * e if narrow else 0,
         waiting_bytes=16.0 * e * stream,  # both sides of the four products
         output_bytes=m * stream,
@@ -182,6 +183,7 @@ def _block(model: GptSpec, dtype: str, software: Software) -> LayerWork:
         workspace_bytes=max(4.0 * e * stream, 2.0 * e * scores),
         workspace_fixed_bytes=4.0 * h * h * (m + e if narrow else m),
         split_workspace_bytes=max(8.0 * e * stream, 2.0 * e * scores),
+        operand_bytes=9.0 * e * stream,
         key_value_bytes=2.0 * e * stream,
     )
 
@@ -260,10 +262,13 @@ def _head(model: GptSpec, dtype: str, software: Software, loss_chunk: int | None
         ),
         kept_bytes=m * s * h + e * s * h + stat * logits + 2 * stat * s + 8 * s,
         cast_bytes=matrix * e if narrow else 0,
+        fused_kept_bytes=m * s * h + e * logits + 4 * stat * s + 8 * s,
+        fused_operand_bytes=float(e * s * h),
         waiting_bytes=e * (s * h + logits),
         output_bytes=0,
         # Gradients of log-probabilities and logits; they are freed before the matrix's gradient is computed.
         workspace_bytes=2.0 * stat * logits,
         workspace_fixed_bytes=max(0.0, matrix * (m + e if narrow else m) - 2.0 * stat * logits),
         split_workspace_bytes=2.0 * stat * logits,
+        operand_bytes=float(e * logits),
     )

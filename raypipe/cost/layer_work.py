@@ -153,6 +153,8 @@ class LayerWork:
     kept_bytes: float
     fused_kept_bytes: float | None = None
     """``kept_bytes`` where a compiler fuses kernels and computes their results again; None: as much."""
+    fused_operand_bytes: float = 0.0
+    """What products read of fused kernels' results, which torch's min-cut keeps beside that."""
     unread_input_bytes: float = 0.0
     kept_fixed_bytes: float = 0.0
     cast_bytes: float = 0.0
@@ -164,6 +166,9 @@ class LayerWork:
     """``workspace_bytes`` where kernels are fused; None: as much."""
     workspace_fixed_bytes: float = 0.0
     split_workspace_bytes: float | None = None
+    operand_bytes: float = 0.0
+    """Gradients of the results of products with trained weights. A compiled backward is one program, which makes the
+    weights' gradients at its end, of these and of what was kept."""
     chunk_bytes: float = 0.0
     key_value_bytes: float = 0.0
     experts: ExpertsWork | None = None

@@ -273,6 +273,8 @@ class Reserved(Spec):
     """Buffers of a communicator of a group."""
     edge_bytes: Bytes = 0.0
     """Buffers of a communicator between two stages, where it receives."""
+    context_bytes: Bytes = 0.0
+    """What another process takes of the device before it allocates anything: one that compiles beside steps."""
 
     @property
     def fixed_bytes(self) -> float:

@@ -85,6 +85,9 @@ def divided_gpt(
         input_grad=TaskWork(operands=4 * e * stream, traffic=12 * m * stream + cast + 6 * e * stream * (moved > 0)),
         weight_grad=TaskWork(operands=4 * e * stream),
         kept_bytes=(2 * m + 2 * e + 2 * kept) * stream + 4 * STATISTIC[dtype] * s,
+        fused_kept_bytes=(2 * m + 2 * kept) * stream + 4 * STATISTIC[dtype] * s,
+        fused_operand_bytes=2 * e * stream,
+        operand_bytes=2 * e * stream,
         waiting_bytes=4 * e * stream,
         output_bytes=m * stream,
     )
@@ -100,6 +103,8 @@ def divided_gpt(
         input_grad=TaskWork(operands=e * stream, traffic=3 * m * stream),
         weight_grad=TaskWork(operands=e * stream),
         kept_bytes=(m + e * (1 if loss_chunk is None else 2)) * stream + (2 * STATISTIC[dtype] + 8) * s,
+        fused_kept_bytes=m * stream + (2 * STATISTIC[dtype] + 8) * s,
+        fused_operand_bytes=e * stream,
         waiting_bytes=e * stream,
         output_bytes=0.0,
     )

@@ -193,7 +193,8 @@ def _wanted(graph: OperationGraph, operand: int | str) -> bool:
 # backward it reads its inputs again, with the gradients of what it wrote, and writes those of its inputs. What it wrote
 # for a product is kept only where the kernel's own backward needs nothing of its inputs; else it is computed again from
 # these (He and Yu 2023, Transcending runtime-memory tradeoffs in checkpointing by being fusion aware: the cheaper side
-# of the cut is kept).
+# of the cut is kept). It is counted apart: torch keeps it all the same, because the backward would have to write it
+# (``ban_recompute_materialized_backward`` of its min-cut).
 
 
 class FusedWork(NamedTuple):
@@ -203,6 +204,8 @@ class FusedWork(NamedTuple):
     backward: float
     kept: float
     """Of results, without statistics and masks."""
+    operands: float
+    """Of what is computed again for a product."""
     kernels: int
     """Of the forward, fused ones and others."""
 
@@ -227,6 +230,8 @@ class FusionRules:
     """The operations whose results its backward reads, its own among them."""
     size: Callable[[int], float]
     """Bytes of a result for one sample; 0 of what every stage makes anew."""
+    share: Callable[[int, int], float]
+    """Bytes of a result, which comes second, as an operation reads it, for each byte of it."""
 
 
 def fused_work(rules: FusionRules, span: range) -> FusedWork:
@@ -266,15 +271,18 @@ def fused_work(rules: FusionRules, span: range) -> FusedWork:
         forward += sum(map(size, kernel.reads))
         if any(graph.requires_grad[i] for i in kernel.writes):
             backward += sum(size(o) * (kernel.needs_inputs + graph.requires_grad[o]) for o in kernel.reads)
-    kept: set[int] = set()
-    for i in own:
-        if alone(i):
-            needed = {root(o) for o in rules.keeps(i)}
-            kept |= {o for o in needed if o not in kernel_of or not kernel_of[o].needs_inputs}
+    kept: dict[int, float] = {}
+    again: dict[int, float] = {}
+    for i in filter(alone, own):
+        for o in rules.keeps(i):
+            at = root(o)
+            where = again if at in kernel_of and kernel_of[at].needs_inputs else kept
+            where[at] = max(where.get(at, 0.0), rules.share(i, o) * size(at))
     for kernel in kernels:
         if kernel.needs_inputs:
-            kept |= kernel.reads
-    return FusedWork(forward, backward, sum(map(size, kept)), len(kernels) + sum(map(alone, own)))
+            kept |= {o: size(o) for o in kernel.reads}
+    again = {o: more for o, more in again.items() if o not in kept}
+    return FusedWork(forward, backward, sum(kept.values()), sum(again.values()), len(kernels) + sum(map(alone, own)))
 
 
 def _users(graph: OperationGraph, own: Sequence[int], root: Callable[[int], int]) -> dict[int, list[int]]:

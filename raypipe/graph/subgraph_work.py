@@ -103,6 +103,8 @@ class _Sums:
     """Bytes of the gradients of attention's scores, where these are materialised."""
     loss: float = 0.0
     """Bytes of the gradients that the loss makes."""
+    graded: float = 0.0
+    """Bytes of the gradients that weight gradients of linear layers read."""
     looked_up: float = 0.0
     """Bytes that embeddings keep from B to W."""
     aside: float = 0.0
@@ -234,6 +236,7 @@ def _tensor_rank(
         ),
         kept_bytes=sum(sums.kept.values()) + sums.aside,
         fused_kept_bytes=fused_kept + aside,
+        fused_operand_bytes=fused.operands,
         cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
         unread_input_bytes=unread,
         waiting_bytes=sums.waiting + sums.looked_up,
@@ -245,6 +248,7 @@ def _tensor_rank(
         fused_workspace_bytes=largest,
         workspace_fixed_bytes=max(0.0, fixed - sums.loss),
         split_workspace_bytes=max(2 * sums.largest, sums.scores, sums.loss),
+        operand_bytes=sums.graded,
         key_value_bytes=sums.key_values,
         experts=_experts(counted, sums, names, wide),
     )
@@ -392,6 +396,8 @@ def _product(c: Counted, i: int, flops: float, sums: _Sums) -> None:
             each.extend([product] * bool(made))
         sums.read |= {o: c.values(o) for o in read}
         sums.written += c.values(i) if back or trained else 0
+        # A gradient by grouped products is no product of two matrices: it is computed where its operands are.
+        sums.graded += c.bytes(i) if trained and not groups else 0.0
     if back:
         times = 1 if matrices else min(back, 2)
         sums.input_flops += times * flops
@@ -493,7 +499,11 @@ def _fusion(c: Counted) -> FusionRules:
         kept = [o for o in kept_operands(graph, i) if not c.replicated[root(graph, o)]]
         return [*kept, *([i] if results and graph.requires_grad[i] else [])]
 
-    return FusionRules(graph, alone, lambda i: root(graph, i), keeps, size)
+    def share(i: int, o: int) -> float:
+        reads_cast = o != i and c.autocast is not None and is_product(graph.operations[i], c.autocast) and c.bytes(o)
+        return c.entering(i, o) / c.bytes(o) if reads_cast else 1.0
+
+    return FusionRules(graph, alone, lambda i: root(graph, i), keeps, size, share)
 
 
 def _loss(c: Counted, sums: _Sums) -> float:

@@ -377,6 +377,11 @@ class TrainSpec(Spec):
         return self.compile == "inductor" and self.cuda_graphs in ("tasks", "auto")
 
     @property
+    def compiles_beside(self) -> bool:
+        """Return whether stages may be compiled beside steps, by a process that takes memory of the device."""
+        return self.compile != "none" and not (self.compile_first or self.deterministic)
+
+    @property
     def updates_whole(self) -> bool:
         """Return whether the optimizer reads whole rows and columns of a parameter, so that nothing may divide it."""
         return OPTIMIZERS[self.optimizer].divides != "values"

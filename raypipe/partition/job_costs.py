@@ -105,6 +105,7 @@ def divided_profile(
             momentum=train.momentum > 0,
             tied=tied,
             trained_tied=trained_tied,
+            compiled=train.compile == "inductor" and not sub_pipelined,  # halves of a micro-batch stay eager
             loss_chunk=train.loss_chunk_tokens,
             sequence=sequence,
         )

@@ -305,7 +305,12 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         memory_bytes=memory,
         base_bytes=base,
         code_bytes=code,
-        reserved=Reserved(group_bytes=each_group, edge_bytes=each_edge, fragmentation_bytes=gaps),
+        reserved=Reserved(
+            group_bytes=each_group,
+            edge_bytes=each_edge,
+            fragmentation_bytes=gaps,
+            context_bytes=base if workers.locations[0].peer.device != "cpu" else 0.0,
+        ),
         layers=bench.profiles(),
         tied_parameters=bench.tied_parameters(),
         trained_tied_parameters=bench.tied_parameters(trained=True),

@@ -8,6 +8,7 @@ import pytest
 from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.cost.profile import Reserved
 from raypipe.errors import SpecError
+from raypipe.job.train_spec import TrainSpec
 from raypipe.runtime.setup.setup import served_by_another
 from raypipe.runtime.update.gradients import shared_groups
 from raypipe.runtime.update.shards import shard_groups
@@ -305,6 +306,19 @@ def test_graphs_of_tasks_hold_a_slot_for_each_micro_batch_in_flight(profile, nam
         assert (device.activations, device.workspace, without.graphs) == (0, 0, 0)
         assert device.total == sum(device.terms().values()) >= without.total
     assert all(device.graphs == 0 for device in memory(compiled, "pipedream", 8, captured=True))
+
+
+def test_a_process_that_compiles_beside_steps_has_a_context_of_its_own(profile):
+    gpu = profile.model_copy(update={"reserved": Reserved(context_bytes=7.0)})
+    schedule = generate("1f1b", Shape(devices=4, microbatches=8))
+    plain = device_memory(gpu, CUT, schedule, MB)
+    beside = device_memory(gpu, CUT, schedule, MB, compiling=True)
+    assert [device.compiling for device in (*plain, *beside)] == [0.0] * 4 + [7.0] * 4
+    assert [b.total - a.total for a, b in zip(plain, beside, strict=True)] == [7.0] * 4
+    trains = {"first": TrainSpec(steps=1, batch=1, compile="inductor", compile_first=True),
+              "deterministic": TrainSpec(steps=1, batch=1, compile="auto", deterministic=True),
+              "eager": TrainSpec(steps=1, batch=1), "beside": TrainSpec(steps=1, batch=1, compile="auto")}  # fmt: skip
+    assert [name for name, train in trains.items() if train.compiles_beside] == ["beside"]
 
 
 def test_stages_of_one_device_share_what_they_hand_over(profile):

@@ -507,6 +507,19 @@ EXPORT int cuDeviceGetAttribute(int *v, int what, int d) { return cudaDeviceGetA
 EXPORT int cuGetErrorString(int e, const char **s) { *s = cudaGetErrorString(e); return OK; }
 EXPORT int cuCtxGetCurrent(void **c) { static int one; *c = &one; return OK; }
 EXPORT int cuDevicePrimaryCtxGetState(int d, unsigned *f, int *active) { (void)d; if (f) *f = 0; *active = used_context[gpus[d]]; return OK; }
+/* What Triton asks of the driver: it compiles kernels for the GPU that is described, and loads and starts them. */
+EXPORT int cuDriverGetVersion(int *v) { *v = 13000; return OK; }
+EXPORT int cuCtxSetCurrent(void *c) { (void)c; return OK; }
+EXPORT int cuCtxGetLimit(size_t *v, int what) { (void)what; *v = 1024; return OK; }
+EXPORT int cuCtxSetLimit(int what, size_t v) { (void)what; (void)v; return OK; }
+EXPORT int cuDevicePrimaryCtxRetain(void **c, int d) { (void)d; return cuCtxGetCurrent(c); }
+EXPORT int cuModuleLoadData(void **m, const void *image) { *m = (void *)image; return OK; }
+EXPORT int cuModuleGetFunction(void **f, void *m, const char *name) { (void)name; *f = m; return OK; }
+EXPORT int cuFuncGetAttribute(int *v, int what, void *f) { (void)f; *v = what ? 32 : 1024; return OK; }
+EXPORT int cuFuncSetAttribute(void *f, int what, int v) { (void)f; (void)what; (void)v; return OK; }
+EXPORT int cuFuncSetCacheConfig(void *f, int c) { (void)f; (void)c; return OK; }
+EXPORT int cuPointerGetAttribute(void *v, int what, unsigned long long at) { (void)what; *(unsigned long long *)v = at; return OK; }
+EXPORT int cuLaunchKernelEx(const void *c, void *f, void **p, void **e) { (void)c; (void)f; (void)p; (void)e; return OK; }
 static int nothing(void) { return NOT_SUPPORTED; }
 EXPORT int cudaGetDriverEntryPointByVersion(const char *name, void **f, unsigned v, unsigned long long flags, int *status) {
     (void)v; (void)flags;

@@ -64,7 +64,7 @@ class Case:
 
 GRAPH = "graph of a step"
 LINE = {"stages": 4, "replicas": 1}
-COMPILED = {"compile": "inductor"}
+COMPILED = {"compile": "inductor", "compile_first": True}
 COPIES = {"schedule": "1f1b", "stages": 2, "replicas": 2}
 CASES = {
     "1f1b": Case({"schedule": "1f1b", **LINE}),
@@ -148,13 +148,14 @@ def serve(rank: int, profiles: bool, pipe: Connection) -> None:
     communicators.own_address = lambda: "127.0.0.1"
     communicators.own_node = lambda: communicators.Node("node", "127.0.0.1")
     worker = (StageProfiler if profiles else StageWorker)(rank, f"device {rank}")
-    compiler = "raypipe.runtime.compiled.compiler.InProcess.of_run"
     in_process = mock.patch(
-        compiler, lambda setup, executor: InProcess(executor, Needs.of_run(setup, executor), plainly)
+        "raypipe.runtime.worker.compilation.StoredStages",
+        lambda setup, executor: InProcess(executor, Needs.of_run(setup, executor), plainly),
     )
+    profiled = mock.patch.object(InProcess, "of_run", lambda *at: InProcess(at[1], Needs.of_run(*at), plainly))
     # What tensor ranks tell one another before a swap has no values here.
     swap = mock.patch.object(Compilation, "swap", lambda self, step: self._swap_in() or [])
-    with contextlib.suppress(EOFError), in_process, swap:
+    with contextlib.suppress(EOFError), in_process, profiled, swap:
         while True:
             name, args = pipe.recv()
             try:

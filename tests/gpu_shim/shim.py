@@ -1,6 +1,6 @@
 """The environment that the shim's tests run in: a virtual environment with torch's CUDA build and no library of CUDA.
 
-``python -m tests.gpu_shim.shim`` makes it (``make shim``). It takes 1.2 GB of disk, of which 0.5 GB are downloaded, and
+``python -m tests.gpu_shim.shim`` makes it (``make shim``). It takes 1.9 GB of disk, of which 0.7 GB are downloaded, and
 needs a C compiler and binutils. Everything else is taken from the environment that makes it.
 """
 
@@ -24,7 +24,9 @@ VENV = Path(os.environ.get("GPU_SHIM_VENV", ROOT / ".venv-shim"))
 PYTHON = VENV / "bin" / "python"
 TORCH = "torch===2.13.0"
 """From PyPI, where it is built for CUDA; ``===`` leaves out ``2.13.0+cpu``."""
-ENOUGH_BYTES = 3 << 30
+TRITON = "triton==3.7.1"
+"""What that torch asks for: it compiles kernels for a GPU that is not there."""
+ENOUGH_BYTES = 4 << 30
 
 
 def lacking() -> str:
@@ -42,15 +44,15 @@ def make() -> str:
     free = shutil.disk_usage(VENV.parent).free
     if free < ENOUGH_BYTES:
         return f"{free >> 20} MiB of disk are free, and {ENOUGH_BYTES >> 20} are needed"
-    print(f"installing torch's CUDA build into {VENV}: 0.5 GB to download, 1.2 GB on disk", flush=True)
+    print(f"installing torch's CUDA build into {VENV}: 0.7 GB to download, 1.9 GB on disk", flush=True)
     partial = VENV.with_name(VENV.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(partial)], check=True)
     python = str(partial / "bin" / "python")
-    done = subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", TORCH], check=False)
+    done = subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", TORCH, TRITON], check=False)
     if done.returncode:
         shutil.rmtree(partial)
-        return f"pip could not install {TORCH}"
+        return f"pip could not install {TORCH} and {TRITON}"
     packages = Path(_said(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (packages / "zz_all_others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     partial.rename(VENV)

@@ -80,3 +80,30 @@ def test_a_process_that_reserves_no_gpu_sees_none() -> None:
     """It would take the first GPU of its node beside the worker that has reserved it."""
     found, _ = run_case("reserves_none")
     assert found == {"device": "cpu", "gpus": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "devices", "first"),
+    [
+        ({"schedule": "zb-h1", "stages": 2, "microbatch": 2}, 2, True),
+        ({"schedule": "1f1b", "stages": 2, "microbatch": 2}, 1, False),
+        ({"schedule": "1f1b", "stages": 1, "tensor": 2, "microbatch": 2}, 2, True),
+    ],
+    ids=["zb-h1", "sharing a gpu, beside steps", "tensor 2"],
+)
+def test_stages_are_compiled_for_gpus_by_processes_of_their_own(
+    parallel: dict[str, Any], devices: int, first: bool, text_folder: Path, tmp_path: Path
+) -> None:
+    """By Inductor and Triton; the workers load them, and step as before, with no process of a compiler left."""
+    run = train(
+        tmp_path, text_folder, parallel, devices, steps=STEPS if first else 1000, clip=1.0, compile="inductor",
+        compile_first=first,
+    )  # fmt: skip
+    assert run.status == 0, run.said[-3000:]
+    assert run.left == ()
+    ranks = parallel["stages"] * parallel.get("tensor", 1)
+    reasons = [event["reason"] for event in run.events("compiled")]
+    assert reasons[:ranks] == [None] * ranks
+    # What tensor ranks tell one another before they swap has no values here.
+    assert len(reasons) == ranks or "tensor" in parallel
+    assert first or run.events("swapped")

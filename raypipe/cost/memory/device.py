@@ -45,6 +45,7 @@ def device_memory(
     recomputed: Collection[int] | None = None,
     beside_shards: bool = False,
     captured: bool = False,
+    compiling: bool = False,
 ) -> tuple[DeviceMemory, ...]:
     """Memory of each device of a schedule, in bytes.
 
@@ -64,6 +65,7 @@ def device_memory(
         beside_shards: without what is gathered of stages of level 3 and their full gradients, whatever the order has of
             AG, FREE and RS: what they may take is the rest of the device's memory.
         captured: compiled stages run as CUDA graphs of tasks, where the schedule allows it (``runtime.graphs.tasks``).
+        compiling: stages are compiled beside steps (``TrainSpec.compiles_beside``).
 
     Raises:
         SpecError: the cut is not one of this model, or the optimizer is unknown.
@@ -104,6 +106,7 @@ def device_memory(
                 setting, device, own, versions[device] if versions is not None else 0, heads[device], messages[device]
             ),
             communicators=communicators[device],
+            compiling=profile.reserved.context_bytes * compiling,
         )
         for device, own in enumerate(held(schedule))
     )

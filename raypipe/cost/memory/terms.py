@@ -10,6 +10,7 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "base": ("the process itself and what no tensor can fill take", ("devices with more memory",)),
     "libraries": ("workspaces of libraries take", ("devices with more memory",)),
     "communicators": ("buffers of communicators take", ("fewer neighbours",)),
+    "compiling": ("the process that compiles beside steps takes", ("train.compile_first: true",)),
     "fragmentation": ("gaps of the allocator may take", ("devices with more memory",)),
     "headroom": ("the headroom is", ("a larger device.usable_gib in the cluster file",)),
     "weights": ("weights take", (STAGES,)),
@@ -31,7 +32,7 @@ WORDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gathered": ("gathered weights of sharded stages take", (STAGES, "gathering them for fewer tasks at a time")),
 }
 """Per term: what it is, and what would make it smaller."""
-RESERVED = ("base", "libraries", "communicators", "fragmentation", "headroom")
+RESERVED = ("base", "libraries", "communicators", "compiling", "fragmentation", "headroom")
 """Terms that are kept from tensors, whatever the plan puts on the device."""
 
 
@@ -45,6 +46,8 @@ class DeviceMemory:
     """Workspaces of libraries."""
     communicators: float = 0.0
     """Buffers of the communicators that the device's neighbours and groups need."""
+    compiling: float = 0.0
+    """The context of the process that compiles for the device beside steps."""
     fragmentation: float = 0.0
     """Gaps of the allocator where the device is full."""
     headroom: float = 0.0
@@ -84,7 +87,8 @@ class DeviceMemory:
     @property
     def reserved(self) -> float:
         """Return what is kept from tensors."""
-        return self.base + self.libraries + self.communicators + self.fragmentation + self.headroom
+        beside = self.communicators + self.compiling
+        return self.base + self.libraries + beside + self.fragmentation + self.headroom
 
     @property
     def planned(self) -> float:
@@ -105,6 +109,11 @@ class DeviceMemory:
             + self.communication
             + self.gathered
         )
+
+    @property
+    def in_flight(self) -> float:
+        """Return what micro-batches in flight hold: activations, or what CUDA graphs of their tasks have for these."""
+        return self.activations + self.graphs
 
     def terms(self) -> dict[str, float]:
         """Bytes by name."""

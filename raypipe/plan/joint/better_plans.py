@@ -234,7 +234,7 @@ def fitting(judge: Predictor, c: Candidate, model: PlanModel, one: Ordered, orde
         cap = list(one.problem.cap)
         for d, peak in enumerate(one.problem.peaks(one.orders)):
             if over[d] > 0:
-                cap[d] = peak * (1 - over[d] / max(over[d], p.memory[d].activations))
+                cap[d] = peak * (1 - over[d] / max(over[d], p.memory[d].in_flight))
         others = [orders.of(one.arrangement, cap=cap)]
         if one.way is not None:
             others.append(orders.tuned(one.arrangement, one.way, TUNED, cap))

@@ -82,8 +82,8 @@ class KindsCut:
             fits = []
             for device, layers, limit in zip(memory, cut, most, strict=True):
                 own = slice(layers.start, layers.stop)
-                alive = device.activations / max(_run(kept, own), 1.0)
-                rest = device.total - device.activations - _run(state, own)
+                alive = device.in_flight / max(_run(kept, own), 1.0)
+                rest = device.total - device.in_flight - _run(state, own)
                 need = (state[None, :] - state[:, None]) + alive * (kept[None, :] - kept[:, None]) + rest
                 fits.append(need <= limit)
             result = _cut(costs, fits)

@@ -83,6 +83,7 @@ class PlanPredictor:
             ahead=train.needs_norm and not self._overheads(plan).waits(order),
             recomputed=layers_to_recompute(parallel, plan.cut),
             captured=train.captures_tasks and parallel.tensor == 1,
+            compiling=train.compiles_beside,
         )
         return PlanPrediction(
             time=self.time(plan, parts=True),

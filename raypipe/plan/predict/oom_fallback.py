@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.cost.kinds import capacities, room_bytes
-from raypipe.cost.memory import DeviceMemory, kept_bytes, shares_input
+from raypipe.cost.memory import DeviceMemory, kept_bytes, parameter_bytes, shares_input, stage_memory
 from raypipe.job.requested_schedule import recomputed_after
 from raypipe.plan.candidate import Candidate, in_slices
 from raypipe.plan.predict.at_scale import Figures
@@ -252,7 +252,7 @@ class OOMFallback(Bounds, ABC):
         room, size = self.room(p), float(p.form.size)
         if not self.partly:
             return [room] * (room >= 1)
-        held = max(m.activations / (one * size) for m, one in zip(p.memory, self._largest(p), strict=True))
+        held = max(m.in_flight / (one * size) for m, one in zip(p.memory, self._largest(p), strict=True))
         between = range(room + 1, ceil(held))
         return [room] * (room >= 1) + list(between[:: max(1, ceil(len(between) / LIMITS))])
 
@@ -261,14 +261,16 @@ class OOMFallback(Bounds, ABC):
 
         Keeping a share a of the k micro-batches in flight keeps at least k*a - 1 of them alive together. All of them
         keep the same layers, so where activations are to shrink to a share, the layers that one of the device's stages
-        keeps are no more than that share of what it keeps now.
+        keeps are no more than that share of what it keeps now. What CUDA graphs of a micro-batch have beside its
+        activations need not shrink.
         """
         microbatches, layers = [1.0] * p.candidate.stages, [1.0] * p.candidate.stages
+        kept = float(min(self._terms_of(p.candidate)["kept"] / self._held_of_each(p)))
         for d, (memory, one) in enumerate(zip(p.memory, self._largest(p), strict=True)):
-            if memory.activations > 0:
-                room = memory.activations - (memory.total - p.capacities[d])
-                microbatches[d] = min(1.0, max(0.0, (room + one) / memory.activations))
-                layers[d] = min(1.0, max(0.0, room / memory.activations))
+            if memory.in_flight > 0:
+                room = memory.in_flight - (memory.total - p.capacities[d])
+                microbatches[d] = min(1.0, max(0.0, (room + one) / memory.in_flight))
+                layers[d] = min(1.0, max(0.0, room / (kept * memory.in_flight)))
         return self._recomputing(p.candidate, microbatches, layers)
 
     def _recomputing(
@@ -341,18 +343,27 @@ class OOMFallback(Bounds, ABC):
         return bound * (1 - 1e-9)
 
     def _largest(self, p: Prediction) -> list[float]:
-        """Per device, the most bytes of activations that a micro-batch has on a stage of it."""
+        """Per device, the most bytes that a micro-batch in flight has on a stage of it."""
         most = [0.0] * p.candidate.stages
-        for s, kept in enumerate(self._terms_of(p.candidate)["kept"].tolist()):
+        for s, held in enumerate(self._held_of_each(p).tolist()):
             for row in p.form.placement:
-                most[row[s]] = max(most[row[s]], kept)
+                most[row[s]] = max(most[row[s]], held)
         return most
 
+    def _held_of_each(self, p: Prediction) -> Figures:
+        """Per stage, the bytes that a micro-batch in flight has: its activations, or those of its tasks' graphs."""
+        c, train = p.candidate, self.train
+        if not any(memory.graphs for memory in p.memory):
+            return self._terms_of(c)["kept"]
+        each = parameter_bytes(self.profile.dtype, train.optimizer, train.momentum)
+        split = not c.form.joint
+        return np.array([stage_memory(self.profile, own, c.microbatch, each, split=split).slot for own in p.cut])
+
     def room(self, p: Prediction) -> int:
-        """Activations of a stage that every device could hold beside everything else it holds."""
+        """Micro-batches of a stage that every device could have in flight beside everything else it holds."""
         size = float(p.form.size)
         most = [
-            (capacity - memory.total + memory.activations) / (one * size)
+            (capacity - memory.total + memory.in_flight) / (one * size)
             for capacity, memory, one in zip(p.capacities, p.memory, self._largest(p), strict=True)
         ]
         return max(0, floor(min(most)))

@@ -72,6 +72,7 @@ class Memories:
             recomputed=recomputed,
             beside_shards=beside_shards,
             captured=train.captures_tasks and c.tensor == 1,
+            compiling=train.compiles_beside,
         )
 
     def of(

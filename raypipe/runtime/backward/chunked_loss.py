@@ -7,7 +7,9 @@ wide as what the head reads, not as the vocabulary; also from B to W.
 
 Source: Hsu et al. 2024 (Liger Kernel, arXiv:2410.10989), section 3.2, for the gradient of the input in the forward.
 There the weight's gradient is computed in the forward too, and held until the backward; with several micro-batches in
-flight these would be as many matrices of the vocabulary's size.
+flight these would be as many matrices of the vocabulary's size. ``torch.nn.functional.linear_cross_entropy`` of torch
+2.13 does so too, and has neither W, nor operations between head and loss, nor shares of the rows
+(docs/guides/vocabulary.md has both measured).
 """
 
 from __future__ import annotations

@@ -113,27 +113,29 @@ class TracedStage:
         )
 
 
-def trace_stage(module: StageModule, needs: StageNeeds) -> TracedStage:
-    """Trace and cut a stage.
+def trace_stage(module: StageModule, needs: StageNeeds, device: torch.device | None = None) -> TracedStage:
+    """Trace and cut a stage; ``device``: see ``trace``.
 
     Raises:
         Exception: whatever torch raises for operations that it cannot trace.
     """
     parts = [
-        (example, joint, cut(joint, needs.budget)) for example in needs.examples for joint in [_joint(module, example)]
+        (example, joint, cut(joint, needs.budget))
+        for example in needs.examples
+        for joint in [_joint(module, example, device)]
     ]
     traced = TracedStage(module, needs, parts, [])
     try:
         for example in needs.validation:
-            joint = _joint(module, example)
+            joint = _joint(module, example, device)
             traced.validation.append((example, joint, forward_alone(joint)))
     except Exception as error:  # the stage trains compiled all the same
         traced.validation, traced.eager_validation = [], first_line(error)
     return traced
 
 
-def _joint(module: StageModule, example: Example) -> JointGraph:
-    joint = trace(module, example)
+def _joint(module: StageModule, example: Example, device: torch.device | None) -> JointGraph:
+    joint = trace(module, example, device)
     prepare(joint)
     return joint
 
@@ -185,8 +187,7 @@ def wanted_pieces(pieces: Cut, needed: Needed) -> dict[str, GraphPiece]:
 class InProcess:
     """Compiles the stages of a device in its own process: traced before the first step, compiled in a thread.
 
-    So it is done on GPUs, whose programs are not stored: another process would need the GPU to make them. And so it is
-    done where layers are measured, without a thread.
+    So it is done where layers are measured, which are many and small, without a thread.
     """
 
     def __init__(self, executor: Executor, needs: Needs, build: Build = compile_graph) -> None:

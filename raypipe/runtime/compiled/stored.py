@@ -3,6 +3,11 @@
 A stored stage is one file: what goes into each piece and comes out, and the Python modules that Inductor has generated.
 Who finds it need not trace the stage again, nor import what traces. The modules load the kernels that lie in torch's
 cache beside it, and are as trustworthy as those: code that this user's processes have written.
+
+For a GPU the process that compiles sees that GPU, where Triton loads what it tries. It builds the stage on the host and
+traces it with tensors that have no memory, so that all it takes there is a CUDA context. Those that compile for one GPU
+take turns, each until it ends, so that there is one such context at a time; where steps run beside it, plans count it
+(``TrainSpec.compiles_beside``).
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +53,7 @@ from raypipe.tensor.group import TracedGroup, current_group, group_of_thread
 
 Stored = tuple[list[StagePart], CutReport]
 """A compiled stage whose pieces are Python modules, and the consequences of its cut."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 NICENESS = 10
 """Compilation leaves the processor to whoever trains."""
 SWITCH_S = 0.0005
@@ -77,10 +83,35 @@ def write_stage(path: Path, stored: Stored) -> None:
     write_whole(path, gzip.compress(content.getvalue()))
 
 
-def compile_stage(setup: Setup, stage: int, needs: StageNeeds, path: Path) -> Stored | str:
-    """Compile a stage and store it; return the reason where it cannot be. It runs in a process of its own."""
+@dataclass(frozen=True)
+class SeenGpu:
+    """A worker's GPU, and what lets another process of its host see it as the worker does."""
+
+    device: str
+    visible: str | None
+    """``CUDA_VISIBLE_DEVICES``; None where it is not set."""
+    uuid: str
+    """The GPU's own name, under which those that compile for it take turns."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> SeenGpu | None:
+        """Return this process's GPU; None for a CPU."""
+        if device.type != "cuda":
+            return None
+        properties = torch.cuda.get_device_properties(device)
+        return cls(str(device), os.environ.get(VISIBLE), str(properties.uuid))
+
+
+def compile_stage(setup: Setup, stage: int, needs: StageNeeds, path: Path, gpu: SeenGpu | None = None) -> Stored | str:
+    """Compile a stage and store it; return the reason where it cannot be. It runs in a process of its own.
+
+    ``gpu``: that of the worker; None for a CPU.
+    """
     with suppress(OSError):
         os.nice(NICENESS)
+    if gpu is not None:  # before anything asks for the devices: Ray hides them from what has reserved none
+        os.environ.pop(VISIBLE, None)
+        os.environ |= {} if gpu.visible is None else {VISIBLE: gpu.visible}
     os.environ[VARIABLE] = str(path.parents[1])
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(setup.job.train.deterministic)
@@ -90,22 +121,39 @@ def compile_stage(setup: Setup, stage: int, needs: StageNeeds, path: Path) -> St
             fcntl.flock(lock, fcntl.LOCK_EX)  # a copy of the stage may be compiled for another worker of this host
             stored = read_stage(path)
             if stored is None:
-                stored = _compiled(setup, stage, needs)
+                if gpu is not None:
+                    _take_turns(path.with_name(f"{gpu.uuid}.turn"))
+                stored = _compiled(setup, stage, needs, torch.device("cpu" if gpu is None else gpu.device))
                 write_stage(path, stored)
             return stored
     except Exception as error:  # torch raises anything at all; the stage then runs eagerly
         return first_line(error)
 
 
-def _compiled(setup: Setup, stage: int, needs: StageNeeds) -> Stored:
+_TURNS: list[int] = []
+"""Files that are locked until this process has ended, and its context with it."""
+
+
+def _take_turns(path: Path) -> None:
+    """Wait until no other process compiles for the same GPU."""
+    _TURNS.append(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    fcntl.flock(_TURNS[-1], fcntl.LOCK_EX)
+
+
+def _compiled(setup: Setup, stage: int, needs: StageNeeds, device: torch.device) -> Stored:
     from raypipe.runtime.compiled.compiler import compile_parts, source_of, trace_stage
+    from raypipe.runtime.compiled.trace import aim
 
     plan = build_model(setup.job, setup.fields, setup.tensor_rank, setup.parallel)
     module = build_stage(setup, plan, io_specs_of(setup, plan), stage, torch.device("cpu"))
+    aim(module, device)
     with group_of_thread(TracedGroup(setup.tensor)):
-        traced = trace_stage(module, needs)
+        traced = trace_stage(module, needs, device)
     module.release()  # only shapes are needed from here on
-    return compile_parts(traced, source_of), traced.kept
+    try:
+        return compile_parts(traced, source_of), traced.kept
+    finally:
+        torch_private.shutdown_compile_workers()  # Triton's, which outlive a process that Ray ends
 
 
 def begin_task(*request: Any) -> ray.ObjectRef[Stored | str]:
@@ -126,6 +174,8 @@ class StoredStages:
         self._folder, self._begin = use_cache() / "stages", begin
         self._needs = Needs.of_run(setup, executor)
         self._limit_s = setup.job.train.compile_timeout_s
+        gpu = SeenGpu.of(executor.settings.device)
+        self._beside = () if gpu is None else (gpu,)
         self._began = time.monotonic()
         self._wanted: dict[StageKey, tuple[StageNeeds, Path]] = {}
         self._stored: dict[Path, Stored | str] = {}
@@ -142,12 +192,12 @@ class StoredStages:
             if reason is None:
                 try:
                     needs = self._needs.of(key)
-                    path = self._folder / stage_key(setup, key[0], module, needs)
+                    path = self._folder / stage_key(setup, key[0], module, needs, self.executor.settings.device)
                     stored = read_stage(path)
                     if stored is not None:
                         self._stored[path] = stored
                     elif path not in self._tasks:
-                        self._tasks[path] = self._begin(setup, key[0], needs, path)
+                        self._tasks[path] = self._begin(setup, key[0], needs, path, *self._beside)
                     self._wanted[key] = needs, path
                     continue
                 except Exception as error:  # shapes that cannot be known, losses that cannot be sent; eager runs
@@ -205,6 +255,7 @@ def function_of(source: str) -> Compiled:
     """Return the function of a module that Inductor has generated; its kernels lie in torch's cache."""
     # Whoever compiled it on this processor has tried its vector instructions.
     torch_private._inductor.config.cpp.vec_isa_ok = True
+    torch_private._inductor.config.compile_threads = 1  # no processes to compile what is compiled already
     function: Compiled = torch_private.PyCodeCache.load(source).call
     return function
 
@@ -240,9 +291,12 @@ SETTINGS = "TORCHINDUCTOR_"
 """How environment variables begin that change what Inductor makes; where its cache lies is no such change."""
 
 
-def stage_key(setup: Setup, stage: int, module: StageModule, needs: StageNeeds) -> str:
-    """Return the key of one stage."""
-    digest = hashlib.sha256()
+def stage_key(setup: Setup, stage: int, module: StageModule, needs: StageNeeds, device: torch.device) -> str:
+    """Return the key of one stage for a device."""
+    digest = hashlib.sha256(str(device).encode())  # its number is in the programs
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        digest.update(f"{properties.name} {properties.major}.{properties.minor} {torch.version.cuda}".encode())
     model = json.dumps(setup.job.model.model_dump(mode="json"), sort_keys=True)
     for one in (*_host(), _sources(), model, str(setup.job.train.dtype), str(setup.cut[stage]), *_modules(module)):
         digest.update(one.encode() + b"\0")

@@ -62,8 +62,11 @@ class JointGraph(GraphLayout):
 class _Stage:
     """The stage as a function of flat tensors."""
 
-    def __init__(self, module: StageModule, example: Example, places: RandomPlaces) -> None:
+    def __init__(
+        self, module: StageModule, example: Example, places: RandomPlaces, device: torch.device | None
+    ) -> None:
         self.module, self.example, self.places = module, example, places
+        self.device = device or next((t.device for t in module.parameters()), torch.device("cpu"))
         self.parameters = list(dict(module.named_parameters()))
         self.buffers = list(dict(module.named_buffers()))
         self.inputs = sorted(example.inputs)
@@ -73,10 +76,9 @@ class _Stage:
         """Return fake tensors like the inputs, without the keys; call it under the fake mode."""
         module, example = self.module, self.example
         held = [*dict(module.named_parameters()).values(), *dict(module.named_buffers()).values()]
-        device = held[0].device if held else torch.device("cpu")
-        made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in held]
+        made = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device) for t in held]
         specs = [*example.arrived, *(example.inputs[name] for name in self.inputs)]
-        return made + [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in specs]
+        return made + [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs]
 
     def wants(self) -> list[bool]:
         """Return which of ``values`` get gradients; none in a validation."""
@@ -100,7 +102,7 @@ class _Stage:
         queue = module.queue
         before, queue.only = queue.only, frozenset()  # no weight gradient is deferred by hand
         try:
-            with with_keys(keys), self._autocast(values[0].device if values else torch.device("cpu")):
+            with with_keys(keys), self._autocast():
                 outputs = list(torch.func.functional_call(module, held, given))
                 if example.loss is not None:
                     outputs = self._scored(example.loss, outputs[0], inputs)
@@ -117,14 +119,16 @@ class _Stage:
             return [loss]
         return [made, loss, *([task.sums_of_figures(made, inputs)] if task.figures else ())]
 
-    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+    def _autocast(self) -> AbstractContextManager[Any]:
         if self.example.autocast is None:
             return nullcontext()
-        return torch.autocast(device.type, self.example.autocast, cache_enabled=False)
+        return torch.autocast(self.device.type, self.example.autocast, cache_enabled=False)
 
 
-def trace(module: StageModule, example: Example) -> JointGraph:
+def trace(module: StageModule, example: Example, device: torch.device | None = None) -> JointGraph:
     """Trace a stage, or a segment of it; of a validation the forward alone, in which nothing is dropped.
+
+    With ``device``, it is traced as if it were there, without any memory of it; ``aim`` it there first.
 
     Nothing of the stage changes, and no memory for its values is allocated. Of a validation, the outputs of the last
     stage are the prediction, the loss, and the task's figures where it has some.
@@ -135,13 +139,24 @@ def trace(module: StageModule, example: Example) -> JointGraph:
     """
     size = current_group().size
     with tracing(), group_of_thread(TracedGroup(size)) if size > 1 else nullcontext():
-        return _trace(module, example)
+        return _trace(module, example, device)
 
 
-def _trace(module: StageModule, example: Example) -> JointGraph:
+def aim(module: StageModule, device: torch.device) -> None:
+    """Have the graphs of a stage make their new tensors on a device, wherever its parameters are."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            for node in part.graph.nodes:
+                node.args, node.kwargs = fx.node.map_aggregate(
+                    (node.args, node.kwargs), lambda one: device if isinstance(one, torch.device) else one
+                )
+            part.recompile()
+
+
+def _trace(module: StageModule, example: Example, device: torch.device | None) -> JointGraph:
     fake = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # without one, torch caches no graph
     places = RandomPlaces()
-    stage = _Stage(module, example, places)
+    stage = _Stage(module, example, places, device)
     wants = stage.wants()
     with fake, torch.set_grad_enabled(example.training):
         values = stage.values()
@@ -149,7 +164,7 @@ def _trace(module: StageModule, example: Example) -> JointGraph:
         tangents = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in outputs if y.requires_grad]
         count = {True: example.samples, False: 1}
         tables = [
-            torch.empty(len(sites), count[own], 2, dtype=torch.int32, device=values[0].device)
+            torch.empty(len(sites), count[own], 2, dtype=torch.int32, device=stage.device)
             for sites, own in ((places.own, True), (places.shared, False))
             if sites
         ]

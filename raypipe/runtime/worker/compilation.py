@@ -43,7 +43,7 @@ class Compilation:
     Args:
         setup: that of the device's worker.
         executor: of the device, set up.
-        source: where compiled stages come from; None: the store on a CPU, this process on a GPU.
+        source: where compiled stages come from; None: the store.
         waits: whether to compile before the first step.
         replaces: whether the device takes the place of one that died.
         graphs: captures what is compiled; None: as the job says.
@@ -64,7 +64,7 @@ class Compilation:
         self._may_begin_eagerly = replaces and not needs_compiled(setup.job.train, setup.parallel)
         self._compares = setup.job.train.compile == "auto"
         self._refused = refusal(setup.parallel)
-        self._source = source if source is not None else _source(setup, executor)
+        self._source = source if source is not None else StoredStages(setup, executor)
         self._pending: Future[Outcome] | None = None
         self._ready: dict[StageKey, CompiledStage] = {}
         self._times: list[float] = []
@@ -119,12 +119,8 @@ class Compilation:
         All tensor ranks of a device come here together. A stage runs compiled on all of them or on none, since its
         collectives may come in another order than an eager stage's.
         """
-        keys = sorted(self.executor.modules)
-        own = [self._ready[key].collectives if key in self._ready else 0 for key in keys]
-        ranks = torch.stack(current_group().all_gather(torch.tensor(own, device=self.executor.settings.device)))
-        alike = ((ranks == ranks[0]) & (ranks != 0)).all(0).tolist()
+        kept = set(self._ready) if current_group().size == 1 else self._alike()
         why = "another tensor rank runs it eagerly, or has compiled other collectives"
-        kept = {key for key, one in zip(keys, alike, strict=True) if one}
         reports = [StageReport(*key, 0.0, why) for key in self._ready if key not in kept]
         self._ready = {key: stage for key, stage in self._ready.items() if key in kept}
         if self._due and self._ready:
@@ -132,6 +128,14 @@ class Compilation:
             self._timing, self._first = self._compares, step + 1  # the first compiled step warms up
         self._due = False
         return reports
+
+    def _alike(self) -> set[StageKey]:
+        """Return the stages that all tensor ranks of the device have compiled with the same collectives."""
+        keys = sorted(self.executor.modules)
+        own = [self._ready[key].collectives if key in self._ready else 0 for key in keys]
+        ranks = torch.stack(current_group().all_gather(torch.tensor(own, device=self.executor.settings.device)))
+        alike = ((ranks == ranks[0]) & (ranks != 0)).all(0).tolist()
+        return {key for key, one in zip(keys, alike, strict=True) if one}
 
     def _slower(self, compiled_s: float, eager_s: float) -> bool:
         """Return whether compiled steps take longer, over all tensor ranks of the device."""
@@ -179,11 +183,3 @@ def refusal(parallel: ParallelSpec) -> str | None:
     if parallel.side_stream is not None:
         return "nobody has tried compiled stages with parallel.side_stream"
     return missing_toolchain()
-
-
-def _source(setup: Setup, executor: Executor) -> StoredStages | InProcess:
-    if executor.settings.device.type == "cpu":
-        return StoredStages(setup, executor)
-    from raypipe.runtime.compiled.compiler import InProcess  # it imports the compiler: seconds of CPU time
-
-    return InProcess.of_run(setup, executor)

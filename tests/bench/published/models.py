@@ -180,7 +180,7 @@ def joined(parts: Sequence[LayerWork]) -> LayerWork:
             name: (getattr(result, name) or 0) + (getattr(part, name) or 0)
             for name in (
                 "parameters", "trained_parameters", "kept_bytes", "fused_kept_bytes", "kept_fixed_bytes", "cast_bytes",
-                "waiting_bytes", "key_value_bytes",
+                "waiting_bytes", "key_value_bytes", "operand_bytes", "fused_operand_bytes",
             )
         }  # fmt: skip
         result = replace(

@@ -272,6 +272,9 @@ def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) 
     layers = list(works(layout.model, layout.sequence))
     if layout.predicts_more:
         layers = [*layers[:-1], replace(layers[-2], name="block.more"), joined([layers[-1], layers[-1]])]
+    # A backward of these trainers is a program of one block or of none, so that no weight gradient waits for all, and
+    # Megatron's recipes recompute what products read.
+    layers = [replace(work, operand_bytes=0.0, fused_operand_bytes=0.0) for work in layers]
     layers = [attending(work, layout.attention, layout.masked) for work in layers]
     if layout.eager_rotary:
         width = MODELS[layout.model].rotated
@@ -307,6 +310,9 @@ def profile_of(layout: Layout, cluster: ClusterSpec, sizes: Sequence[int] = ()) 
         ).model_copy(update={"experts": max(1, group)})
 
     result = made(layout.compiled)
+    result = result.model_copy(
+        update={"layers": tuple(layer.model_copy(update={"operand_bytes": None}) for layer in result.layers)}
+    )
     if layout.compiled and not layout.compiled_head:
         result = result.model_copy(update={"layers": (*result.layers[:-1], made(False).layers[-1])})
     if layout.foreach:

@@ -27,7 +27,7 @@ from raypipe.runtime.compiled.toolchain import missing_toolchain
 from raypipe.runtime.executor.step import CutReport
 from tests.exhaustive import exhaustive
 from tests.runtime.compiled.pieces import assert_same, step_of
-from tests.runtime.runs.one_device import OneDevice, even_cut, one_device
+from tests.runtime.runs.one_device import CPU, OneDevice, even_cut, one_device
 
 SPEC = GptSpec(layers=2, hidden=16, heads=2, sequence=8, vocabulary=256, dropout=0.1, tie_embeddings=True)
 
@@ -81,7 +81,7 @@ def test_whatever_changes_a_stage_changes_its_key() -> None:
         job = SimpleNamespace(model=spec, train=SimpleNamespace(dtype=dtype))
         setup = cast(Any, SimpleNamespace(job=job, cut=((0, 1), (2, 3))))
         needs = Needs(made.executor, [made.program], budget=budget).of((0, 0))
-        return stage_key(setup, 0, made.executor.modules[0, 0], needs)
+        return stage_key(setup, 0, made.executor.modules[0, 0], needs, CPU)
 
     first = key_of(device())
     assert first == key_of(device())
@@ -105,7 +105,7 @@ def test_settings_of_inductor_change_the_key(monkeypatch: pytest.MonkeyPatch) ->
     needs = Needs(made.executor, [made.program]).of((0, 0))
 
     def key() -> str:
-        return stage_key(SETUP, 0, made.executor.modules[0, 0], needs)
+        return stage_key(SETUP, 0, made.executor.modules[0, 0], needs, CPU)
 
     first = key()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
@@ -139,7 +139,7 @@ def test_another_length_has_another_key() -> None:
     made = device()
     needs = Needs(made.executor, [made.program]).of((0, 0))
     keys = {
-        stage_key(SETUP, 0, made.executor.modules[0, 0], replace(needs, examples=examples))
+        stage_key(SETUP, 0, made.executor.modules[0, 0], replace(needs, examples=examples), CPU)
         for examples in (
             needs.examples,
             tuple(replace(example, samples=3) for example in needs.examples),
