@@ -361,8 +361,11 @@ class StageWorker:
         own_gpus = len({p.device for p in topology.peers}) == len(topology.peers)
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
 
-    def leave(self) -> None:
+    def leave(self) -> Any:
         """Leave the plan for good, whatever became of the others; the process waits for the next ``setup``.
+
+        Returns:
+            Where it runs (``Setup.place``); None where it was never set up.
 
         Raises:
             TransportError: it cannot: its GPU's context is broken. Whoever asked ends the process.
@@ -372,6 +375,7 @@ class StageWorker:
         if hasattr(self, "executor"):
             self.part()
         self._leave()
+        return self.setup_data.place if hasattr(self, "setup_data") else None
 
     def _leave(self) -> None:
         """Close what an earlier, perhaps failed, ``setup`` opened: a worker may serve several plans in turn."""
