@@ -37,7 +37,7 @@ from raypipe.runtime.process.set_up import (
 )
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.flight_recorder import FOLDER as FLIGHT
-from raypipe.runtime.recovery.flight_recorder import FlightRecorder
+from raypipe.runtime.recovery.flight_recorder import DevicePlace, FlightRecorder, read_left
 from raypipe.runtime.recovery.replacement import (
     Transfer,
     leave,
@@ -137,6 +137,10 @@ class StageWorker:
     def on_node(self, name: str, *args: object) -> object:
         """Call a function of ``node_files``, for a node that does not share the run's directory."""
         return getattr(node_files, name)(*args)
+
+    def read_left(self, folder: Path | str, pids: Mapping[int, int]) -> list[DevicePlace]:
+        """Read where devices of this node are (``flight_recorder.read_left``)."""
+        return read_left(folder, pids)
 
     def report(self, question: HostQuestion) -> HostReport:
         """Report whether this worker's node can work with the others."""
