@@ -28,7 +28,7 @@ from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.reserve import gone
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
-from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
+from raypipe.runtime.recovery.flight_recorder import AskedPlaces, ask_places, places_of, stuck_message
 from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.set_up_workers import setups_of
@@ -68,8 +68,8 @@ class LostWorkers:
     dead: tuple[int, ...]
     """Ranks."""
     cause: str
-    stuck: str
-    """Where the devices were (``flight_recorder``)."""
+    stuck: str | AskedPlaces
+    """Where the devices were (``flight_recorder``); what is asked of those that live is told while others start."""
     began: float
     """When it was noticed, in seconds on this host's clock."""
     marks: dict[str, float] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class LostWorkers:
             "seconds": marks["joined"] - self.began,
             "phases_s": phases,
             "message": self.cause,
-            "stuck": self.stuck,
+            "stuck": self.stuck if isinstance(self.stuck, str) else stuck_message(self.stuck.told(0.0)),
             "source": source,
         }
 
@@ -153,9 +153,10 @@ class InPlace:
         if is_final(own_error(error)):
             raise error
         standings, dead, hung = self._part(workers)
-        stuck = hung or self._stuck(workers)
         if not dead:
             raise error
+        living = {rank: actor for rank, actor in enumerate(workers.actors) if rank not in dead}
+        stuck = hung or ask_places(self._directory, workers.locations, workers.apart, living)
         cause = root_cause(error if hung else dead[min(dead)], workers.newest_calls())
         if is_final(cause) or isinstance(cause, DeviceError):
             raise cause

@@ -164,10 +164,12 @@ def setups_of(
     )
     workers.process_groups = setup.topology.process_groups()
     result = []
+    at = [None] * len(workers.actors) if workers.places is None else workers.places.of_ranks()
     for rank in range(len(workers.actors)):
         device, tensor_rank = tensor_rank_of(rank, tensor)
         own = {part: rows[device] for part, rows in train.items()}
         mine = replace(setup, device=device, tensor_rank=tensor_rank, train=own, evaluate=evaluate[device])
+        mine = replace(mine, place=at[rank])
         if (files := sent.get(workers.locations[rank].peer.node)) is not None:
             mine = replace(mine, data=files.data, checkpoint=files.checkpoint or mine.checkpoint, sends_shards=True)
         result.append(mine)

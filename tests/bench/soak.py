@@ -1,7 +1,8 @@
 """Disturb short runs at random for hours: each must end with the losses of an undisturbed one and leave nothing behind.
 
     python -m tests.bench.soak [--hours H] [--times N] [--each 10] [--every 6] [--steps 3000] [--shape SHAPE ...]
-                               [--fault FAULT ...] [--recovery restart] [--seed 0] [--json FILE] [--keep DIRECTORY]
+                               [--fault FAULT ...] [--cut 5] [--recovery restart] [--seed 0] [--json FILE]
+                               [--keep DIRECTORY]
 
 Three hosts with two devices each, network namespaces of this machine (``tests.hosts``), have a Ray together; it takes
 root. Run after run, in turn over the shapes (``parallel_of`` of ``tests.bench.runtime.recoveries``; four devices, so
@@ -13,7 +14,8 @@ gone on since the fault before, comes one of these; a run ends after ``--each`` 
     driver      the driver is killed
     controller  Ray Train's controller is killed
     raylet      the raylet of a host other than the head is killed; another one starts there
-    host        a host other than the head is cut off, and all its processes killed; it comes back after some seconds
+    host        a host other than the head is cut off, and all its processes killed; it comes back after --cut seconds,
+                and from then on its kernel answers whoever still waits for them
     pause       a random worker is stopped (SIGSTOP) for up to 3 s
     hang        a random worker is stopped for good: others wait ``message_timeout_s``, 10 s, and it has to be replaced
     link        what a host sends goes at 0.2 to 5 Mb/s for up to 5 s (tc, tbf)
@@ -56,8 +58,8 @@ SHAPES = ("1f1b:2x2", "zb-v:2x2", "chimera:4x1", "1f1b:2x2:zero3", "1f1b:2x1:ten
 KILLS = ("worker", "driver", "controller", "raylet", "host")
 FAULTS = (*KILLS, "pause", "hang", "link", "disk")
 HOSTS, PER_HOST = 3, 2
-PAUSE_S, FULL_S, SLOW_S, CUT_S = 3.0, 3.0, 5.0, 5.0
-"""Longest pause, how long the disk is full, longest time that a link is slow, how long a host is cut off."""
+PAUSE_S, FULL_S, SLOW_S = 3.0, 3.0, 5.0
+"""Longest pause, how long the disk is full, longest time that a link is slow."""
 LEFT_S, GONE_S, STUCK_S = 30.0, 15.0, 240.0
 """Time that what is left may take to go, workers of a lost raylet, and a run to go on."""
 DISK = "64m"
@@ -140,8 +142,8 @@ class Run:
 class Cluster:
     """The hosts and the Ray over them; the first one, on which runs are started, is never lost."""
 
-    def __init__(self, members: list[Host], settings: dict[str, str]) -> None:
-        self.members, self.settings = members, settings
+    def __init__(self, members: list[Host], settings: dict[str, str], cut_s: float = 5.0) -> None:
+        self.members, self.settings, self.cut_s = members, settings, cut_s
         self.wrong: list[str] = []
         """What was found while a host came back."""
         self._back = Thread()
@@ -175,7 +177,7 @@ class Cluster:
     def _come_back(self, host: Host, kind: str) -> None:
         deadline = time.monotonic() + GONE_S
         if kind == "host":
-            time.sleep(CUT_S)
+            time.sleep(self.cut_s)
         while kind == "raylet" and (left := [t for t in processes(host).values() if t.startswith(OURS)]):
             if time.monotonic() > deadline:
                 self.wrong.append(f"{host.address} without its raylet still has {', '.join(left)}")
@@ -420,7 +422,7 @@ def figures(found: list[Run]) -> str:
 def main() -> int:
     """Print a line per run, then all figures; exit status 1 where a run was not sound."""
     given = {"shape": SHAPES, "fault": FAULTS, "recovery": "in-place", "seed": 0, "json": Path, "keep": Path}
-    args = options(__doc__, hours=0.0, times=0, each=10, every=6.0, steps=3000, **given)
+    args = options(__doc__, hours=0.0, times=0, each=10, every=6.0, cut=5.0, steps=3000, **given)
     random.seed(args.seed)
     began = time.monotonic()
     found: list[Run] = []
@@ -436,7 +438,7 @@ def main() -> int:
         mounted = on_tmpfs(disk)  # before the hosts, which would not see it
         try:
             with hosts(HOSTS) as members, ray_cluster(members, PER_HOST, forks=False) as settings:
-                cluster = Cluster(members, settings)
+                cluster = Cluster(members, settings, args.cut)
                 jobs = Jobs(cluster, folder, steps=args.steps, recovery=args.recovery)
                 while goes_on() or not found:
                     shape = args.shape[len(found) % len(args.shape)]

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -156,14 +156,12 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
     resumes, reservation = request.resume or restarted, request.reservation
     changes, survivors = devices_changed(directory), Survivors(dict(request.waiting))
     if restarted:
-        if train.recovery == "in-place":
-            survivors.actors = those_that_leave(survivors.actors)
-        else:
-            survivors.end()
+        serve_on = train.recovery == "in-place"
+        devices = changes[-1]["devices"] if changes else reservation.devices
+        left = reservation.of_attempts()
+        survivors.actors = those_that_leave(survivors.actors, left, devices if serve_on else 0)
         if not failure_logged(directory):
             log.event("failed", message=DRIVER_DIED)
-        with suppress(DevicesError):
-            _newest(request, changes).end_attempts()
         if _awaits_devices(directory):
             changes = _next_change(directory, changes)
     while True:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -20,7 +20,7 @@ from ray.util import list_named_actors
 from raypipe.cost.hosts import Numbering
 from raypipe.errors import TransportError
 from raypipe.runtime.hosts.devices import NO_GPUS
-from raypipe.runtime.hosts.reserve import Kept, Notify, Place, Reservation, silent
+from raypipe.runtime.hosts.reserve import NAMESPACE, Kept, Notify, Place, Reservation, silent
 from raypipe.runtime.process.set_up import first_backward
 from raypipe.runtime.setup.communicators import Location, first_ranks
 from raypipe.runtime.update.optimizer import untraced
@@ -77,7 +77,12 @@ class Places:
         return ray.remote(self.actor_class).options(**options).remote(rank, title)
 
     def options(self, rank: int, name: str) -> dict[str, Any]:
-        """Return the options of an actor called ``name`` that runs on a rank's device."""
+        """Return the options of an actor called ``name`` that runs on a rank's device.
+
+        Ray ends an actor with the process that created it, unless it is detached. Those of an attempt are, on CPUs:
+        they outlive a driver that dies and serve the next one, and end with the reservation, as whatever runs in a
+        placement group does. Ray takes that away when the process that starts the run gives it back or dies.
+        """
         request = self.place.request
         # One compute thread per device, because the host's cores are shared by several devices.
         environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **NO_GPUS} if request.gpus == 0 else {}
@@ -88,6 +93,7 @@ class Places:
             "num_gpus": request.gpus,
             "runtime_env": {"env_vars": environment} if environment else {},
             "max_restarts": 0,
+            **({"lifetime": "detached", "namespace": NAMESPACE} if self.place.held and request.gpus == 0 else {}),
         }
 
     def warm(self, rank: int, name: str, **resources: float) -> tuple[Any, Any]:
@@ -232,20 +238,31 @@ class WorkerGroup:
         return Survivors(kept, self.standby)
 
 
-def those_that_leave(actors: Kept) -> Kept:
-    """Have workers leave their plan; return those that did. The others are ended."""
-    asked = {actor.leave.remote(): where for where, actor in actors.items()}
-    left = ray.wait(list(asked), num_returns=len(asked), timeout=LEAVE_S)[0] if asked else []
+def those_that_leave(actors: Kept, others: Iterable[Any] = (), most: int | None = None) -> Kept:
+    """Have workers leave their plan; return those that did, by where they run. All others are ended.
+
+    Args:
+        actors: by where they run.
+        others: who know that themselves (``Setup.place``), unless they have not been set up yet.
+        most: number of places there are; when all have a worker, nobody is waited for any more.
+    """
+    asked = {actor.leave.remote(): (where, actor) for where, actor in actors.items()}
+    asked |= {actor.leave.remote(): (None, actor) for actor in {*others}.difference(actors.values())}
     result: Kept = {}
-    for ref, where in asked.items():
-        try:
-            if ref in left:
-                ray.get(ref)
-                result[where] = actors[where]
+    deadline = time.monotonic() + LEAVE_S
+    while asked and len(result) != most:
+        ready, _ = ray.wait(list(asked), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        where, actor = asked.pop(ready[0])
+        with suppress(ray.exceptions.RayError):  # it has died, or cannot leave
+            told = ray.get(ready[0])
+            if (at := where or told) is not None and at not in result:
+                result[at] = actor
                 continue
-        except ray.exceptions.RayError:
-            pass  # it has died, or cannot leave
-        ray.kill(actors[where])
+        ray.kill(actor)
+    for _, actor in asked.values():
+        ray.kill(actor)
     return result
 
 
@@ -277,8 +294,8 @@ def titles_of(schedule: Schedule, copies: int, tensor: int) -> list[str]:
 def start_beside(schedule: Schedule, copies: int, place: Reservation, numbering: Numbering | None) -> Kept:
     """Start the workers of a run's first attempt, whose driver is another process and may be on its way.
 
-    Ray ends an actor when the process that created it dies. These end with the one that starts the run, so that they
-    outlive a driver, and Ray Train's controller. The arguments are those of ``start_worker_group``.
+    These end with the one that starts the run, so that they outlive a driver, and Ray Train's controller. The arguments
+    are those of ``start_worker_group``.
     """
     places = Places(place, place.in_rank_order(numbering), StageWorker)
     titles = titles_of(schedule, copies, place.together)

@@ -37,6 +37,8 @@ POLL_S = 1
 """Ray's timeout for a placement group is in whole seconds."""
 SEEN_FREE_S = 5
 """How long devices that were seen free may take to be reserved; another job may have come first."""
+NAMESPACE = "raypipe"
+"""Of actors that outlive their creator; Ray warns the user of such ones in the namespace that a job has by default."""
 NODE_ID = "ray.io/node-id"
 """Label of a node with its id."""
 
@@ -84,7 +86,7 @@ class Reservation:
     kinds: tuple[str, ...] = ()
     """The kind of device that each bundle asks for, in the planner's order; empty: any will do."""
     held: bool = False
-    """Whether the devices stay reserved when the workers on them stop."""
+    """Whether the devices stay reserved when the workers on them stop, for those of another attempt."""
 
     def for_attempt(self) -> Reservation:
         """Return the same reservation with a new id, for one attempt at the run, which does not end it."""
@@ -130,12 +132,14 @@ class Reservation:
         group = next(part.group for part in self.parts if part.name == name)
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
 
-    def end_attempts(self) -> None:
-        """Kill the workers of attempts whose driver was killed."""
-        for name in list_named_actors():
-            if f" · {self.run_id}-" in name:
+    def of_attempts(self) -> list[Any]:
+        """Return the workers that attempts at the run have started and that live, with processes that stood by."""
+        result = []
+        for one in list_named_actors(all_namespaces=True):
+            if one["namespace"] == NAMESPACE and f" · {self.run_id}-" in one["name"]:
                 with contextlib.suppress(ValueError):  # it has ended meanwhile
-                    ray.kill(ray.get_actor(name))
+                    result.append(ray.get_actor(**one))
+        return result
 
     def is_broken(self) -> bool:
         """Return whether some of the devices are on no living node now; Ray may find others for them."""

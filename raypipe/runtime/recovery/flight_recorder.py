@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -166,39 +167,69 @@ def _process(pid: int) -> str:
     return {"T": "is stopped", "t": "is stopped", "Z": "is gone"}.get(state, "")
 
 
-def _read_apart(key: str, pids: Mapping[int, int]) -> list[DevicePlace]:
-    """Read those of a node that does not share the run's directory."""
-    return read_places(node_folder(key) / FOLDER, pids)
+def read_left(folder: Path | str, pids: Mapping[int, int]) -> list[DevicePlace]:
+    """Read as ``read_places`` does; ``folder``: or a run's key, on a node that does not share the run's directory."""
+    return read_places(folder if isinstance(folder, Path) else node_folder(folder) / FOLDER, pids)
 
 
-def places_of(directory: Path, locations: Sequence[Location], apart: Mapping[str, str]) -> list[DevicePlace]:
-    """Return where all devices of a run are, by rank; those of nodes that do not answer are not there.
+@dataclass(frozen=True, slots=True)
+class AskedPlaces:
+    """The places of a run's devices, of which other nodes have been asked to read theirs."""
+
+    here: list[DevicePlace]
+    """Those of this node."""
+    asked: list[Any]
+
+    def told(self, timeout_s: float = READ_S) -> list[DevicePlace]:
+        """Return all places by rank, but those of nodes that do not answer within ``timeout_s``."""
+        result = list(self.here)
+        answered, late = (
+            ray.wait(self.asked, num_returns=len(self.asked), timeout=timeout_s) if self.asked else ([], [])
+        )
+        for ref in answered:
+            try:
+                result += ray.get(ref)
+            except RayError:
+                continue  # the node is gone
+        for ref in late:
+            ray.cancel(ref)
+        return sorted(result, key=lambda one: one.rank)
+
+
+def ask_places(
+    directory: Path, locations: Sequence[Location], apart: Mapping[str, str], idle: Mapping[int, Any]
+) -> AskedPlaces:
+    """Have all nodes read the places of their devices.
 
     Args:
         directory: of the run.
         locations: of the workers, by rank.
         apart: the nodes that do not share the directory.
+        idle: workers by rank that can read them, as they run nothing; on a node without one, a process has to start.
     """
     of_nodes: dict[str, dict[int, int]] = {}
+    reads: dict[str, Any] = {}
     for at in locations:
         of_nodes.setdefault(at.peer.node, {})[at.peer.rank] = at.pid
+        if at.peer.rank in idle:
+            reads[at.peer.node] = idle[at.peer.rank].read_left
     here = ray.get_runtime_context().get_node_id()
-    result = read_places(directory / FOLDER, of_nodes.pop(here, {}))
+    own = read_places(directory / FOLDER, of_nodes.pop(here, {}))
     asked = []
     for node, pids in of_nodes.items():
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        call = ray.remote(_read_apart if node in apart else read_places)
-        where = run_key(directory) if node in apart else directory / FOLDER
-        asked.append(call.options(num_cpus=0, scheduling_strategy=there, max_retries=0).remote(where, pids))
-    answered, late = ray.wait(asked, num_returns=len(asked), timeout=READ_S) if asked else ([], [])
-    for ref in answered:
-        try:
-            result += ray.get(ref)
-        except RayError:
-            continue  # the node is gone
-    for ref in late:
-        ray.cancel(ref, force=True)
-    return sorted(result, key=lambda one: one.rank)
+        task = ray.remote(read_left).options(num_cpus=0, scheduling_strategy=there, max_retries=0)
+        folder = run_key(directory) if node in apart else directory / FOLDER
+        asked.append(reads.get(node, task).remote(folder, pids))
+    return AskedPlaces(own, asked)
+
+
+def places_of(directory: Path, locations: Sequence[Location], apart: Mapping[str, str]) -> list[DevicePlace]:
+    """Return where all devices of a run are, by rank; those of nodes that do not answer are not there.
+
+    The arguments are those of ``ask_places``.
+    """
+    return ask_places(directory, locations, apart, {}).told()
 
 
 def first_stuck(places: Sequence[DevicePlace]) -> DevicePlace | None:

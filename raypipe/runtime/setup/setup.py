@@ -172,6 +172,8 @@ class Setup:
     checkpoint: Path | Checkpoint | None
     """Where to read parameters and optimizer state from: a folder, or a copy in keepers' memory (``shard_writer``);
     None to start afresh."""
+    place: Any = None
+    """Where it runs, as ``hosts.reserve.Kept`` has it: if its driver dies, the next one asks."""
     sends_shards: bool = False
     """Whether the node does not share the run's directory, so that shards of checkpoints are sent to the driver."""
     slices: int = 1

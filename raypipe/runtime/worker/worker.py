@@ -37,7 +37,7 @@ from raypipe.runtime.process.set_up import (
 )
 from raypipe.runtime.recovery.failure import raises_device_errors
 from raypipe.runtime.recovery.flight_recorder import FOLDER as FLIGHT
-from raypipe.runtime.recovery.flight_recorder import FlightRecorder
+from raypipe.runtime.recovery.flight_recorder import DevicePlace, FlightRecorder, read_left
 from raypipe.runtime.recovery.replacement import (
     Transfer,
     leave,
@@ -139,6 +139,10 @@ class StageWorker:
     def on_node(self, name: str, *args: object) -> object:
         """Call a function of ``node_files``, for a node that does not share the run's directory."""
         return getattr(node_files, name)(*args)
+
+    def read_left(self, folder: Path | str, pids: Mapping[int, int]) -> list[DevicePlace]:
+        """Read where devices of this node are (``flight_recorder.read_left``)."""
+        return read_left(folder, pids)
 
     def report(self, question: HostQuestion) -> HostReport:
         """Report whether this worker's node can work with the others."""
@@ -363,8 +367,11 @@ class StageWorker:
         own_gpus = len({p.device for p in topology.peers}) == len(topology.peers)
         return "nccl" if self.device.type == "cuda" and own_gpus and dist.is_nccl_available() else "gloo"
 
-    def leave(self) -> None:
+    def leave(self) -> Any:
         """Leave the plan for good, whatever became of the others; the process waits for the next ``setup``.
+
+        Returns:
+            Where it runs (``Setup.place``); None where it was never set up.
 
         Raises:
             TransportError: it cannot: its GPU's context is broken. Whoever asked ends the process.
@@ -374,6 +381,7 @@ class StageWorker:
         if hasattr(self, "executor"):
             self.part()
         self._leave()
+        return self.setup_data.place if hasattr(self, "setup_data") else None
 
     def _leave(self) -> None:
         """Close what an earlier, perhaps failed, ``setup`` opened: a worker may serve several plans in turn."""

@@ -137,7 +137,7 @@ def test_a_driver_makes_attempt_after_attempt(
             "parallel": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
         }
     )  # fmt: skip
-    devices: Any = SimpleNamespace(is_broken=lambda: False, run_id="0123abcd")
+    devices: Any = SimpleNamespace(is_broken=lambda: False, run_id="0123abcd", of_attempts=list, devices=2)
     with mock.patch.dict(os.environ):  # in which a driver hides GPUs from its process
         attempts.driver_loop({"request": attempts.RunRequest(job, tmp_path, False, devices)})
     rows = read_rows(tmp_path / EVENTS)[1:]

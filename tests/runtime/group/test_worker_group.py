@@ -187,7 +187,7 @@ def _is_stage(pid: int) -> bool:
 @pytest.mark.parametrize(("gpus", "hidden"), [(0.0, True), (1.0, False)])
 def test_a_worker_that_is_given_no_gpu_sees_none(gpus: float, hidden: bool) -> None:
     """Ray 2.60 leaves a process that reserves no GPU every GPU of its node."""
-    place: Any = SimpleNamespace(request=DeviceRequest(cpus=1.0, gpus=gpus), strategy=lambda bundle: None)
+    place: Any = SimpleNamespace(request=DeviceRequest(1.0, gpus), strategy=lambda bundle: None, held=True)
     variables = Places(place, [0], StageStandby).options(0, "stage 0")["runtime_env"].get("env_vars", {})
     assert (variables.get("CUDA_VISIBLE_DEVICES") == "") == hidden
 

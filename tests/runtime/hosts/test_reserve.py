@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from ray.util import list_named_actors
 
 from raypipe.errors import DevicesError
-from raypipe.runtime.group.worker_group import start_actors
+from raypipe.runtime.group.worker_group import Places, start_actors, those_that_leave
 from raypipe.runtime.hosts.devices import DeviceRequest
-from raypipe.runtime.hosts.reserve import reserve
+from raypipe.runtime.hosts.reserve import Reservation, reserve
 
 pytestmark = pytest.mark.runs
 FEW = DeviceRequest(cpus=0.01, gpus=0.0)
@@ -26,6 +30,9 @@ class Plain:
 
     def locate(self) -> int:
         return 1
+
+    def leave(self) -> None:
+        pass
 
 
 def test_a_wait_is_told_and_ends_when_the_devices_come_free(local_ray) -> None:
@@ -54,7 +61,9 @@ def test_what_a_killed_attempt_left_is_ended_and_its_devices_serve_the_next(loca
     try:
         first = start_actors(["a", "b"], held.for_attempt(), Plain)
         assert _of(held) == 2
-        held.end_attempts()  # the first fleet's driver was killed: nobody has stopped it
+        # The first fleet's driver was killed: nobody has stopped it.
+        assert those_that_leave({}, held.of_attempts(), 0) == {}
+        _wait_for(lambda: _of(held) == 0)
         second = start_actors(["a", "b"], held.for_attempt(), Plain)
         assert second.run_id != first.run_id
         assert _of(held) == 2
@@ -67,7 +76,7 @@ def test_what_a_killed_attempt_left_is_ended_and_its_devices_serve_the_next(loca
 
 
 def _of(held: Any) -> int:
-    return sum(f" · {held.run_id}-" in name for name in list_named_actors())
+    return sum(f" · {held.run_id}-" in one["name"] for one in list_named_actors(all_namespaces=True))
 
 
 def _wait_for(there: Any) -> None:
@@ -75,3 +84,47 @@ def _wait_for(there: Any) -> None:
     while not there():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+class Starts:
+    """A driver, which starts the workers of an attempt."""
+
+    def start(self, held: Reservation) -> list[int]:
+        places = Places(held.for_attempt(), [0, 1], Process)
+        self.actors = [places.start(rank, "one") for rank in range(2)]
+        standby = places.options(0, f"standby · {places.place.run_id}")
+        self.actors.append(ray.remote(Process).options(**{**standby, "num_cpus": 0}).remote(2, "none"))
+        return list(ray.get([actor.pid.remote() for actor in self.actors]))
+
+
+class Process:
+    def __init__(self, rank: int, title: str) -> None:
+        pass
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+RESERVES = """
+import sys, time, ray
+from tests.runtime.hosts.test_reserve import FEW, Starts, reserve
+ray.init(logging_level="ERROR", log_to_driver=False)
+starts = ray.remote(Starts).options(num_cpus=0).remote()
+print(*ray.get(starts.start.remote(reserve(2, FEW, 60.0))), flush=True)
+ray.kill(starts)
+time.sleep(1000)
+"""
+
+
+def test_workers_of_an_attempt_outlive_its_driver_and_end_with_the_run(local_ray) -> None:
+    """Also one that stands by; the process that has reserved their devices is killed."""
+    words = [sys.executable, "-c", RESERVES]
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout is not None
+        pids = [int(pid) for pid in run.stdout.readline().split()]
+        assert len(pids) == 3
+        time.sleep(1.0)
+        assert [psutil.pid_exists(pid) for pid in pids] == [True] * 3
+        run.kill()
+    _wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))

@@ -142,7 +142,8 @@ def test_kinds(error: Exception, kind: str) -> None:
 )
 def test_a_worker_whose_context_is_broken_does_not_serve_on(error: Exception, broken: bool) -> None:
     worker = StageStandby()
-    worker.setup_data = SimpleNamespace(job=SimpleNamespace(train=SimpleNamespace(elastic=object())))  # type: ignore
+    job = SimpleNamespace(train=SimpleNamespace(elastic=object()))
+    worker.setup_data = SimpleNamespace(job=job, place="here")  # type: ignore[assignment]
     worker.device, worker.rank, parted = torch.device("cuda", 0), 0, []
     worker.part = lambda: parted.append(True)  # type: ignore[assignment,method-assign,func-returns-value]
     worker.shard_writer, worker.compilation = SimpleNamespace(drop=lambda: None), None  # type: ignore[assignment]
@@ -158,7 +159,7 @@ def test_a_worker_whose_context_is_broken_does_not_serve_on(error: Exception, br
         with pytest.raises(TransportError, match="context is broken"):
             worker.leave()
     else:
-        worker.leave()
+        assert worker.leave() == "here"
 
 
 def test_what_an_error_was_raised_from_counts() -> None:

@@ -8,16 +8,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
 from raypipe.runtime.recovery.flight_recorder import (
     DevicePlace,
     FlightRecorder,
+    ask_places,
     first_stuck,
+    read_left,
     read_places,
     stuck_message,
 )
+from raypipe.runtime.setup.communicators import Location
+from raypipe.runtime.transport.channel import Peer
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.programs import programs
 
@@ -97,3 +104,25 @@ def test_a_place_costs_next_to_nothing(tmp_path: Path) -> None:
             one.at(position % 8)
         spent.append((time.process_time() - began) / 2000)
     assert min(spent) < 2e-5  # 1e-6 s on quiet cores
+
+
+def test_workers_that_live_read_what_their_node_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process has to start for it, and the node of which none lives is not waited for."""
+    one = recorder(tmp_path, 2)
+    one.begin(PROGRAMS[1], 3)
+
+    def task(*_: Any) -> Any:
+        return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "never"))
+
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "head"))
+    monkeypatch.setattr(ray, "remote", task)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: ([r for r in refs if r != "never"], ["never"]))
+    monkeypatch.setattr(ray, "get", lambda ref: ref)
+    cancelled: list[str] = []
+    monkeypatch.setattr(ray, "cancel", cancelled.append)
+    nodes = ["a" * 56, "b" * 56, "b" * 56]
+    at = [Location(Peer(rank, node, "cpu", ""), "", 0, os.getpid()) for rank, node in enumerate(nodes)]
+    idle = {1: SimpleNamespace(read_left=SimpleNamespace(remote=read_left))}
+    places = ask_places(tmp_path, at, {}, idle).told(0.0)
+    assert [(place.rank, place.step) for place in places] == [(2, 4)]
+    assert cancelled == ["never"]

@@ -23,7 +23,7 @@ from tests.job_files import write_job
 from tests.processes import descendants
 from tests.ray_environment import start_ray, without_ray
 
-DRIVER, CONTROLLER = "ray::RayTrainWorker", "ray::TrainController"
+DRIVER, CONTROLLER, WORKER = "ray::RayTrainWorker", "ray::TrainController", "ray::StageWorker"
 
 
 def job_to_kill(path: Path, text: Path, steps: int) -> Path:

@@ -8,7 +8,7 @@ import pytest
 
 from raypipe.job.spec import load_job
 from tests.runtime.runs.elastic_run import ElasticRun, TwoNodes
-from tests.runtime.runs.killing import CONTROLLER, DRIVER, copied_since, events, job_to_kill, run_killing
+from tests.runtime.runs.killing import CONTROLLER, DRIVER, WORKER, copied_since, events, job_to_kill, run_killing
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive
 
@@ -24,17 +24,21 @@ def job(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_killed_processes_change_no_loss(job: Path, stage_pool, tmp_path: Path) -> None:
-    """The driver's, after which the copies in the node's memory serve, and then the controller's; workers live on."""
+    """A worker's, the driver's, after which the copies in the node's memory serve, and then the controller's; the other
+    workers live on, and so does the one that has taken the place of the first."""
     undisturbed = drive(load_job(job), stage_pool, tmp_path / "undisturbed").losses
     copies = ("--set", "train.copy_every=3")
-    done = run_killing([DRIVER, CONTROLLER], job, tmp_path / "run", *copies, ready=copied_since)
+    done = run_killing([WORKER, DRIVER, CONTROLLER], job, tmp_path / "run", *copies, ready=copied_since)
     assert done.status == 0, done.said
     assert done.result["losses"] == undisturbed
-    assert done.result["recoveries"] == 2
-    first, _ = events(tmp_path / "run", "restarted")
-    assert first["source"] == "neighbour"
-    assert first["step"] % 50 != 0, "it is no step of a checkpoint"
-    assert len({tuple(one["pid"] for one in e["devices"]) for e in events(tmp_path / "run", "started")}) == 1
+    assert done.result["recoveries"] == 3
+    assert len(events(tmp_path / "run", "recovered")) == 1
+    restart, _ = events(tmp_path / "run", "restarted")
+    assert restart["source"] == "neighbour"
+    assert restart["step"] % 50 != 0, "it is no step of a checkpoint"
+    first, *later = ([one["pid"] for one in e["devices"]] for e in events(tmp_path / "run", "started"))
+    assert later == [later[0]] * 3
+    assert len({*first} & {*later[0]}) == 1
     said = [line for line in done.said.splitlines() if line.startswith("failed: ")]
     assert [why in line for why, line in zip(("the driver's process died", "controller died"), said, strict=True)] == [
         True, True,
