@@ -169,6 +169,8 @@ def _divided_sequence(
         input_grad=TaskWork(operands=4 * e * stream, traffic=4 * (e + m) * stream),
         weight_grad=TaskWork(operands=4 * e * stream),
         kept_bytes=2 * e * stream,
+        fused_operand_bytes=2 * e * stream,
+        operand_bytes=2 * e * stream,
         waiting_bytes=4 * e * stream,
         output_bytes=0.0,
     )
@@ -194,6 +196,8 @@ def _divided_sequence(
         input_grad=TaskWork(operands=e * stream, traffic=2 * m * stream),
         weight_grad=TaskWork(operands=e * stream),
         kept_bytes=e * stream * (1 + chunked) + 8 * s,
+        fused_kept_bytes=8.0 * s,
+        fused_operand_bytes=e * stream,
         waiting_bytes=e * stream,
         output_bytes=0.0,
     )

@@ -180,7 +180,7 @@ def _leaf(parameter: Tensor) -> Tensor:
 
 
 class _Measured(torch.autograd.Function):
-    """What is measured of the logits: their loss, or two numbers of each token.
+    """Measures the logits: their loss, or two numbers of each token.
 
     The gradient of the input is one vector for each token and number, times the gradients of these. The forward keeps
     the vectors, so that the backward computes nothing of the vocabulary's width.
