@@ -77,6 +77,7 @@ def details(p: Prediction) -> str:
         c.placement if c.schedule == "auto" else "",
         f"recompute {_recomputed(p)}" if c.recompute != "none" else "",
         "sub-pipelined" if c.sub_pipelined else "",
+        "sequence parallel" if c.sequence_parallel else "",
         f"limit {c.memory_limit:g}" if c.memory_limit is not None else "",
         "copies inside hosts" if c.innermost == "replicas" else "",
         f"experts over {c.experts}" if c.experts > 1 else "",

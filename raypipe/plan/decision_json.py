@@ -69,6 +69,7 @@ def _candidate(row: Row) -> dict[str, Any]:
         "sub_pipelined": c.sub_pipelined,
         "experts": c.experts,
         "context": c.context,
+        "sequence_parallel": c.sequence_parallel,
         **{key: value for key, value in c.options.items() if key != "memory_limit"},  # that is in the plan
         "placement": c.placement,
         "sync": c.sync,

@@ -149,10 +149,10 @@ def test_samples_of_their_own_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_it_cannot_be_traced_validation_alone_stays_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = compiler.trace
 
-    def fails(module: StageModule, example: Example) -> JointGraph:
+    def fails(module: StageModule, example: Example, device: torch.device | None) -> JointGraph:
         if not example.training:
             raise RuntimeError("no such operation\nin validation")
-        return trace(module, example)
+        return trace(module, example, device)
 
     monkeypatch.setattr(compiler, "trace", fails)
     model, rows = gpt()
