@@ -26,6 +26,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "zero3": (COPIES | {"shard": "zero3"}, 4, 4),
     "zb-h1 on 8": ({"schedule": "zb-h1", "stages": 4, "replicas": 2, "microbatch": 1}, 8, 4),
     "tensor-2": ({"schedule": "1f1b", "stages": 2, "tensor": 2, "microbatch": 2}, 4, 4),
+    "positions": ({"schedule": "zb-h1", "stages": 2, "tensor": 2, "microbatch": 2, "sequence_parallel": True}, 4, 4),
 }
 """What is asked for, on how many GPUs, with how many layers."""
 
