@@ -184,7 +184,8 @@ def autoconfigure(
         if batches is not None:
             spec = spec.model_copy(update={"train": spec.train.model_copy(update={"batch": batches.ranked[0].batch})})
         shared = {} if given is None or given[1] is None else given[1].get()
-        costs = Costs(spec, taken[budget_share] if given is None else given[0], shared)
+        divided = None if given is None or given[1] is None else given[1].of
+        costs = Costs(spec, taken[budget_share] if given is None else given[0], shared, divided)
     text = decision.plan.text() if emit is None else _emitted(emit, decision, costs, out)
     if out is not None:
         write(out, text)

@@ -113,7 +113,7 @@ def divided_gpt(
     # the wider dtype because each product casts its own input.
     forward_sums, backward_sums = (e * stream, e * stream), (m * stream, m * stream)
     if sequence:
-        return _divided_sequence(model, (embedding, blocks[0], head), (e, m), size, loss_chunk is not None)
+        return _divided_sequence(model, (embedding, blocks[0], head), (e, m), size, token, loss_chunk is not None)
     block = share(blocks[0], replicated_block, size)
     if size > 1:  # an all-reduce works on a copy, and the bias is added after it
         block = replace(
@@ -132,7 +132,7 @@ def divided_gpt(
 
 
 def _divided_sequence(
-    model: GptSpec, works: Sequence[LayerWork], widths: tuple[int, int], size: int, chunked: bool
+    model: GptSpec, works: Sequence[LayerWork], widths: tuple[int, int], size: int, token: float, chunked: bool
 ) -> tuple[TensorRankWork, ...]:
     """Return the same where positions between divided layers are divided too (``divided_gpt``).
 
@@ -143,6 +143,7 @@ def _divided_sequence(
         works: an embedding, a block and the head, undivided.
         widths: bytes of a value of products, and of one between them.
         size: devices of the group.
+        token: bytes of one number of each token that the loss exchanges.
         chunked: whether the loss is computed in chunks.
     """
     (embedding, block, head), (e, m), s, h = works, widths, model.sequence, model.hidden
@@ -188,7 +189,6 @@ def _divided_sequence(
     inside, between = gathered(m * stream), gathered(e * stream)
     ahead, back = (inside[0], between[1]) * 2, (between[0], inside[1]) * 2
     blocks = (TensorRankWork(replace(one, name=f"block.{i}"), ahead, (*back, *small)) for i in range(model.layers))
-    token = float((8 if m == 8 else 4) * s)
     replicated = LayerWork(
         name="head",
         parameters=2 * h,

@@ -61,7 +61,8 @@ class _Pass:
 
     def translate(self, number: int, operation: Operation) -> _Translated:
         name, along = short_name(operation.target), self.along(operation.type)
-        if name.endswith("_") and self.held[operation.inputs[0]].divided:
+        in_place = name.endswith("_") and not name.startswith("__")
+        if in_place and any(self.held[one].divided for one in operation.inputs[:1]):
             raise CaptureError(operation.name, f"{operation.target} writes what other operations read", "")
         if name == "reduce_from_group" and along is not None:
             operand = self.as_(operation.inputs[0], False, operation)

@@ -197,6 +197,12 @@ class SharedProfiles:
             self._found = shared_profiles(self._job, self._cluster, experts=self.experts)
         return self._found
 
+    def of(self, sharing: Sharing) -> Profile:
+        """Return that of one way to share layers, whether or not plans share them so (``divided_profile``)."""
+        return divided_profile(
+            self._job, self._cluster, sharing.tensor, sharing.sub_pipelined, sharing.sequence_parallel
+        )
+
 
 def capture_given() -> None:
     """Capture the models of the jobs on standard input, so that their pieces are kept."""

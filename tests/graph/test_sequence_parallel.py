@@ -64,6 +64,17 @@ def test_what_is_not_known_to_be_by_position_gets_all_positions(between: Operati
     assert made.operations[2].args == ({"op": 1}, 1, 2, False)
 
 
+def test_operators_between_underscores_write_nothing() -> None:
+    """Of raw inputs alone, or of what each rank has a share of."""
+    kind = TensorType(("b", "s"), "int64")
+    both = Operation("both", "aten.__and__.Tensor", ({"of": "ids"}, {"of": "mask"}), type=kind)
+    own = Operation("own", "aten.__and__.Scalar", ({"op": 1}, 1), type=STREAM)
+    made = divide_sequence(graph_of(both, own), 2)
+    wanted = ["embedding", "scatter_sequence", "__and__", "__and__", "gather_sequence"]
+    assert targets(made) == wanted
+    assert made.operations[3].args[0] == {"op": 1}
+
+
 def test_writes_in_place_and_other_inputs_are_refused() -> None:
     with pytest.raises(SpecError, match=r"add_\.Tensor writes what other operations read"):
         divide_sequence(graph_of(Operation("y", "aten.add_.Tensor", ({"op": 1}, 1.0), type=STREAM)), 2)

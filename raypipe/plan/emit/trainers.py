@@ -63,13 +63,21 @@ class Costs:
         job: what is trained.
         profile: its costs.
         shared: profiles whose devices are groups that share each layer.
+        divided: makes those that are not among them, of groups that the trainer uses otherwise than plans do.
 
     Raises:
         SpecError: the model is not one that the trainers number in blocks.
     """
 
-    def __init__(self, job: JobSpec, profile: Profile, shared: Mapping[Sharing, Profile]) -> None:
+    def __init__(
+        self,
+        job: JobSpec,
+        profile: Profile,
+        shared: Mapping[Sharing, Profile],
+        divided: Callable[[Sharing], Profile] | None = None,
+    ) -> None:
         self.job, self.by = job, {ALONE: profile, **{Sharing(*key): own for key, own in shared.items()}}
+        self._divided = divided
         self.layers, self.devices = len(profile.layers), profile.devices
         self.per_block = layers_per_block(job, self.layers)
 
@@ -83,8 +91,9 @@ class Costs:
 
     def _of(self, p: ParallelSpec) -> Profile:
         sharing = sharing_of(p)
-        if sharing not in self.by:
-            sharing = sharing._replace(sequence_parallel=not p.sequence_parallel)  # costs of about as much
+        other = sharing._replace(sequence_parallel=not p.sequence_parallel)
+        if self._divided is not None and sharing not in self.by and other in self.by:
+            self.by[sharing] = self._divided(sharing)
         if p.context > 1 and sharing not in self.by:
             if max(p.tensor, p.experts) > 1:
                 why = f"the costs of context: {p.context} beside tensor: {p.tensor}, experts: {p.experts} are not known"

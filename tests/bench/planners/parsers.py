@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from raypipe.errors import RequestError
 from raypipe.job import job_from, load_cluster, load_job
 from raypipe.job.spec import JobSpec
-from raypipe.partition.job_costs import job_profile, shared_profiles
+from raypipe.partition.job_costs import SharedProfiles, job_profile, shared_profiles
 from raypipe.plan.choose import choose
 from raypipe.plan.emit.layout import TrainerLayout
 from raypipe.plan.emit.trainers import TRAINERS, Costs, emit, read
@@ -109,7 +109,7 @@ def written(case: Case, folder: Path) -> Iterator[Written | str]:
     job, cluster = job_of(case), load_cluster(f"cluster/devices/{case.cluster}.yaml").resized(case.devices)
     profile, shared = job_profile(job, cluster), shared_profiles(job, cluster)
     plan = choose(job, profile, top=1, search_s=SEARCH_S, shared=shared, watch=Watch(Budget(BUDGET_S))).plan
-    costs, p = Costs(job, profile, shared), plan.parallel
+    costs, p = Costs(job, profile, shared, SharedProfiles(job, cluster).of), plan.parallel
     shape = f"{p.schedule} {p.stages} x {p.replicas} x {p.tensor}, micro-batches of {p.microbatch}, shard {p.shard}"
     print(f"{case.name}: {shape}")
     for trainer in TRAINERS:

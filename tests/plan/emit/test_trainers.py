@@ -23,7 +23,10 @@ from tests.plan.conftest import make_job, make_profile, make_shared
 
 JOB, PROFILE = make_job(batch=16, clip=1.0), make_profile()
 SHARED = {(2, False): make_shared(PROFILE, 2), (2, True): make_shared(PROFILE, 2, True)}
-COSTS = Costs(JOB, PROFILE, {**SHARED, (1, False, 2): PROFILE.model_copy(update={"experts": 2})})
+POSITIONS = make_shared(PROFILE, 2).model_copy(update={"base_bytes": PROFILE.base_bytes + 1})
+COSTS = Costs(
+    JOB, PROFILE, {**SHARED, (1, False, 2): PROFILE.model_copy(update={"experts": 2})}, divided=lambda _: POSITIONS
+)
 EVEN, UNEVEN, EIGHT = even_cut(6, 2), (range(3), range(3, 8)), (range(8),)
 PLANS: dict[str, tuple[Cut, dict[str, Any]]] = {
     "one device": (EIGHT, {"microbatch": 2}),
@@ -231,6 +234,17 @@ def test_a_plan_is_predicted_as_the_planner_predicts_its_candidate(name: str) ->
     wanted, result = judge.predict(c, timed=True), COSTS.predict(made)
     assert result.time.step == pytest.approx(judge.time(wanted, final=True).step_s, rel=1e-9)
     assert [device.total for device in result.memory] == pytest.approx(list(wanted.memory_bytes), rel=1e-9)
+
+
+def test_groups_that_divide_positions_have_costs_of_their_own() -> None:
+    """Those are made where plans share layers otherwise; without that they are refused, as groups of another size."""
+    own, other = plan_of("groups with positions"), plan_of("groups")
+    plain = own.model_copy(update={"parallel": own.parallel.model_copy(update={"sequence_parallel": False})})
+    more = [a.total - b.total for a, b in zip(COSTS.predict(own).memory, COSTS.predict(plain).memory, strict=True)]
+    assert more == [1.0, 1.0]
+    with pytest.raises(SpecError, match="groups of 2 devices"):
+        Costs(JOB, PROFILE, SHARED).predict(own)
+    assert Costs(JOB, PROFILE, SHARED).predict(other)
 
 
 def test_a_layout_that_does_not_fit_is_refused() -> None:
