@@ -58,6 +58,17 @@ def test_without_branches_every_parameter_is_a_place_to_cut():
     assert names(whole, shard(whole, parts=2))[0] == ["f0", "f1", "f2", "f3"]
 
 
+def test_a_light_block_among_heavy_ones_is_a_sub_graph_of_its_own():
+    """A share of the average block is more than each of the light ones holds."""
+    rows = [("start", ["x", "w"], "")]
+    for i, weight in enumerate(["light", "light", "heavy", "heavy"]):
+        before = rows[-1][0]
+        rows += [(f"a{i}", [before, weight], f"h.{i}"), (f"sum{i}", [f"a{i}", before], f"h.{i}")]
+    whole = graph([*rows, ("end", ["sum3", "z"], "")], w=9, light=1, heavy=100, z=9)
+    blocks = [[f"a{i}", f"sum{i}"] for i in range(4)]
+    assert names(whole, shard(whole)) == [["start"], *blocks, ["end"]]
+
+
 def test_what_two_blocks_use_is_passed_along():
     """A bias that both blocks add would otherwise tie them into one."""
     rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -177,6 +177,10 @@ class DecoderShape:
     """Rotary positions, RMS norms and gated MLPs."""
     tied: bool = True
     """Embedding and head share their matrix."""
+    kind: str = "gpt"
+    """The model's type at Hugging Face; ``gpt``: the built-in one."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What the job or the model's directory says of its configuration."""
 
     @classmethod
     def of(cls, job: JobSpec) -> DecoderShape:
@@ -218,7 +222,14 @@ class DecoderShape:
         values = {key: value for key, value in result.items() if isinstance(value, int)}
         values |= {"sequence": sequence, "positions": max(sequence, values.get("positions", 0))}
         tied = bool(config.get("tie_word_embeddings", not llama))
-        return cls(**values, llama=llama, tied=tied, norms_heads=kind.startswith("qwen3"))
+        return cls(
+            **values,
+            llama=llama,
+            tied=tied,
+            norms_heads=kind.startswith(("qwen3", "deepseek")),
+            kind=kind,
+            config=config,
+        )
 
 
 LLAMAS = ("deepseek", "llama", "mistral", "mixtral", "qwen")

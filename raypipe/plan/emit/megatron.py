@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
@@ -34,7 +35,10 @@ WORLD = re.compile(r"^# WORLD_SIZE=(\d+)$", re.MULTILINE)
 
 def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     """Return the arguments, one a line; ``WORLD_SIZE`` is in a comment, as Megatron reads it from the environment."""
-    return f"# WORLD_SIZE={layout.parallel.devices}\n" + "".join(f"--{line}\n" for line in _arguments(layout, job))
+    kind = DecoderShape.of(job).kind
+    notice = "" if kind in SPELLED else f"# of the model these are the sizes alone: add what else {kind} has\n"
+    lines = "".join(f"--{line}\n" for line in _arguments(layout, job))
+    return f"# WORLD_SIZE={layout.parallel.devices}\n{notice}{lines}"
 
 
 def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
@@ -97,6 +101,12 @@ def _model(model: DecoderShape) -> Iterator[str]:
         yield f"num-query-groups {model.groups}"
     yield f"seq-length {model.sequence}"
     yield f"max-position-embeddings {model.positions}"
+    for argument, value in _as_they_stand(model):
+        yield f"{argument} {value:g}" if isinstance(value, float) else f"{argument} {value}"
+    if model.kind in LATENT:
+        yield "multi-latent-attention"
+    if model.kind.startswith("qwen2"):
+        yield "add-qkv-bias"
     if model.llama:
         yield "position-embedding-type rope"
         yield "normalization RMSNorm"
@@ -113,8 +123,53 @@ def _model(model: DecoderShape) -> Iterator[str]:
             yield f"moe-shared-expert-intermediate-size {model.shared_width}"
         if model.dense_first:
             yield f"moe-layer-freq ([0]*{model.dense_first}+[1]*{model.blocks - model.dense_first})"
+        if model.kind == "deepseek_v3":
+            yield "moe-router-score-function sigmoid"
+            yield "moe-router-enable-expert-bias"
     if not model.tied:
         yield "untie-embeddings-and-output-weights"
+
+
+SPELLED = ("gpt", "gpt2", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+"""Types of models that the arguments describe in full."""
+LATENT = {
+    "deepseek_v2": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "deepseek_v3": (
+        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
+        "routed_scaling_factor",
+    ),
+}  # fmt: skip
+"""Types with latent attention: the keys that Megatron-LM does not have the same defaults for."""
+AS_THEY_STAND = {
+    "rms_norm_eps": "norm-epsilon",
+    "layer_norm_epsilon": "norm-epsilon",
+    "rope_theta": "rotary-base",
+    "q_lora_rank": "q-lora-rank",
+    "kv_lora_rank": "kv-lora-rank",
+    "qk_nope_head_dim": "qk-head-dim",
+    "qk_rope_head_dim": "qk-pos-emb-head-dim",
+    "v_head_dim": "v-head-dim",
+    "n_group": "moe-router-num-groups",
+    "topk_group": "moe-router-group-topk",
+    "routed_scaling_factor": "moe-router-topk-scaling-factor",
+}
+"""Keys of Hugging Face configurations, and Megatron-LM's arguments for the same number."""
+
+
+def _as_they_stand(model: DecoderShape) -> Iterator[tuple[str, float]]:
+    """Return arguments that repeat a number of the configuration.
+
+    Raises:
+        SpecError: one is not given that latent attention, or its router, needs.
+    """
+    config = {**model.config, **(model.config.get("rope_parameters") or {})}
+    for key in LATENT.get(model.kind, ()):
+        if config.get(key) is None:
+            raise SpecError(f"model.config.{key}", "is not given", "give it: the trainer needs it")
+    for key, argument in AS_THEY_STAND.items():
+        value = config.get(key)
+        if isinstance(value, (int, float)):
+            yield argument, int(value) if key == "rope_theta" else value
 
 
 def layout_string(cut: Cut) -> str:

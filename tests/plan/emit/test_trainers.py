@@ -167,7 +167,10 @@ def test_megatron_is_told_of_a_mixtures_experts() -> None:
         "moe_intermediate_size": 32,
         "n_shared_experts": 2,
         "first_k_dense_replace": 1,
-    }
+        "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+        "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
     job = job_from({
         "name": "mixture", "model": {"hf": "deepseek_v3", "config": config, "sequence": 32},
         "data": {"type": "bytes", "path": "."}, "train": {"steps": 1, "batch": 8}, "parallel": {"auto": True},
@@ -176,11 +179,25 @@ def test_megatron_is_told_of_a_mixtures_experts() -> None:
     lines = TRAINERS["megatron"].write(layout, job).splitlines()
     assert {"--num-experts 8", "--moe-router-topk 2", "--moe-ffn-hidden-size 32",
             "--moe-shared-expert-intermediate-size 64", "--moe-layer-freq ([0]*1+[1]*3)",
-            "--expert-model-parallel-size 4"} <= {*lines}  # fmt: skip
-    del config["num_experts_per_tok"]
-    bare = job.model.model_copy(update={"config": config})
-    with pytest.raises(SpecError, match="num_experts_per_tok: is not given"):
-        TRAINERS["megatron"].write(layout, job.model_copy(update={"model": bare}))
+            "--expert-model-parallel-size 4", "--multi-latent-attention", "--q-lora-rank 24", "--kv-lora-rank 16",
+            "--qk-head-dim 8", "--qk-pos-emb-head-dim 4", "--v-head-dim 8", "--qk-layernorm",
+            "--moe-router-score-function sigmoid", "--moe-router-enable-expert-bias", "--moe-router-num-groups 2",
+            "--moe-router-group-topk 1", "--moe-router-topk-scaling-factor 2.5", "--rotary-base 500000",
+            "--norm-epsilon 1e-06"} <= {*lines}  # fmt: skip
+    for key in ("num_experts_per_tok", "v_head_dim"):
+        bare = job.model.model_copy(update={"config": {k: v for k, v in config.items() if k != key}})
+        with pytest.raises(SpecError, match=f"{key}: is not given"):
+            TRAINERS["megatron"].write(layout, job.model_copy(update={"model": bare}))
+
+
+def test_megatron_is_told_the_sizes_alone_of_a_model_whose_arguments_are_not_known() -> None:
+    config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+    train, data = {"steps": 1, "batch": 8}, {"type": "bytes", "path": "."}
+    model = {"hf": "gpt_oss", "config": config, "sequence": 32}
+    job = job_from({"name": "other", "model": model, "data": data, "train": train, "parallel": {"auto": True}})
+    text = TRAINERS["megatron"].write(TrainerLayout(parallel=ParallelSpec(), cut=(range(6),), batch=8), job)
+    assert "# of the model these are the sizes alone: add what else gpt_oss has\n" in text
+    assert "--hidden-size 64" in text
 
 
 def test_megatron_is_told_of_a_qwens_heads_and_norms() -> None:
