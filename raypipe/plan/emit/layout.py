@@ -177,6 +177,10 @@ class DecoderShape:
     """Rotary positions, RMS norms and gated MLPs."""
     tied: bool = True
     """Embedding and head share their matrix."""
+    dropout: float = 0.0
+    """Share of the values that blocks add which dropout takes."""
+    attention_dropout: float = 0.0
+    """Share of attention's probabilities which it takes."""
     kind: str = "gpt"
     """The model's type at Hugging Face; ``gpt``: the built-in one."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -199,14 +203,12 @@ class DecoderShape:
                 sequence=model.sequence,
                 positions=positions,
                 tied=model.tie_embeddings,
+                dropout=model.dropout,
             )
         if not isinstance(model, HfSpec):
             raise SpecError("model", "is no decoder of Hugging Face", "leave out --emit and --from")
         config = {**_saved(model.hf), **model.config}
-        result = {
-            name: next((config[key] for key in keys if config.get(key) is not None), None)
-            for name, keys in KEYS.items()
-        }
+        result = {name: _first(config, *keys) for name, keys in KEYS.items()}
         for name in ("blocks", "hidden", "heads"):
             if not isinstance(result[name], int):
                 raise SpecError(f"model.config.{KEYS[name][0]}", "is not given", "give it: the trainer needs it")
@@ -222,11 +224,14 @@ class DecoderShape:
         values = {key: value for key, value in result.items() if isinstance(value, int)}
         values |= {"sequence": sequence, "positions": max(sequence, values.get("positions", 0))}
         tied = bool(config.get("tie_word_embeddings", not llama))
+        common = 0.1 if kind == "gpt2" else 0.0
         return cls(
             **values,
             llama=llama,
             tied=tied,
             norms_heads=kind.startswith(("qwen3", "deepseek")),
+            dropout=_first(config, "resid_pdrop", default=common),
+            attention_dropout=_first(config, "attn_pdrop", "attention_dropout", default=common),
             kind=kind,
             config=config,
         )
@@ -249,6 +254,11 @@ KEYS = {
     "dense_first": ("first_k_dense_replace", "moe_layer_start_index"),
 }
 """Keys of Hugging Face configurations for each of a model's figures."""
+
+
+def _first(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
+    """Return the first of some keys of a configuration that is given."""
+    return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
 def _saved(hf: str) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import ParallelSpec, Shard
 from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec
+from raypipe.job.train_spec import TrainSpec
 from raypipe.plan.emit.layout import DecoderShape, Settings, TrainerLayout, cut_of, even_cut, layer_by_layer
 from raypipe.plan.emit.nearest import Abilities, first_blocks, recomputed_blocks
 from raypipe.plan.predict.prediction import Cut
@@ -35,10 +37,15 @@ WORLD = re.compile(r"^# WORLD_SIZE=(\d+)$", re.MULTILINE)
 
 def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     """Return the arguments, one a line; ``WORLD_SIZE`` is in a comment, as Megatron reads it from the environment."""
-    kind = DecoderShape.of(job).kind
-    notice = "" if kind in SPELLED else f"# of the model these are the sizes alone: add what else {kind} has\n"
-    lines = "".join(f"--{line}\n" for line in _arguments(layout, job))
-    return f"# WORLD_SIZE={layout.parallel.devices}\n{notice}{lines}"
+    model, optimizer = DecoderShape.of(job), job.train.optimizer
+    head = [f"WORLD_SIZE={layout.parallel.devices}"]
+    if model.kind not in SPELLED:
+        head.append(f"of the model these are the sizes alone: add what else {model.kind} has")
+    if (rope := _rope(model).get("rope_type", "default")) not in ("default", "llama3"):
+        head.append(f"rotary positions are plain in place of {rope}")
+    if optimizer not in OPTIMIZERS:
+        head.append(f"the optimizer is Adam in place of {optimizer}")
+    return "".join(f"# {line}\n" for line in head) + "".join(f"--{line}\n" for line in _arguments(layout, job))
 
 
 def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
@@ -46,10 +53,7 @@ def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
     yield from _model(DecoderShape.of(job))
     yield f"micro-batch-size {p.microbatch}"
     yield f"global-batch-size {layout.batch}"
-    yield f"train-iters {train.steps}"
-    yield f"lr {train.lr:g}"
-    if train.clip is not None:
-        yield f"clip-grad {train.clip:g}"
+    yield from _training(train)
     if train.dtype.startswith(("bfloat16", "fp8")):
         yield "bf16"
     if train.dtype == "fp8":
@@ -86,6 +90,25 @@ def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
         yield f"recompute-num-layers {some}"
 
 
+def _training(train: TrainSpec) -> Iterator[str]:
+    yield f"train-iters {train.steps}"
+    yield f"optimizer {OPTIMIZERS.get(train.optimizer, 'adam')}"
+    yield f"lr {train.lr:g}"
+    yield f"lr-decay-style {train.lr_schedule}"
+    if train.min_lr:
+        yield f"min-lr {train.min_lr:g}"
+    if train.warmup_steps:
+        yield f"lr-warmup-iters {train.warmup_steps}"
+    yield f"weight-decay {train.weight_decay:g}"
+    if train.optimizer == "sgd":
+        yield f"sgd-momentum {train.momentum:g}"
+    else:
+        for number, beta in enumerate(train.betas, 1):
+            yield f"adam-beta{number} {beta:g}"
+        yield f"adam-eps {train.eps:g}"
+    yield f"clip-grad {train.clip or 0:g}"
+
+
 def _model(model: DecoderShape) -> Iterator[str]:
     yield f"num-layers {model.blocks}"
     yield f"hidden-size {model.hidden}"
@@ -103,6 +126,11 @@ def _model(model: DecoderShape) -> Iterator[str]:
     yield f"max-position-embeddings {model.positions}"
     for argument, value in _as_they_stand(model):
         yield f"{argument} {value:g}" if isinstance(value, float) else f"{argument} {value}"
+    if (rope := _rope(model))["rope_type"] == "llama3":
+        yield "use-rope-scaling"
+        yield f"rope-scaling-factor {rope.get('factor', 8.0):g}"
+    yield f"attention-dropout {model.attention_dropout:g}"
+    yield f"hidden-dropout {model.dropout:g}"
     if model.kind in LATENT:
         yield "multi-latent-attention"
     if model.kind.startswith("qwen2"):
@@ -130,6 +158,8 @@ def _model(model: DecoderShape) -> Iterator[str]:
         yield "untie-embeddings-and-output-weights"
 
 
+OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
+"""Megatron-LM's names of optimizers."""
 SPELLED = ("gpt", "gpt2", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 """Types of models that the arguments describe in full."""
 LATENT = {
@@ -156,13 +186,19 @@ AS_THEY_STAND = {
 """Keys of Hugging Face configurations, and Megatron-LM's arguments for the same number."""
 
 
+def _rope(model: DecoderShape) -> Mapping[str, Any]:
+    """Return what a configuration says of rotary positions, in transformers' words before and since its version 5."""
+    result = model.config.get("rope_parameters") or model.config.get("rope_scaling") or {}
+    return {"rope_type": result.get("type", "default"), **result}
+
+
 def _as_they_stand(model: DecoderShape) -> Iterator[tuple[str, float]]:
     """Return arguments that repeat a number of the configuration.
 
     Raises:
         SpecError: one is not given that latent attention, or its router, needs.
     """
-    config = {**model.config, **(model.config.get("rope_parameters") or {})}
+    config = {**model.config, **_rope(model)}
     for key in LATENT.get(model.kind, ()):
         if config.get(key) is None:
             raise SpecError(f"model.config.{key}", "is not given", "give it: the trainer needs it")

@@ -200,6 +200,30 @@ def test_megatron_is_told_the_sizes_alone_of_a_model_whose_arguments_are_not_kno
     assert "--hidden-size 64" in text
 
 
+def test_megatron_is_told_how_a_model_is_trained() -> None:
+    """Its own defaults are a tenth of dropout, and another optimizer's figures."""
+    config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
+    data, layout = {"type": "bytes", "path": "."}, TrainerLayout(parallel=ParallelSpec(), cut=(range(6),), batch=8)
+
+    def lines(hf: str, rope: dict[str, Any] | None = None, **train: Any) -> set[str]:
+        own = {**config, "rope_parameters": rope} if rope else config
+        job = job_from({
+            "name": "own", "model": {"hf": hf, "config": own, "sequence": 32}, "data": data,
+            "train": {"steps": 90, "batch": 8, **train}, "parallel": {"auto": True},
+        })  # fmt: skip
+        return {*TRAINERS["megatron"].write(layout, job).splitlines()}
+
+    adamw = lines("llama", lr=0.01, betas=[0.9, 0.95], weight_decay=0.1, lr_schedule="cosine", warmup_steps=5)
+    assert {"--optimizer adam", "--lr 0.01", "--adam-beta2 0.95", "--weight-decay 0.1", "--lr-decay-style cosine",
+            "--lr-warmup-iters 5", "--clip-grad 0", "--attention-dropout 0", "--hidden-dropout 0"} <= adamw  # fmt: skip
+    assert {"--attention-dropout 0.1", "--hidden-dropout 0.1"} <= lines("gpt2")
+    assert {"--optimizer sgd", "--sgd-momentum 0.5"} <= lines("llama", optimizer="sgd", momentum=0.5)
+    assert "# the optimizer is Adam in place of muon" in lines("llama", optimizer="muon")
+    scaled = lines("llama", {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0})
+    assert {"--use-rope-scaling", "--rope-scaling-factor 4", "--rotary-base 500000"} <= scaled
+    assert "# rotary positions are plain in place of yarn" in lines("llama", {"rope_type": "yarn", "factor": 4.0})
+
+
 def test_megatron_is_told_of_a_qwens_heads_and_norms() -> None:
     """The type says what the configuration leaves to its defaults; heads are wider than their share of the model."""
     config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
