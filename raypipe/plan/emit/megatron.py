@@ -41,7 +41,8 @@ def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
     head = [f"WORLD_SIZE={layout.parallel.devices}"]
     if model.kind not in SPELLED:
         head.append(f"of the model these are the sizes alone: add what else {model.kind} has")
-    if (rope := _rope(model).get("rope_type", "default")) not in ("default", "llama3"):
+    known = ("default", "yarn" if model.kind in LATENT else "llama3")
+    if (rope := _rope(model)["rope_type"]) not in known:
         head.append(f"rotary positions are plain in place of {rope}")
     if optimizer not in OPTIMIZERS:
         head.append(f"the optimizer is Adam in place of {optimizer}")
@@ -133,6 +134,13 @@ def _model(model: DecoderShape) -> Iterator[str]:
     yield f"hidden-dropout {model.dropout:g}"
     if model.kind in LATENT:
         yield "multi-latent-attention"
+        if rope["rope_type"] == "yarn":
+            yield "rope-type yarn"
+            yield f"rotary-scaling-factor {rope.get('factor', 1.0):g}"
+            yield f"mscale {rope.get('mscale', 1.0):g}"
+            yield f"mscale-all-dim {rope.get('mscale_all_dim', 0.0):g}"
+        else:  # Megatron-LM's own choice for latent attention is yarn
+            yield "rope-type rope"
     if model.kind.startswith("qwen2"):
         yield "add-qkv-bias"
     if model.llama:
@@ -198,7 +206,11 @@ def _as_they_stand(model: DecoderShape) -> Iterator[tuple[str, float]]:
     Raises:
         SpecError: one is not given that latent attention, or its router, needs.
     """
-    config = {**model.config, **_rope(model)}
+    config = {
+        **({"rms_norm_eps": 1e-6} if model.llama else {}),
+        **model.config,
+        **_rope(model),
+    }  # as transformers has it
     for key in LATENT.get(model.kind, ()):
         if config.get(key) is None:
             raise SpecError(f"model.config.{key}", "is not given", "give it: the trainer needs it")

@@ -2,7 +2,7 @@
 
     python -m tests.bench.planners.parsers [--python TRAINER=PYTHON ...] [--only WORDS]
 
-Each of 32 plans is written for each trainer; raypipe reads it back to the same plan, and the trainer's own parser, run
+Each of 33 plans is written for each trainer; raypipe reads it back to the same plan, and the trainer's own parser, run
 by PYTHON where that is given, finds the same degrees, batch, micro-batch and sharding. What a trainer cannot express is
 told with its predicted cost. Megatron-LM's arguments are no package: PYTHON finds a checkout by its ``PYTHONPATH``.
 Exit status 1 if a plan is refused by a parser or read as another one.
@@ -81,6 +81,7 @@ CASES = (
     Case("jobs/qwen3-30b-a3b.yaml", "h100", 32, {"experts": 8, "stages": 2, "shard": "zero1"}),
     Case("jobs/qwen3-30b-a3b.yaml", "h100", 32, {"experts": 4, "stages": 4, "schedule": "1f1b", "shard": "zero2"}),
     Case("jobs/qwen3-30b-a3b.yaml", "h100", 64, {"experts": 8, "stages": 4, "schedule": "interleaved-1f1b"}),
+    Case("jobs/deepseek-v3.yaml", "h100", 1024, {"experts": 256, "stages": 1}),
 )
 
 

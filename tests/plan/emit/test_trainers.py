@@ -183,7 +183,7 @@ def test_megatron_is_told_of_a_mixtures_experts() -> None:
             "--qk-head-dim 8", "--qk-pos-emb-head-dim 4", "--v-head-dim 8", "--qk-layernorm",
             "--moe-router-score-function sigmoid", "--moe-router-enable-expert-bias", "--moe-router-num-groups 2",
             "--moe-router-group-topk 1", "--moe-router-topk-scaling-factor 2.5", "--rotary-base 500000",
-            "--norm-epsilon 1e-06"} <= {*lines}  # fmt: skip
+            "--norm-epsilon 1e-06", "--rope-type rope"} <= {*lines}  # fmt: skip
     for key in ("num_experts_per_tok", "v_head_dim"):
         bare = job.model.model_copy(update={"config": {k: v for k, v in config.items() if k != key}})
         with pytest.raises(SpecError, match=f"{key}: is not given"):
