@@ -23,6 +23,7 @@ from raypipe.cost.stages import (
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.shape import Innermost
+from raypipe.schedule.sharding import copies_of_experts
 
 
 def shard_group(sharding: Sharding, copies: int) -> int:
@@ -42,8 +43,9 @@ def with_sharding(
     """Return the costs of a schedule's stages with what sharding makes of them.
 
     A gather or a reduce-scatter moves the trained weights or the gradients of a whole stage, over its shard group,
-    gradients in the dtype of their sums; frozen weights are not divided. Of several groups, the one that lies on most
-    hosts is costed. An AR of a sharded stage sums its shards over the groups that replicate them, and U updates a
+    gradients in the dtype of their sums; frozen weights are not divided. Those of experts that copies divide go over
+    the members of the group with the same ones, one after the other. Of several groups, the one that lies on most hosts
+    is costed. An AR of a sharded stage sums its shards over the groups that replicate them, and U updates a
     shard. Tied matrices are summed apart, whatever the level.
 
     Args:
@@ -58,28 +60,31 @@ def with_sharding(
     group = sharding.group or copies
     width, reduced = gradient_width(profile.dtype), reduced_width(profile)
     placed = Placed.of(placement, copies, profile.placed, innermost)
-    inner = replace(placed, copies=group)
+    again = copies_of_experts(group, profile.experts)
+    members = {1: replace(placed, copies=group)}  # of a shard group: all, and those with the same experts
+    if again > 1:
+        members[profile.experts] = members[1].same_experts(profile.experts)
 
     busy = placed.busy
     # The position in a copy matters only if hosts have several devices.
     devices = {0} if placed.one_per_host else {device for row in placed.rows for device in row}
     apart = min(copies // group, placed.turn // gcd(placed.turn, group))  # groups that may lie on hosts in other ways
 
-    def layouts_of(device: int) -> set[Layout]:
+    def layouts_of(device: int, every: int) -> set[Layout]:
         if apart <= 1:
-            return {inner.layout([device])}
-        groups = (range(g * group, (g + 1) * group) for g in range(apart))
-        return {Layout.of([placed.device(copy, device) for copy in members], placed.hosts) for members in groups}
+            return {members[every].layout([device])}
+        groups = (range(g * group, (g + 1) * group, every) for g in range(apart))
+        return {Layout.of([placed.device(copy, device) for copy in some], placed.hosts) for some in groups}
 
-    layouts = {device: layouts_of(device) for device in devices}
+    layouts = {(device, every): layouts_of(device, every) for device in devices for every in members}
 
     @cache
     def seconds(kind: Kind, size: float, layout: Layout) -> float:
         return collective_seconds(profile, kind, size, layout, max(1, busy // max(1, layout.per_host)))
 
-    def over_group(kind: Kind, stage: int, size: float) -> float:
+    def over_group(kind: Kind, stage: int, size: float, every: int = 1) -> float:
         held = {0} if placed.one_per_host else {row[stage] for row in placed.rows}
-        return max(seconds(kind, size, layout) for device in held for layout in layouts[device])
+        return max(seconds(kind, size, layout) for device in held for layout in layouts[device, every])
 
     everywhere = replace(placed, copies=copies // group, every=group)  # a shard's holder in each group
 
@@ -96,22 +101,28 @@ def with_sharding(
     all_reduce, update = list(costs.all_reduce), list(costs.update)
     for stage, layers in enumerate(cut):
         if sharding.levels[stage]:
-            experts = expert_parameters(profile, layers)  # each copy has its share of these already
+            experts = expert_parameters(profile, layers)
             values = trained_parameters(profile, layers) - experts
             narrow = narrow_bytes(profile, layers) if sharding.levels[stage] == 3 else 0.0  # half of what they take
             gather[stage] = over_group("all_gather", stage, values * width - narrow)
             scatter[stage] = over_group("reduce_scatter", stage, values * reduced)
+            if experts and again > 1:
+                gather[stage] += over_group("all_gather", stage, experts * width, profile.experts)
+                scatter[stage] += over_group("reduce_scatter", stage, experts * reduced, profile.experts)
             if sharding.levels[stage] == 3:
                 forward[stage] += taken * min(forward[stage], gather[stage])
                 back = inputs[stage] + costs.weight_grad[stage]
                 inputs[stage] += taken * min(back, gather[stage] + scatter[stage])
             all_reduce[stage] = between_groups(stage, values * reduced / group)
-            if experts:
+            if experts and again > 1:
+                all_reduce[stage] += between_groups(stage, experts * reduced / again)
+            elif experts:
                 holders = {row[stage] for row in placed.rows}
                 all_reduce[stage] += group_seconds(
                     profile, experts * reduced, holders, placed.same_experts(profile.experts)
                 )
-            update[stage] -= profile.update_s_per_parameter * values * (1 - 1 / group)
+            divided = values * (1 - 1 / group) + experts * (1 - 1 / again)
+            update[stage] -= profile.update_s_per_parameter * divided
             if matrices := iterations(profile, layers):  # each is one copy's
                 update[stage] -= sum(matrices) - max(sum(matrices) / group, *matrices)
     return replace(

@@ -111,12 +111,10 @@ def setups_of(
         )
     tied = tied_holders(plan, schedule, model)
     train, evaluate = lower(running, _on_gpus(workers))
-    sums = shared_groups(
-        schedule.placement,
-        tied,
-        schedule.sharding is not None,
-        copy_ranks(schedule.replicas, plan.parallel.replicas, plan.parallel.experts),
-    ) | shard_groups(schedule.sharding, schedule.placement)
+    shares = copy_ranks(schedule.replicas, plan.parallel.replicas, plan.parallel.experts)
+    sums = shared_groups(schedule.placement, tied, schedule.sharding is not None, shares) | shard_groups(
+        schedule.sharding, schedule.placement, shares
+    )
     # Where sums are started by a queue of their own, their order depends on time.
     in_order = not plan.parallel.late_updates and are_copies(schedule)
     served_by = served_by_another(sums) if in_order else {}

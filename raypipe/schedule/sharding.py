@@ -66,21 +66,39 @@ class ShardMember(NamedTuple):
         return self.group.index(self.device)
 
 
-def shard_members(sharding: Sharding | None, placement: tuple[tuple[int, ...], ...]) -> dict[StageKey, ShardMember]:
-    """Return the members of every sharded stage replica; empty if the schedule is not sharded."""
+def copies_of_experts(group: int, experts: int) -> int:
+    """Return how many of ``group`` consecutive copies, which divide a stage, hold the same share of its experts, which
+    ``experts`` consecutive ones divide; they divide it again. 1 where not all shares have as many.
+
+    >>> copies_of_experts(8, 2), copies_of_experts(2, 2), copies_of_experts(6, 4)
+    (4, 1, 1)
+    """
+    return group // experts if group % experts == 0 else 1
+
+
+def shard_members(
+    sharding: Sharding | None, placement: tuple[tuple[int, ...], ...], shares: Sequence[int] = ()
+) -> dict[StageKey, ShardMember]:
+    """Return the members of every sharded stage replica; empty if the schedule is not sharded.
+
+    ``shares``: which share of the experts each replica holds, for the members that divide this share again (none if
+    ``copies_of_experts`` says so); empty for those that divide all else.
+    """
+    of = shares or (0,) * len(placement)
+    if sharding is None or (shares and copies_of_experts(sharding.group or sharding.copies, 1 + max(shares)) == 1):
+        return {}
     result: dict[StageKey, ShardMember] = {}
-    for stage, level in enumerate(sharding.levels if sharding is not None else ()):
+    for stage, level in enumerate(sharding.levels):
         if not level:
             continue
-        assert sharding is not None
-        groups: dict[tuple[int, int], tuple[int, ...]] = {}
+        groups: dict[tuple[int, int, int], tuple[int, ...]] = {}
         for replica, row in enumerate(placement):
-            own = sharding.group_of(replica, len(placement))
+            own = (*sharding.group_of(replica, len(placement)), of[replica])
             groups[own] = tuple(sorted({*groups.get(own, ()), row[stage]}))
         for replica, row in enumerate(placement):
-            group = groups[sharding.group_of(replica, len(placement))]
+            group = groups[(*sharding.group_of(replica, len(placement)), of[replica])]
             number = group.index(row[stage])
-            others = tuple(sorted({one[number] for one in groups.values()}))
+            others = tuple(sorted({one[number] for (*_, share), one in groups.items() if share == of[replica]}))
             result[stage, replica] = ShardMember(row[stage], group, others)
     return result
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.collectives import collective_seconds
 from raypipe.cost.experts import (
     all_to_all_seconds,
     divided_experts,
@@ -16,7 +17,7 @@ from raypipe.cost.experts import (
 )
 from raypipe.cost.hosts import Layout
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, linear_products
-from raypipe.cost.memory import parameter_bytes, stage_memory
+from raypipe.cost.memory import device_memory, parameter_bytes, stage_memory
 from raypipe.cost.profile import ExpertsProfile, Profile
 from raypipe.cost.sharded_stages import with_sharding
 from raypipe.cost.stages import stage_costs
@@ -24,7 +25,8 @@ from raypipe.errors import SpecError
 from raypipe.job import load_cluster
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
-from raypipe.schedule.ir import Sharding
+from raypipe.schedule.ir import Schedule, Sharding
+from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
 from raypipe.simulate.engine import simulate
 from tests.cost.plain_layer import plain_layer
 
@@ -168,7 +170,36 @@ def test_gradients_of_experts_are_summed_over_fewer_copies(cluster) -> None:
     assert result == pytest.approx(ring(4 * 2 * DENSE, 8) + ring(4 * 2 * OWN / 2, 4), rel=0.01)
 
 
-def test_copies_divide_no_experts_twice(cluster) -> None:
+@pytest.mark.parametrize("innermost", ["stages", "replicas"])
+@pytest.mark.parametrize(("group", "again"), [(16, 8), (8, 4)])
+def test_copies_with_the_same_experts_divide_these_again(cluster, group: int, again: int, innermost) -> None:
+    """Sixteen copies over two hosts, halves of the experts: one gather over the group, one over each second copy."""
+    profile, each, cut = profile_of(cluster, 2), parameter_bytes("bfloat16-true"), [[0, 1, 2, 3]]
+    shares = stage_memory(profile, cut[0], 1, each, split=False).divided(3, group, again)
+    values = 4 * (DENSE / group + OWN / 2 / again)
+    assert (shares.weights, shares.gradients) == pytest.approx((2 * values, 2 * values))
+    assert shares.optimizer == pytest.approx(12 * values)
+    sharding = Sharding(levels=(3,), group=group)
+    costs = stage_costs(profile, cut, 1, [[0]], copies=16, innermost=innermost)
+    sharded = with_sharding(costs, profile, cut, [[0]], sharding, 16, innermost)
+    assert sharded.update[0] == pytest.approx(profile.update_s_per_parameter * values)
+    hosts = 2 if group == 16 else 1
+    dense, experts = (
+        collective_seconds(profile, "all_gather", 2.0 * size, Layout(hosts, members // hosts), shared)
+        for size, members, shared in ((4 * DENSE, group, 1), (4 * OWN / 2, again, 2))
+    )
+    assert sharded.gather[0] == pytest.approx(dense + experts)
+    alone = device_memory(profile, cut, sharded_schedule(group), 1)[0]
+    model = stage_memory(profile, cut[0], 1, each, split=False)
+    assert alone.optimizer == pytest.approx(model.divided(1, group, again).optimizer)
+
+
+def sharded_schedule(group: int) -> Schedule:
+    one = replicate(generate("1f1b", Shape(devices=1, microbatches=2)), group)
+    return add_updates(place_gradient_sync(shard(one, 1, gather="step", copies=group), "lazy"))
+
+
+def test_groups_without_twins_divide_no_experts_twice(cluster) -> None:
     """With zero3 a copy has 1/8 of the dense parameters, and of the experts what it has without."""
     profile, each = profile_of(cluster, 8), parameter_bytes("bfloat16-true")
     shares = stage_memory(profile, [0, 1, 2, 3], 1, each, split=False).divided(3, 8)

@@ -41,18 +41,29 @@ def known_loads() -> dict[str, Any]:
 
 
 TWO = {"replicas": 2, "experts": 2}
+ORDERS = {"expert_order": [[3, 0, 2, 1], [1, 2, 0, 3]]}
 PLANS = [
     {"schedule": "1f1b", "stages": 2, **TWO},
     {"schedule": "zb-v", "stages": 2, **TWO, "sync": "eager"},
     {"schedule": "chimera", "stages": 2, **TWO, "microbatch": 1},
-    {"schedule": "1f1b", "stages": 1, "shard": "zero3", **TWO, "expert_order": [[3, 0, 2, 1], [1, 2, 0, 3]]},
+    {"schedule": "1f1b", "stages": 1, "shard": "zero3", **TWO, **ORDERS},
+    {"schedule": "1f1b", "stages": 1, "shard": "zero3", "replicas": 4, "experts": 2},
     {"schedule": "dualpipev", "stages": 1, **TWO, "microbatch": 1},
     {"schedule": "1f1b", "stages": 2, "slices": 2, **TWO},
     *exhaustive(
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 2},
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 4},
         {"schedule": "1f1b", "stages": 2, "shard": "zero1", **TWO},
-        {"schedule": "1f1b", "stages": 1, "shard": "zero2", "replicas": 4, "experts": 2},
+        {"schedule": "1f1b", "stages": 1, "shard": "zero1", "replicas": 4, "experts": 2},
+        {
+            "schedule": "1f1b",
+            "stages": 1,
+            "shard": "zero2",
+            "replicas": 4,
+            "experts": 2,
+            "expert_order": [[3, 0, 2, 1], [1, 2, 0, 3]],
+        },
+        {"schedule": "1f1b", "stages": 1, "shard": "zero2", "shard_replicas": 2, "replicas": 4, "experts": 2},
         {"schedule": "early-recompute", "stages": 2, **TWO},
         {"schedule": "1f1b", "stages": 2, "recompute": "full", **TWO},
         {"schedule": "dualpipev", "stages": 2, **TWO, "microbatch": 1},
@@ -164,8 +175,9 @@ def test_with_attention_divided_over_tensor_ranks(reference, stage_pool, text_fo
 
 @pytest.mark.runs
 def test_a_checkpoint_is_read_with_another_number_of_copies(reference, stage_pool, text_folder, tmp_path) -> None:
-    """Written with divided experts, read by two stages that hold all of theirs; and the other way round."""
+    """Written with divided experts, read by two stages that hold all of theirs; the other way round; and in shards."""
     halves = drive(job_of(text_folder, TWO), stage_pool, tmp_path / "halves")
-    for number, parallel in enumerate([{"stages": 2}, {"stages": 2, **TWO}]):
+    shards = {"stages": 1, "replicas": 4, "experts": 2, "shard": "zero2"}
+    for number, parallel in enumerate([{"stages": 2}, {"stages": 2, **TWO}, shards]):
         rest = drive(job_of(text_folder, parallel), stage_pool, tmp_path / str(number), halves.checkpoints[2], 2)
         assert rest.losses == pytest.approx(reference.losses[2:], abs=1e-9, rel=0)

@@ -29,7 +29,7 @@ from raypipe.schedule.live_activations import recomputed_pairs, weight_versions
 from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.programs import tasks_ahead
 from raypipe.schedule.passes.sync import are_copies, held
-from raypipe.schedule.sharding import LiveShards
+from raypipe.schedule.sharding import LiveShards, copies_of_experts
 
 
 def device_memory(
@@ -77,6 +77,7 @@ def device_memory(
     # Devices read the whole mini-batch, that of other copies as well, each input once whatever reads it.
     read = samples * schedule.microbatches * copies * (1 if versions is None else 2)
     backwards = schedule.backwards
+    group = 1 if schedule.sharding is None else schedule.sharding.group or schedule.sharding.copies * copies
     setting = _Setting(
         schedule=schedule,
         base=process_bytes(profile, schedule.devices, copies),
@@ -91,7 +92,8 @@ def device_memory(
         ],
         reads=[read * max(profile.layers[i].read_bytes for i in layers) for layers in cut],
         holders=[copies * len({row[s] for row in schedule.placement}) for s in range(schedule.stages)],
-        group=1 if schedule.sharding is None else schedule.sharding.group or schedule.sharding.copies * copies,
+        group=group,
+        again=copies_of_experts(group, profile.experts),
         recomputed=recomputed_pairs(schedule),
         cast_share=0.0 if profile.reduce_dtype is None else reduced_width(profile) / gradient_width(profile.dtype),
         beside_shards=beside_shards,
@@ -127,6 +129,8 @@ def _communicators(profile: Profile, schedule: Schedule, setting: _Setting, copi
         else:
             in_turn = sum((group > 1) + (holders[s] > group > 1) for s in divided)
             result[device] += each.group_bytes * (len(shared) + in_turn)
+        if divided and setting.again > 1:  # and of those with the same experts
+            result[device] += each.group_bytes * (1 + (group < min(holders)))
         rows = [(schedule.placement[replica], s) for s, replica in own]
         neighbours = {other for row, s in rows for other in (*row[:s][-1:], *row[s + 1 :][:1])}
         result[device] += each.edge_bytes * len(neighbours - {device})
@@ -149,6 +153,8 @@ class _Setting:
     """Per stage, the devices that hold it."""
     group: int
     """Devices that share one set of shards."""
+    again: int
+    """Those of them that hold the same experts, where copies divide these."""
     recomputed: set[tuple[int, int]]
     """(stage, micro-batch) with an R."""
     cast_share: float
@@ -161,7 +167,8 @@ class _Setting:
     @cached_property
     def shares(self) -> list[StageMemory]:
         """Per stage, what one of its holders has of its weights, gradients and optimizer state."""
-        return [stage.divided(self.schedule.zero_level(s), self.group) for s, stage in enumerate(self.stages)]
+        levels = map(self.schedule.zero_level, range(len(self.stages)))
+        return [stage.divided(level, self.group, self.again) for stage, level in zip(self.stages, levels, strict=True)]
 
 
 def _fullest(
@@ -259,11 +266,12 @@ class _Moments:
         self.reduced: set[tuple[int, int]] = set()
         self.cast: set[tuple[int, int]] = set()
         self.undo = 0.0
-        shown = 0.0 if setting.beside_shards else 1.0
+        shown, self.shared = 0.0 if setting.beside_shards else 1.0, [one.shared(setting.again) for one in self.stages]
+        parts = [*zip(self.shared, self.stages, strict=True)]
         self.live = LiveShards(
             setting.schedule,
-            [shown * (stage.dense * stage.weights - stage.narrow) for stage in self.stages],
-            [shown * stage.dense * stage.gradients for stage in self.stages],
+            [shown * (part * stage.weights - stage.narrow) for part, stage in parts],
+            [shown * part * stage.gradients for part, stage in parts],
         )
         self._most = 0.0
         self._terms: tuple[float, ...] = (0.0,) * 10
@@ -324,7 +332,7 @@ class _Moments:
         """A stage replica has gradients from now on, or those of ``experts`` that copies do not divide again."""
         key, of = (stage, replica), self.stages[stage]
         if key not in self.graded:
-            size, own = self.setting.shares[stage].gradients, (1 - of.dense) * of.gradients
+            size, own = self.setting.shares[stage].gradients, (1 - self.shared[stage]) * of.gradients
             size = (own if experts else size) - (own if key in self.experts_graded else 0.0)
             (self.experts_graded if experts else self.graded).add(key)
             if replica == self.primary:
@@ -460,7 +468,7 @@ class _Moments:
                 else:
                     activations -= alive.pop(key, 0.0)
                     activations = activations if alive else 0.0  # and no rounding goes on
-                if kind in WEIGHT_GRADIENTS and (level < 2 or stage.experts) and (s, replica) not in self.graded:
+                if kind in WEIGHT_GRADIENTS and (level < 2 or self.shared[s] < 1) and (s, replica) not in self.graded:
                     self.grade(s, replica, experts=level >= 2)
                     beside = self.beside
                 if kind in BACKWARD and activations + beside + stage.messages > most:

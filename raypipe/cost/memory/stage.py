@@ -17,7 +17,7 @@ class StageMemory:
     weights: float
     """Those that are trained."""
     experts: float
-    """The part of ``weights`` that belongs to experts which copies divide: it is not divided again."""
+    """The part of ``weights`` that belongs to experts which copies divide."""
     frozen: float
     """Weights that are not trained. Every holder has all of them, and one copy whatever the versions of the others."""
     gradients: float
@@ -53,25 +53,29 @@ class StageMemory:
         """Return what is held throughout a step: weights and optimizer state."""
         return self.weights + self.frozen + self.optimizer
 
-    def divided(self, level: int, group: int) -> StageMemory:
+    def divided(self, level: int, group: int, again: int = 1) -> StageMemory:
         """Return what one of ``group`` holders has of it that divide the stage at this ZeRO level.
+
+        ``again``: those of them that hold the same experts, and divide these again (``sharding.copies_of_experts``).
 
         Source: Rajbhandari et al. 2020 (ZeRO), section 5.
         """
-        optimizer, gradients, weights = (group if level >= least else 1 for least in (1, 2, 3))
-        whole, dense = 1 - self.dense, self.dense
+        dense = 1 - self.experts / self.weights if self.experts else 1.0
+        optimizer, gradients, weights = (
+            dense / group + (1 - dense) / again if level >= least else 1.0 for least in (1, 2, 3)
+        )
         return replace(
             self,
-            optimizer=whole * self.optimizer + dense * self.optimizer / optimizer,
-            update=whole * self.update + dense * self.update / optimizer,
-            gradients=whole * self.gradients + dense * self.gradients / gradients,
-            weights=whole * self.weights + dense * self.weights / weights,
+            optimizer=optimizer * self.optimizer,
+            update=optimizer * self.update,
+            gradients=gradients * self.gradients,
+            weights=weights * self.weights,
         )
 
-    @property
-    def dense(self) -> float:
-        """Return the share of the trained parameters that holders may divide: all but experts divided already."""
-        return 1 - self.experts / self.weights if self.experts else 1.0
+    def shared(self, again: int) -> float:
+        """Return the share of the trained parameters that holders may divide: all but experts that they do not divide
+        ``again``."""
+        return 1 - self.experts / self.weights if self.experts and again == 1 else 1.0
 
     @property
     def undo(self) -> float:

@@ -45,6 +45,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import Grid
+from raypipe.schedule.sharding import copies_of_experts
 
 T = TypeVar("T", Figures, float)
 
@@ -306,15 +307,16 @@ class Bounds(CandidateCosts):
     def _static(self, stages: float, level: int = 0, group: int = 1) -> float:
         """Weights, gradients and optimizer state: some device of a pipeline holds at least so much, of which copies
         divide among ``group`` what the ZeRO level says."""
-        shares = (group if level >= least else 1 for least in (3, 2, 1, 1))
         each, experts, dense, frozen, process = self._held
-        held = sum(part * (experts + dense / share) for part, share in zip(each, shares, strict=True))
+        shared = dense / group + experts / copies_of_experts(group, self.profile.experts)
+        shares = (shared if level >= least else dense + experts for least in (3, 2, 1, 1))
+        held = sum(part * share for part, share in zip(each, shares, strict=True))
         return (held + frozen) / stages + process
 
     @cached_property
     def _held(self) -> tuple[ParameterBytes, int, int, float, float]:
-        """Of the whole model: bytes of a parameter; trained values of experts that copies divide, which they do not
-        divide again, and of all else; bytes of frozen weights; what a device's process takes."""
+        """Of the whole model: bytes of a parameter; trained values of experts that copies divide, and of all else;
+        bytes of frozen weights; what a device's process takes."""
         p, layers = self.profile, range(len(self.profile.layers))
         each = parameter_bytes(p.dtype, self.train.optimizer, self.train.momentum)
         trained, experts = trained_parameters(p, layers), expert_parameters(p, layers)

@@ -34,6 +34,7 @@ from raypipe.plan.predict.step_time import StepOverheads
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules, StageGraph, backwards
 from raypipe.schedule.kinds import Kind
+from raypipe.schedule.sharding import copies_of_experts
 
 Array = NDArray[np.float64]
 Cut = Sequence[Sequence[int]]
@@ -140,19 +141,22 @@ class StageArrays:
         arriving = np.concatenate([[0.0], output[:-1]])
         fixed = 0.0 if split else np.add.reduceat(self._size("kept_fixed_bytes"), starts)
         kept = np.add.reduceat(self._size("kept_bytes"), starts) + self._size("unread_input_bytes")[starts]
-        # Of experts that copies divide, each has its share already.
+        # Of experts that copies divide, each has its share already; those with the same one may divide it again.
         experts = np.add.reduceat(self._size("expert_parameters"), starts) * (p.experts > 1)
-        dense = values - experts
-        optimizer, gradients, weights = (group if level >= least else 1 for least in (1, 2, 3))
+        again = copies_of_experts(group, p.experts)
+        dense = values if again > 1 else values - experts
+        optimizer, gradients, weights = (
+            (values - experts) / group + experts / again if level >= least else values for least in (1, 2, 3)
+        )
         narrow = np.add.reduceat(self._narrow, starts) if level == 3 else np.zeros(len(cut))
         return {
-            "weights": (experts + dense / weights) * each.weight,
+            "weights": weights * each.weight,
             "gathered": dense * each.weight * (level == 3) - narrow,
             "frozen": (held - values) * each.weight,
-            "gradients": (experts + dense / gradients) * each.gradient,
+            "gradients": gradients * each.gradient,
             "summing": dense * each.gradient * (level >= 2),
-            "graded": (experts + dense * (level < 2)) * each.gradient,  # from the first backward to the update
-            "optimizer": (experts + dense / optimizer) * (each.optimizer + each.master),
+            "graded": (values - dense * (level >= 2)) * each.gradient,  # from the first backward to the update
+            "optimizer": optimizer * (each.optimizer + each.master),
             # 16-bit copies of weights that are gathered go with these.
             "casts": np.add.reduceat(self._size("cast_bytes"), starts) - narrow,
             "reduced": reduced * each.gradient,

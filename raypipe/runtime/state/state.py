@@ -256,24 +256,26 @@ def read_previous(
     }
 
 
-def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor, Shard | None]]:
-    """Gather ``param/<name>`` and ``optim/<name>/<key>`` of a stage, and distribute them over its members for writing.
+def gathered_state(
+    flats: Sequence[FlatWeights], cuts: Mapping[str, Shard], optimizer: torch.optim.Optimizer
+) -> list[tuple[str, Tensor, Shard | None]]:
+    """Gather ``param/<name>`` and ``optim/<name>/<key>``, and distribute them over those who divide them for writing.
 
-    All members of the stage's shard group must call this. Each tensor is returned by one of them, in CPU memory, with
-    how tensor ranks divide it; the weights and every kind of optimizer state go to another member, so that all of them
+    All members of the group must call this. Each tensor is returned by one of them, in CPU memory, with how it is
+    divided besides (``cuts``); the weights and every kind of optimizer state go to another member, so that all of them
     write.
     """
     result: list[tuple[str, Tensor, Shard | None]] = []
     turn = 0
-    for flat in stage.flats:
+    for flat in flats:
         pieces = [updated_tensor(optimizer, piece) for piece in flat.pieces]
         states = optimizer.state.get(pieces[0], {})
         for key, value in [("", pieces[0].detach()), *sorted(states.items())]:
             if not isinstance(value, Tensor):
                 continue
-            writer, turn = turn % stage.group.size(), turn + 1
+            writer, turn = turn % flat.group.size(), turn + 1
             if value.shape != pieces[0].shape:  # one number for all parameters, e.g. how many updates there were
-                if stage.group.rank() == writer:
+                if flat.group.rank() == writer:
                     result += [(f"optim/{name}/{key}", value.clone(), None) for name in flat.parameters]
                 continue
             own = [p.detach() if not key else optimizer.state[p][key] for p in pieces]
@@ -282,7 +284,7 @@ def gathered_state(stage: ShardedStage, optimizer: torch.optim.Optimizer) -> lis
                 for name, offset in flat.layout.offsets.items():
                     p = flat.parameters[name]
                     value_key = f"optim/{name}/{key}" if key else f"param/{name}"
-                    result.append((value_key, whole[offset : offset + p.numel()].view(p.shape), stage.cuts.get(name)))
+                    result.append((value_key, whole[offset : offset + p.numel()].view(p.shape), cuts.get(name)))
     return result
 
 
@@ -320,8 +322,10 @@ def state_to_save(
         state += pieces
     tensors = joined(state, groups)
     for key, stage in sorted(shards.items()):
-        if stage.counts:
-            gathered = [TensorPiece(*one) for one in gathered_state(stage, optimizers[key])]
+        for experts in (False, True) if stage.writes else ():
+            flats = stage.of_experts(experts)
+            gathered = [TensorPiece(*one) for one in gathered_state(flats, stage.cuts, optimizers[key])]
             broken = broken or not_finite(modules[key], gathered)
-            tensors |= joined(gathered, {axis: group for axis, group in groups.items() if axis == "tensor"})
+            # Copies that divide experts have the same tensors of those to join, and different ones of all others.
+            tensors |= joined(gathered, {axis: group for axis, group in groups.items() if experts or axis == "tensor"})
     return tensors, broken

@@ -130,6 +130,7 @@ class FlatWeights:
     Args:
         parameters: by name, the same on all members; their values are moved into the flat tensor.
         group: the members. Each owns the shard whose number is its rank in the group.
+        others: those that hold the same shard; None if nobody else does.
         level: ZeRO level: 1 divides optimizer state, 2 gradients too, 3 weights too.
         stage: the stage's number, for errors.
         reduce_dtype: in which gradients are summed; None for their own.
@@ -141,6 +142,7 @@ class FlatWeights:
         self,
         parameters: Mapping[str, nn.Parameter],
         group: dist.ProcessGroup,
+        others: dist.ProcessGroup | None,
         level: int,
         stage: int,
         reduce_dtype: torch.dtype | None = None,
@@ -148,7 +150,7 @@ class FlatWeights:
         gather_dtype: torch.dtype | None = None,
     ) -> None:
         self._reduce_dtype, self._stage = reduce_dtype, stage
-        self.group, self.level = group, level
+        self.group, self.others, self.level = group, others, level
         self.layout = FlatLayout({name: p.numel() for name, p in parameters.items()}, group.size(), costs)
         offsets = self.layout.offsets
         self.parameters = {name: parameters[name] for name in offsets}
@@ -237,16 +239,16 @@ class FlatWeights:
         else:
             self._gradient_shard.add_(own)
 
-    def set_gradients(self, others: dist.ProcessGroup | None, push: Push) -> None:
+    def set_gradients(self, push: Push) -> None:
         """Make the gradient's shard, summed over those who hold the same one, the gradients of ``pieces``.
 
         Raises:
             TransportError: another holder did not join in time.
         """
         shard = self.shard.new_zeros(self.layout.shard) if self._gradient_shard is None else self._gradient_shard
-        if others is not None:
+        if self.others is not None:
             what = f"gradient sum of stage {self._stage} over groups of copies"
-            wait_for(what, start_sum(shard, others, self._reduce_dtype)[0], push)
+            wait_for(what, start_sum(shard, self.others, self._reduce_dtype)[0], push)
         for part, piece in zip(self.parts, self.pieces, strict=True):
             piece.grad = self._shaped(shard, part)
 
@@ -260,4 +262,5 @@ class FlatWeights:
         """Let go of the group and of what is under way on it, for good: its connections end with the last reference."""
         self._gathering = None
         self._scattering.clear()
+        self.others = None
         del self.group

@@ -289,14 +289,14 @@ class GradientSync:
         """Start to gather the weights of a divided stage replica (AG)."""
         for flat in self.shards[key].flats:
             flat.gather()
-        self._count("all-gather", self.shards[key].group)
+        self._count("all-gather", self.shards[key].holders[0].group)
 
     def reduce_scatter(self, key: StageKey) -> None:
         """Start to reduce the gradients so far of a divided stage replica to this device's shard (RS)."""
         for flat in self.shards[key].flats:
             flat.reduce_scatter()
         self._scattering.append(key)
-        self._count("reduce-scatter", self.shards[key].group)
+        self._count("reduce-scatter", self.shards[key].holders[0].group)
 
     def _finish_scatters(self, push: Push, left: int) -> None:
         while len(self._scattering) > left:
@@ -321,10 +321,10 @@ class GradientSync:
         """
         self._finish_scatters(push, 0)
         for _, stage in sorted(self.shards.items()):
-            if stage.others is not None:
-                self._count("all-reduce", stage.others)
+            if (others := stage.holders[0].others) is not None:
+                self._count("all-reduce", others)
             for flat in stage.flats:
-                flat.set_gradients(stage.others, push)
+                flat.set_gradients(push)
         for key in sorted(self._unannounced):
             self.launch(key)
         completed = {key: self.settle(key, push, clock) for key in list(self._pending)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,17 @@ from raypipe.schedule.ir import Sharding
 from raypipe.schedule.sharding import ShardMember, StageKey, shard_members
 
 
+class Holders(NamedTuple):
+    """Who divides some parameters of a stage replica."""
+
+    group: dist.ProcessGroup
+    """The data-parallel copies that divide them; the rank in it is the number of this device's shard."""
+    others: dist.ProcessGroup | None = None
+    """The devices that hold the same shard of other groups of copies or directions; None if there are none."""
+    counts: bool = True
+    """Whether this shard counts in the global norm; the other holders of the same shard say no."""
+
+
 class ShardedStage:
     """A stage replica whose weights, gradients or optimizer state its data-parallel copies divide.
 
@@ -24,11 +36,10 @@ class ShardedStage:
         module: the stage; the trained parameters' values are moved into flat tensors.
         stage: its number, for errors.
         level: ZeRO level, 1 to 3.
-        group: the data-parallel copies that divide it; the rank in it is the number of this device's shard.
-        others: the devices that hold the same shard of other groups of copies or directions; None if there are none.
-        undivided: names of parameters that stay whole, e.g. those tied to another stage.
+        holders: who divides it.
+        experts: who divides what this device has of experts that copies divide already; None: nobody does.
+        undivided: names of other parameters that stay whole, e.g. those tied to another stage.
         reduce_dtype: in which gradients are summed; None for their own.
-        counts: whether this shard counts in the global norm; the other holders of the same shard say no.
         costs: of the update of each parameter that must lie in one shard, by name.
         gather_dtype: in which the parameters ``cast`` are gathered, at level 3.
         cast: parameters that the stage only reads in ``gather_dtype``.
@@ -39,28 +50,32 @@ class ShardedStage:
         module: StageModule,
         stage: int,
         level: int,
-        group: dist.ProcessGroup,
-        others: dist.ProcessGroup | None,
+        holders: Holders,
+        experts: Holders | None = None,
         undivided: Collection[str] = (),
-        counts: bool = True,
         reduce_dtype: torch.dtype | None = None,
         costs: Mapping[str, float] | None = None,
         gather_dtype: torch.dtype | None = None,
         cast: Collection[nn.Parameter] = (),
     ) -> None:
-        self.group, self.others, self.counts, costs = group, others, counts, costs or {}
+        self.holders, costs = (holders, *([] if experts is None else [experts])), costs or {}
         self.cuts = module.shards
-        """How tensor ranks divide parameters, by name; of others, nothing."""
+        """How tensor ranks, or copies with other experts, divide parameters, by name; of others, nothing."""
         # What tensor ranks hold alike lies apart from what they divide: its gradients count once in the global norm.
-        alike: dict[tuple[torch.dtype, bool, torch.dtype | None, bool], dict[str, nn.Parameter]] = {}
+        alike: dict[tuple[torch.dtype, bool, torch.dtype | None, str], dict[str, nn.Parameter]] = {}
         for name, p in module.trained.items():
-            if name not in undivided:
-                narrow = gather_dtype if level == 3 and p in cast else None
-                alike.setdefault((p.dtype, name in costs, narrow, name in self.cuts), {})[name] = p
-        self.flats = [
-            FlatWeights(some, group, level, stage, reduce_dtype, {n: costs[n] for n in some} if whole else None, narrow)
-            for (_, whole, narrow, _), some in alike.items()
-        ]
+            axis: str = self.cuts[name].axis if name in self.cuts else ""
+            if name not in undivided and (axis != "experts" or experts is not None):
+                narrow = gather_dtype if level == 3 and p in cast and axis != "experts" else None
+                alike.setdefault((p.dtype, name in costs, narrow, axis), {})[name] = p
+        self.flats: list[FlatWeights] = []
+        self._of: list[tuple[Holders, str]] = []
+        """Of each of them, who divides it, and what has divided it before: "tensor", "experts" or nothing."""
+        for (_, whole, narrow, axis), some in alike.items():
+            by = experts if experts is not None and axis == "experts" else holders
+            own = {n: costs[n] for n in some} if whole else None
+            self.flats.append(FlatWeights(some, by.group, by.others, level, stage, reduce_dtype, own, narrow))
+            self._of.append((by, axis))
         self.names = frozenset(name for flat in self.flats for name in flat.parameters)
         """The parameters that are divided."""
         self.pieces = [piece for flat in self.flats for piece in flat.pieces]
@@ -69,16 +84,28 @@ class ShardedStage:
     def counted(self, tensor_rank: int) -> list[nn.Parameter]:
         """Return those of ``pieces`` whose gradients this process counts in the global norm: what the tensor ranks of a
         device hold alike, the first one counts."""
-        flats = [flat for flat in self.flats if tensor_rank == 0 or next(iter(flat.parameters)) in self.cuts]
-        return [piece for flat in flats for piece in flat.pieces] if self.counts else []
+        return [
+            piece
+            for flat, (by, axis) in zip(self.flats, self._of, strict=True)
+            if by.counts and (tensor_rank == 0 or axis == "tensor")
+            for piece in flat.pieces
+        ]
+
+    @property
+    def writes(self) -> bool:
+        """Return whether checkpoints get this device's shards: it is in the first group."""
+        return self.holders[0].counts
+
+    def of_experts(self, theirs: bool) -> list[FlatWeights]:
+        """Return the flat tensors of divided experts, or all others."""
+        return [flat for flat, (_, axis) in zip(self.flats, self._of, strict=True) if (axis == "experts") == theirs]
 
     def leave(self) -> list[dist.ProcessGroup]:
         """Let go of the groups and of what is under way on them, for good; return them."""
-        held = [self.group] if self.others is None else [self.group, self.others]
+        held = [group for one in self.holders for group in (one.group, one.others) if group is not None]
         for flat in self.flats:
             flat.leave()
-        del self.group
-        self.others = None
+        self.holders, self._of = (), []
         return held
 
 
@@ -97,23 +124,35 @@ def updated(module: StageModule, stage: ShardedStage | None) -> tuple[dict[str, 
 # The groups that divide the stages of a device.
 
 
-def shard_groups(sharding: Sharding | None, placement: tuple[tuple[int, ...], ...]) -> dict[str, tuple[int, ...]]:
-    """Return the process groups that sharding needs, by name: who divides a stage, and who holds the same shard."""
+def shard_groups(
+    sharding: Sharding | None, placement: tuple[tuple[int, ...], ...], shares: Sequence[int] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Return the process groups that sharding needs, by name: who divides a stage, and who holds the same shard.
+
+    ``shares``: which share of the experts each replica holds; empty where experts are not divided.
+    """
     wanted: dict[str, tuple[int, ...]] = {}
-    for (stage, _), member in shard_members(sharding, placement).items():
-        wanted[dividing_group(stage, member)] = member.group
-        wanted[same_shard_group(stage, member)] = member.others
+    for experts in (False, True) if any(shares) else (False,):
+        for (stage, replica), member in shard_members(sharding, placement, shares if experts else ()).items():
+            share = shares[replica] if experts else None
+            wanted[dividing_group(stage, member, share)] = member.group
+            wanted[same_shard_group(stage, member, share)] = member.others
     return {name: devices for name, devices in wanted.items() if len(devices) > 1}
 
 
-def dividing_group(stage: int, member: ShardMember) -> str:
-    """Return the name of the group that gathers a sharded stage's weights and reduce-scatters its gradients."""
-    return f"shards of stage {stage}, {member.group[0]}"
+def dividing_group(stage: int, member: ShardMember, share: int | None = None) -> str:
+    """Return the name of the group that gathers a sharded stage's weights and reduce-scatters its gradients; with
+    ``share``, those of that share of its experts."""
+    return f"shards of stage {stage}, {member.group[0]}{_of_share(share)}"
 
 
-def same_shard_group(stage: int, member: ShardMember) -> str:
-    """Return the name of the group that all-reduces one shard of a stage's gradients."""
-    return f"shard {member.number} of stage {stage}"
+def same_shard_group(stage: int, member: ShardMember, share: int | None = None) -> str:
+    """Return the name of the group that all-reduces one shard of a stage's gradients, or of a share of its experts."""
+    return f"shard {member.number} of stage {stage}{_of_share(share)}"
+
+
+def _of_share(share: int | None) -> str:
+    return "" if share is None else f", share {share} of the experts"
 
 
 def divide(
@@ -124,27 +163,48 @@ def divide(
     groups: Mapping[str, dist.ProcessGroup],
     reduce_dtype: torch.dtype | None = None,
     train: TrainSpec | None = None,
+    shares: Sequence[int] = (),
 ) -> dict[StageKey, ShardedStage]:
     """Divide a device's stages as the schedule says; their parameters become views of flat tensors.
 
-    ``undivided``: names of parameters that stay whole, which others hold as well; ``reduce_dtype``: in which gradients
-    are summed; None for their own; ``train``: says the optimizer, which may read whole matrices, and the arithmetic.
+    Args:
+        modules: the device's stage replicas.
+        sharding: of the schedule.
+        placement: device of each stage, per replica.
+        undivided: names of parameters that stay whole, which others hold as well.
+        groups: process groups, named by ``shard_groups``.
+        reduce_dtype: in which gradients are summed; None for their own.
+        train: says the optimizer, which may read whole matrices, and the arithmetic.
+        shares: which share of the experts each replica holds; the members of a shard group with the same one divide it.
     """
     # torch before 2.10 has no gradients wider than their parameter.
     narrow = train is not None and train.gathers_narrow and hasattr(Tensor, "grad_dtype")
     result: dict[StageKey, ShardedStage] = {}
+    of_experts = shard_members(sharding, placement, shares) if any(shares) else {}
     for key, member in shard_members(sharding, placement).items():
         module, stage = modules.get(key), key[0]
         if sharding is None or module is None or len(member.group) == 1:  # a group of one divides nothing
             continue
+        holders = Holders(
+            groups[dividing_group(stage, member)],
+            groups.get(same_shard_group(stage, member)),
+            placement[0][stage] in member.group,
+        )
+        experts = None
+        if (theirs := of_experts.get(key)) is not None and len(theirs.group) > 1:
+            share = shares[key[1]]
+            experts = Holders(
+                groups[dividing_group(stage, theirs, share)],
+                groups.get(same_shard_group(stage, theirs, share)),
+                placement[shares.index(share)][stage] in theirs.group,
+            )
         result[key] = ShardedStage(
             module,
             stage,
             sharding.levels[stage],
-            groups[dividing_group(stage, member)],
-            groups.get(same_shard_group(stage, member)),
+            holders,
+            experts,
             undivided,
-            counts=placement[0][stage] in member.group,
             reduce_dtype=reduce_dtype,
             costs={} if train is None else whole_costs(train, module.trained),
             gather_dtype=torch.bfloat16 if narrow else None,

@@ -282,10 +282,9 @@ class StageWorker:
             for stage, device in enumerate(devices)
             if device == setup.device
         }
-        experts = {name for module in self.modules.values() for name in module.experts}  # divided already
-        whole = tied_over_devices(setup.tied) | experts
-        sharding, sums = setup.sharding, dtype_of_sums(setup)
-        self.shards = divide(self.modules, sharding, setup.placement, whole, self._own_groups(setup), sums, job.train)
+        whole, groups = tied_over_devices(setup.tied), self._own_groups(setup)
+        of = setup.placement, whole, groups, dtype_of_sums(setup), job.train, setup.expert_ranks
+        self.shards = divide(self.modules, setup.sharding, *of)
         self.optimizers = {
             key: make_optimizer(job.train, *updated(module, self.shards.get(key)))
             for key, module in self.modules.items()

@@ -12,7 +12,7 @@ from raypipe.job import GptSpec
 from raypipe.models import GptLayers
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import GradientSync
-from raypipe.runtime.update.shards import ShardedStage
+from raypipe.runtime.update.shards import Holders, ShardedStage
 
 
 class Group:
@@ -29,7 +29,7 @@ def test_sharded_stages_let_go_of_their_groups() -> None:
     model = GptLayers(GptSpec(layers=1, hidden=8, heads=1, sequence=4, vocabulary=256), torch.float32)
     module = StageModule(model, range(model.count), 0, torch.device("cpu"), False)
     dividing, others = Group(), Group()
-    stage = ShardedStage(module, 0, 3, cast(Any, dividing), cast(Any, others))
+    stage = ShardedStage(module, 0, 3, Holders(cast(Any, dividing), cast(Any, others)))
     sync = GradientSync(0, {(0, 0): module}, ((0,), (1,)), (), {}, sharded={(0, 0): stage})
     refs = [weakref.ref(dividing), weakref.ref(others)]
     held = sync.leave()

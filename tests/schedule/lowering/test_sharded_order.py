@@ -11,7 +11,7 @@ import pytest
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule import SCHEDULES, Shape, generate
-from raypipe.schedule.ir import Schedule
+from raypipe.schedule.ir import Schedule, Sharding
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import Program, programs, step_programs
 from raypipe.schedule.lowering.safe_order import gpu_programs, safe_order
@@ -113,3 +113,18 @@ def test_a_gather_that_one_copy_issues_later_is_found() -> None:
 def test_runs_ahead_of_the_norm() -> None:
     for devices in proven(sharded(generate("zb-h1", Shape(devices=3, microbatches=6)), 3, "unit"), ahead=True):
         assert finishes(devices, 1)
+
+
+@pytest.mark.parametrize(("copies", "group", "experts"), [(8, None, 2), (8, 4, 2), (12, 6, 4), (4, 2, 2)])
+def test_copies_with_the_same_experts_divide_these_once_more(copies: int, group: int | None, experts: int) -> None:
+    """Each device of a shard group is in one group of its share; who holds the same shard has the same share."""
+    sharding, placement = Sharding(levels=(3,), copies=copies, group=group), tuple((d,) for d in range(copies))
+    shares = [copy % experts for copy in range(copies)]
+    members, size = shard_members(sharding, placement, shares), group or copies
+    if size % experts or size == experts:
+        assert not members
+        return
+    for (_, copy), member in members.items():
+        first = copy // size * size
+        assert member.group == tuple(c for c in range(first, first + size) if shares[c] == shares[copy])
+        assert member.others == tuple(c for c in range(copies) if c % size == copy % size)
