@@ -204,6 +204,7 @@ class SharedProfiles:
         )
 
 
+@no_collection()
 def capture_given() -> None:
     """Capture the models of the jobs on standard input, so that their pieces are kept."""
     for job in json.load(sys.stdin):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import groupby
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -137,13 +137,12 @@ def check_state(job: JobSpec, cluster: ClusterSpec) -> None:
     """
     if not isinstance(job.model, HfSpec) or job.model.lora is not None or not to_capture(divided(job, 1)):
         return
-    from raypipe.capture.meta import build_without_memory  # torch
-    from raypipe.models.sources.hugging_face import HuggingFace
+    from raypipe.models.sources.hugging_face import HuggingFace  # torch
 
-    source, train = HuggingFace(job.model), job.train
-    if source.config.sub_configs:  # parts of it may not be read, and are not trained then
+    train = job.train
+    if HuggingFace(job.model).config.sub_configs:  # parts of it may not be read, and are not trained then
         return
-    count = sum(p.numel() for p in build_without_memory(source.build).parameters())
+    count = sum(prod(shape) for _, shape in _shapes(job.model.model_dump_json()))
     each, rooms = parameter_bytes(train.dtype, train.optimizer, train.momentum), []
     for kind in cluster.kinds:
         base, reserved = reserved_of(kind.device)
@@ -328,7 +327,9 @@ def _of_alike(job: JobSpec) -> JobPieces | None:
     if depth < DEEP or config.sub_configs:
         return None
     first = _alike_from(job.model.model_dump_json(), depth)
-    for few in (first + 3, first + 4):  # the first of those that are alike may get other inputs
+    # The first of those that are alike may get other inputs: where positions are divided, it does.
+    fewest = first + (4 if job.parallel.tensor > 1 and job.parallel.sequence_parallel else 3)
+    for few in range(fewest, first + 5):
         if few > depth // 2:
             return None
         pieces, works, slicing = captured_pieces(_with_layers(job, config, depth, few), depth - few)
@@ -368,24 +369,32 @@ def _of_each(value: object, depth: int) -> bool:
 
 
 @lru_cache(maxsize=4)
-def _alike_from(spec: str, depth: int) -> int:
-    """Return the first layer that all later ones are like, of an ``HfSpec`` as JSON; ``depth`` if that is not known."""
+def _shapes(spec: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of a model's parameters, of an ``HfSpec`` as JSON; a tied one has its first name."""
     from raypipe.capture.meta import build_without_memory  # torch
     from raypipe.models.sources.hugging_face import HuggingFace
 
-    source = HuggingFace(HfSpec.model_validate_json(spec))
-    config = source.config
+    model = build_without_memory(HuggingFace(HfSpec.model_validate_json(spec)).build)
+    return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+
+
+@lru_cache(maxsize=4)
+def _alike_from(spec: str, depth: int) -> int:
+    """Return the first layer that all later ones are like, of an ``HfSpec`` as JSON; ``depth`` if that is not known."""
+    from raypipe.models.sources.hugging_face import HuggingFace  # torch
+
+    config = HuggingFace(HfSpec.model_validate_json(spec)).config
     lists = [value for value in config.to_dict().values() if _of_each(value, depth)]
     looks: list[list[object]] = [[value[n] for value in lists] for n in range(depth)]
     paths = set()
-    for name, parameter in build_without_memory(source.build).named_parameters():
+    for name, shape in _shapes(spec):
         parts = name.split(".")
         at = next((n for n, part in enumerate(parts) if part.isdecimal()), None)
         if at is not None:
             paths.add(tuple(parts[:at]))
             if int(parts[at]) >= depth:
                 return depth
-            looks[int(parts[at])].append((parts[at + 1 :], tuple(parameter.shape)))
+            looks[int(parts[at])].append((parts[at + 1 :], shape))
     if len(paths) != 1:
         return depth
     return 1 + max((n for n in range(depth) if looks[n] != looks[-1]), default=-1)

@@ -89,6 +89,7 @@ def best_first(
     pick: Pick = lambda c: c,
     near: float = 0.0,
     watch: Watch = ENDLESS,
+    wanted: bool = True,
 ) -> Ranking:
     """Find the ``top`` fastest plans that fit.
 
@@ -103,12 +104,13 @@ def best_first(
         pick: filters or replaces candidates.
         near: also find, within this share of the fastest, every plan that is simpler than all faster ones.
         watch: ends the search early, once it has found a plan.
+        wanted: whether it goes on until there is a plan.
     """
     bounded = [(judge.of(grid).least_on(grid), grid) for grid in grids]
     ranking = watch.part(RANKING)
-    search = _Search(judge, top, pick, near)
+    search = _Search(judge, top, pick, near, wanted=wanted)
     if bounded[FEW_GRIDS:]:
-        first = _Search(judge, 1, pick, on=lambda grid: [Candidate.on(grid, FIRST)])
+        first = _Search(judge, 1, pick, wanted=wanted, on=lambda grid: [Candidate.on(grid, FIRST)])
         uncut = ((judge.of(grid).least_uncut(Candidate.on(grid, FIRST)), least, grid) for least, grid in bounded)
         first.run(ranking.part(RANKING), [(max(own, least), grid) for own, least, grid in uncut])
         search.fitting |= first.fitting
@@ -139,6 +141,8 @@ class _Search:
     near: float = 0.0
     on: Callable[[Grid], Iterable[Candidate]] | None = None
     """The candidates of a grid that are searched; None: all."""
+    wanted: bool = True
+    """Whether the search goes on until there is a plan."""
     found: Ranking = field(default_factory=Ranking)
     fitting: dict[object, Prediction] = field(default_factory=dict)
     """Plans that fit, one of those that do the same."""
@@ -177,7 +181,8 @@ class _Search:
         return min([self.fastest, *grids, *(bound for own in self.candidates.values() for _, bound, _, _ in own)])
 
     def run(self, watch: Watch, grids: Iterable[tuple[float, Grid]]) -> None:
-        """Search these grids, each with its lower bound, until all are ruled out, or there is a plan and no time.
+        """Search these grids, each with its lower bound, until all are ruled out, or there is no time, and a plan where
+        one is wanted.
 
         Once there is a plan, every other turn is that of a candidate that may be faster: in the order of bounds alone,
         all grids would come before most orders. Ways to share layers and experts take these turns one after another, as
@@ -200,7 +205,7 @@ class _Search:
             self.expand(bound, node)
             turn += 1
             watch.show(self.fastest, lambda: SearchProgress(self.waiting, self.fastest, self.bound))
-            if watch.over and self.fitting:
+            if watch.over and (self.fitting or not self.wanted):
                 self.found.left += self.waiting
                 return
 

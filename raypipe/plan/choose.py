@@ -128,7 +128,7 @@ class _Chooser:
             ("tensor parallel", self._shared(ranked)),
         ):
             if kind not in seen and not self.watch.over:
-                yield from best_first(self.judge, of_kind, 1, self.choice.wished, watch=self.watch).best
+                yield from best_first(self.judge, of_kind, 1, self.choice.wished, watch=self.watch, wanted=False).best
         deep = list(dict.fromkeys(p.candidate.grid for p in ranked if p.candidate.stages > 1))[:GRIDS]
         if not deep:
             deep = self.judge.promising(g for g in self.grids if g.stages > 1 == g.tensor)[:GRIDS]

@@ -25,6 +25,12 @@ def test_without_time_the_first_plan_is_the_answer() -> None:
     assert whole.best[0].step_s <= result.best[0].step_s
 
 
+def test_without_time_no_plan_is_looked_for_that_is_not_wanted() -> None:
+    result = best_first(*setting(**TIGHT), 10, flushing, watch=Watch(Budget(0.0)), wanted=False)
+    assert not result.best
+    assert result.left
+
+
 def test_what_is_shown_gets_better_until_the_bound_meets_it() -> None:
     shown: list[SearchProgress] = []
     result = best_first(*setting(**TIGHT), 1, flushing, watch=Watch(Budget(float("inf")), shown.append))

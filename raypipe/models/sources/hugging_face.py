@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -355,10 +355,16 @@ def _known(config: Any, directory: Path) -> set[str]:
     rope = _keys_taken(getattr(kind, "convert_rope_params_to_dict", None))
     known |= taken | rope if hasattr(config, "rope_parameters") else taken - rope
     if not config.sub_configs:
-        for file in Path(inspect.getfile(kind)).parent.glob("model*.py"):
-            known |= {key for pair in _READ.findall(file.read_text(encoding="utf-8")) for key in pair if key}
+        known |= _read_in(Path(inspect.getfile(kind)).parent)
     other = kind.model_type, "self", "args", "kwargs"
     return {key for key in known if key[0] != "_" and key not in other and not callable(getattr(kind, key, None))}
+
+
+@cache
+def _read_in(directory: Path) -> frozenset[str]:
+    """Return the keys of a configuration that the models of a directory of transformers read."""
+    files = (file.read_text(encoding="utf-8") for file in directory.glob("model*.py"))
+    return frozenset(key for text in files for pair in _READ.findall(text) for key in pair if key)
 
 
 def _keys_taken(function: Any) -> set[str]:
