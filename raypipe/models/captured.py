@@ -21,7 +21,7 @@ from raypipe.graph.operation_costs import forward_flops
 from raypipe.graph.operations import ATTENTION, Operation, OperationGraph, TensorType, selected
 from raypipe.graph.placeholders import encoder_operations, placeholders
 from raypipe.graph.positions import sequence_flow
-from raypipe.graph.subgraphs import Subgraphs, shard
+from raypipe.graph.subgraphs import Subgraphs, piece_sharding, shard
 from raypipe.models.attention import attend_by_document, causal_attention, share_heads
 from raypipe.models.current_slice import positions_of
 from raypipe.models.keyed_operations import find_sites, key_random_operations, random_shapes
@@ -76,7 +76,7 @@ class CapturedModel(LayeredModel):
         build: constructs the module, for submodules that run opaquely.
         share: this process's share under tensor parallelism; None for the whole model.
         unmixed: ``branches``: keep parallel branches apart, each piece between two joins a layer
-            (``graph.subgraphs.branch_order``). ``encoder``: an encoder's operations come first, so that what tokens
+            (``graph.branch_order``). ``encoder``: an encoder's operations come first, so that what tokens
             reach neither crosses its cuts nor joins its layers.
         packed: rows hold several documents, none of which sees another.
 
@@ -100,7 +100,7 @@ class CapturedModel(LayeredModel):
         self.fields = {name: fields[name] for name in captured.graph.inputs}
         written = captured.graph  # in the order of the model's code, which numbers random operations
         if unmixed == "branches":
-            from raypipe.graph.subgraphs import branch_order, piece_sharding  # networkx
+            from raypipe.graph.branch_order import branch_order  # networkx
 
             pieces = branch_order(written, self.sizes(1, written))
             captured = replace(captured, graph=selected(written, [n for piece in pieces for n in piece]))

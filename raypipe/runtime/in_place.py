@@ -41,8 +41,10 @@ ENDED_S = 30.0
 """Time that the process of a device that hangs has to end."""
 ELSEWHERE_S = 15.0
 """Time that Ray has to find devices on other nodes for those of a lost one."""
+GIVEN_UP_S = 60.0
+"""Time that Ray has to give up a node that does not answer: by its settings some 15 to 30 s."""
 LOOK_S = 0.5
-"""Interval at which is looked for more that have died, while others answer."""
+"""Interval at which is looked for more that have died, while others answer, and for nodes that are given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,7 @@ class InPlace:
                 one.
             ClusterError: it is on a node that cannot run the job with the others.
         """
+        _wait_until_given_up({workers.locations[rank].peer.node for rank in lost.dead})
         self._at = (done, self._at[1] + 1 if self._at[0] == done else 1)
         elastic = self._job.train.elastic is not None
         assert workers.places is not None
@@ -241,7 +244,7 @@ class InPlace:
         waiting: list[Any] = list(asked)
         deadline, hung = time.monotonic() + self._job.train.message_timeout_s, ""
         while waiting:
-            for rank in self._unreachable(workers, {asked[ref] for ref in waiting} - ended) - ended:
+            for rank in self._unreachable(workers, {asked[ref] for ref in waiting}, ended):
                 ended.add(rank)
                 ray.kill(workers.actors[rank])  # else its calls wait until Ray knows
             ready, waiting = ray.wait(waiting, timeout=max(0.0, min(LOOK_S, deadline - time.monotonic())))
@@ -265,16 +268,21 @@ class InPlace:
             dead[rank] = RayActorError(error_msg=f"{workers.titles[rank]} is ended with its node")
         return standings, dead, hung
 
-    def _unreachable(self, workers: WorkerGroup, waiting: Collection[int]) -> set[int]:
+    def _unreachable(self, workers: WorkerGroup, waiting: Collection[int], known: Collection[int]) -> set[int]:
         """Return the ranks that cannot be reached any more, among them all those of a node without its raylet.
 
-        Copies that the living are sending there are not waited for. ``waiting``: ranks that have not answered.
+        Copies that the living are sending there are not waited for.
+
+        Args:
+            workers: the worker group.
+            waiting: ranks that have not answered.
+            known: ranks that it has returned before: to ask after a node that does not answer takes seconds.
         """
-        lost, nodes = workers.unreachable(), [at.peer.node for at in workers.locations]
-        without = gone({nodes[rank] for rank in lost.union(waiting)})
+        lost, nodes = workers.unreachable().difference(known), [at.peer.node for at in workers.locations]
+        without = gone({nodes[rank] for rank in lost.union(waiting).difference(known)})
         for node in without:
             self._copies.lost(node)
-        return lost | {rank for rank, node in enumerate(nodes) if node in without}
+        return lost | {rank for rank, node in enumerate(nodes) if node in without}.difference(known)
 
     def _replace(self, workers: WorkerGroup, dead: Iterable[int]) -> int:
         """Put new workers in the places of dead ones; return how many of them were waiting already."""
@@ -293,6 +301,13 @@ class InPlace:
         workers.run_id = f"{workers.places.place.run_id}.{self._times}"
         workers.locate()
         return from_pool
+
+
+def _wait_until_given_up(nodes: Collection[str]) -> None:
+    """Wait until Ray has given up those of nodes that are gone: what it starts there before then ends with them."""
+    deadline = time.monotonic() + GIVEN_UP_S
+    while gone(nodes) & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
 
 
 def in_place_for(

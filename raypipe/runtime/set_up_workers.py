@@ -143,6 +143,7 @@ def setups_of(
             run_id=workers.run_id,
             timeout_s=job.train.message_timeout_s,
             served_by=served_by,
+            addresses=tuple(x.address for x in workers.locations),
         ),
         tied=tied,
         samples_per_microbatch=int(plan.parallel.microbatch * schedule.share_of_samples),

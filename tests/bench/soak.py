@@ -19,6 +19,7 @@ gone on since the fault before, comes one of these; a run ends after ``--each`` 
     pause       a random worker is stopped (SIGSTOP) for up to 3 s
     hang        a random worker is stopped for good: others wait ``message_timeout_s``, 10 s, and it has to be replaced
     link        what a host sends goes at 0.2 to 5 Mb/s for up to 5 s (tc, tbf)
+    network     a host other than the head is cut off for up to 12 s; its processes live on
     disk        the disk of the run directory, a tmpfs of its own, is full for 3 s
 
 A run that fails for a full disk, which raises where it writes, is resumed. What must not be there after a run, on any
@@ -56,10 +57,12 @@ from tests.runtime.runs.killing import CONTROLLER, DRIVER, events
 
 SHAPES = ("1f1b:2x2", "zb-v:2x2", "chimera:4x1", "1f1b:2x2:zero3", "1f1b:2x1:tensor2", "1f1b:2x2:experts2", "1f1b:4x1")
 KILLS = ("worker", "driver", "controller", "raylet", "host")
-FAULTS = (*KILLS, "pause", "hang", "link", "disk")
+OF_HOSTS = ("raylet", "host", "network")
+"""Faults that a host has, which must be there."""
+FAULTS = (*KILLS, "pause", "hang", "link", "network", "disk")
 HOSTS, PER_HOST = 3, 2
-PAUSE_S, FULL_S, SLOW_S = 3.0, 3.0, 5.0
-"""Longest pause, how long the disk is full, longest time that a link is slow."""
+PAUSE_S, FULL_S, SLOW_S, CUT_S = 3.0, 3.0, 5.0, 12.0
+"""Longest pause, how long the disk is full, longest time that a link is slow, or cut: Ray gives nodes up after 18 s."""
 LEFT_S, GONE_S, STUCK_S = 30.0, 15.0, 240.0
 """Time that what is left may take to go, workers of a lost raylet, and a run to go on."""
 DISK = "64m"
@@ -159,7 +162,6 @@ class Cluster:
 
     def lose(self, kind: str) -> Host | None:
         """Lose a host that has workers, or only its raylet, and have it come back; return it, if there is one."""
-        self.wait()
         busy = [host for host in self.members[1:] if any(t.startswith(WORKERS) for t in processes(host).values())]
         if not busy:
             return None
@@ -201,6 +203,13 @@ class Cluster:
         host.must("tc", *device)
         time.sleep(random.uniform(1.0, SLOW_S))
         host.must("tc", "qdisc", "del", "dev", "eth0", "root")
+
+    def part(self) -> None:
+        """Have a random host that is not the head hear and say nothing for a while."""
+        host = random.choice(self.members[1:])
+        host.must("ip", "link", "set", "eth0", "down")
+        time.sleep(random.uniform(1.0, CUT_S))
+        host.must("ip", "link", "set", "eth0", "up")
 
     def left(self, directory: Path) -> list[str]:
         """Return what a run has left behind, once that had time to go."""
@@ -256,6 +265,8 @@ def happen(kind: str, cluster: Cluster, directory: Path) -> list[int] | None:
             fill(directory.parent)
         elif kind == "link":
             cluster.slow()
+        elif kind == "network":
+            cluster.part()
         elif kind in ("raylet", "host"):
             lost = cluster.lose(kind)
             return None if lost is None else [pid for pid in cluster.titled(WORKERS, without=lost) if pid in workers]
@@ -292,6 +303,8 @@ def phases(directory: Path, at: float, until: float) -> dict[str, float]:
 
 def strike(kind: str, cluster: Cluster, process: Train, directory: Path) -> Fault | None:
     """Have a fault happen and wait for the next step; None if there is nothing it could happen to."""
+    if kind in OF_HOSTS:
+        cluster.wait()
     known, step, began, at = recoveries(directory), newest(directory), time.monotonic(), time.time()
     living = happen(kind, cluster, directory)
     if living is None:
@@ -419,11 +432,17 @@ def figures(found: list[Run]) -> str:
     return "\n".join(lines)
 
 
+def _end(number: int, _frame: Any) -> None:
+    """End in order on SIGTERM, as ``timeout`` sends it: the disk is unmounted, and the hosts end."""
+    raise SystemExit(128 + number)
+
+
 def main() -> int:
     """Print a line per run, then all figures; exit status 1 where a run was not sound."""
     given = {"shape": SHAPES, "fault": FAULTS, "recovery": "in-place", "seed": 0, "json": Path, "keep": Path}
     args = options(__doc__, hours=0.0, times=0, each=10, every=6.0, cut=5.0, steps=3000, **given)
     random.seed(args.seed)
+    signal.signal(signal.SIGTERM, _end)
     began = time.monotonic()
     found: list[Run] = []
     imports = [import_s()]

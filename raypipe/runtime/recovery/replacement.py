@@ -44,9 +44,15 @@ def part(executor: Executor, communicators: Communicators) -> Standing:
 
 
 def leave(executor: Executor, communicators: Communicators) -> None:
-    """Leave the channels and groups of a device for good, also while a collective is under way."""
+    """Leave the channels and groups of a device for good, also while a collective is under way.
+
+    Each goes in a thread of its own: Gloo holds up whoever drops a group with a collective under way. That may end only
+    when another member leaves, which waits for this device on another group.
+    """
     held = [*communicators.leave(), *executor.leave()]
-    threading.Thread(target=_drop, args=(held.clear,), name="raypipe-leave", daemon=True).start()
+    while held:
+        one = [held.pop()]
+        threading.Thread(target=_drop, args=(one.clear,), name="raypipe-leave", daemon=True).start()
 
 
 def _drop(clear: Callable[[], Any]) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from raypipe.errors import ClusterError
 from raypipe.runtime.clocks.shared_clock import SharedClock, open_clock
 from raypipe.runtime.process.memory import taken_beside_tensors
+from raypipe.runtime.setup.silent_hosts import SilentHosts
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER
 from raypipe.runtime.transport.gpu.side_stream import current_gpu
@@ -168,6 +169,8 @@ class Topology:
     """How long a worker waits for the others, in set-up and in every all-reduce: ``train.message_timeout_s``."""
     served_by: Mapping[str, str] = field(default_factory=dict)
     """Further groups of a device, each with the one of ``groups`` that serves it; see ``served_by_another``."""
+    addresses: tuple[str, ...] = ()
+    """IP address of each worker's node, where one that falls silent is to be noticed (``silent_hosts``)."""
 
     def process_groups(self) -> int:
         """Count the process groups that the set-up makes, with the world's."""
@@ -197,6 +200,7 @@ class Communicators:
         self.senders: dict[int, Sender] = {}
         self.receivers: dict[int, Receiver] = {}
         self.clock = SharedClock()
+        self.silent_hosts = SilentHosts(())
         self.groups_bytes = self.channels_bytes = 0
         """What the groups, and then the channels, have taken of this process's GPU; 0 on a CPU."""
         if len(topology.peers) == 1:
@@ -204,6 +208,7 @@ class Communicators:
         nodes = [peer.node for peer in topology.peers]
         first, port = _address_of(topology.rendezvous)
         use_interface(own_address() if address is None else address, first, one_host=len(set(nodes)) == 1)
+        self.silent_hosts = SilentHosts({*topology.addresses}.difference(topology.addresses[rank : rank + 1]))
         store = _meet(rank, topology, first, port)
         transport = TRANSPORTS.get(topology.transport)
         posted_ahead = transport is not None and transport.over_world_group
@@ -261,6 +266,7 @@ class Communicators:
 
     def close(self) -> None:
         """Close every channel and leave every group."""
+        self.silent_hosts.close()
         self.clock.close()
         Ends(self.senders, self.receivers).close()
         if dist.is_initialized():

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -128,14 +128,17 @@ class ShardWriter:
         written, self._written = self._written, None
         return None if written is None else written.result()
 
-    def arrive(self, every: int | str) -> None:
-        """Wait for the write that is under way, whose end is still to be told, if copies come after ``every`` step (1).
+    def arrive(self, lost: Future[str]) -> None:
+        """Wait for the write that is under way, whose end is still to be told.
 
-        An update waits so for the copy of the step before: a step that has ended is then the only one that is not in a
-        complete copy, however long copies take.
+        Raises:
+            TransportError: ``lost`` has ended first: a host has fallen silent, and the write may wait for that one.
         """
-        if every == 1 and self._written is not None:
-            wait([self._written])
+        if self._written is not None:
+            either: list[Future[Any]] = [self._written, lost]
+            wait(either, return_when=FIRST_COMPLETED)
+            if not self._written.done():
+                raise TransportError(f"the host at {lost.result()}", "does not answer", "see what became of it")
 
     def drop(self) -> None:
         """Wait for the write that is under way, forget it, and free the copy."""

@@ -332,7 +332,9 @@ class StageWorker:
             versions,
         )
         self.executor.measures = setup.search_recompute
-        self.executor.hold_updates = partial(self.shard_writer.arrive, job.train.copy_every)
+        if job.train.copy_every == 1:
+            # Then the step that has ended last is the only one that is not in a complete copy, however long these take.
+            self.executor.hold_updates = partial(self.shard_writer.arrive, communicators.silent_hosts.lost)
         if setup.data.parent.is_dir():  # else it is a profile's, on another host
             of = (self.rank, setup.device, self.title, os.getpid())
             self.executor.recorder = FlightRecorder(setup.data.parent / FLIGHT, *of)
@@ -513,6 +515,7 @@ class StageWorker:
     @parts_when_lost
     def copy(self, number: int, keepers: Sequence[Any]) -> SaveBegun:
         """Begin to send what ``save`` would write to keepers (``neighbour_copies``); a thread does so."""
+        self.shard_writer.arrive(self.communicators.silent_hosts.lost)
         return self._begin_save(number, partial(send_snapshot, keepers, number), beside=True)
 
     def _begin_save(self, number: int, store: Store, beside: bool) -> SaveBegun:

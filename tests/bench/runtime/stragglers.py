@@ -51,7 +51,7 @@ from tests.bench.command import options, write_rows
 from tests.ray_environment import start_ray
 from tests.runtime.runs.killing import events, rows
 
-LAYERS, SECONDS, WIDTH = 14, 0.004, 8
+LAYERS, SECONDS, WIDTH = 14, 0.012, 8
 NAMED_WITHIN, NEAR, LOSS_LIMIT = 20, 1.1, 1e-9
 RUN_S = 200.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from raypipe.checkpoint import ShardInfo, Snapshot, write_snapshot
-from raypipe.errors import CheckpointError
+from raypipe.errors import CheckpointError, TransportError
 from raypipe.runtime.state.shard_writer import ShardWriter
 
 
@@ -65,14 +66,23 @@ def test_a_full_disk_is_told_once_and_by_whoever_asks_first(tmp_path: Path) -> N
 
 
 def test_an_update_may_wait_for_a_write_whose_end_is_told_later(tmp_path: Path) -> None:
-    gate, writer = Gate(), ShardWriter()
-    writer.arrive(1)
+    gate, writer, lost = Gate(), ShardWriter(), Future[str]()
+    writer.arrive(lost)
     writer.begin(3, 7, {"param/0.w": torch.arange(10.0)}, partial(gate.write, tmp_path))
-    writer.arrive(2)
     assert writer.ended() is None
     threading.Timer(0.05, gate.opened.set).start()
-    writer.arrive(1)
+    writer.arrive(lost)
     assert gate.opened.is_set()
     written = writer.ended()
     assert written is not None
     assert written.number == 7
+
+
+def test_it_does_not_wait_for_a_host_that_is_lost(tmp_path: Path) -> None:
+    gate, writer, lost = Gate(), ShardWriter(), Future[str]()
+    writer.begin(3, 7, {"param/0.w": torch.arange(10.0)}, partial(gate.write, tmp_path))
+    threading.Timer(0.05, lost.set_result, ["10.0.0.2"]).start()
+    with pytest.raises(TransportError, match=r"10\.0\.0\.2"):
+        writer.arrive(lost)
+    gate.opened.set()
+    assert writer.wait() is not None
