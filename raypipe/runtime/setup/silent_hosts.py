@@ -39,11 +39,14 @@ class SilentHosts:
     """Ends this process's connections to hosts that fall silent, except those that were open before.
 
     Args:
-        addresses: IP addresses of these hosts.
+        addresses: IP addresses of these hosts; names are left out.
     """
 
     def __init__(self, addresses: Collection[str]) -> None:
-        self._addresses = {_plain(address) for address in addresses}
+        self._addresses: set[str] = set()
+        for address in addresses:
+            with suppress(ValueError):  # a name; nothing tells which connections are to it
+                self._addresses.add(_plain(address))
         with ExitStack() as held:
             found = _connections() if addresses else ()
             self._before = {inode for inode, connection in found if held.enter_context(connection)}
