@@ -140,7 +140,7 @@ def prepare_run(
         except OSError as error:
             raise unusable(where, error) from None
 
-        layers = model.prepared(data)
+        layers = planned.model.prepared(data)
         for notice in () if resume else layers.notices:
             say(notice)
         check_slices(planned.plan.parallel, layers, data, job, validation)

@@ -8,13 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raypipe.cost.gpt_work import SOFTWARE, gpt_work
+from raypipe.cost.gpt_work import SOFTWARE, STATISTIC, Software, gpt_work, master_width
 from raypipe.cost.kernels import Kernels
 from raypipe.cost.layer_work import LayerWork, newton_schulz_flops
 from raypipe.cost.memory.parameter import parameter_bytes
-from raypipe.cost.profile import CollectivePath, LayerProfile, LinkFit, Profile, Reserved, Slicing, TaskTimes
+from raypipe.cost.profile import (
+    CollectivePath,
+    HeadProfile,
+    LayerProfile,
+    LinkFit,
+    Profile,
+    Reserved,
+    Slicing,
+    TaskTimes,
+)
 from raypipe.errors import SpecError
 from raypipe.job.cluster import ClusterSpec, CollectiveModel, DeviceModel, LinkModel
+from raypipe.job.field_types import WIDTH
 from raypipe.job.model_spec import GptSpec
 
 GIB, MIB = 2**30, 2**20
@@ -34,6 +44,7 @@ def analytic_profile(
     slicing: Slicing | None = None,
     compiled: bool = False,
     loss_chunk: int | None = None,
+    head: HeadProfile | None = None,
 ) -> Profile:
     """Compute the costs of a model's layers on a cluster's devices.
 
@@ -49,6 +60,7 @@ def analytic_profile(
         slicing: how the model runs in slices of a sequence; ignored for a GPT, which does.
         compiled: ``train.compile`` fuses kernels.
         loss_chunk: ``train.loss_chunk_tokens``; of a GPT, others' work says it itself.
+        head: the model's linear head; ignored for a GPT, whose is known.
 
     Raises:
         SpecError: the device has no peak for this dtype, or there are no layers or sizes to profile.
@@ -90,6 +102,7 @@ def analytic_profile(
         reserved=reserved,
         communication_share=device.communication_processors / (device.multiprocessors or 1),
         layers=tuple(map(layer, works)),
+        head=gpt_head(model, dtype, software, loss_chunk) if isinstance(model, GptSpec) else head,
         tied_parameters=_tied(model, tied),
         trained_tied_parameters=trained_tied,
         update_s_per_parameter=update_bytes(optimizer, momentum, dtype) / kernels.bytes_s,
@@ -136,6 +149,23 @@ def _tied(model: GptSpec | Sequence[LayerWork], given: int) -> int:
     if isinstance(model, Sequence):
         return given
     return model.vocabulary * model.hidden if model.tie_embeddings else 0
+
+
+def gpt_head(model: GptSpec, dtype: str, software: Software, loss_chunk: int | None) -> HeadProfile:
+    """Return a GPT's head. The norm before it, which the last layer has too, is nothing beside it."""
+    master = master_width(dtype, software)
+    return HeadProfile(
+        rows=model.vocabulary,
+        row_parameters=model.hidden,
+        tokens=model.sequence,
+        inputs=model.hidden,
+        share=1.0,
+        input_bytes=float(master * model.sequence * model.hidden),
+        width=WIDTH[dtype],
+        master=master,
+        statistic=STATISTIC[dtype],
+        chunk=loss_chunk,
+    )
 
 
 def _link(link: LinkModel) -> LinkFit:

@@ -167,6 +167,8 @@ class LayerProfile(Spec):
     """Input arrays of one sample that the layer reads from the data, besides the output of the layer before."""
     output_bytes: Bytes
     """Tensors of one sample that cross a cut right after this layer; 0 for the last layer."""
+    input_bytes: Bytes | None = None
+    """What one sample brings to this layer, where that is not the output of the layer before; None: it is."""
     output_floats: Bytes | None = None
     """The part of ``output_bytes`` that is floating-point values of the weights' width; None: all of it."""
     message_bytes: Bytes | None = None
@@ -230,6 +232,41 @@ class Slicing(Spec):
     """Positions of the shortest slice that the model's code allows."""
     refused: str = ""
     """Why the model cannot run in slices, as a clause; empty if it can."""
+
+
+class HeadProfile(Spec):
+    """The linear head that a model ends with, where devices can divide its rows (``cost/divided_head.py``)."""
+
+    rows: Positive
+    row_parameters: Positive
+    """Parameter values of one row."""
+    tokens: Positive
+    """Of one sample."""
+    inputs: Positive
+    """Values that it reads of one token."""
+    share: Annotated[float, Field(ge=0, le=1)]
+    """The part of the last layer's operations that is its product and the loss."""
+    input_bytes: Bytes
+    """What it reads of one sample, as the model hands it on."""
+    width: Positive
+    """Bytes of a value that its product reads or writes."""
+    master: Positive
+    """Bytes of a parameter."""
+    statistic: Positive
+    """Bytes of a value of the loss."""
+    chunk: Positive | None = None
+    """``train.loss_chunk_tokens``: tokens whose logits are there at once; None: all of a micro-batch."""
+    scales: Count = 0
+    """Operations that work on every logit by itself."""
+
+    @property
+    def operand_bytes(self) -> float:
+        """Bytes of what one sample's product reads."""
+        return float(self.width * self.tokens * self.inputs)
+
+    def rows_of(self, shares: int) -> int:
+        """Return the rows of the largest of so many shares."""
+        return -(-self.rows // shares)
 
 
 class LinkFit(Spec):
@@ -363,6 +400,10 @@ class Profile(Spec):
     communication_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a device's processors that a collective takes from the tasks that run beside it."""
     layers: Annotated[tuple[LayerProfile, ...], Field(strict=False, min_length=1)]
+    head: HeadProfile | None = None
+    """The head at the end of the last layer; None: it has none that can be divided, or it is not known."""
+    shares: Devices = 1
+    """Devices that divide the head's rows: ``layers`` ends with their shares and the loss; 1: the head is whole."""
     tied_parameters: Count = 0
     """Values of matrices that first and last layer share, counted in both; a stage with both holds them once."""
     trained_tied_parameters: Count | None = None

@@ -17,7 +17,8 @@ from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH, ReduceDtype, WireDtype
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import message_dtype, reduce_dtype
 from raypipe.job.train_spec import TrainSpec
-from raypipe.schedule.costs import CostTable
+from raypipe.schedule.costs import Comm, CostTable
+from raypipe.schedule.families.vocabulary import graph_of
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import recomputed_pairs
 from raypipe.schedule.shape import Innermost
@@ -129,6 +130,9 @@ def _slowest(tables: Mapping[int, CostTable], holders: Sequence[Collection[int]]
     links = {kind: table.links for kind, table in tables.items()}
     stages = range(len(holders))
     times: dict[str, Any] = {name: tuple(worst(values, s) for s in stages) for name, values in by_name.items()}
+    comm = next(iter(tables.values())).comm
+    if isinstance(comm, Mapping):
+        return CostTable(**times, comm={edge: max(t.latency(*edge) for t in tables.values()) for edge in comm})
     return CostTable(
         **times,
         comm=tuple(worst(links, s, holders[s + 1]) for s in stages[:-1]) or 0.0,
@@ -393,8 +397,10 @@ def group_seconds(profile: Profile, size_bytes: float, holders: Collection[int],
     return collective_seconds(profile, "all_reduce", size_bytes, layout, sharing)
 
 
-def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tuple[float, ...]:
+def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> Comm:
     """Seconds of a message from each stage but the last to the next, over its slowest replica's link."""
+    if profile.shares > 1:
+        return _messages_of_shares(profile, cut, placed, samples)
     return tuple(
         max(
             (_link(profile, users).seconds(profile.layers[part[-1]].sent_bytes * samples) for users in result),
@@ -402,6 +408,19 @@ def _messages(profile: Profile, cut: Cut, placed: Placed, samples: float) -> tup
         )
         for part, result in zip(cut, placed.crossings(), strict=False)
     )
+
+
+def _messages_of_shares(profile: Profile, cut: Cut, placed: Placed, samples: float) -> Comm:
+    """Seconds of a message along each edge of a head that is divided; what all shares read is sent to one after the
+    other."""
+    last, edges = profile.shares - 1, graph_of(profile.shares).edges
+    ends = tuple(tuple(row[s] for edge in edges for s in edge) for row in placed.rows)
+    result = {}
+    for (a, b), crossed in zip(edges, replace(placed, rows=ends).crossings()[::2], strict=True):
+        size = profile.layers[cut[a][-1]].sent_bytes * samples
+        once = max((_link(profile, users).seconds(size) for users in crossed), default=0.0)
+        result[a, b] = once * (last if a == last else 1)
+    return result
 
 
 def _link(profile: Profile, users: int) -> LinkFit:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
+from raypipe.cost.divided_head import as_divided
 from raypipe.cost.profile import LayerProfile, Profile
 from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import frozen_stages, stage_costs
@@ -359,7 +360,7 @@ def profiled_costs(profile: Profile, plan: Plan, schedule: Schedule, cut: Cut | 
     per_copy = schedule.replicas // plan.parallel.replicas
     split = any(task.kind == "W" for task in schedule.tasks())
     return stage_costs(
-        profile,
+        as_divided(profile, plan.parallel),
         plan.cut if cut is None else cut,
         plan.parallel.microbatch,
         schedule.placement[:per_copy],

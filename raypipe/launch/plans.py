@@ -150,7 +150,10 @@ def planned_by_measuring(
     fields = as_json(decision)
     log_event(directory, "planned", **{key: fields[key] for key in ("candidates", "searched", "timed", "seconds")})
     plan = decision.plan
-    return Planned(with_plan(job, plan), model, plan, build_schedule(plan, job.train.batch))
+    planned = with_plan(job, plan)
+    if plan.parallel.vocabulary == "split":  # the run has other layers than those that were measured
+        model = JobModel(planned)
+    return Planned(planned, model, plan, build_schedule(plan, job.train.batch))
 
 
 def branch_plan(job: JobSpec, model: LayeredModel) -> Plan:

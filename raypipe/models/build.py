@@ -82,7 +82,7 @@ def build_model(
     chunk = job.train.loss_chunk_tokens
     model = model if chunk is None else model.in_chunks(chunk)
     asked = job.parallel if parallel is None else parallel
-    if tensor_rank is None or asked.vocabulary == "whole":
+    if tensor_rank is None or asked.auto or asked.vocabulary == "whole":  # a wish of the planner is no plan yet
         return model
     return DividedHead(model, asked.stages)
 

@@ -44,13 +44,13 @@ def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1, pieces: Jo
         SpecError: the device has no peak for the job's arithmetic.
         CaptureError: the model cannot be captured.
     """
-    train, tied, trained_tied, slicing = job.train, 0, None, None
+    train, tied, trained_tied, slicing, head = job.train, 0, None, None, None
     model: GptSpec | list[LayerWork]
     if isinstance(job.model, GptSpec):
         model = job.model
     else:
         result = pieces or job_pieces(divided(job, 1), alike=True)
-        model, slicing = [tensor_rank.work for tensor_rank in result.tensor_ranks], result.slicing
+        model, slicing, head = [rank.work for rank in result.tensor_ranks], result.slicing, result.head
         tied, trained_tied = tied_values(result), tied_values(result, trained=True)
         model = [divided_experts(work, experts, job.parallel.imbalance) for work in model]
     momentum = train.momentum > 0
@@ -66,6 +66,7 @@ def job_profile(job: JobSpec, cluster: ClusterSpec, experts: int = 1, pieces: Jo
             slicing=slicing,
             compiled=train.compile == "inductor" and experts == 1,  # divided experts stay eager
             loss_chunk=train.loss_chunk_tokens,
+            head=head if experts == 1 else None,
         ).model_copy(update={"experts": experts})
         for kind in cluster.kinds
     ]

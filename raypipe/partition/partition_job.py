@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from raypipe.capture.captured import Notify, cache_folder, to_stderr
 from raypipe.cost.analytic import GIB, analytic_profile, reserved_of
 from raypipe.cost.memory.parameter import parameter_bytes
-from raypipe.cost.profile import Slicing, load_profile
+from raypipe.cost.profile import HeadProfile, Slicing, load_profile
 from raypipe.cost.profile_check import check_profile
 from raypipe.cost.stages import as_exchanged
 from raypipe.cost.tensor import TensorRankWork
@@ -52,7 +52,7 @@ def partition_job(
     measured = None if profile is None else load_profile(profile)
     if measured is not None:
         check_profile(job, measured)
-    pieces, tensor_ranks, _ = job_pieces(divided(job, 1))
+    pieces, tensor_ranks, *_ = job_pieces(divided(job, 1))
     if measured is None:
         where = this_machine(job.train.dtype, schedule.devices) if described is None else described
         works = [tensor_rank.work for tensor_rank in tensor_ranks]
@@ -110,14 +110,15 @@ def captured_pieces(job: JobSpec, more: int = 0) -> JobPieces:
     from raypipe.data import declared_fields  # torch from here on
     from raypipe.models import build_model
     from raypipe.models.captured import CapturedModel
-    from raypipe.partition.pieces import pieces_of, slicing_of, tensor_ranks_of
+    from raypipe.partition.pieces import head_of, pieces_of, slicing_of, tensor_ranks_of
 
     fields = declared_fields(job.data)
     model = build_model(job, fields, tensor_rank=0)
     if more and isinstance(model, CapturedModel):
         model = model.as_if_deeper(more)
     slicing = slicing_of(job, model, fields)
-    return JobPieces(pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model), slicing)
+    head = head_of(job, model) if job.parallel.tensor == 1 else None
+    return JobPieces(pieces_of(model, job.parallel.microbatch), tensor_ranks_of(job, model), slicing, head)
 
 
 def to_capture(job: JobSpec) -> bool:
@@ -177,7 +178,7 @@ def _names(key: str | None) -> list[str]:
 #
 # Only for models whose code and configuration can be told without running any of it: the built-in GPT needs no keeping,
 # and what a function builds is known only once it has run.
-KEPT_AS = 9
+KEPT_AS = 10
 """Version of what is kept; increased when it changes, so that older pieces are no longer found."""
 REFUSALS: dict[str, type[RequestError]] = {"SpecError": SpecError, "CaptureError": CaptureError}
 """Errors that are kept, in place of the pieces of a model whose layers cannot be divided."""
@@ -190,6 +191,8 @@ class JobPieces(NamedTuple):
     tensor_ranks: tuple[TensorRankWork, ...]
     """The work of each piece; a tensor rank's share of it where the job divides layers."""
     slicing: Slicing
+    head: HeadProfile | None = None
+    """The head at the end of the last piece, where devices can divide it."""
 
 
 class _Refused(NamedTuple):
@@ -332,7 +335,7 @@ def _of_alike(job: JobSpec) -> JobPieces | None:
     for few in range(fewest, first + 5):
         if few > depth // 2:
             return None
-        pieces, works, slicing = captured_pieces(_with_layers(job, config, depth, few), depth - few)
+        pieces, works, slicing, head = captured_pieces(_with_layers(job, config, depth, few), depth - few)
         captured = _segments(pieces, works)
         blocks = [one for one in captured if one.block]
         path = blocks[-1].block.rpartition(".")[0] if blocks else ""
@@ -351,7 +354,7 @@ def _of_alike(job: JobSpec) -> JobPieces | None:
         work._replace(work=replace(work.work, name=f"{n} {piece.label}"))
         for n, (piece, work) in enumerate(zip(pieces, every, strict=True))
     )
-    return JobPieces(pieces, named, slicing)
+    return JobPieces(pieces, named, slicing, head)
 
 
 def _with_layers(job: JobSpec, config: Any, depth: int, layers: int) -> JobSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,9 +13,9 @@ from pydantic import ValidationError
 
 from raypipe.capture.capture import capture
 from raypipe.capture.meta import build_without_memory
-from raypipe.cost.gpt_work import RAYPIPE, gpt_work
+from raypipe.cost.gpt_work import RAYPIPE, STATISTIC, gpt_work
 from raypipe.cost.kernels import Kernels
-from raypipe.cost.profile import Slicing
+from raypipe.cost.profile import HeadProfile, Slicing
 from raypipe.cost.tensor import TensorRankWork
 from raypipe.errors import CaptureError, RequestError, SpecError
 from raypipe.graph.counted import ON_GPU, Autocast
@@ -24,13 +25,13 @@ from raypipe.graph.placement.problem import PlacementGraph
 from raypipe.graph.subgraph_work import captured_work
 from raypipe.job import GptSpec, JobSpec
 from raypipe.job.cluster import load_cluster
-from raypipe.job.field_types import WIDTH
+from raypipe.job.field_types import WEIGHT_WIDTH, WIDTH
 from raypipe.job.model_spec import ImportSpec
 from raypipe.models import CutTensor, GptLayers, LayeredModel
 from raypipe.models.captured import CapturedModel
 from raypipe.models.gpt import make_layer, unset_parameters
 from raypipe.models.sources.imported import Imported
-from raypipe.models.task import Field
+from raypipe.models.task import Field, Labels
 from raypipe.partition.report import Crossing, ModelPiece
 from raypipe.partition.this_machine import this_machine
 
@@ -117,6 +118,31 @@ def slicing_of(job: JobSpec, model: LayeredModel, fields: Mapping[str, Field] | 
     if isinstance(model, CapturedModel) and model.drops_attention:
         return Slicing(positions=positions, refused=DROPPING)
     return Slicing(positions=positions, shortest=model.shortest_slice)
+
+
+def head_of(job: JobSpec, model: LayeredModel) -> HeadProfile | None:
+    """Return the linear head that a model ends with; None if it has none that devices can divide."""
+    if not isinstance(model.task, Labels):
+        return None
+    try:
+        head, body = model.head, model.without_head()
+    except SpecError:
+        return None
+    read, dtype = body.read_by_head(1), job.train.dtype
+    *positions, inputs = read.shape[1:]
+    tokens = prod(positions)
+    return HeadProfile(
+        rows=head.rows,
+        row_parameters=head.row_elements,
+        tokens=tokens,
+        inputs=inputs,
+        share=1.0 - body.flops[-1] / model.flops[-1] if model.flops[-1] else 0.0,
+        input_bytes=float(tokens * inputs * read.dtype.itemsize),
+        width=WIDTH[dtype],
+        master=WEIGHT_WIDTH[dtype],
+        statistic=STATISTIC[dtype],
+        chunk=job.train.loss_chunk_tokens,
+    )
 
 
 TYPES = {"float": torch.float32, "int": torch.int64}

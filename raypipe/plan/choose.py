@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
+from math import inf
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -30,6 +31,8 @@ from raypipe.plan.best_first import (
 from raypipe.plan.candidate import Candidate, context_counts, slices_refused
 from raypipe.plan.certificate.of_plan import Certificate, Certifiers
 from raypipe.plan.choice import PlanChoice, choice_of
+from raypipe.plan.divided_heads import divided_heads
+from raypipe.plan.divided_heads import refused as no_divided_head
 from raypipe.plan.joint.better_plans import better_plans
 from raypipe.plan.plan import Plan
 from raypipe.plan.predict.prediction import Prediction
@@ -262,6 +265,8 @@ def plan_of(
     order = None if p.order is None else replace(p.order, name=p.candidate.schedule)
     parallel = ParallelSpec.model_validate(parallel_of(p, job))
     parallel = parallel.model_copy(update={"expert_order": parallel.expert_order or experts})
+    if order is not None and p.candidate.vocabulary == "split":
+        order = order.without({"R"})  # the keys say what is recomputed
     plan = Plan.of(parallel, p.cut, job.train.batch, order, p.frozen)
     bound_s = None if certificate is None else certificate.bound_s
     return plan.model_copy(update={"predicted_step_s": p.step_s, "bound_s": bound_s})
@@ -319,8 +324,15 @@ def choose(
             return largest_microbatch(judge, choice.grids, count, choice.pick)
         return best_first(judge, choice.grids, count, choice.pick, NEAR, watch)
 
-    result = searched(CONSIDERED)
-    if not result.best:
+    whole = given.get("vocabulary", "whole") == "whole"
+    if not whole and (why := no_divided_head(choice)) is not None:
+        raise SpecError("parallel.vocabulary", f"no plan divides the head: {why}", "use whole, or give the whole plan")
+    result = searched(CONSIDERED) if whole else Ranking()
+    heads = [] if greedy or result.best or ("vocabulary" in given and whole) else divided_heads(choice, inf, watch)
+    if not whole and not heads:
+        why = "no plan with these keys divides the head and fits the devices"
+        raise SpecError("parallel.vocabulary", why, "use whole, leave other keys out, or use more devices")
+    if not result.best and not heads:
         divided = []
         for copies in () if greedy or "context" in given else context_counts(job, profile, count):
             changed: Mapping[str, Any] = {"parallel": job.parallel.model_copy(update={"context": copies})}
@@ -332,26 +344,10 @@ def choose(
             return min(divided, key=lambda decision: decision.best.step_s)
         raise nothing_fits(choice, result) if remedies else SpecError("memory", "no plan fits", "use more devices")
     watch.found_plan()
-    ranked = sorted((judge.of(p.candidate).time(p, final=True) for p in result.best + result.near), key=rank_key)
-    ranked = [*(judge.of(p.candidate).with_shards(p) for p in ranked[:DIVIDED]), *ranked]
-    if not greedy:
-        ranked += chooser.divided(min(p.step_s for p in ranked))
-    ranked = sorted({id(p): p for p in ranked}.values(), key=rank_key)
-    while compiling() and not watch.over:  # what is searched from here on runs as machine code
-        time.sleep(0.02)
-    if (each_s := watch.share(1 / 4, search_s)) > 0 and "gather" not in given and not greedy:
-        ranked = sorted([*ranked, *searched_gathers(judge, ranked, each_s)], key=rank_key)
-    only = given.get("schedule") == "auto"
-    each_s = min(search_s, LEAST_S) if only and watch.over else watch.share(1 / 3, search_s)
-    if each_s > 0 and (only or "schedule" not in given):
-        orders = searched_orders(judge, ranked, each_s, better=not only)
-        if only and not orders:
-            raise SpecError("parallel.schedule", "no order could be searched here", "leave it out, or name a schedule")
-        ranked = orders if only else ranked + orders
     certifiers = Certifiers(judge)
-    if (each_s := watch.share(1 / 2, search_s)) > 0 and not greedy and may_be_arranged(given):
-        ranked = sorted(ranked, key=rank_key)
-        ranked = ranked + better_plans(judge, ranked, each_s, certifiers)
+    ranked = heads or _improved(chooser, result.best + result.near, certifiers, search_s)
+    if not heads and not greedy and "vocabulary" not in given:
+        ranked = ranked + divided_heads(choice, min(p.step_s for p in ranked), watch)
     ranked = sorted(ranked, key=rank_key)
     fastest = ranked[0]
     best = fastest if greedy else simplest(ranked)  # the rule goes by the predicted time alone
@@ -377,7 +373,7 @@ def choose(
     proof_s = watch.share(PROOF, min(MOST_PROOF_S, PROOF * search_s))
     rows = [
         replace(row, certificate=certifiers.certificate(row.prediction, proof_s if row is rows[0] else 0.0))
-        if row.prediction.fits
+        if row.prediction.fits and row.prediction.candidate.vocabulary == "whole"  # the bounds are of whole layers
         else row
         for row in rows
     ]
@@ -396,6 +392,34 @@ def choose(
         seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy, slices_refused(job, profile))),
     )
+
+
+def _improved(
+    chooser: _Chooser, found: Sequence[Prediction], certifiers: Certifiers, search_s: float
+) -> list[Prediction]:
+    """The best plans that were found, and what shards, gathers, orders and cuts make of them."""
+    choice, judge, watch = chooser.choice, chooser.judge, chooser.watch
+    given, greedy = choice.given, choice.greedy
+    ranked = sorted((judge.of(p.candidate).time(p, final=True) for p in found), key=rank_key)
+    ranked = [*(judge.of(p.candidate).with_shards(p) for p in ranked[:DIVIDED]), *ranked]
+    if not greedy:
+        ranked += chooser.divided(min(p.step_s for p in ranked))
+    ranked = sorted({id(p): p for p in ranked}.values(), key=rank_key)
+    while compiling() and not watch.over:  # what is searched from here on runs as machine code
+        time.sleep(0.02)
+    if (each_s := watch.share(1 / 4, search_s)) > 0 and "gather" not in given and not greedy:
+        ranked = sorted([*ranked, *searched_gathers(judge, ranked, each_s)], key=rank_key)
+    only = given.get("schedule") == "auto"
+    each_s = min(search_s, LEAST_S) if only and watch.over else watch.share(1 / 3, search_s)
+    if each_s > 0 and (only or "schedule" not in given):
+        orders = searched_orders(judge, ranked, each_s, better=not only)
+        if only and not orders:
+            raise SpecError("parallel.schedule", "no order could be searched here", "leave it out, or name a schedule")
+        ranked = orders if only else ranked + orders
+    if (each_s := watch.share(1 / 2, search_s)) > 0 and not greedy and may_be_arranged(given):
+        ranked = sorted(ranked, key=rank_key)
+        ranked = ranked + better_plans(judge, ranked, each_s, certifiers)
+    return ranked
 
 
 class _OthersKnownError(Exception):

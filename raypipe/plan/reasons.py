@@ -63,6 +63,8 @@ def _neighbours(p: Prediction) -> str:
 def _divided(p: Prediction) -> str:
     """Return what the copies divide; a plan that divides nothing does not say so."""
     c = p.candidate
+    if c.vocabulary == "split":
+        return "; each device has a share of the head's rows"
     if c.experts > 1:
         travels = f", whose tokens travel {_share(_exchange(p), p)} of the step" if _exchange(p) else ""
         return f"; {c.experts} copies divide experts{travels}" + (f"; {_sharded(p)}" if c.shard != "none" else "")

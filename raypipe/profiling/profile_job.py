@@ -28,7 +28,7 @@ from raypipe.job.spec import JobSpec
 from raypipe.machine_code import wait_for_ahead
 from raypipe.models import LayeredModel, build_model
 from raypipe.observe.progress import Notes
-from raypipe.partition.pieces import slicing_of
+from raypipe.partition.pieces import head_of, slicing_of
 from raypipe.profiling.effort import QUICK, STEPS, THOROUGH, Effort, keep, profile_path, read_kept
 from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.profiled_steps import to_repeat
@@ -178,7 +178,8 @@ class _Measuring:
             known = read_kept(path) if path is not None else None
             if known is not None and (result := at_present(bench, bench.facts(), *known, effort, say)) is not None:
                 measured = True
-                return result.model_copy(update={"slicing": _slicing(bench)})  # other data may differ in lengths
+                # Other data may differ in lengths.
+                return result.model_copy(update={"slicing": _slicing(bench), "head": head_of(job, bench.model)})
             profile = profile_by(bench, sizes, effort, say)
             if path is not None and profile.noise.warning() is None and not bench.interrupted:
                 keep(path, profile)
@@ -299,6 +300,7 @@ def profile_by(bench: LayerBench, sizes: Sequence[int], effort: Effort, say: Say
         taken_for=TakenFor.job(bench.job),
         batch_statistics=bench.model.batch_statistics,
         slicing=_slicing(bench),
+        head=head_of(bench.job, bench.model),
         devices=len(facts),
         devices_per_host=sharing,
         hosts=() if hosts == Hosts(sharing).of_first(len(facts)) else hosts,

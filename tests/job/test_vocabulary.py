@@ -17,7 +17,6 @@ SPLIT: dict[str, Any] = {"schedule": "1f1b", "stages": 2, "vocabulary": "split"}
 @pytest.mark.parametrize(
     ("parallel", "train", "says"),
     [
-        ({"recompute": "auto"}, {}, "parallel.vocabulary: the planner knows no plans"),
         ({"schedule": "gpipe"}, {}, "parallel.vocabulary: gpipe has no use for vocabulary = split"),
         ({"schedule": "auto"}, {}, "parallel.vocabulary: "),
         ({"stages": 1}, {}, "parallel.vocabulary: one device has nothing to divide a head with"),

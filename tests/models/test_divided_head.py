@@ -134,3 +134,14 @@ def test_what_has_no_head_of_its_own_is_refused(text_folder: Path) -> None:
     model.task = OwnLoss(model.task, ("labels",))
     with pytest.raises(SpecError, match="this model has another loss"):
         DividedHead(model, 2)
+
+
+def test_a_wish_of_the_planner_divides_nothing_yet(text_folder: Path) -> None:
+    """What is measured for it is the whole model, from which the costs of shares follow."""
+    job = job_from(
+        {
+            "name": "head", "model": MODELS["GPT"], "data": {"type": "bytes", "path": str(text_folder)},
+            "train": {"steps": 1, "batch": 6}, "parallel": {"auto": True, "stages": 2, "vocabulary": "split"},
+        }
+    )  # fmt: skip
+    assert not isinstance(build_model(job, None, 0), DividedHead)

@@ -122,6 +122,7 @@ def _communicators(profile: Profile, schedule: Schedule, setting: _Setting, copi
     everyone = schedule.devices * copies > 1
     result = [each.group_bytes * everyone] * schedule.devices
     alike = are_copies(schedule)
+    linked = [a + b for a, b in zip(schedule.graph.inputs(), schedule.graph.outputs(), strict=True)]
     for device, own in enumerate(held(schedule)):
         shared, divided = {s for s, _ in own if holders[s] > 1}, {s for s, _ in own if schedule.zero_level(s)}
         if alike:
@@ -132,7 +133,7 @@ def _communicators(profile: Profile, schedule: Schedule, setting: _Setting, copi
         if divided and setting.again > 1:  # and of those with the same experts
             result[device] += each.group_bytes * (1 + (group < min(holders)))
         rows = [(schedule.placement[replica], s) for s, replica in own]
-        neighbours = {other for row, s in rows for other in (*row[:s][-1:], *row[s + 1 :][:1])}
+        neighbours = {row[other] for row, s in rows for other in linked[s]}
         result[device] += each.edge_bytes * len(neighbours - {device})
     return result
 

@@ -121,7 +121,8 @@ def stage_memory(
     last = len(profile.layers) - 1
     # The executor holds a stage's output, with its graph, until the backward.
     output = own[-1].output_bytes * samples
-    arriving = profile.layers[layers[0] - 1].output_bytes * samples if layers[0] else 0.0
+    before = profile.layers[layers[0] - 1].output_bytes if layers[0] else 0.0
+    arriving = (before if own[0].input_bytes is None else own[0].input_bytes) * samples
     values, tied = trained_parameters(profile, layers), profile.trained_tied
     ends = {0, last} & set(layers)
     within = float(tied * each.gradient) if len(ends) == 2 else 0.0

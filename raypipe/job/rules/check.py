@@ -45,7 +45,7 @@ def problems(
     yield from _graphs(train, parallel)
     yield from _experts(model, train, parallel)
     yield from _context(train, parallel)
-    yield from _vocabulary(train, parallel)
+    yield from vocabulary_rules(train, parallel)
     if train.loss_chunk_tokens is not None and train.compile != "none":
         why = f"compiled stages (compile: {train.compile}) keep their logits whole"
         yield "train.loss_chunk_tokens", why, "leave it out, or use compile: none"
@@ -320,13 +320,10 @@ def _context(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
         yield key, why, "use context: 1, or set train.tokens_per_step to null"
 
 
-def _vocabulary(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
+def vocabulary_rules(train: TrainSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
     """Keys that cannot be combined with a head whose rows the devices divide."""
     if parallel.vocabulary == "whole":
         return
-    if parallel.auto:
-        fix = "give schedule: 1f1b, stages and microbatch, or use whole"
-        yield "parallel.vocabulary", "the planner knows no plans that divide a head", fix
     for key, wanted in (
         ("tensor", 1),
         ("experts", 1),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from raypipe.cost.collectives import collective_seconds
+from raypipe.cost.divided_head import as_divided
 from raypipe.cost.hosts import Hosts, Layout, words
 from raypipe.cost.kinds import capacities
 from raypipe.cost.memory import DeviceMemory, device_memory
@@ -71,7 +72,7 @@ class PlanPredictor:
             SpecError: the plan is of another model.
         """
         parallel, train, order = plan.parallel, self.job.train, Order(self._order(plan))
-        profile = as_exchanged(self.profile, train, parallel)
+        profile = as_exchanged(as_divided(self.profile, parallel), train, parallel)
         memory = device_memory(
             profile,
             tuple(range(own[0], own[-1] + 1) for own in plan.cut),
@@ -96,7 +97,7 @@ class PlanPredictor:
         """Return the costs of the plan's tasks."""
         parallel, order = plan.parallel, self._order(plan)
         copy = replace(order.without(SHARDED), sharding=None)
-        profile = as_exchanged(self.profile, self.job.train, parallel)
+        profile = as_exchanged(as_divided(self.profile, parallel), self.job.train, parallel)
         costs = costs_of(
             profile,
             plan.cut,
@@ -206,6 +207,7 @@ def _is_of(profile: Profile, job: JobSpec, plan: Plan) -> bool:
     """Return whether the profile has the costs of this job's layers, as the plan cuts them."""
     try:
         check_profile(job, profile)
+        layers = as_divided(profile, plan.parallel).layers
     except SpecError:
         return False
-    return len(profile.layers) == sum(map(len, plan.cut))
+    return len(layers) == sum(map(len, plan.cut))
