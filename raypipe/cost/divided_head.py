@@ -83,7 +83,7 @@ def _without(last: LayerProfile, head: HeadProfile) -> LayerProfile:
 
 
 def _share(last: LayerProfile, head: HeadProfile, shares: int, said: float) -> LayerProfile:
-    """What the first, and largest, share costs."""
+    """Return what the first, and largest, share costs."""
     rows = head.rows_of(shares)
     part = head.share * rows / head.rows
     sizes = LinearHead(

@@ -170,13 +170,11 @@ OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 """Megatron-LM's names of optimizers."""
 SPELLED = ("gpt", "gpt2", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 """Types of models that the arguments describe in full."""
+_ATTENTION = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 LATENT = {
-    "deepseek_v2": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    "deepseek_v3": (
-        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
-        "routed_scaling_factor",
-    ),
-}  # fmt: skip
+    "deepseek_v2": _ATTENTION,
+    "deepseek_v3": (*_ATTENTION, "q_lora_rank", "n_group", "topk_group", "routed_scaling_factor"),
+}
 """Types with latent attention: the keys that Megatron-LM does not have the same defaults for."""
 AS_THEY_STAND = {
     "rms_norm_eps": "norm-epsilon",
