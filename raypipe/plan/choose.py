@@ -317,6 +317,10 @@ def choose(
             "auto is an order that is searched for, and there is no time to search",
             "give --search some seconds, or leave the schedule out",
         )
+    every = choice
+    if given.get("experts") in (None, "auto") and not greedy:
+        # Experts that must be divided over E copies and then again have small bounds, and gathers over slower links.
+        choice = replace(choice, grids=[g for g in choice.grids if judge.of(g).room_on(g, again=1) > 0] or choice.grids)
     chooser = _Chooser(choice, watch)
 
     def searched(count: int) -> Ranking:
@@ -328,6 +332,9 @@ def choose(
     if not whole and (why := no_divided_head(choice)) is not None:
         raise SpecError("parallel.vocabulary", f"no plan divides the head: {why}", "use whole, or give the whole plan")
     result = searched(CONSIDERED) if whole else Ranking()
+    if whole and not result.best and len(choice.grids) < len(every.grids):
+        choice, chooser = every, _Chooser(every, watch)
+        result = searched(CONSIDERED)
     heads = [] if greedy or result.best or ("vocabulary" in given and whole) else divided_heads(choice, inf, watch)
     if not whole and not heads:
         why = "no plan with these keys divides the head and fits the devices"

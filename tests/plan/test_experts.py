@@ -81,6 +81,24 @@ def test_the_best_of_all_numbers_of_copies(memory_gib: float, sent_bytes: float)
     assert all(p.candidate.update == "wait" for n, p in alone.items() if n > 1)
 
 
+@pytest.mark.parametrize("experts", [2, "auto"])
+def test_copies_with_the_same_experts_divide_these_again_where_nothing_else_fits(experts: int | str) -> None:
+    """Thirty times as many parameters: of 2 GiB a device, halves of the experts alone take more."""
+
+    def heavy(profile: Profile) -> Profile:
+        more = ("parameters", "expert_parameters")
+        layers = (x.model_copy(update={name: 30 * getattr(x, name) for name in more}) for x in profile.layers)
+        return profile.model_copy(update={"layers": tuple(layers)})
+
+    profiles = mixtures(2, 1e6)
+    halves = {Sharing(experts=2): heavy(profiles[Sharing(experts=2)])}
+    job = make_job(layers=4, parallel={"auto": True, "stages": 1, "experts": experts})
+    judge, grid = Predictor(halves[Sharing(experts=2)], job.train, 6), Grid(1, 4, 1, 2, experts=2)
+    assert judge.room_on(grid, again=1) < 0 < judge.room_on(grid)
+    best = choose(job, heavy(profiles[ALONE]), search_s=0, shared=halves).best
+    assert (best.candidate.experts, best.candidate.shard) == (2, "zero3")
+
+
 def test_tokens_that_cost_nothing_are_sent_and_dear_ones_are_not() -> None:
     def chosen(sent_bytes: float) -> Any:
         profiles = mixtures(8, sent_bytes)

@@ -130,7 +130,7 @@ def _communicators(profile: Profile, schedule: Schedule, setting: _Setting, copi
         else:
             in_turn = sum((group > 1) + (holders[s] > group > 1) for s in divided)
             result[device] += each.group_bytes * (len(shared) + in_turn)
-        if divided and setting.again > 1:  # and of those with the same experts
+        if divided and profile.experts > 1 and setting.again > 1:  # and of those with the same experts
             result[device] += each.group_bytes * (1 + (group < min(holders)))
         rows = [(schedule.placement[replica], s) for s, replica in own]
         neighbours = {row[other] for row, s in rows for other in linked[s]}

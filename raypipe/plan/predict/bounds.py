@@ -261,11 +261,11 @@ class Bounds(CandidateCosts):
         busy = self.profile.placed.busy(grid.stages * grid.replicas)
         return work * min(crowding(kind, busy) for kind in self.profile.kinds) * (1 - 1e-9)
 
-    def room_on(self, grid: Grid) -> float:
+    def room_on(self, grid: Grid, again: int | None = None) -> float:
         """Return the bytes that weights, gradients and optimizer state leave on some device of any plan of the grid at
-        most; negative if none fits."""
+        most; negative if none fits. ``again``: see ``_static``."""
         group = grid.replicas if self.divides and self.asked.get("shard") != "none" else 1
-        return self._most_memory - self._static(grid.stages, 3, group)
+        return self._most_memory - self._static(grid.stages, 3, group, again)
 
     def _memory_time(self, microbatch: int) -> MemoryTime:
         """Return the time that memory costs a step, whatever the cut, for a micro-batch size.
@@ -304,11 +304,13 @@ class Bounds(CandidateCosts):
             self._whole[microbatch] = float(times["forward"].sum()), joint, apart, min(inputs, joint)
         return self._whole[microbatch]
 
-    def _static(self, stages: float, level: int = 0, group: int = 1) -> float:
+    def _static(self, stages: float, level: int = 0, group: int = 1, again: int | None = None) -> float:
         """Weights, gradients and optimizer state: some device of a pipeline holds at least so much, of which copies
-        divide among ``group`` what the ZeRO level says."""
+        divide among ``group`` what the ZeRO level says, and experts among ``again``: by default all of them that hold
+        the same ones."""
         each, experts, dense, frozen, process = self._held
-        shared = dense / group + experts / copies_of_experts(group, self.profile.experts)
+        again = copies_of_experts(group, self.profile.experts) if again is None else again
+        shared = dense / group + experts / again
         shares = (shared if level >= least else dense + experts for least in (3, 2, 1, 1))
         held = sum(part * share for part, share in zip(each, shares, strict=True))
         return (held + frozen) / stages + process
