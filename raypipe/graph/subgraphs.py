@@ -16,8 +16,8 @@ Source: Lai et al. 2023 (Merak), section 4.2, Algorithms 1 and 2. The difference
 - Operations that depend on raw inputs alone (attention masks) are replicated where they are needed, and do not pull.
 - The default share is an eighth of an average block, so that a single norm before the head does not close a sub-graph,
   but an attention does, whatever the size of the vocabulary.
-- A sub-graph is also closed where a block begins, so that light blocks among heavy ones (dense ones before many with
-  experts) keep sub-graphs of their own.
+- A sub-graph is also closed where the first block begins, and behind a block that it holds whole, so that light blocks
+  among heavy ones (dense ones before many with experts) keep sub-graphs of their own.
 - Neighbours outside the blocks, of which one has no matrix product, are merged (token and position embedding).
 """
 
@@ -112,7 +112,9 @@ def _starts(graph: OperationGraph, share: float) -> list[int]:
             continue
         aside = not graph.users[number] and number not in returned  # it only writes a buffer
         if not closed and visited >= 0 and graph.blocks[number] not in ("", graph.blocks[visited]) and parameters[-1]:
-            closed, outputs[-1] = True, visited  # a block begins
+            begun = starts[-1] == 0 or graph.blocks[starts[-1] - 1] != graph.blocks[visited]
+            if begun or not graph.blocks[visited]:  # the first block begins, or one behind a block that is whole here
+                closed, outputs[-1] = True, visited
         if closed and not aside:
             starts.append(number)
             outputs.append(-1)

@@ -306,7 +306,9 @@ class InPlace:
 def _wait_until_given_up(nodes: Collection[str]) -> None:
     """Wait until Ray has given up those of nodes that are gone: what it starts there before then ends with them."""
     deadline = time.monotonic() + GIVEN_UP_S
-    while gone(nodes) & {node["NodeID"] for node in ray.nodes() if node["Alive"]} and time.monotonic() < deadline:
+    while (lost := gone(nodes)) and time.monotonic() < deadline:
+        if not lost & {node["NodeID"] for node in ray.nodes() if node["Alive"]}:
+            return
         time.sleep(LOOK_S)
 
 

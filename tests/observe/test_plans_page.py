@@ -22,7 +22,8 @@ JOB, CLUSTER = ROOT / "jobs" / "gpt2-1.3b.yaml", ROOT / "cluster" / "devices" / 
 
 @pytest.fixture(scope="module")
 def decision() -> Decision:
-    job = load_job(JOB, ["parallel.schedule=1f1b", "parallel.stages=8", "parallel.recompute=full"])
+    keys = ["schedule=1f1b", "stages=8", "recompute=full", "vocabulary=whole"]
+    job = load_job(JOB, [f"parallel.{key}" for key in keys])
     return choose(job, job_profile(job, load_cluster(CLUSTER).resized(8)), top=4)
 
 

@@ -89,6 +89,7 @@ def test_a_replacement_on_another_node(elastic: object, tmp_path: Path, monkeypa
 
     asked: list[Any] = []
     monkeypatch.setattr(InPlace, "_replace", replaced)
+    monkeypatch.setattr(module, "gone", lambda nodes: set())
     monkeypatch.setattr(module, "check_hosts", lambda *given: asked.append(given) or {"other": "sees no directory"})
     places = SimpleNamespace(place=SimpleNamespace(is_broken=lambda: True))
     group = {"places": places, "locations": at("first", "lost"), "actors": [], "calls": ["failed"], "elsewhere_s": 0.0}
