@@ -1,4 +1,4 @@
-"""What a model costs whose head's rows are divided over the devices of a pipeline (``parallel.vocabulary: split``).
+"""Costs of a model whose head's rows are divided over the devices of a pipeline (``parallel.vocabulary: split``).
 
 Its layers are those of ``models.divided_head``: the model itself, a share of the head for each device, and the loss. A
 share makes its logits and, of these, the gradient of what the head reads, in its forward; and its logits once more for

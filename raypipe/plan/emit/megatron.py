@@ -46,6 +46,8 @@ def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
         head.append(f"rotary positions are plain in place of {rope}")
     if optimizer not in OPTIMIZERS:
         head.append(f"the optimizer is Adam in place of {optimizer}")
+    if unsaid := [*_unsaid(model, job.train)]:
+        head.append(f"no argument here says {', '.join(unsaid)}")
     return "".join(f"# {line}\n" for line in head) + "".join(f"--{line}\n" for line in _arguments(layout, job))
 
 
@@ -89,6 +91,18 @@ def _arguments(layout: TrainerLayout, job: JobSpec) -> Iterator[str]:
         some = layout.deepest if whole else recomputed_blocks(layout, layers_to_recompute(p, layout.cut) or set())
         yield f"recompute-method {'uniform' if whole else 'block'}"
         yield f"recompute-num-layers {some}"
+
+
+def _unsaid(model: DecoderShape, train: TrainSpec) -> Iterator[str]:
+    """Yield the job's keys that the arguments leave to Megatron-LM, which does otherwise."""
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if model.config.get(key):
+            yield f"model.config.{key}"
+    if train.weight_decay and train.decay == "all":  # it decays matrices alone
+        yield "train.decay"
+    for key, plain in (("groups", ()), ("lr_table", None), ("label_smoothing", 0.0)):
+        if getattr(train, key) != plain:
+            yield f"train.{key}"
 
 
 def _training(train: TrainSpec) -> Iterator[str]:
@@ -157,6 +171,10 @@ def _model(model: DecoderShape) -> Iterator[str]:
             yield f"moe-ffn-hidden-size {model.expert_width}"
         if model.shared_width is not None:
             yield f"moe-shared-expert-intermediate-size {model.shared_width}"
+            if model.kind == "qwen2_moe":
+                yield "moe-shared-expert-gate"
+        if model.kind in RAW_WEIGHTS and not model.config.get("norm_topk_prob"):
+            yield "moe-router-pre-softmax"
         if model.dense_first:
             yield f"moe-layer-freq ([0]*{model.dense_first}+[1]*{model.blocks - model.dense_first})"
         if model.kind == "deepseek_v3":
@@ -166,6 +184,8 @@ def _model(model: DecoderShape) -> Iterator[str]:
         yield "untie-embeddings-and-output-weights"
 
 
+RAW_WEIGHTS = ("deepseek_v2", "qwen2_moe", "qwen3_moe")
+"""Types whose routers weigh the chosen experts by the softmax over all of them, unless ``norm_topk_prob`` is set."""
 OPTIMIZERS = {"adamw": "adam", "sgd": "sgd"}
 """Megatron-LM's names of optimizers."""
 SPELLED = ("gpt", "gpt2", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3")

@@ -190,6 +190,22 @@ def test_megatron_is_told_of_a_mixtures_experts() -> None:
             TRAINERS["megatron"].write(layout, job.model_copy(update={"model": bare}))
 
 
+@pytest.mark.parametrize("normalised", [True, False])
+def test_megatron_is_told_how_a_router_weighs_and_of_a_gate(normalised: bool) -> None:
+    config = {
+        "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_experts": 8, "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 32, "norm_topk_prob": normalised,
+    }  # fmt: skip
+    model, data = {"hf": "qwen2_moe", "config": config, "sequence": 32}, {"type": "bytes", "path": "."}
+    train = {"steps": 1, "batch": 8}
+    job = job_from({"name": "own", "model": model, "data": data, "train": train, "parallel": {"auto": True}})
+    lines = (
+        TRAINERS["megatron"].write(TrainerLayout(parallel=ParallelSpec(), cut=(range(6),), batch=8), job).splitlines()
+    )
+    assert "--moe-shared-expert-gate" in lines
+    assert ("--moe-router-pre-softmax" in lines) != normalised
+
+
 def test_megatron_is_told_the_sizes_alone_of_a_model_whose_arguments_are_not_known() -> None:
     config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
     train, data = {"steps": 1, "batch": 8}, {"type": "bytes", "path": "."}
@@ -217,6 +233,10 @@ def test_megatron_is_told_how_a_model_is_trained() -> None:
     assert {"--optimizer adam", "--lr 0.01", "--adam-beta2 0.95", "--weight-decay 0.1", "--lr-decay-style cosine",
             "--lr-warmup-iters 5", "--clip-grad 0", "--attention-dropout 0", "--hidden-dropout 0"} <= adamw  # fmt: skip
     assert {"--attention-dropout 0.1", "--hidden-dropout 0.1"} <= lines("gpt2")
+    assert "# no argument here says train.decay" in adamw
+    smoothed = lines("llama", decay="matrices", label_smoothing=0.1)
+    assert "# no argument here says train.label_smoothing" in smoothed
+    assert not any("no argument" in line for line in lines("llama", decay="matrices"))
     assert {"--optimizer sgd", "--sgd-momentum 0.5"} <= lines("llama", optimizer="sgd", momentum=0.5)
     assert "# the optimizer is Adam in place of muon" in lines("llama", optimizer="muon")
     scaled = lines("llama", {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0})
