@@ -318,7 +318,7 @@ def trained_parameters(profile: Profile, layers: Sequence[int]) -> int:
     A matrix that two of the layers share counts once; if they are on two stages, each stage updates its own copy.
     """
     tied = profile.trained_tied if _both_ends(profile, layers) else 0
-    return sum(profile.layers[i].trained for i in layers) - tied
+    return sum(map(times_of_stages(profile.layers).trained.__getitem__, layers)) - tied
 
 
 def narrow_bytes(profile: Profile, layers: Sequence[int]) -> float:
@@ -348,7 +348,7 @@ def frozen_stages(profile: Profile, cut: Cut) -> tuple[int, ...]:
 
 
 def _both_ends(profile: Profile, layers: Sequence[int]) -> bool:
-    return {0, len(profile.layers) - 1} <= set(layers)
+    return 0 in layers and len(profile.layers) - 1 in layers
 
 
 def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...]:

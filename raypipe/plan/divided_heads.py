@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from raypipe.cost.divided_head import divided_cut, divided_head
+from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.rules.check import vocabulary_rules
@@ -91,7 +92,11 @@ class _Heads:
 
     def least(self, grid: Grid) -> float:
         """Return a lower bound on the step: all work evenly on all devices."""
-        return sum(self.judge(grid.stages).layer_times(grid.microbatch)) * grid.microbatches / grid.stages
+        # There is a judge for every number of stages; what they have in common is asked of one.
+        body = self.choice.judge.by[ALONE].layer_times(grid.microbatch)[:-1]
+        rest, share, *_ = self.judge(grid.stages).profile.layers[len(body) :]
+        last, each = (t.forward + t.joint for t in (times_at(layer, grid.microbatch) for layer in (rest, share)))
+        return (sum(body) + last + grid.stages * each) * grid.microbatches / grid.stages
 
     def plans(self, grid: Grid) -> Iterator[Prediction]:
         """Yield the plan of a division of the devices, with activations of blocks recomputed where it only fits so."""
