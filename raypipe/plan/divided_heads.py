@@ -14,6 +14,7 @@ from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.rules.check import vocabulary_rules
+from raypipe.plan.best_first import Ranking
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choice import PlanChoice
 from raypipe.plan.cut.layers import cut_layers, line_of
@@ -49,15 +50,18 @@ def refused(choice: PlanChoice) -> str | None:
     return None
 
 
-def divided_heads(choice: PlanChoice, most_s: float, watch: Watch) -> list[Prediction]:
+def divided_heads(choice: PlanChoice, most_s: float, watch: Watch) -> Ranking:
     """Return plans that divide the head's rows, fit, and have a shorter step than ``most_s``."""
+    result = Ranking()
     if refused(choice) is not None:
-        return []
-    heads, result = _Heads(choice), list[Prediction]()
+        return result
+    heads = _Heads(choice)
     for grid in [g for g in heads.grids() if heads.least(g) < most_s][:GRIDS]:
         if watch.over:
             break
-        result += (p for p in heads.plans(grid) if p.step_s < most_s)
+        fitting = list(heads.plans(grid))
+        result.searched, result.timed = result.searched + 1, result.timed + len(fitting)
+        result.best += (p for p in fitting if p.step_s < most_s)
     return result
 
 
