@@ -10,6 +10,7 @@ import torch
 
 from raypipe.checkpoint import open_checkpoint
 from raypipe.job.spec import JobSpec
+from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.tensor import is_experts
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
@@ -76,6 +77,9 @@ PLANS = [
     ),
 ]
 
+OPENED = {(4, "zero3", None): 1 + 1 + 2 + 2, (4, "zero2", 2): 1 + 2 + 2 + 2}
+"""By replicas, ``shard`` and ``shard_replicas`` of one stage, whose experts two copies divide, the process groups: all
+devices, the members of shard groups, those with the same shards or experts, and those that divide experts."""
 RECOMPUTED_LAYERS = {"early-recompute": 2, "full": 2, "[2]": 1}
 """By schedule or ``parallel.recompute``."""
 
@@ -89,6 +93,11 @@ def test_the_losses_are_those_of_one_device(
     done = drive(job_of(text_folder, parallel), stage_pool, tmp_path)
     assert done.losses == pytest.approx(reference.losses, abs=1e-9, rel=0)
     assert done.val_losses == pytest.approx(reference.val_losses, abs=1e-9, rel=0)
+    (started,) = (row for row in read_rows(tmp_path / EVENTS) if row["event"] == "started")
+    if (
+        opened := OPENED.get((parallel["replicas"], parallel.get("shard"), parallel.get("shard_replicas")))
+    ) is not None:
+        assert started["process_groups"] == opened
     # Per layer and micro-batch of a group: counts, numbers, tokens, weights and the way back; three of them backwards.
     recomputed = RECOMPUTED_LAYERS.get(str(parallel.get("recompute", parallel["schedule"])), 0)
     microbatches = 8 // parallel.get("microbatch", 2) // parallel["experts"] * parallel.get("slices", 1)

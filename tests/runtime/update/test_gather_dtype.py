@@ -19,10 +19,10 @@ from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers, build_model
 from raypipe.runtime.update import flat_weights, shards
 from raypipe.runtime.update.flat_weights import FlatWeights
-from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import Schedule, Shape, generate
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
+from raypipe.schedule.sharding import sum_groups
 from tests.cost.test_memory_of_a_step import MACHINE, Noise, executor, sliced
 from tests.cost.test_memory_of_shards import Copies
 from tests.exhaustive import exhaustive
@@ -62,7 +62,7 @@ def one_step(
 
     monkeypatch.setattr(FlatWeights, "gather", gather)
     monkeypatch.setattr(FlatWeights, "reduce_scatter", reduce_scatter)
-    groups: Any = {n: Copies(2) for n in shard_groups(schedule.sharding, schedule.placement)}
+    groups: Any = {n: Copies(2) for n in sum_groups(schedule.placement, schedule.sharding)}
     runner = executor(spec, schedule, cut, 2, "bfloat16", groups=groups)
     torch.manual_seed(0)  # of the data
     loss = runner.run(programs(schedule)[0], 0, 1e-3).loss_sum
@@ -119,7 +119,7 @@ def trains(rank: int, folder: str, wide: bool, name: str, chunks: int, results: 
 
     flat_weights.start_all_gather = gather
     _, schedule = two_copies(name, chunks, "microbatch")
-    groups = {n: dist.new_group([0, 1]) for n in shard_groups(schedule.sharding, schedule.placement)}
+    groups = {n: dist.new_group([0, 1]) for n in sum_groups(schedule.placement, schedule.sharding)}
     spec = GptSpec(layers=2, hidden=64, heads=4, sequence=32, vocabulary=128, dropout=0.0, tie_embeddings=False)
     cut = [range(4)] if chunks == 1 else [range(2), range(2, 4)]
     runner = executor_of(
