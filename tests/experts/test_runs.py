@@ -173,10 +173,25 @@ modules: {self_attn.q_proj: {column: num_attention_heads}, self_attn.k_proj: {co
 
 
 @pytest.mark.runs
-def test_with_attention_divided_over_tensor_ranks(reference, stage_pool, text_folder, tmp_path) -> None:
-    """Each tensor rank exchanges tokens with its own of the other copy. Checkpoints hold both kinds whole."""
+@pytest.mark.parametrize(
+    "shared",
+    [
+        TWO,
+        {**TWO, "shard": "zero3"},
+        *exhaustive(
+            {**TWO, "shard": "zero1"},
+            {"replicas": 4, "experts": 2, "shard": "zero2"},
+            {"replicas": 4, "experts": 2, "shard": "zero3"},
+            {"replicas": 4, "experts": 2, "shard": "zero2", "shard_replicas": 2},
+        ),
+    ],
+    ids=lambda p: "-".join(str(v) for v in p.values()),
+)
+def test_with_attention_divided_over_tensor_ranks(shared, reference, stage_pool, text_folder, tmp_path) -> None:
+    """Each tensor rank exchanges tokens with its own of the other copy, and divides with its own what it holds, twice
+    where two copies have the same experts. Checkpoints hold all kinds whole."""
     (tmp_path / "table.yaml").write_text(TABLE)
-    parallel = {"stages": 1, "tensor": 2, "tensor_table": str(tmp_path / "table.yaml"), **TWO}
+    parallel = {"stages": 1, "tensor": 2, "tensor_table": str(tmp_path / "table.yaml"), **shared}
     done = drive(job_of(text_folder, parallel), stage_pool, tmp_path / "run")
     assert done.losses == pytest.approx(reference.losses, abs=1e-9, rel=0)
     saved, alone = (open_checkpoint(run.checkpoints[4]) for run in (done, reference))
