@@ -66,7 +66,7 @@ class ShardedStage:
         for name, p in module.trained.items():
             axis: str = self.cuts[name].axis if name in self.cuts else ""
             if name not in undivided and (axis != "experts" or experts is not None):
-                narrow = gather_dtype if level == 3 and p in cast and axis != "experts" else None
+                narrow = gather_dtype if level == 3 and p in cast else None
                 alike.setdefault((p.dtype, name in costs, narrow, axis), {})[name] = p
         self.flats: list[FlatWeights] = []
         self._of: list[tuple[Holders, str]] = []
