@@ -156,3 +156,11 @@ def test_two_processes_train_to_the_same_bits_with_fewer_bytes(name, chunks, tmp
     for (_, losses, sent), (_, wide_losses, wide_sent) in zip(*found, strict=True):
         assert losses == wide_losses
         assert sent < 0.56 * wide_sent
+
+
+def test_autocast_makes_no_copies_of_experts() -> None:
+    _, _, profile = sliced("mixtral", "bfloat16")
+    blocks = [layer for layer in profile.layers if layer.expert_parameters]
+    assert len(blocks) == 2
+    for layer in blocks:
+        assert 0 < layer.cast_bytes <= 2 * (layer.parameters - layer.expert_parameters)
