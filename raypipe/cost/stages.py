@@ -324,7 +324,7 @@ def trained_parameters(profile: Profile, layers: Sequence[int]) -> int:
 def narrow_bytes(profile: Profile, layers: Sequence[int]) -> float:
     """Return the bytes of a stage's weights that copies gather in 16 bits, where they divide them (ZeRO level 3).
 
-    They are those that autocast would cast. A matrix that two layers share, and experts, are gathered as they are.
+    They are those that autocast would cast, which experts are not. A matrix that two layers share is gathered as it is.
     """
     if not profile.gathers_narrow:
         return 0.0
@@ -332,8 +332,9 @@ def narrow_bytes(profile: Profile, layers: Sequence[int]) -> float:
 
     def of(i: int) -> float:
         layer = profile.layers[i]
-        aside = layer.expert_parameters + (tied if i == last else 0)
-        return max(0.0, min(layer.cast_bytes - each * aside, each * (layer.trained - aside)))
+        aside = tied if i == last else 0
+        trained = layer.trained - layer.expert_parameters - aside
+        return max(0.0, min(layer.cast_bytes - each * aside, each * trained))
 
     return sum(map(of, layers))
 

@@ -113,6 +113,10 @@ CAPTURED = {
         "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 256, "vocab_size": 256,
     },
+    "mixtral": {
+        "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 256, "vocab_size": 256, "num_local_experts": 8,
+    },
 }  # fmt: skip
 ONE, TWO = [range(6)], [range(3), range(3, 6)]
 CASES = [

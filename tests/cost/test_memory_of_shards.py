@@ -11,10 +11,10 @@ from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
 from raypipe.job import GptSpec
 from raypipe.runtime.update import collectives, flat_weights
-from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
+from raypipe.schedule.sharding import sum_groups
 from tests.cost.test_memory_of_a_step import MACHINE, executor, most_at_once
 from tests.exhaustive import ONLY
 from tests.runtime.update.test_buckets import Done
@@ -73,7 +73,7 @@ def test_a_copys_bytes_are_those_of_the_model(name, chunks, level, policy, copie
     narrow = profile.model_copy(update={"gathers_narrow": dtype == "bfloat16" and hasattr(torch.Tensor, "grad_dtype")})
     predicted = device_memory(narrow, cut, schedule, MICROBATCH)[0]
 
-    groups: Any = {n: Copies(copies) for n in shard_groups(schedule.sharding, schedule.placement)}
+    groups: Any = {n: Copies(copies) for n in sum_groups(schedule.placement, schedule.sharding)}
     runner = executor(SPEC, schedule, cut, MICROBATCH, dtype, groups=groups)
     most = most_at_once(runner, programs(schedule)[0])
     kept = [t for m in runner.modules.values() for t in m.named.values()]
