@@ -27,7 +27,7 @@ from tests.runtime.runs.test_loss_functions import HERE as LOSSES
 from tests.runtime.runs.test_own_losses import HERE as DETECTION
 from tests.runtime.runs.test_own_losses import matched, pictures
 
-HERE = "tests.runtime.validation.test_loss_figures"
+HERE = "tests.runtime.executor.test_loss_figures"
 Returned = tuple[Tensor, Mapping[str, Any]]
 
 

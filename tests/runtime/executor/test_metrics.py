@@ -18,11 +18,11 @@ from raypipe.models.task import NextToken
 from raypipe.observe.run_dir import RECORD
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.early_stop import Patience, score
-from raypipe.runtime.validation.metrics import MicrobatchPredictions, Predictions, ValidationMetrics, together
+from raypipe.runtime.executor.metrics import MicrobatchPredictions, Predictions, ValidationMetrics, together
 from raypipe.trained import load_body
 from tests.runtime.runs.small_runs import drive, small_job
 
-HERE = "tests.runtime.validation.test_metrics"
+HERE = "tests.runtime.executor.test_metrics"
 SEEN: list[Predictions] = []
 
 
