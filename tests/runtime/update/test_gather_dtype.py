@@ -23,8 +23,7 @@ from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import Schedule, Shape, generate
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
-from tests.cost.test_memory_of_a_step import MACHINE, Noise, executor, sliced
-from tests.cost.test_memory_of_shards import Copies
+from tests.cost.test_memory_of_a_step import MACHINE, Copies, Noise, executor, sliced
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.one_device import executor_of
 from tests.runtime.update.test_buckets import Done
