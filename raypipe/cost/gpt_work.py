@@ -228,7 +228,7 @@ def _head(model: GptSpec, dtype: str, software: Software, loss_chunk: int | None
             split_workspace_bytes=0.0,
         )
         sizes = LinearHead(
-            chunk=loss_chunk, tokens=s, inputs=h, outputs=model.vocabulary, width=e, master=m, statistic=stat
+            chunk=loss_chunk, tokens=s, inputs=h, rows=model.vocabulary, width=e, master=m, statistic=stat
         )
         return with_head(rest, sizes)
     ahead, inputs, grads = linear_products(s, h, model.vocabulary, linear=False)
