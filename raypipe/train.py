@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
     from raypipe.runtime.cluster.attempts import RunRequest
+    from raypipe.runtime.executor.metrics import ValidationMetrics
     from raypipe.runtime.hosts.devices import DeviceRequest
     from raypipe.runtime.hosts.reserve import Reservation
-    from raypipe.runtime.validation.metrics import ValidationMetrics
 
 __all__ = ["Prepared", "claim", "execute", "make_plan", "prepare_run", "run", "saved_job", "with_plan"]
 
@@ -286,10 +286,10 @@ def _on_devices(
     Returns what it ended with, and what Ray Train returned or raised.
     """
     from raypipe.runtime.cluster.attempts import RunRequest
-    from raypipe.runtime.group.worker_group import start_beside
     from raypipe.runtime.hosts.rank_order import kinds_of
     from raypipe.runtime.hosts.reserve import reserve, take_idle
     from raypipe.runtime.saving.neighbour_copies import copies_kept
+    from raypipe.runtime.worker.worker_group import start_beside
 
     def hold_for(prepared: Prepared, run_id: str | None = None) -> Reservation:
         def notify(message: str) -> None:

@@ -87,8 +87,8 @@ def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
 
     import ray
 
-    from raypipe.runtime.group.worker_group import WorkerGroup
     from raypipe.runtime.worker.worker import StageWorker
+    from raypipe.runtime.worker.worker_group import WorkerGroup
 
     actors: list[object] = []
 

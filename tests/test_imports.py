@@ -16,9 +16,8 @@ LAYERS = [
 ]  # fmt: skip
 """The rooms, in the order that data flows through them."""
 RUNTIME = [
-    "transport", "clocks", "process", "backward", "stage", "update", "validation", "setup", "hosts",
-    "executor", "compiled", "graphs", "samples", "state", "recovery", "worker", "group", "saving", "driver",
-    "cluster", "emulation", "session",
+    "transport", "process", "backward", "stage", "update", "setup", "hosts", "executor", "compiled", "graphs",
+    "state", "recovery", "worker", "saving", "driver", "cluster", "emulation", "session",
 ]  # fmt: skip
 """The rooms of ``runtime``, in their order; the files beside them are the driver's."""
 PLANNING = {

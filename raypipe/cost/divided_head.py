@@ -7,7 +7,7 @@ the weight gradient: four products where a whole head takes three.
 
 from __future__ import annotations
 
-from raypipe.cost.layer_work import LayerWork, LinearHead, TaskWork, with_head
+from raypipe.cost.layer_work import LayerWork, TaskWork, with_head
 from raypipe.cost.profile import HeadProfile, LayerProfile, Profile, TaskTimes
 from raypipe.cost.stages import Cut
 from raypipe.errors import SpecError
@@ -86,16 +86,6 @@ def _share(last: LayerProfile, head: HeadProfile, shares: int, said: float) -> L
     """Return what the first, and largest, share costs."""
     rows = head.rows_of(shares)
     part = head.share * rows / head.rows
-    sizes = LinearHead(
-        chunk=head.chunk or head.tokens,
-        tokens=head.tokens,
-        inputs=head.inputs,
-        outputs=rows,
-        width=head.width,
-        master=head.master,
-        statistic=head.statistic,
-        scales=head.scales,
-    )
     none = TaskWork()
     bare = LayerWork(
         name="head",
@@ -108,9 +98,9 @@ def _share(last: LayerProfile, head: HeadProfile, shares: int, said: float) -> L
         split_workspace_bytes=0.0,
         waiting_bytes=0.0,
     )
-    work = with_head(bare, sizes)
+    work = with_head(bare, head.model_copy(update={"rows": rows}))
     # Logits and their gradients are narrow before and after the loss.
-    narrow = 2.0 * head.width * sizes.chunk * rows if head.width != head.statistic else 0.0
+    narrow = 2.0 * head.width * (head.chunk or head.tokens) * rows if head.width != head.statistic else 0.0
     logits = work.chunk_bytes + narrow
 
     def times(of: TaskTimes) -> TaskTimes:

@@ -49,7 +49,7 @@ class Software:
 
 RAYPIPE = Software()
 PYTORCH_2020 = Software(fused_attention=False, keyed_dropout=False, fused_tanh_gelu=False, fused_copies=False)
-"""PyTorch 1 as of 2020; ``tests/cost/test_published_blocks.py`` compares it with published figures."""
+"""PyTorch 1 as of 2020; ``tests/cost/test_published.py`` compares it with published figures."""
 MEGATRON = Software(keyed_dropout=False, autocast=False, attention="cudnn", cast_bytes=4)
 """Fused kernels on 16-bit weights; the memory reported for ZeroPP's code base implies that it works this way."""
 SOFTWARE: dict[str, Software] = {"raypipe": RAYPIPE, "pytorch-2020": PYTORCH_2020, "megatron": MEGATRON}
@@ -228,7 +228,7 @@ def _head(model: GptSpec, dtype: str, software: Software, loss_chunk: int | None
             split_workspace_bytes=0.0,
         )
         sizes = LinearHead(
-            chunk=loss_chunk, tokens=s, inputs=h, outputs=model.vocabulary, width=e, master=m, statistic=stat
+            chunk=loss_chunk, tokens=s, inputs=h, rows=model.vocabulary, width=e, master=m, statistic=stat
         )
         return with_head(rest, sizes)
     ahead, inputs, grads = linear_products(s, h, model.vocabulary, linear=False)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from raypipe.job.field_types import Count, Positive, Spec
+
 
 class Product(NamedTuple):
     """A matrix product of one sample: ``rows x depth`` times ``depth x columns``."""
@@ -179,23 +181,24 @@ class LayerWork:
 # A linear head whose loss is computed chunk by chunk (``runtime/backward/chunked_loss.py``).
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearHead:
+class LinearHead(Spec):
     """The sizes of a linear head and of its loss."""
 
-    chunk: int
-    """Tokens whose logits are there at once."""
-    tokens: int
+    rows: Positive
+    """Of its matrix: classes."""
+    tokens: Positive
     """Of one sample."""
-    inputs: int
-    outputs: int
-    width: int
-    """Bytes of a value that the product reads or writes."""
-    master: int
+    inputs: Positive
+    """Values that it reads of one token."""
+    width: Positive
+    """Bytes of a value that its product reads or writes."""
+    master: Positive
     """Bytes of a parameter."""
-    statistic: int
+    statistic: Positive
     """Bytes of a value of the loss."""
-    scales: int = 0
+    chunk: Positive | None = None
+    """``train.loss_chunk_tokens``: tokens whose logits are there at once; None: all of a sample."""
+    scales: Count = 0
     """Operations that work on every logit by itself."""
 
 
@@ -206,8 +209,8 @@ def with_head(rest: LayerWork, head: LinearHead) -> LayerWork:
     the head reads, the weight gradient makes the logits again.
     """
     e, stat, stream = head.width, head.statistic, head.tokens * head.inputs
-    logits, matrix = head.tokens * head.outputs, head.inputs * head.outputs
-    ahead, inputs, grads = linear_products(head.tokens, head.inputs, head.outputs, linear=False)
+    logits, matrix = head.tokens * head.rows, head.inputs * head.rows
+    ahead, inputs, grads = linear_products(head.tokens, head.inputs, head.rows, linear=False)
     narrow = e != head.master
     weights = float(matrix * e + (matrix * (head.master + e) if narrow else 0))
     scaled = 2 * head.scales * e * logits
@@ -241,5 +244,5 @@ def with_head(rest: LayerWork, head: LinearHead) -> LayerWork:
         waiting_bytes=(rest.waiting_bytes or 0.0) + e * stream + 8 * head.tokens,
         workspace_fixed_bytes=max(rest.workspace_fixed_bytes, float(matrix * (head.master + (e if narrow else 0)))),
         # Logits, log-probabilities, and the gradients of both.
-        chunk_bytes=float(head.chunk * head.outputs * (e * (1 + head.scales) + 3 * stat)),
+        chunk_bytes=float((head.chunk or head.tokens) * head.rows * (e * (1 + head.scales) + 3 * stat)),
     )

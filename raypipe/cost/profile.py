@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from raypipe.cost.hosts import Hosts
-from raypipe.cost.layer_work import ExpertsWork
+from raypipe.cost.layer_work import ExpertsWork, LinearHead
 from raypipe.job.field_types import Devices, Positive, ReduceDtype, Spec
 from raypipe.job.reading import load_json
 from raypipe.job.spec import JobSpec
@@ -234,30 +234,15 @@ class Slicing(Spec):
     """Why the model cannot run in slices, as a clause; empty if it can."""
 
 
-class HeadProfile(Spec):
+class HeadProfile(LinearHead):
     """The linear head that a model ends with, where devices can divide its rows (``cost/divided_head.py``)."""
 
-    rows: Positive
     row_parameters: Positive
     """Parameter values of one row."""
-    tokens: Positive
-    """Of one sample."""
-    inputs: Positive
-    """Values that it reads of one token."""
     share: Annotated[float, Field(ge=0, le=1)]
     """The part of the last layer's operations that is its product and the loss."""
     input_bytes: Bytes
     """What it reads of one sample, as the model hands it on."""
-    width: Positive
-    """Bytes of a value that its product reads or writes."""
-    master: Positive
-    """Bytes of a parameter."""
-    statistic: Positive
-    """Bytes of a value of the loss."""
-    chunk: Positive | None = None
-    """``train.loss_chunk_tokens``: tokens whose logits are there at once; None: all of a micro-batch."""
-    scales: Count = 0
-    """Operations that work on every logit by itself."""
 
     @property
     def operand_bytes(self) -> float:

@@ -141,12 +141,12 @@ class _Sums:
 
 def _head(c: Counted, chunk: int) -> LinearHead:
     product, *scales = c.graph.linear_head
-    outputs, inputs = evaluate_all(c.graph.sources[str(c.graph.operations[product].operands[1])].type.shape, c.one)
+    rows, inputs = evaluate_all(c.graph.sources[str(c.graph.operations[product].operands[1])].type.shape, c.one)
     return LinearHead(
         chunk=chunk,
-        tokens=c.values(product) // outputs,
+        tokens=c.values(product) // rows,
         inputs=inputs,
-        outputs=outputs,
+        rows=rows,
         width=c.widths[product],
         master=ITEM_BYTES[c.graph.sources[str(c.graph.operations[product].operands[1])].type.dtype],
         statistic=_statistic(c, product),

@@ -30,8 +30,8 @@ from raypipe.plan.watch import BUDGET_S, Watch
 from raypipe.search.budget import Budget
 
 if TYPE_CHECKING:
-    from raypipe.runtime.group.worker_group import Warm
     from raypipe.runtime.hosts.reserve import Reservation
+    from raypipe.runtime.worker.worker_group import Warm
 
 
 SETTLE_S = 2.0
@@ -285,7 +285,7 @@ class Elastic:
 
     def _warm_up(self, plan: Plan) -> Warm | None:
         """Start the processes that a plan needs beside those there are; None where they start when the run pauses."""
-        from raypipe.runtime.group.worker_group import Warm
+        from raypipe.runtime.worker.worker_group import Warm
 
         reservation = self._reservation
         if reservation.together != plan.parallel.tensor or reservation.kinds:

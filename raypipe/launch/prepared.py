@@ -24,7 +24,7 @@ from raypipe.schedule.ir import Schedule
 
 if TYPE_CHECKING:
     from raypipe.models import Field, LayeredModel, Task
-    from raypipe.runtime.validation.metrics import ValidationMetrics
+    from raypipe.runtime.executor.metrics import ValidationMetrics
 
 
 class JobModel:
@@ -153,7 +153,7 @@ def check_slices(
     if parallel.slices == parallel.context == 1:
         return
     from raypipe.data import open_data
-    from raypipe.runtime.validation.metrics import validation_metrics
+    from raypipe.runtime.executor.metrics import validation_metrics
 
     if parallel.context > 1:
         model.chunk_lengths(parallel.context)
@@ -179,7 +179,7 @@ def check_compiler(job: JobSpec) -> None:
 
 def check_metrics(job: JobSpec, model: JobModel, validation: ValidationMetrics | None) -> None:
     """Raise an error if figures of a validation are asked for that nothing can compute."""
-    from raypipe.runtime.validation.metrics import validation_metrics
+    from raypipe.runtime.executor.metrics import validation_metrics
 
     best = job.train.best_metric
     if (validation or validation_metrics(job.train)) is not None:

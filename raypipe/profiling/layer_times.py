@@ -46,10 +46,10 @@ from raypipe.profiling.profiled_steps import (
     update_seconds,
 )
 from raypipe.profiling.profiling_worker import DeviceFacts
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.setup.communicators import Topology
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.kinds import BW, Kind
 from raypipe.schedule.lowering.asynchronous import WHOLE

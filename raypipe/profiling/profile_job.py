@@ -34,7 +34,6 @@ from raypipe.profiling.layer_times import LayerBench
 from raypipe.profiling.profiled_steps import to_repeat
 from raypipe.profiling.profiling_worker import DeviceFacts, StageProfiler
 from raypipe.runtime.cluster.connect import connect, connect_all
-from raypipe.runtime.group.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.rank_order import devices_of_kinds
@@ -42,6 +41,7 @@ from raypipe.runtime.hosts.reserve import Reservation, is_idle, leave_idle, rese
 from raypipe.runtime.process.memory import pool_gaps
 from raypipe.runtime.recovery.failure import outside_a_run
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of, sharers
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_actors
 from raypipe.signals import enough_by_interrupt
 
 Say = Callable[[str], None]

@@ -22,9 +22,9 @@ from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import Running
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.runtime.executor.step import MOST_STEPS, StageReport, StepResult
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.saves import Save, Saves
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part

@@ -27,18 +27,18 @@ from raypipe.plan.online.sequence import ControllerSequence
 from raypipe.plan.plan import Plan
 from raypipe.runtime.calls import CompiledSwap, DoneStep, Due, Dues, RowOrders, StepsPerCall, Ticket
 from raypipe.runtime.early_stop import Patience, patience_of
+from raypipe.runtime.executor.metrics import ValidationMetrics
 from raypipe.runtime.executor.step import StepResult, expert_loads
-from raypipe.runtime.group.worker_group import StandbyPool, WorkerGroup
 from raypipe.runtime.hosts.node_files import clear
 from raypipe.runtime.in_place import RECOVERABLE, InPlace, LeavingWorkers, LostWorkers, Recovered, in_place_for
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy, left_out_before, left_out_of
 from raypipe.runtime.recovery.replacement import completed, outcomes
 from raypipe.runtime.run_metrics import RunMetrics, RunResults
-from raypipe.runtime.samples.sample_stream import samples_streamed
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.saves import RunCheckpoints, Saved, Saves
 from raypipe.runtime.set_up_workers import install, set_up
-from raypipe.runtime.validation.metrics import ValidationMetrics
+from raypipe.runtime.worker.samples import samples_streamed
+from raypipe.runtime.worker.worker_group import StandbyPool, WorkerGroup
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 

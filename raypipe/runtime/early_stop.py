@@ -14,7 +14,7 @@ from typing import Any
 from raypipe.errors import SpecError, nearest
 from raypipe.job.train_spec import EarlyStopSpec, TrainSpec
 from raypipe.observe.run_log import METRICS, read_rows
-from raypipe.runtime.validation.metrics import PREFIX
+from raypipe.runtime.executor.metrics import PREFIX
 
 
 def score(train: TrainSpec, row: Mapping[str, Any]) -> float:

@@ -24,7 +24,6 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import Running
 from raypipe.runtime.executor.step import StepResult
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.reserve import gone
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
@@ -33,6 +32,7 @@ from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.update.ledger import Facts, Standing, agreed_steps
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.schedule.sharding import copy_ranks
 
 AT_ONE_STEP = 3

@@ -35,12 +35,12 @@ from raypipe.plan.online.recorded_steps import FEWEST
 from raypipe.plan.online.sequence import Guard
 from raypipe.plan.plan import Plan
 from raypipe.runtime.early_stop import Patience, score
+from raypipe.runtime.executor.metrics import PREFIX, ValidationMetrics
 from raypipe.runtime.executor.step import StepResult, check_samples, communication_counts, expert_loads, waits_of
 from raypipe.runtime.recovery.nonfinite import NonFiniteError, NonFinitePolicy
 from raypipe.runtime.setup.communicators import Location, sharers
 from raypipe.runtime.update.norm import clip_factor, norm_of
 from raypipe.runtime.update.optimizer import learning_rate
-from raypipe.runtime.validation.metrics import PREFIX, ValidationMetrics
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 

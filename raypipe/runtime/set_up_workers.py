@@ -17,7 +17,6 @@ from raypipe.plan.online.better_order import Running
 from raypipe.plan.plan import Plan
 from raypipe.plan.shard_ways import check_statistics
 from raypipe.runtime.graphs.device_graphs import check_graphs
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.node_files import files_of_nodes
 from raypipe.runtime.setup.communicators import Topology, check_devices, rendezvous_of
@@ -28,6 +27,7 @@ from raypipe.runtime.setup.setup import (
     tensor_rank_of,
 )
 from raypipe.runtime.update.gradients import TiedHolders, groups_of_ties
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program, check_counted, edges, programs, step_programs

@@ -33,7 +33,6 @@ from raypipe.job.spec import JobSpec
 from raypipe.observe.run_dir import RECORD
 from raypipe.observe.run_log import log_event
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.hosts.rank_order import kinds_of
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.session.call_data import Datum, Kind
@@ -42,6 +41,7 @@ from raypipe.runtime.session.session_job import check_job
 from raypipe.runtime.session.session_worker import AdamW, StageSession
 from raypipe.runtime.session.slots import Adapters
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
+from raypipe.runtime.worker.worker_group import start_worker_group
 from raypipe.service.run_files import check_served
 from raypipe.train import Prepared, prepare_run
 

@@ -384,7 +384,7 @@ class PipelineTrainer(Optimization, Figures):
         if self._metrics is not None and self._generates:
             _say("validations while training have the loss alone: evaluate() and predict() generate")
         elif self._metrics is not None:
-            from raypipe.runtime.validation.metrics import ValidationMetrics
+            from raypipe.runtime.executor.metrics import ValidationMetrics
 
             validation = ValidationMetrics(self._metrics, self._preprocess)
         job = self._job(data, model)

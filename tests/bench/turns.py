@@ -21,7 +21,7 @@ from rich.table import Table
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.emulation.emulated_run import Emulated, Rehearsal, run_rehearsal, start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import DeviceFaults
-from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.schedule.costs import CostTable, each_latency
 
 MS = 1e-3

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +17,7 @@ from raypipe.launch.run_directory import check_snapshot
 from raypipe.runtime.hosts import reserve
 from raypipe.runtime.hosts.devices import DeviceRequest
 
-ROOT = Path(__file__).parents[2]
 CPU = DeviceRequest(1.0, 0.0)
-PRIVATE = re.compile(r"ray\._|ray\.experimental|ray\.autoscaler\.v2|ray\.\S*\._internal|_raylet|_node_ip_address")
 GONE = """
 import sys
 from pathlib import Path
@@ -48,23 +44,6 @@ def test_the_installed_ray_has_it(one: PrivateName) -> None:
 def test_what_has_no_name_in_a_module_is_as_it_was() -> None:
     assert find("ray._private.runtime_env.constants", "RAY_JOB_CONFIG_JSON_ENV_VAR") == JOB_CONFIG
     assert ray_private.NODE_ADDRESS in (ray.init.__doc__ or "")
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "raypipe").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
-def test_nothing_else_uses_one(path: Path) -> None:
-    if path.name == "ray_private.py":
-        return
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            names = [ast.unparse(node)]
-        else:
-            names = [node.arg or ""] if isinstance(node, ast.keyword) else []
-        used = [name for name in names if PRIVATE.match(name)]
-        assert not used, f"{path}: {used} belongs into raypipe/compat/ray_private.py"
 
 
 def test_without_them_ray_is_asked_in_public(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

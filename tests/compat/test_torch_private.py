@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from raypipe.compat import PrivateName, torch_private
 from raypipe.compat.torch_private import CHECKED, NAMES
-
-ROOT = Path(__file__).parents[2]
-ROOMS = "capture graph models tensor checkpoint runtime/backward runtime/compiled runtime/graphs runtime/stage"
-CLEAN = ROOMS.split()
-"""Rooms that take them from the module."""
-PRIVATE = re.compile(r"torch\.(_(?!_version__)|utils\._|fx\.experimental|nn\.modules\.[a-z]+\._)")
 
 
 @pytest.mark.parametrize("one", NAMES, ids=lambda one: one.name)
@@ -35,18 +26,6 @@ def test_a_name_that_moved_says_what_does_not_work(monkeypatch: pytest.MonkeyPat
         torch_private.Moved  # noqa: B018
     with pytest.raises(AttributeError):
         torch_private.Unknown  # noqa: B018
-
-
-@pytest.mark.parametrize("path", sorted(p for room in CLEAN for p in (ROOT / "raypipe" / room).rglob("*.py")), ids=str)
-def test_nothing_else_uses_one(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = []
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            names = [ast.unparse(node)]
-        used = [name for name in names if PRIVATE.match(name)]
-        assert not used, f"{path}: {used} belongs into raypipe/compat/torch_private.py"
 
 
 def test_importing_the_module_brings_no_torch() -> None:

@@ -7,6 +7,7 @@ One device runs whole schedules, with two stages on it where the schedule has ch
 import gc
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,23 +15,30 @@ from torch.profiler import ProfilerActivity, profile
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.memory import device_memory
+from raypipe.cost.sizes import divided_sequences
 from raypipe.graph.counted import ON_CPU
 from raypipe.job import GptSpec
 from raypipe.job.cluster import cluster_from
 from raypipe.job.spec import job_from
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import DTYPES, GptLayers, build_model
+from raypipe.models.current_slice import own_chunks
 from raypipe.partition.job_costs import tied_values
 from raypipe.partition.partition_job import job_pieces
 from raypipe.partition.pieces import tensor_ranks_of
+from raypipe.runtime.stage.inputs import Copies
+from raypipe.runtime.update import collectives, flat_weights
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.lowering.asynchronous import WHOLE, parts
 from raypipe.schedule.lowering.programs import programs
-from raypipe.schedule.passes import add_recompute, add_updates
+from raypipe.schedule.passes import add_recompute, add_updates, place_gradient_sync, replicate, shard
+from raypipe.schedule.sharding import sum_groups
 from raypipe.schedule.verify import verify
-from tests.exhaustive import crossed, exhaustive
+from raypipe.tensor import SoloGroup, set_group
+from tests.exhaustive import ONLY, crossed, exhaustive
 from tests.runtime.runs.one_device import executor_of
+from tests.runtime.update.test_buckets import Done
 
 LINK = {"latency_us": 1, "bandwidth_gb_s": 1}
 MACHINE = cluster_from(
@@ -290,3 +298,116 @@ def test_pipedream_has_no_gradients_when_a_backward_begins(device, changes):
     (predicted,) = device_memory(analytic_profile(spec, MACHINE, "float32", [2]), ONE, chain, 2)
     result = measured(partial(executor, spec, chain, ONE, 2, "float32"), chain, 3)
     assert predicted.total == pytest.approx(result, rel=0.04), predicted.terms()
+
+
+# Bytes that the runtime's own sharded stages take on one of several copies, against the memory model.
+
+
+SPEC = GptSpec(layers=4, hidden=128, heads=4, sequence=64, vocabulary=256, dropout=0.0, tie_embeddings=False)
+MICROBATCH = 2
+CUTS = {1: [range(6)], 2: [range(3), range(3, 6)]}
+SHARDED = [
+    pytest.param(name, chunks, level, policy, copies, dtype, marks=() if daily else ONLY)
+    for name, chunks in (("1f1b", 1), ("bfs", 2), ("zeropp", 2))
+    for level in (1, 2, 3)
+    for policy in ("step", "unit", "microbatch")
+    for copies in (2, 4)
+    for dtype in ("float32", "bfloat16")
+    # Where weights are not divided nothing is gathered for a task; every level has both numbers of copies.
+    for usual in [(level == 3 or policy == "step") and copies == (4 if level == 2 or policy == "unit" else 2)]
+    for daily in [usual and (dtype == "float32" or (level == 3 and policy != "unit"))]
+]
+
+
+class FirstOfGroup:
+    """A process group of which only the first member exists."""
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+
+    def size(self) -> int:
+        return self._members
+
+    def rank(self) -> int:
+        return 0
+
+
+def gather(whole: torch.Tensor, own: torch.Tensor, group: FirstOfGroup) -> Done:
+    for other in whole.view(group.size(), -1):
+        if other.data_ptr() != own.data_ptr():
+            other.copy_(own)
+    return Done()
+
+
+def scatter(own: torch.Tensor, whole: torch.Tensor, group: FirstOfGroup) -> Done:
+    own.copy_(whole.view(group.size(), -1)[0])
+    return Done()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "chunks", "level", "policy", "copies", "dtype"), SHARDED)
+def test_a_copys_bytes_are_those_of_the_model(name, chunks, level, policy, copies, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(flat_weights, "start_all_gather", gather)
+    monkeypatch.setattr(collectives, "start_reduce_scatter", scatter)
+    one = generate(name, Shape(devices=1, microbatches=4, chunks=chunks))
+    whole = shard(replicate(one, copies), level, gather=policy, copies=copies)
+    schedule = add_updates(place_gradient_sync(whole, "lazy"))
+    cut = CUTS[chunks]
+    profile = analytic_profile(SPEC, MACHINE, dtype, [MICROBATCH])
+    narrow = profile.model_copy(update={"gathers_narrow": dtype == "bfloat16" and hasattr(torch.Tensor, "grad_dtype")})
+    predicted = device_memory(narrow, cut, schedule, MICROBATCH)[0]
+
+    groups: Any = {n: FirstOfGroup(copies) for n in sum_groups(schedule.placement, schedule.sharding)}
+    runner = executor(SPEC, schedule, cut, MICROBATCH, dtype, groups=groups)
+    most = most_at_once(runner, programs(schedule)[0])
+    kept = [t for m in runner.modules.values() for t in m.named.values()]
+    kept += [flat.shard for stage in runner.sync.shards.values() for flat in stage.flats]
+    kept += [t for o in runner.updates.optimizers.values() for state in o.state.values() for t in state.values()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    assert predicted.total == pytest.approx(most + sum(storages.values()), rel=0.05), predicted.terms()
+
+
+# What copies that divide sequences hold: the bytes that the runtime allocates on one of them.
+
+
+class FirstCopy(SoloGroup):
+    """The first of several copies, without the others: it gets as much as they would send."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.clone() for _ in range(self.size)]
+
+    def start_all_to_all(self, x: torch.Tensor, sends: Any, receives: Any) -> Any:
+        return x.clone(), lambda: None
+
+
+def first_copy(copies: int, *of: Any) -> Any:
+    runner = executor(*of)
+    length = runner.io_specs.model.positions // (2 * copies)
+    lengths = dict.fromkeys(("input_ids", "shift_labels"), length)
+    runner.feed.hold(own_chunks(0, copies), lengths, Copies(4, 1))
+    return runner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype", "copies", "recompute"),
+    [("1f1b", "float32", 2, False), ("zb-h1", "float32", 4, False), ("gpipe", "bfloat16", 2, True)],
+)
+def test_a_copy_keeps_its_share_of_a_sequence(name: str, dtype: str, copies: int, recompute: bool) -> None:
+    spec = GptSpec(layers=4, hidden=128, heads=4, sequence=256, vocabulary=256, dropout=0.1)
+    schedule = generate(name, Shape(devices=1, microbatches=4))
+    if recompute:
+        schedule = add_recompute(schedule, "early")
+    whole = analytic_profile(spec, MACHINE, dtype, [2])
+    (predicted,) = device_memory(divided_sequences(whole, copies), ONE, schedule, 2)
+    (alone,) = device_memory(whole, ONE, schedule, 2)
+    set_group(FirstCopy(copies), "context")
+    try:
+        result = measured(partial(first_copy, copies, spec, schedule, ONE, 2, dtype), schedule)
+    finally:
+        set_group(SoloGroup(), "context")
+    assert predicted.total == pytest.approx(result, rel=0.04), predicted.terms()
+    assert predicted.activations == pytest.approx(alone.activations / copies, rel=0.02)

@@ -181,9 +181,9 @@ def reserves_none(rank: int, opened: Communicators, device: torch.device) -> Non
     """An actor that reserves no GPU becomes a worker on a node that has one."""
     import ray
 
-    from raypipe.runtime.group.worker_group import Places, StageStandby
     from raypipe.runtime.hosts.devices import DeviceRequest
     from raypipe.runtime.hosts.reserve import reserve
+    from raypipe.runtime.worker.worker_group import Places, StageStandby
     from tests.ray_environment import start_ray
 
     start_ray(2, forks=False)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from raypipe.plan.choose import Decision
     from raypipe.plan.plan import Plan
     from raypipe.runtime.compiled.program import Compiled
-    from raypipe.runtime.group.worker_group import WorkerGroup
+    from raypipe.runtime.worker.worker_group import WorkerGroup
 
 GPUS = 4
 NEAR = 0.05
@@ -175,7 +175,7 @@ def plainly(graph: GraphModule, fake: object, backward: bool) -> Compiled:
 @contextlib.contextmanager
 def group_of(count: int, profiles: bool = False) -> Iterator[WorkerGroup]:
     """Start a worker on each of the first ``count`` GPUs, for the block."""
-    from raypipe.runtime.group.worker_group import WorkerGroup
+    from raypipe.runtime.worker.worker_group import WorkerGroup
 
     actors = [Actor(rank, profiles) for rank in range(count)]
     try:

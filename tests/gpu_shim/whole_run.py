@@ -26,7 +26,7 @@ MOST_GPUS = 64
 """Of cuda.c: the file of its counts has what is taken of so many GPUs now, and then at most so far."""
 A_STEP = " in run_step"
 """The function of a worker that issues a step, as stacks name it; what it calls may not wait for the GPU."""
-FIRST_MARK = "clocks/clock.py"
+FIRST_MARK = "process/clock.py"
 """The one wait of a worker's first step: before it there was no event from which times could be counted."""
 
 

@@ -24,8 +24,8 @@ from raypipe.observe.run_log import EVENTS, RunLog, read_rows, slow_devices
 from raypipe.observe.run_record import summarise
 from raypipe.plan.choose import choose
 from raypipe.plan.plan import build_schedule, load_plan
-from raypipe.runtime.group import worker_group
 from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.worker import worker_group
 from raypipe.train import prepare_run
 from tests.plan.conftest import make_job, make_profile
 from tests.plan.test_experts import measured

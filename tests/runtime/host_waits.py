@@ -25,9 +25,9 @@ from raypipe.job import GptSpec
 from raypipe.job.spec import load_job
 from raypipe.models import DTYPES, GptLayers, host_copies
 from raypipe.models.host_copies import runs_behind
-from raypipe.runtime.clocks import clock
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StepResult
+from raypipe.runtime.process import clock
 from raypipe.runtime.setup.communicators import GLOO
 from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update import side_stream

@@ -1,12 +1,13 @@
 """The search's promises: any placement and rule, the memory kept, the clock kept, honest figures."""
 
+import itertools
 import random
 import time
 
 import pytest
 
 from raypipe.errors import ScheduleError
-from raypipe.schedule import Shape, generate
+from raypipe.schedule import SCHEDULES, Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Rules, StageGraph
 from raypipe.schedule.live_activations import peak_activations
@@ -16,9 +17,12 @@ from raypipe.search.budget import Budget
 from raypipe.search.order_bounds import lower_bound
 from raypipe.search.placements import placed
 from raypipe.search.problem import build
+from raypipe.search.search import search_recompute
 from raypipe.simulate import lower_bound as bounds
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.period import period
+from tests.bench.search.zero_bubble_heuristic import shortest
+from tests.exhaustive import crossed
 
 
 @pytest.mark.parametrize("seed", range(100, 130))
@@ -182,3 +186,119 @@ def test_tasks_that_take_no_time(name, times):
     result = search(placement, 3, costs, memory_limit=2, budget_s=0.1)
     verify(result.schedule, 2)
     assert simulate(result.schedule, costs).makespan == result.makespan >= result.bound
+
+
+# The search never ends with a longer order than a named schedule of the same placement and memory.
+
+
+NAMES = sorted(set(SCHEDULES) - {"dapple", "pipedream", "pipedream-2bw"})
+"""Of steps with one version of the weights, each once."""
+
+
+def shape_of(name, rng):
+    options = SCHEDULES[name].options
+    depth = 2 * rng.randint(1, 3) if "chimera" in name or name in ("gems", "dualpipe") else rng.randint(2, 6)
+    return Shape(
+        devices=depth,
+        microbatches=2 * depth if SCHEDULES[name].paired else rng.randint(max(2, depth // 2), 2 * depth),
+        chunks=rng.randint(1, 2) if "chunks" in options else 1,
+        memory_limit=depth + 1 if "memory_limit" in options and rng.random() < 0.5 else None,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "objective"), crossed(NAMES, ["makespan", "span", "period"]))
+def test_no_named_schedule_is_shorter(name, objective):
+    """Hardly any time to search: what is found is mostly what the search began with."""
+    rng = random.Random(f"{name} {objective}")
+    for _ in range(2):
+        shape = shape_of(name, rng)
+        stages = stages_of(name, shape)
+        times = [tuple(float(rng.randint(1, 12)) for _ in range(stages)) for _ in range(4)]
+        zeros = (0.0,) * stages
+        costs = CostTable(
+            forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=times[3], all_reduce=zeros,
+            update=zeros, comm=float(rng.randint(0, 4)),
+        )  # fmt: skip
+        named = generate(name, shape, costs)
+        timeline = simulate(named, costs)
+        result = search(
+            named.placement, shape.microbatches, costs, memory_limit=max(timeline.peak_activations), rules=named.rules,
+            recompute={t.stage for t in named.tasks() if t.kind == "R"}, objective=objective, budget_s=0.02,
+        )  # fmt: skip
+        assert max(peak_activations(result.schedule)) <= max(timeline.peak_activations)
+        length = {"makespan": timeline.makespan, "span": max(timeline.device_spans)}.get(objective)
+        assert result.value <= (period(named, costs) if length is None else length) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "early-recompute", "shifted-critical-path"])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_nor_where_the_search_chooses_what_recomputes(name, limit):
+    """More stages than it has time to try one by one."""
+    rng = random.Random(name)
+    shape = Shape(devices=7, microbatches=9)
+    times = [tuple(float(rng.randint(1, 12)) for _ in range(7)) for _ in range(3)]
+    zeros = (0.0,) * 7
+    costs = CostTable(
+        forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=times[0], all_reduce=zeros,
+        update=zeros, comm=1.0,
+    )  # fmt: skip
+    named = generate(name, shape, costs)
+    held = max(peak_activations(named)) * (limit or 1)
+    result = search_recompute(named.placement, 9, costs, memory_limit=held, budget_s=0.05)
+    assert result.value <= simulate(named, costs).makespan
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nor_is_the_zero_bubble_heuristic(seed):
+    """Very uneven lines, in 1F1B's memory and others; the heuristic as the benchmarks have it, from its description."""
+    rng = random.Random(seed)
+    depth = rng.randint(2, 9)
+    count, memory = rng.randint(1, 2 * depth), rng.choice((depth, depth, rng.randint(1, 2 * depth)))
+    times = [tuple(t * rng.uniform(1, 4) for _ in range(depth)) for t in (10, 12, 8)]
+    zeros = (0.0,) * depth
+    costs = CostTable(
+        forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros, update=zeros,
+        comm=tuple(rng.uniform(0, 5) for _ in range(depth)),
+    )  # fmt: skip
+    result = search((tuple(range(depth)),), count, costs, memory_limit=memory, budget_s=0.02)
+    verify(result.schedule, memory)
+    assert result.value <= shortest(depth, count, costs, memory) * (1 + 1e-9)
+
+
+# The choice of stages that recompute.
+
+
+@pytest.mark.parametrize(("depth", "count"), [(3, 6), (4, 8), (6, 9)])
+def test_merak_is_found(depth, count):
+    """F = R = 1, BW = 2: the shifted critical path, 4N + 3(D - 2), with one activation a device."""
+    costs = CostTable.even(depth, recompute=1)
+    result = search_recompute((tuple(range(depth)),), count, costs, memory_limit=1, split=False)
+    verify(result.schedule, 1)
+    assert result.value == 4 * count + 3 * (depth - 2)
+    assert depth - 1 not in {t.stage for t in result.schedule.tasks() if t.kind == "R"}
+
+
+def test_with_memory_enough_nothing_is_recomputed():
+    result = search_recompute(((0, 1, 2),), 6, CostTable.even(3, recompute=1), memory_limit=3)
+    assert {t.kind for t in result.schedule.tasks()} == {"F", "B", "W"}
+    assert result.gap == 0
+
+
+@pytest.mark.slow
+def test_against_every_choice_of_stages():
+    """Three uneven stages in two activations: no choice of stages, each searched on its own, is shorter."""
+    costs = CostTable(
+        forward=(3, 2, 4), input_grad=(3, 4, 3), weight_grad=(2, 3, 2), recompute=(3, 2, 4), all_reduce=(0, 0, 0),
+        update=(0, 0, 0), comm=1,
+    )  # fmt: skip
+    result = search_recompute(((0, 1, 2),), 6, costs, memory_limit=2, budget_s=3)
+    verify(result.schedule, 2)
+    assert max(peak_activations(result.schedule)) <= 2
+    every = [
+        search(((0, 1, 2),), 6, costs, memory_limit=2, recompute=chosen, budget_s=0.3).value
+        for size in range(4)
+        for chosen in itertools.combinations(range(3), size)
+    ]
+    assert result.value <= min(every)
+    assert result.bound <= min(every)

@@ -195,7 +195,7 @@ class PreparedDocuments:
 
 # Documents as a dataset that this process reads by itself, for profiling and for one device.
 #
-# A run reads them through Ray Data instead: ``runtime/samples``. Both give the same samples.
+# A run reads them through Ray Data instead: ``runtime/worker/samples``. Both give the same samples.
 class Documents:
     """Packed documents as the raw inputs of a task.
 

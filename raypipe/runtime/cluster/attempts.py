@@ -31,13 +31,7 @@ from raypipe.observe.timelines import save_timelines
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.plan.predict.of_plan import on_hosts
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.group.worker_group import (
-    Survivors,
-    WorkerGroup,
-    start_worker_group,
-    those_that_leave,
-    warm_ones,
-)
+from raypipe.runtime.executor.metrics import ValidationMetrics, validation_metrics
 from raypipe.runtime.hosts.devices import NO_GPUS
 from raypipe.runtime.hosts.rank_order import by_number, kinds_of, kinds_on_hosts
 from raypipe.runtime.hosts.reserve import Kept, Reservation, reserved_by
@@ -53,7 +47,13 @@ from raypipe.runtime.recovery.failure import (
 from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, index_of
 from raypipe.runtime.saving.saves import RunCheckpoints
-from raypipe.runtime.validation.metrics import ValidationMetrics, validation_metrics
+from raypipe.runtime.worker.worker_group import (
+    Survivors,
+    WorkerGroup,
+    start_worker_group,
+    those_that_leave,
+    warm_ones,
+)
 
 DRIVER_DIED = "the driver's process died"
 ATTEMPTED = ".attempted"

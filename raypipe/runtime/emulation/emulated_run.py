@@ -23,12 +23,12 @@ from raypipe.runtime.driver import QUEUED_CALLS
 from raypipe.runtime.emulation.device_processes import DeviceProcesses
 from raypipe.runtime.emulation.emulated_worker import NO_FAULTS, DeviceFaults, EmulatedSetup, Routing
 from raypipe.runtime.emulation.links import Links, with_links
-from raypipe.runtime.group.worker_group import WorkerGroup, device_title
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.rank_order import located_bundles
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
+from raypipe.runtime.worker.worker_group import WorkerGroup, device_title
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
 from raypipe.schedule.ir import Schedule, StageGraph, Task, Versions

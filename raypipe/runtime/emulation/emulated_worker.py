@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from raypipe.runtime.clocks.shared_clock import SharedClock
 from raypipe.runtime.executor.runner import ProgramRunner
 from raypipe.runtime.hosts.host_check import HostQuestion, HostReport, report_host
 from raypipe.runtime.process.set_up import set_up_process
+from raypipe.runtime.process.shared_clock import SharedClock
 from raypipe.runtime.setup.communicators import Communicators, Location, Node, Topology, locate
 from raypipe.runtime.transport.channel import Prepares, Receiver, Sender, StageIOSpec, TakesIn, TensorSpec
 from raypipe.runtime.update.collectives import Push

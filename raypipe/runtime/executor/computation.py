@@ -17,6 +17,7 @@ from raypipe.models.keyed_random import RandomKeys, with_keys
 from raypipe.runtime.backward.deferred import Closure
 from raypipe.runtime.backward.segments import RecomputeBoundaries, Segment, as_leaves
 from raypipe.runtime.executor.casts import Casts
+from raypipe.runtime.executor.metrics import KeepsPredictions, MicrobatchPredictions, Preprocess
 from raypipe.runtime.executor.step import StepSettings
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.stage.stage import (
@@ -30,7 +31,6 @@ from raypipe.runtime.stage.stage import (
 )
 from raypipe.runtime.transport.channel import Payload
 from raypipe.runtime.update.weight_versions import Snapshot
-from raypipe.runtime.validation.metrics import KeepsPredictions, MicrobatchPredictions, Preprocess
 from raypipe.schedule.ir import Task as PipelineTask
 from raypipe.schedule.lowering.programs import Program
 

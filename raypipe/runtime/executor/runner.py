@@ -28,8 +28,8 @@ from torch import Tensor
 
 from raypipe.errors import TransportError
 from raypipe.models.host_copies import runs_behind
-from raypipe.runtime.clocks.clock import Spans, clock_for
 from raypipe.runtime.executor.casts import MessageCast
+from raypipe.runtime.process.clock import Spans, clock_for
 from raypipe.runtime.stage.alternate import Alternation
 from raypipe.runtime.transport.channel import (
     CountsUnreceived,

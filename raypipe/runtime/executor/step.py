@@ -16,11 +16,11 @@ from raypipe.checkpoint import ShardInfo
 from raypipe.errors import SampleCountError
 from raypipe.plan.online.controller import StepMemory
 from raypipe.plan.online.recorded_steps import StepWaits
-from raypipe.runtime.clocks.clock import Spans
 from raypipe.runtime.executor.casts import MessageCast
+from raypipe.runtime.executor.metrics import MicrobatchPredictions
 from raypipe.runtime.hosts.node_files import SentShard
+from raypipe.runtime.process.clock import Spans
 from raypipe.runtime.process.memory import MeasuredMemory
-from raypipe.runtime.validation.metrics import MicrobatchPredictions
 from raypipe.schedule.lowering.norm_policy import RequestedNormPolicy
 
 CompileState = Literal["settled", "compiling", "ready"]

@@ -23,11 +23,11 @@ from torch import Tensor
 from raypipe.data.sample_order import Split
 from raypipe.models.keyed_random import Keys, RandomKeys, holding_counters
 from raypipe.plan.online.controller import StepMemory
-from raypipe.runtime.clocks.clock import Mark, Spans
 from raypipe.runtime.compiled.layout import RandomPlaces
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StartedStep
 from raypipe.runtime.graphs.device_graphs import CudaGraphs, DeviceGraphs, Graph, GraphError
+from raypipe.runtime.process.clock import Mark, Spans
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.update.late_updates import LayerUpdates, SideUpdates
 from raypipe.runtime.update.optimizer import set_rate

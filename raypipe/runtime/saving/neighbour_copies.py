@@ -30,13 +30,13 @@ from raypipe.checkpoint import ShardInfo
 from raypipe.errors import CheckpointError, TransportError
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.devices import physical_cores
 from raypipe.runtime.hosts.node_files import SentShard, received
 from raypipe.runtime.recovery.nonfinite import LEFT_OUT, NonFiniteError
 from raypipe.runtime.saving.saves import RunCheckpoints
 from raypipe.runtime.state.keeper import Keeper
 from raypipe.runtime.state.shard_writer import KeptCopy, KeptShard, SaveBegun, shard_name, writes_of
+from raypipe.runtime.worker.worker_group import WorkerGroup
 
 NUMBERS = 1 << 32
 """Copies that each driver may number."""

@@ -28,11 +28,11 @@ from raypipe.errors import DivergenceError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.node_files import SentShard, received
 from raypipe.runtime.recovery.nonfinite import LEFT_OUT, NonFiniteError
 from raypipe.runtime.recovery.replacement import outcomes
 from raypipe.runtime.state.shard_writer import SaveBegun, writes_of
+from raypipe.runtime.worker.worker_group import WorkerGroup
 
 SCORE = "score"
 """Key of a manifest's ``meta`` where ``train.best_metric`` is not the loss: its name, and its value as a score."""

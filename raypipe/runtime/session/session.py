@@ -27,7 +27,6 @@ from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.plan import Plan
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.recovery.failure import own_error
 from raypipe.runtime.session.call_data import (
@@ -50,6 +49,7 @@ from raypipe.runtime.session.slots import Adapters
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
 from raypipe.runtime.set_up_workers import setups_of
 from raypipe.runtime.setup.communicators import check_devices
+from raypipe.runtime.worker.worker_group import WorkerGroup
 
 QUEUED = 8
 """Calls that are queued with the workers; whoever makes another one waits until the oldest has ended."""

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from raypipe.errors import ClusterError
-from raypipe.runtime.clocks.shared_clock import SharedClock, open_clock
 from raypipe.runtime.process.memory import taken_beside_tensors
+from raypipe.runtime.process.shared_clock import SharedClock, open_clock
 from raypipe.runtime.setup.silent_hosts import SilentHosts
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
 from raypipe.runtime.transport.framed.gloo import FOREVER

@@ -138,7 +138,7 @@ class Setup:
     sharding: Sharding | None = None
     """What the data-parallel copies of a stage divide; None: nothing."""
     samples: Any = None
-    """The actor that streams samples (``samples.sample_stream``); None where they are read from ``data``."""
+    """The actor that streams samples (``worker.samples``); None where they are read from ``data``."""
     done: int = 0
     """Number of steps done before."""
     left_out: int = 0

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.backward.waiting import LayerPeaks, WaitingOperands
-from raypipe.runtime.clocks.clock import Clock, Mark
+from raypipe.runtime.process.clock import Clock, Mark
 from raypipe.runtime.update.collectives import Pending, Push, start_sum, wait_for
 from raypipe.schedule.families.out_of_order import HeldMemory
 

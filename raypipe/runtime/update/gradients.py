@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from raypipe.plan.online.tune_first_k import FirstKTuner
 from raypipe.runtime.backward.waiting import WaitingOperands
-from raypipe.runtime.clocks.clock import Clock, Mark
+from raypipe.runtime.process.clock import Clock, Mark
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce, buckets_of
 from raypipe.runtime.update.collectives import Pending, Push, start_sum, wait_for

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from raypipe.models.host_copies import to_host
-from raypipe.runtime.clocks.clock import HostClock, Mark
+from raypipe.runtime.process.clock import HostClock, Mark
 from raypipe.runtime.stage.stage import MicrobatchState
 from raypipe.runtime.update.gradients import TieSum
 from raypipe.runtime.update.policy import Report, Trained, WeightUpdates

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raypipe.models.host_copies import to_host
 from raypipe.models.running_statistics import move_all, part_of_step
-from raypipe.runtime.clocks.clock import Clock, Mark
+from raypipe.runtime.process.clock import Clock, Mark
 from raypipe.runtime.stage.stage import MicrobatchState, StageModule
 from raypipe.runtime.update.buckets import BucketedAllReduce
 from raypipe.runtime.update.collectives import Push

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from raypipe.runtime.clocks.clock import HostClock
+from raypipe.runtime.process.clock import HostClock
 from raypipe.runtime.stage.stage import MicrobatchState
 from raypipe.runtime.update.buckets import BucketedAllReduce
 from raypipe.runtime.update.ledger import Ledger, Standing

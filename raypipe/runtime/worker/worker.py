@@ -22,6 +22,7 @@ from raypipe.checkpoint import Checkpoint, open_checkpoint, write_snapshot
 from raypipe.errors import TransportError
 from raypipe.models import LayeredModel, build_model
 from raypipe.runtime.executor.executor import Executor
+from raypipe.runtime.executor.metrics import Preprocess
 from raypipe.runtime.executor.step import MOST_STEPS, StageReport, StartedStep, StepResult, Written
 from raypipe.runtime.graphs.step_executor import executor_for
 from raypipe.runtime.hosts import node_files
@@ -47,7 +48,6 @@ from raypipe.runtime.recovery.replacement import (
     send_stage,
     settle,
 )
-from raypipe.runtime.samples.device_feed import device_feed
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.setup.setup import (
     TENSOR_GROUP,
@@ -69,7 +69,7 @@ from raypipe.runtime.update.optimizer import learning_rate, make_optimizer
 from raypipe.runtime.update.shards import divide, updated
 from raypipe.runtime.update.side_stream import prefer_main_stream
 from raypipe.runtime.update.weight_versions import WeightVersions
-from raypipe.runtime.validation.metrics import Preprocess
+from raypipe.runtime.worker.samples import device_feed
 from raypipe.runtime.worker.settings import (
     FOLDER,
     ProfilerWindow,

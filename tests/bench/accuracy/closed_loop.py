@@ -32,9 +32,9 @@ from raypipe.plan.online.better_order import OBJECTIVES, SYNCS, runs_ahead, step
 from raypipe.plan.plan import Plan, build_schedule, load_plan
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.group.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.worker.worker import StageWorker
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_actors
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.search import search

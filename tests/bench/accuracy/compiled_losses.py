@@ -18,8 +18,8 @@ import ray
 
 from raypipe.job.spec import job_from
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.worker.worker import StageWorker
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from tests.bench.command import options
 from tests.bench.runtime.families import TEXT, jobs
 from tests.runtime.runs.small_runs import drive

@@ -42,11 +42,11 @@ from raypipe.profiling.profiling_worker import process_bytes
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.executor.step import StepResult
-from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.worker.worker import StageWorker
+from raypipe.runtime.worker.worker_group import start_worker_group
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.train import make_plan

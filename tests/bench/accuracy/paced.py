@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from raypipe.runtime.clocks.clock import Clock, Mark
 from raypipe.runtime.emulation.emulated_worker import wait_until
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.runner import Handler
+from raypipe.runtime.process.clock import Clock, Mark
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.transport.channel import TensorSpec
 from raypipe.runtime.update.collectives import Push, wait_for

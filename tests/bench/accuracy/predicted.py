@@ -44,8 +44,8 @@ from raypipe.profiling.profile_job import profile_by
 from raypipe.profiling.profiling_worker import StageProfiler
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.group.worker_group import WorkerGroup, start_actors
 from raypipe.runtime.hosts.reserve import reserve
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_actors
 from raypipe.train import make_plan
 from tests.bench.turns import first
 

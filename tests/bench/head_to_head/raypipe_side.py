@@ -23,8 +23,8 @@ from raypipe.plan.online.recorded_steps import NO_WAITS, StepWaits
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.group.worker_group import WorkerGroup, start_worker_group
 from raypipe.runtime.hosts.reserve import reserve
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import programs

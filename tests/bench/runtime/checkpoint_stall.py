@@ -22,9 +22,9 @@ import ray
 from raypipe.checkpoint import ShardInfo, Snapshot, write_snapshot
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.worker.worker import StageWorker
+from raypipe.runtime.worker.worker_group import start_worker_group
 from tests.bench.command import options
 from tests.runtime.runs.small_runs import job_for, new_driver
 

@@ -27,10 +27,10 @@ import psutil
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.hosts.devices import physical_cores
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.saving.neighbour_copies import SHARE, NeighbourCopies, interval
+from raypipe.runtime.worker.worker_group import start_worker_group
 from tests.bench.command import options, write_rows
 from tests.ray_environment import start_ray
 from tests.runtime.runs.small_runs import job_for, new_driver

@@ -34,9 +34,9 @@ from raypipe.models import build_model
 from raypipe.models.task import NextToken
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.group.worker_group import start_worker_group
 from raypipe.runtime.hosts.reserve import reserve
-from raypipe.runtime.samples.sample_stream import SampleStream
+from raypipe.runtime.worker.samples import SampleStream
+from raypipe.runtime.worker.worker_group import start_worker_group
 from tests.bench.command import options
 from tests.runtime.runs.small_runs import new_driver
 

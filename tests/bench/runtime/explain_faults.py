@@ -26,7 +26,7 @@ from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.emulation.emulated_run import Rehearsal, rehearsal, run_rehearsal, start_emulated_devices
 from raypipe.runtime.emulation.emulated_worker import DeviceFaults
 from raypipe.runtime.emulation.links import Links
-from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.schedule import Shape, generate, stages_of
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.norm_policy import NormPolicy

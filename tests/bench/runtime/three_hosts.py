@@ -176,8 +176,8 @@ def inside(name: str, folder: Path, steps: int) -> Found:
     import ray
 
     from raypipe.runtime.cluster.connect import connect
-    from raypipe.runtime.group.worker_group import start_worker_group
     from raypipe.runtime.hosts.reserve import reserve
+    from raypipe.runtime.worker.worker_group import start_worker_group
 
     job = job_of(name, folder / "text", steps)
     directory = folder / name

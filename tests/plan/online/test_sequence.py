@@ -7,16 +7,19 @@ from typing import Any, cast
 
 import pytest
 
+from raypipe.errors import ScheduleError
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.requested_schedule import layers_to_recompute
+from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.plan.online import sequence
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.online.controller import Event, MeasuredStep, StepMemory
 from raypipe.plan.online.measured_steps import StepClock
 from raypipe.plan.online.replan import Replanner
-from raypipe.plan.online.sequence import WATCHED, ControllerSequence, Raiser
+from raypipe.plan.online.sequence import WATCHED, ControllerSequence, Guard, Raiser
 from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
+from tests.runtime.runs.small_runs import drive, small_job
 
 BATCH = 8
 PREDICTION = SimpleNamespace(step_s=2.0, bubble_ratio=0.25, costs=CostTable.even(2))
@@ -137,3 +140,41 @@ def test_no_search_follows_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> N
     assert [text.partition(" failed")[0] for text in told] == ["the search for parallel.alphas"]
     assert isinstance(loop._active, Raiser)
     assert loop.proven.parallel.alphas == 0.0
+
+
+# What only looks at training cannot end it.
+
+
+def test_a_failure_is_noted_once_and_the_rest_goes_on() -> None:
+    told: list[str] = []
+    guard = Guard(told.append)
+    calls = []
+
+    def fails(value: int) -> int:
+        calls.append(value)
+        raise ScheduleError("", "comm is -999.99\nand more", "times are finite and not negative")
+
+    assert guard("the prediction", fails, 1) is None
+    assert guard("the prediction", fails, 2) is None
+    assert guard("something else", lambda: 3) == 3
+    assert calls == [1]
+    (notice,) = told
+    assert notice.startswith("the prediction failed and is disabled")
+    assert notice.endswith("ScheduleError: comm is -999.99")
+
+
+@pytest.mark.runs
+def test_training_survives_its_prediction(stage_pool, text_folder, tmp_path, monkeypatch) -> None:
+    job = small_job(text_folder, {"schedule": "1f1b", "stages": 2}, steps=12)
+    undisturbed = drive(job, stage_pool, tmp_path / "undisturbed")
+
+    def broken(self: StepClock, at_end: bool = False) -> None:
+        raise ZeroDivisionError("whatever it meets")
+
+    monkeypatch.setattr(StepClock, "predict", broken)
+    done = drive(job, stage_pool, tmp_path / "run")
+    assert done.losses == undisturbed.losses
+    notices = [row for row in read_rows(tmp_path / "run" / EVENTS) if row["event"] == "notice"]
+    assert len(notices) == 1
+    assert "the prediction" in notices[0]["message"]
+    assert not list((tmp_path / "run").glob(".shared-*"))

@@ -18,7 +18,7 @@ from raypipe.models.losses import OwnLoss
 from raypipe.models.task import IGNORED, NextToken, cross_entropy
 from raypipe.runtime.backward.chunked_loss import ChunkedHead
 from raypipe.runtime.backward.deferred import Closure, WeightQueue
-from raypipe.runtime.validation.metrics import KeepsPredictions
+from raypipe.runtime.executor.metrics import KeepsPredictions
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.one_device import even_cut, run_step
 

@@ -17,7 +17,6 @@ import torch
 
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.calibrate import message_delays
-from raypipe.runtime.clocks.shared_clock import SharedClock
 from raypipe.runtime.emulation import emulated_worker as emulation
 from raypipe.runtime.emulation.emulated_run import (
     PROCESS_BYTES,
@@ -30,6 +29,7 @@ from raypipe.runtime.emulation.emulated_run import (
     rehearsal,
 )  # fmt: skip
 from raypipe.runtime.emulation.emulated_worker import AllReduceLane, EmulatedRunner, EmulatedSetup, wait_until
+from raypipe.runtime.process.shared_clock import SharedClock
 from raypipe.runtime.setup.communicators import Topology
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from tests.bench.runtime.explain_faults import KINDS, judge, start
 from tests.exhaustive import exhaustive
 

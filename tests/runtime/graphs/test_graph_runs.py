@@ -12,7 +12,7 @@ import ray
 
 from raypipe.errors import SpecError
 from raypipe.observe.run_log import EVENTS, read_rows
-from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from tests.exhaustive import exhaustive
 from tests.runtime.graphs.recording_worker import RecordingWorker
 from tests.runtime.runs.plain_training import plain_losses

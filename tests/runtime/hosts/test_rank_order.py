@@ -92,7 +92,7 @@ from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.rank_order import kind_of_node
 from raypipe.runtime.hosts.reserve import reserve
-from raypipe.runtime.group.worker_group import start_actors
+from raypipe.runtime.worker.worker_group import start_actors
 from ray.util import placement_group_table
 from tests.ray_environment import node_settings
 

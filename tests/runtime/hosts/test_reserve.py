@@ -16,9 +16,9 @@ import ray
 from ray.util import list_named_actors
 
 from raypipe.errors import DevicesError
-from raypipe.runtime.group.worker_group import Places, start_actors, those_that_leave
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.reserve import Reservation, reserve
+from raypipe.runtime.worker.worker_group import Places, start_actors, those_that_leave
 
 pytestmark = pytest.mark.runs
 FEW = DeviceRequest(cpus=0.01, gpus=0.0)

@@ -14,7 +14,6 @@ import ray
 import torch
 
 from raypipe.errors import CheckpointError, DeviceError, DevicesError, RunError, SpecError, TransportError
-from raypipe.runtime.group.worker_group import StageStandby
 from raypipe.runtime.recovery.failure import (
     describe,
     failure_message,
@@ -28,6 +27,7 @@ from raypipe.runtime.recovery.failure import (
     source_line,
 )
 from raypipe.runtime.recovery.replacement import parts_when_lost
+from raypipe.runtime.worker.worker_group import StageStandby
 
 GONE = TransportError("1F0 of step 1, rank 0", "connection closed by peer", "see that device's log")
 

@@ -13,9 +13,9 @@ from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
 from raypipe.runtime.driver import Driver
-from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.executor.metrics import validation_metrics
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
-from raypipe.runtime.validation.metrics import validation_metrics
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.train import make_plan
 
 Pool = Callable[[int], WorkerGroup]

@@ -13,8 +13,8 @@ import ray
 from ray import cloudpickle
 
 from raypipe.job.spec import JobSpec
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.process.set_up import heap_bytes
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from tests.runtime.runs.small_runs import drive, new_driver, small_job
 
 MODEL = {"layers": 2, "hidden": 256, "heads": 4, "sequence": 256, "dropout": 0.0}

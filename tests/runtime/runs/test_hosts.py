@@ -21,7 +21,7 @@ from tests.hosts import Host, hosts, ray_cluster
 from tests.job_files import PIPELINE, write_job
 from tests.ray_environment import without_ray
 from tests.runtime.runs.plain_training import plain_losses
-from tests.runtime.samples.from_memory import FromMemory
+from tests.runtime.worker.from_memory import FromMemory
 
 STEPS = 14
 DAY = 86_400

@@ -18,9 +18,9 @@ from raypipe.checkpoint import latest, open_checkpoint
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.runtime import calls
-from raypipe.runtime.group.worker_group import Survivors, WorkerGroup, start_worker_group
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.reserve import Reservation, reserve
+from raypipe.runtime.worker.worker_group import Survivors, WorkerGroup, start_worker_group
 from raypipe.schedule.ir import Schedule
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from raypipe.checkpoint import open_checkpoint
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime import calls as driver_calls
-from raypipe.runtime.group.worker_group import WorkerGroup
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.small_runs import Done, drive, small_job
 

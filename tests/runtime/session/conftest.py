@@ -29,9 +29,9 @@ def session_of(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
     """
     import ray
 
-    from raypipe.runtime.group.worker_group import WorkerGroup
     from raypipe.runtime.session.session import Session
     from raypipe.runtime.session.session_worker import StageSession
+    from raypipe.runtime.worker.worker_group import WorkerGroup
     from raypipe.train import make_plan
 
     actors: list[object] = []

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import ray
 
-from raypipe.runtime.group.worker_group import WorkerGroup
 from raypipe.runtime.session import session as session_module
 from raypipe.runtime.session.session import QUEUED, Call, Session
 from raypipe.runtime.session.session_worker import AdamW, StageSession
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.train import make_plan
 from tests.runtime.runs.plain_training import whole_gpt
 from tests.runtime.session.plain_calls import PlainCalls

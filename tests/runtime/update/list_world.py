@@ -1,4 +1,4 @@
-"""Ranks that exchange one number each, in lists and directly. Not a test file: test_list_exchange.py runs it.
+"""Ranks that exchange one number each, in lists and directly. Not a test file: test_norm.py runs it.
 
 ``python list_world.py RANK RANKS PORT``
 """

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypipe.runtime.clocks.clock import HostClock
+from raypipe.runtime.process.clock import HostClock
 from raypipe.runtime.update import norm as norms
 from raypipe.runtime.update.norm import DeviceShares, clip_factor, norm_of
 from raypipe.runtime.update.policy import Trained

@@ -23,8 +23,7 @@ from raypipe.schedule import Schedule, Shape, generate
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
 from raypipe.schedule.sharding import sum_groups
-from tests.cost.test_memory_of_a_step import MACHINE, Noise, executor, sliced
-from tests.cost.test_memory_of_shards import Copies
+from tests.cost.test_memory_of_a_step import MACHINE, FirstOfGroup, Noise, executor, sliced
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.one_device import executor_of
 from tests.runtime.update.test_buckets import Done
@@ -62,7 +61,7 @@ def one_step(
 
     monkeypatch.setattr(FlatWeights, "gather", gather)
     monkeypatch.setattr(FlatWeights, "reduce_scatter", reduce_scatter)
-    groups: Any = {n: Copies(2) for n in sum_groups(schedule.placement, schedule.sharding)}
+    groups: Any = {n: FirstOfGroup(2) for n in sum_groups(schedule.placement, schedule.sharding)}
     runner = executor(spec, schedule, cut, 2, "bfloat16", groups=groups)
     torch.manual_seed(0)  # of the data
     loss = runner.run(programs(schedule)[0], 0, 1e-3).loss_sum

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raypipe.errors import TransportError
-from raypipe.runtime.clocks.clock import HostClock
+from raypipe.runtime.process.clock import HostClock
 from raypipe.runtime.update.collectives import Push
 from raypipe.runtime.update.ledger import Ledger, Standing
 from raypipe.runtime.update.policy import Trained

@@ -13,8 +13,12 @@ import ray
 from ray.util import list_named_actors
 
 from raypipe.errors import TransportError
-from raypipe.runtime.group import worker_group
-from raypipe.runtime.group.worker_group import (
+from raypipe.runtime.hosts.devices import DeviceRequest
+from raypipe.runtime.hosts.reserve import Reservation, reserve
+from raypipe.runtime.setup.communicators import Location
+from raypipe.runtime.transport.channel import Peer
+from raypipe.runtime.worker import worker_group
+from raypipe.runtime.worker.worker_group import (
     Places,
     StageStandby,
     StandbyPool,
@@ -23,10 +27,6 @@ from raypipe.runtime.group.worker_group import (
     start_actors,
     start_worker_group,
 )
-from raypipe.runtime.hosts.devices import DeviceRequest
-from raypipe.runtime.hosts.reserve import Reservation, reserve
-from raypipe.runtime.setup.communicators import Location
-from raypipe.runtime.transport.channel import Peer
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes import replicate

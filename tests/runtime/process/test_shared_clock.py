@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from raypipe.errors import TransportError
-from raypipe.runtime.clocks import shared_clock
-from raypipe.runtime.clocks.shared_clock import (
+from raypipe.runtime.process import shared_clock
+from raypipe.runtime.process.shared_clock import (
     DRIFT,
     FIRST,
     ClockFollower,

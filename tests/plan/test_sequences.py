@@ -1,16 +1,19 @@
-"""Slices along the sequence in the search: chosen where nothing else fits, and never under their lower bound."""
+"""Slices and divided sequences in the search: chosen where nothing else fits, and never under their lower bound."""
 
 from pathlib import Path
 
 import pytest
 
 from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.experts import all_to_all_seconds
+from raypipe.cost.hosts import Layout
 from raypipe.cost.profile import LayerProfile, Slicing, TaskTimes
-from raypipe.cost.sizes import slice_times
+from raypipe.cost.sizes import divided_sequences, slice_times
+from raypipe.cost.stages import stage_costs
 from raypipe.errors import SpecError
 from raypipe.job.cluster import load_cluster
 from raypipe.job.spec import JobSpec, job_from, load_job
-from raypipe.plan.candidate import Candidate, slice_counts, slices_refused
+from raypipe.plan.candidate import Candidate, context_counts, grids, slice_counts, slices_refused
 from raypipe.plan.choose import choose
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
@@ -81,3 +84,61 @@ def test_a_slice_below_the_smallest_size_keeps_the_overhead() -> None:
     layer = LayerProfile(name="one", parameters=1, times={1: times(1), 2: times(2)}, kept_bytes=0, output_bytes=0)
     assert slice_times(layer, 1, 4).forward == pytest.approx(1 + 3 / 4)
     assert slice_times(layer, 2, 2).forward == times(1).forward
+
+
+# Copies that divide sequences in the search: chosen where nothing else fits, and never under their lower bound.
+
+
+def asking_divided(**parallel: object) -> JobSpec:
+    given = {"auto": True, "stages": 1, "tensor": 1, "slices": 1, "shard": "none", "microbatch": 1, **parallel}
+    return job_from({**JOB.model_dump(mode="json"), "parallel": given})
+
+
+def test_a_long_sequence_that_fits_divided_alone() -> None:
+    """Whole stages on every device, whose memory holds the model and half of what a sequence needs beside it."""
+    small = PROFILE.model_copy(update={"memory_bytes": 0.5e12})
+    best = choose(asking_divided(), small, 8, search_s=0)
+    assert best.plan.parallel.context > 2
+    assert best.best.fits
+    for copies in (1, 2):
+        with pytest.raises(SpecError, match="no plan fits"):
+            choose(asking_divided(context=copies), small, 8, search_s=0)
+    assert (
+        best.plan.parallel
+        == choose(asking_divided(context=best.plan.parallel.context), small, 8, search_s=0).plan.parallel
+    )
+
+
+def test_a_forward_takes_a_share_and_one_gather_a_layer() -> None:
+    cut = [range(26)]
+    whole = stage_costs(PROFILE, cut, 2, [[0]], split=True)
+    parts = stage_costs(divided_sequences(PROFILE, 4), cut, 2, [[0]], copies=4, split=True)
+    keys = [2 * layer.key_value_bytes for layer in PROFILE.layers]
+    once = sum(all_to_all_seconds(PROFILE, size, Layout(1, 4)) for size in keys)
+    assert once > 0
+    assert parts.forward[0] - once == pytest.approx(whole.forward[0] / 4, rel=0.02)
+    assert parts.input_grad[0] - 2 * once == pytest.approx(whole.input_grad[0] / 4, rel=0.02)
+    assert 1 <= parts.weight_grad[0] / (whole.weight_grad[0] / 4) < 1.1  # each adds to the whole matrices' gradients
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_no_divided_step_is_shorter_than_its_bound(schedule: str) -> None:
+    for copies in (2, 4):
+        roomy = divided_sequences(PROFILE.model_copy(update={"memory_bytes": 1e15}), copies)
+        judge = Predictor(roomy, JOB.train, 24)
+        for stages in (1, 2):
+            c = Candidate.on(Grid(stages, copies, 1, 8, context=copies), "1f1b" if stages == 1 else schedule)
+            result = judge.predict(c, timed=True)
+            assert judge.least(c) <= result.step_s
+            assert judge.least_on(c.grid) <= result.step_s
+
+
+def test_which_copies_may_divide_sequences() -> None:
+    assert context_counts(JOB, PROFILE, 64) == (2, 4, 8, 16)
+    assert context_counts(JOB, PROFILE, 8) == (2, 4, 8)
+    odd = PROFILE.model_copy(update={"slicing": Slicing(positions=12288)})
+    assert context_counts(JOB, odd, 8) == (2, 4)
+    assert {(g.replicas, g.microbatches) for g in grids(4, 2, 1, 1, 1, context=2)} == {(2, 2), (4, 1)}
+    for parallel, says in (({"context": 3}, "use context: 2"), ({"context": 2, "tensor": 2}, "not costed")):
+        with pytest.raises(SpecError, match=says):
+            choose(asking_divided(**parallel), PROFILE, 8, search_s=0)

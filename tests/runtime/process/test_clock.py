@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from raypipe.runtime.clocks.clock import EventClock, HostClock, clock_for
 from raypipe.runtime.executor.runner import ProgramRunner
+from raypipe.runtime.process.clock import EventClock, HostClock, clock_for
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.kinds import KINDS
 from raypipe.schedule.lowering.programs import Action, Program

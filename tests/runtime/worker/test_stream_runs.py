@@ -14,7 +14,7 @@ from raypipe.models.task import NextToken
 from tests.data.documents_on_disk import some_documents, write_jsonl, write_parquet
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, new_driver
-from tests.runtime.samples.from_memory import FromMemory
+from tests.runtime.worker.from_memory import FromMemory
 
 STEPS = 12
 
