@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from raypipe.compat.ray_private import without_datasets
 from raypipe.errors import RunError, SpecError
 from raypipe.files import write_whole
 from raypipe.job.rules.no_effect import OUT, UNMASKED
@@ -409,22 +410,22 @@ def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> To
     if not request.directory.name.isascii():  # Ray's metrics cannot have it as a tag, and its controller would fail
         os.environ["RAY_TRAIN_METRICS_ENABLED"] = "0"
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-    from ray.train.backend import Backend
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.backend import BackendConfig
+    from ray.train.torch import TorchTrainer
 
     from raypipe.runtime.cluster.attempts import driver_loop
 
-    class NoProcessGroup(TorchConfig):  # type: ignore[misc]
+    # Ray Train's controller unpickles all but the function. It then needs neither raypipe nor torch: when one died, all
+    # wait until another has started.
+    class NoProcessGroup(BackendConfig):  # type: ignore[misc]
         """Starts no process group, which Ray Train would also for one worker: its store listens on every interface."""
 
-        @property
-        def backend_cls(self) -> Any:
-            return Backend
+        backend = "none"
+        """TorchTrainer asks for it."""
 
-    return TorchTrainer(
-        driver_loop,
+    trainer = TorchTrainer(
+        partial(driver_loop, request),
         torch_config=NoProcessGroup(),
-        train_loop_config={"request": request},
         # The driver computes nothing, so it reserves no CPU: all of them belong to the workers.
         scaling_config=ScalingConfig(
             num_workers=1, resources_per_worker={"CPU": 0, "memory": DRIVER_BYTES, **this_node()}
@@ -437,6 +438,7 @@ def _trainer(request: RunRequest, restarts: int, callbacks: Sequence[Any]) -> To
             checkpoint_config=CheckpointConfig(num_to_keep=request.job.train.keep_checkpoints),
         ),
     )
+    return without_datasets(trainer)
 
 
 def _trains(directory: Path) -> bool:

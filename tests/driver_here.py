@@ -1,6 +1,6 @@
 """Runs whose driver is in this process instead of Ray Train's worker; all else is as ``raypipe train`` has it.
 
-Ray Train starts five processes of its own, which take three quarters of a short run's time. What Ray Train itself does
+Ray Train starts four processes of its own, which take three quarters of a short run's time. What Ray Train itself does
 for a run is tested with it: ``tests/runtime/runs/test_train_command.py``, ``test_killed.py``, ``test_ray_head.py``.
 """
 
@@ -30,7 +30,7 @@ def _start_run(request: Any, _callbacks: Sequence[Any] = ()) -> None:
     (request.directory / ATTEMPTED).unlink(missing_ok=True)
     for left in reversed(range(request.job.train.max_failures + 1)):
         try:
-            return driver_loop({"request": request})
+            return driver_loop(request)
         except Exception:
             if not left:
                 raise

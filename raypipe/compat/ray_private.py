@@ -23,6 +23,8 @@ CHECKED = "2.60"
 _STATE = "ray._private.state"
 _CONSTANTS = "ray._private.ray_constants"
 _REASONS = "ray.core.generated.autoscaler_pb2"
+_DATASETS = "ray.train.v2._internal.callbacks.datasets"
+_TRAINER = "ray.train.v2.api.data_parallel_trainer"
 NAMES = (
     PrivateName(
         _STATE,
@@ -79,6 +81,13 @@ NAMES = (
         "Ray Train's own check of its list of checkpoints, which is renamed where it is damaged",
         "the list is checked by its keys alone",
     ),
+    PrivateName(
+        _DATASETS,
+        "DatasetsCallback",
+        "Ray Train starts no process that hands out datasets, of which a run gives it none",
+        "it starts one",
+    ),
+    PrivateName(_TRAINER, "DataParallelTrainer._create_default_callbacks", "the same", "the same"),
 )
 
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -193,6 +202,14 @@ def validate_snapshot(snapshot: Any) -> None:
     state = find("ray.train.v2._internal.execution.checkpoint.checkpoint_manager", "_CheckpointManagerState")
     if state is not None:
         (getattr(state, "model_validate", None) or state.parse_obj)(snapshot)  # pydantic 1's in older Rays
+
+
+def without_datasets(trainer: Any) -> Any:
+    """Have a trainer of Ray Train that has no datasets start no process for them; return it."""
+    kind, make = find(_DATASETS, "DatasetsCallback"), getattr(trainer, "_create_default_callbacks", None)
+    if kind is not None and make is not None:
+        trainer._create_default_callbacks = lambda: [one for one in make() if not isinstance(one, kind)]
+    return trainer
 
 
 def streams_of(group: Any) -> dict[Any, list[Any]] | None:

@@ -73,20 +73,17 @@ class Shard:
             length = len(self.order) // self.size
             chosen = torch.tensor(self.order[rank * length : (rank + 1) * length], device=whole.device)
             return whole.index_select(self.dim, chosen)
-        shares = []
-        for part in torch.split(whole, list(self.parts), self.dim):
-            length = -(-part.shape[self.dim] // self.size)
+        # No torch.cat: of meta tensors it imports torch's tracer, for longer than all else here takes.
+        lengths = [-(-part // self.size) for part in self.parts]
+        shape = list(whole.shape)
+        shape[self.dim] = sum(lengths)
+        result, at = whole.new_zeros(shape), 0
+        for part, length in zip(torch.split(whole, list(self.parts), self.dim), lengths, strict=True):
             first = min(rank * length, part.shape[self.dim])
-            share = part.narrow(self.dim, first, min(length, part.shape[self.dim] - first))
-            missing = length - share.shape[self.dim]
-            if missing:
-                shape = list(share.shape)
-                shape[self.dim] = missing
-                share = torch.cat([share, share.new_zeros(shape)], self.dim)
-            shares.append(share)
-        return (
-            torch.cat(shares, self.dim) if len(shares) > 1 else shares[0].clone(memory_format=torch.contiguous_format)
-        )
+            held = part.narrow(self.dim, first, min(length, part.shape[self.dim] - first))
+            result.narrow(self.dim, at, held.shape[self.dim]).copy_(held)
+            at += length
+        return result
 
     def join(self, shares: Sequence[Tensor]) -> Tensor:
         """Join the shares of all ranks, in rank order, to the undivided tensor."""

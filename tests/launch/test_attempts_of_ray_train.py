@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +81,34 @@ def test_the_dashboard_is_told_of_the_run_unless_the_user_says_otherwise(tmp_pat
     assert start_run(request) == "0"
     monkeypatch.delenv("RAY_TRAIN_ENABLE_STATE_TRACKING")
     assert start_run(request) == "1"
+
+
+UNPICKLED = """
+import pickle, sys
+pickle.load(sys.stdin.buffer)
+print([name for name in ("raypipe", "torch") if name in sys.modules])
+"""
+
+
+def test_its_controller_needs_neither_raypipe_nor_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose controller died waits until another one has started: torch alone takes longer than the rest."""
+    from ray import cloudpickle
+
+    monkeypatch.setattr(train_run, "this_node", dict)  # there is no Ray to ask
+    request = RunRequest(load_job(Path("jobs/quickstart.yaml"), ()), tmp_path, False, SimpleNamespace())
+    trainer = train_run._trainer(request, 1, ())
+    sent = cloudpickle.dumps((trainer.train_run_context, trainer._create_default_callbacks()))
+    done = subprocess.run([sys.executable, "-c", UNPICKLED], input=sent, capture_output=True)
+    assert done.stdout.decode().strip() == "[]", done.stderr.decode()
+
+
+def test_no_process_of_it_is_for_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_run, "this_node", dict)
+    request = RunRequest(load_job(Path("jobs/quickstart.yaml"), ()), tmp_path, False, SimpleNamespace())
+    callbacks = train_run._trainer(request, 1, ())._create_default_callbacks()
+    kinds = {type(one).__name__ for one in callbacks}
+    assert "DatasetsCallback" not in kinds
+    assert {"BackendSetupCallback", "UserCallbackHandler"} <= kinds  # the others stay
 
 
 def request_of(directory: Path, max_failures: int) -> Any:

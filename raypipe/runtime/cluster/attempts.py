@@ -121,12 +121,11 @@ class _Reporter:
                 report.result()
 
 
-def driver_loop(config: dict[str, Any]) -> None:
+def driver_loop(request: RunRequest) -> None:
     """Run the attempts of one driver; Ray Train calls this in its worker, at first and where the driver has died."""
     # Here and not by Ray's runtime_env, which the workers would inherit and find no GPU either. They are started by
     # Ray's own processes, so that this process's environment is not theirs.
     os.environ.update(NO_GPUS)
-    request: RunRequest = config["request"]
     job, directory = request.job, request.directory
     with _only_attempt(directory) as restarted:
         log = RunLog(directory)

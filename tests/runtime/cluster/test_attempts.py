@@ -139,7 +139,7 @@ def test_a_driver_makes_attempt_after_attempt(
     )  # fmt: skip
     devices: Any = SimpleNamespace(is_broken=lambda: False, run_id="0123abcd", of_attempts=list, devices=2)
     with mock.patch.dict(os.environ):  # in which a driver hides GPUs from its process
-        attempts.driver_loop({"request": attempts.RunRequest(job, tmp_path, False, devices)})
+        attempts.driver_loop(attempts.RunRequest(job, tmp_path, False, devices))
     rows = read_rows(tmp_path / EVENTS)[1:]
     assert [row["event"] for row in rows] == logged
     assert rows[-1].get("exit_status") == status

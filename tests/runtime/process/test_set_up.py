@@ -88,16 +88,21 @@ import sys
 import torch
 from raypipe.job import GptSpec
 from raypipe.models.gpt import GptLayers
+from raypipe.tensor.divide import Division
 model = GptSpec(type="gpt", layers=2, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.0)
-stage = GptLayers(model, torch.float64).build_stage([0, 1, 2, 3], 0)
+division = DIVISION
+stage = GptLayers(model, torch.float64, division).build_stage([0, 1, 2, 3], 0)
 assert all(p.dtype == torch.float64 and p.device.type == "cpu" and p.isfinite().all() for p in stage.parameters())
 assert not {"torch._dynamo", "sympy"} & set(sys.modules), "the tracer was imported"
 """
 
 
 @pytest.mark.slow
-def test_a_stage_of_a_gpt_is_built_without_the_tracer() -> None:
-    done = subprocess.run([sys.executable, "-c", STAGE], stderr=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("division", ["None", "Division(size=2, tensor_rank=1)"])
+def test_a_stage_of_a_gpt_is_built_without_the_tracer(division: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STAGE.replace("DIVISION", division)], stderr=subprocess.PIPE, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
