@@ -29,6 +29,8 @@ _UNINITIALISED = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
+_DRAWN = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
+"""What draws start values into a tensor; of one without memory, torch works out shapes for a millisecond."""
 patching = threading.RLock()
 """Held while something of torch is replaced, which affects the whole process."""
 
@@ -115,12 +117,14 @@ def needs_values(error: BaseException) -> bool:
 
 
 class _MetaForUninitialised(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Creates uninitialised tensors on the meta device."""
+    """Creates uninitialised tensors on the meta device, into which nothing is drawn."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in _UNINITIALISED:
             kwargs |= {"device": torch.device("meta"), "pin_memory": False}
+        elif func in _DRAWN and args[0].is_meta:
+            return args[0]
         return func(*args, **kwargs)
 
 

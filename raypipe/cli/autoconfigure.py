@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raypipe.cost.profile import Profile
     from raypipe.job.spec import JobSpec
     from raypipe.partition.job_costs import SharedProfiles
+    from raypipe.plan.choice import PlanChoice
     from raypipe.plan.choose import Decision
     from raypipe.plan.emit.trainers import Costs, Slow
     from raypipe.plan.tensor_groups import Sharing
@@ -161,7 +162,8 @@ def autoconfigure(
         seconds = Budget(share * BUDGET_S) if budget is None else Budget(share * budget, wall=True)
         with watched(seconds, stderr_console()) as watch:
             watches.append(watch)
-            shared = {} if given is None or given[1] is None else _shared(given[1], one, costs, devices, watch)
+            coming = None if given is None else given[1]
+            shared, earlier = ({}, None) if coming is None else _shared(coming, one, costs, devices, watch)
             return choose(
                 one,
                 costs,
@@ -172,6 +174,7 @@ def autoconfigure(
                 search_s=share * search,
                 shared=shared,
                 watch=watch,
+                earlier=earlier,
             )
 
     def plan_for(one: JobSpec) -> Decision:
@@ -265,12 +268,14 @@ def _check(job: JobSpec, costs: Profile, devices: int | None = None) -> None:
 
 def _shared(
     coming: SharedProfiles, job: JobSpec, costs: Profile, devices: int | None, watch: Watch
-) -> dict[Sharing, Profile]:
-    """Return the profiles of devices that share layers or experts; until they are there, look for a plan without."""
-    from raypipe.plan.choose import look_for_first
+) -> tuple[dict[Sharing, Profile], PlanChoice | None]:
+    """Return the profiles of devices that share layers or experts; until they are there, search without, and what was
+    searched."""
+    from raypipe.plan.choose import choose_meanwhile
 
+    earlier = None
     if not coming.ready:
-        look_for_first(job, costs, devices, watch, lambda: coming.ready, coming.experts)
+        earlier = choose_meanwhile(job, costs, devices, watch, lambda: coming.ready, coming.experts)
     _compile()
     while not coming.ready:
         if watch.over and watch.first_plan is not None:
@@ -278,10 +283,10 @@ def _shared(
                 "plans whose devices share layers are left out: the time was up before they were costed",
                 file=sys.stderr,
             )
-            return coming.experts
+            return coming.experts, earlier
         time.sleep(0.02)
     with contextlib.redirect_stdout(sys.stderr):
-        return coming.get()
+        return coming.get(), earlier
 
 
 def _given_costs(

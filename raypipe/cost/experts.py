@@ -133,7 +133,6 @@ def _on_busiest(
         "trained_parameters": None if trained is None else trained - (gone if own.trained else 0),
         "kept_bytes": of.kept_bytes * rows,
         "waiting_bytes": None if waiting is None else waiting * rows,
-        "cast_bytes": of.cast_bytes * (1 - gone / of.parameters),
         "workspace_bytes": of.workspace_bytes * imbalance + more,
         "split_workspace_bytes": None if split is None else split * imbalance + more,
         "workspace_fixed_bytes": max(own.fixed_beside, of.workspace_fixed_bytes / group),

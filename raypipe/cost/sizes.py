@@ -118,6 +118,8 @@ class StageTimes:
     layers: tuple[LayerProfile, ...]
     kinds: list[int] = field(init=False)
     """Of each layer: the first one that is alike but for its name."""
+    trained: list[int] = field(init=False)
+    """Of each layer: how many parameter values it trains."""
     _times: dict[tuple[tuple[int, ...], float, float, int], TaskTimes] = field(default_factory=dict)
     _attention: dict[tuple[tuple[int, ...], float, float, int], tuple[float, float]] = field(default_factory=dict)
 
@@ -125,6 +127,7 @@ class StageTimes:
         first: dict[str, int] = {}
         looks = (layer.model_dump_json(exclude={"name"}) for layer in self.layers)
         self.kinds = [first.setdefault(look, n) for n, look in enumerate(looks)]
+        self.trained = [layer.trained for layer in self.layers]
 
     def times(self, stage: Sequence[int], samples: float, share: float = 1.0, slices: int = 1) -> TaskTimes:
         """Return ``stage_times`` of these layers."""

@@ -318,13 +318,13 @@ def trained_parameters(profile: Profile, layers: Sequence[int]) -> int:
     A matrix that two of the layers share counts once; if they are on two stages, each stage updates its own copy.
     """
     tied = profile.trained_tied if _both_ends(profile, layers) else 0
-    return sum(profile.layers[i].trained for i in layers) - tied
+    return sum(map(times_of_stages(profile.layers).trained.__getitem__, layers)) - tied
 
 
 def narrow_bytes(profile: Profile, layers: Sequence[int]) -> float:
     """Return the bytes of a stage's weights that copies gather in 16 bits, where they divide them (ZeRO level 3).
 
-    They are those that autocast would cast. A matrix that two layers share, and experts, are gathered as they are.
+    They are those that autocast would cast, which experts are not. A matrix that two layers share is gathered as it is.
     """
     if not profile.gathers_narrow:
         return 0.0
@@ -332,8 +332,9 @@ def narrow_bytes(profile: Profile, layers: Sequence[int]) -> float:
 
     def of(i: int) -> float:
         layer = profile.layers[i]
-        aside = layer.expert_parameters + (tied if i == last else 0)
-        return max(0.0, min(layer.cast_bytes - each * aside, each * (layer.trained - aside)))
+        aside = tied if i == last else 0
+        trained = layer.trained - layer.expert_parameters - aside
+        return max(0.0, min(layer.cast_bytes - each * aside, each * trained))
 
     return sum(map(of, layers))
 
@@ -348,7 +349,7 @@ def frozen_stages(profile: Profile, cut: Cut) -> tuple[int, ...]:
 
 
 def _both_ends(profile: Profile, layers: Sequence[int]) -> bool:
-    return {0, len(profile.layers) - 1} <= set(layers)
+    return 0 in layers and len(profile.layers) - 1 in layers
 
 
 def _all_reduces(profile: Profile, cut: Cut, placed: Placed) -> tuple[float, ...]:

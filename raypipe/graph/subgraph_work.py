@@ -180,15 +180,19 @@ def _tensor_rank(
     names = graph.parameters_of([graph.operations[i] for i in span])
     wide = max((ITEM_BYTES[graph.sources[n].type.dtype] for n in names), default=4)
     matrices = sum(sums.matrices.values())
+    # Autocast has no rule for grouped products: they are computed in the weights' own dtype.
+    stacked = {counted.parameter_of(o) for i in sums.grouped for o in graph.operations[i].operands}
+    narrowed = sum(values for name, values in sums.matrices.items() if name not in stacked)
     trained = {name: graph.parameters[name] for name in names if graph.sources[name].requires_grad}
     gradients = {name: values for name, values in sums.matrices.items() if name in trained}
     tables = {name: size for name, size in sums.tables.items() if name in trained}
     backward = any(graph.requires_grad[i] for i in span)
     cast = counted.autocast is not None and matrices > 0
+    copied = AUTOCAST_BYTES if cast else 0
     # A cast is charged to every micro-batch (cost.gpt_work). A gradient is written, then read and accumulated.
     read = matrices * (AUTOCAST_BYTES + wide + AUTOCAST_BYTES if cast else wide)
     overhead = sums.kernels / BLOCK
-    gradient = max([n * (wide + AUTOCAST_BYTES if cast else wide) for n in gradients.values()], default=0.0)
+    gradient = max([n * (wide + (name not in stacked) * copied) for name, n in gradients.items()], default=0.0)
     fixed = max([gradient, *tables.values()])
     cut = () if last else sharding.cuts[number]
     behind = [kind for i in cut if (kind := graph.operations[i].type) is not None]
@@ -237,7 +241,7 @@ def _tensor_rank(
         kept_bytes=sum(sums.kept.values()) + sums.aside,
         fused_kept_bytes=fused_kept + aside,
         fused_operand_bytes=fused.operands,
-        cast_bytes=matrices * AUTOCAST_BYTES if cast else 0.0,
+        cast_bytes=narrowed * copied,
         unread_input_bytes=unread,
         waiting_bytes=sums.waiting + sums.looked_up,
         # Tensors that cross a cut have the dtype they were captured with, also under autocast.

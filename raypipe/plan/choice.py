@@ -40,6 +40,8 @@ class PlanChoice:
     """Whether schedules that train on stale weights may be chosen."""
     greedy: bool
     """Whether Chimera's rule chooses."""
+    orders: Orders
+    """Orders that were made."""
 
     @property
     def given(self) -> dict[str, Any]:
@@ -98,8 +100,11 @@ def choice_of(
     shared: Mapping[Sharing, Profile] = MappingProxyType({}),
     asynchronous: bool = False,
     greedy: bool = False,
+    earlier: PlanChoice | None = None,
 ) -> PlanChoice:
     """Return what a job's plan is chosen from on so many devices; arguments as those of ``choose``.
+
+    ``earlier``: of the same job, with fewer profiles; what was found there of those is known here.
 
     Raises:
         SpecError: the job asks for what no plan has.
@@ -128,10 +133,15 @@ def choice_of(
     profiles = of_experts({Sharing(*key): own for key, own in known.items()}, given.get("experts"))
     divides = not profile.batch_statistics and not parallel.replan and train.cuda_graphs != "tasks"
     divides = divides and (not greedy or "shard" in given)
-    orders_made = Orders()
+    if earlier is not None and earlier.greedy != greedy:  # its judges recompute and divide other things
+        earlier = None
+    orders_made = Orders() if earlier is None else earlier.orders
+    before = {} if earlier is None else of_experts(earlier.profiles, given.get("experts"))
     judge = Judges(
         {
-            sharing: Predictor(
+            sharing: earlier.judge.by[sharing]
+            if earlier is not None and before.get(sharing) is own
+            else Predictor(
                 as_exchanged(without_noise(own), train, parallel),
                 train,
                 deepest(job, own),
@@ -154,7 +164,14 @@ def choice_of(
         words = ", ".join(f"{key}: {value}" for key, value in given.items()) or "any shape"
         raise SpecError("parallel", f"no plan on {count} devices has {words} at train.batch = {train.batch}", fix)
     return PlanChoice(
-        job, {Sharing(*key): own for key, own in known.items()}, judge, every, count, asynchronous, greedy
+        job,
+        {Sharing(*key): own for key, own in known.items()},
+        judge,
+        every,
+        count,
+        asynchronous,
+        greedy,
+        orders_made,
     )
 
 

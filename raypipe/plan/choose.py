@@ -64,6 +64,8 @@ PROOF, MOST_PROOF_S = 1 / 3, 1.0
 """Share of the time to search that the chosen plan's certificate may take, and how much at most."""
 COMPARED = 1 / 3
 """Share of the time that is left for what a chosen plan is compared with in the table, and for its proof."""
+MEANWHILE = 0.5
+"""Share of the time that may go by with a search of some plans before the costs of the others are known."""
 LEAST_S = 0.5
 """Seconds for searching an order where the job asks for one and the time is up."""
 POLICIES = ("best", "largest-microbatch")
@@ -285,6 +287,7 @@ def choose(
     shared: Mapping[Sharing, Profile] = MappingProxyType({}),
     watch: Watch = ENDLESS,
     remedies: bool = True,
+    earlier: PlanChoice | None = None,
 ) -> Decision:
     """The fastest plan that fits, or one that is simpler and about as fast (``NEAR``), and why the others lost.
 
@@ -300,6 +303,7 @@ def choose(
             no plan divides layers.
         watch: ends the choice with the best plan so far.
         remedies: where no plan fits, find what would.
+        earlier: what ``choose_meanwhile`` returned.
 
     Raises:
         SpecError: the profile is of another model, or no plan fits: the largest term, the excess, and what would.
@@ -308,7 +312,13 @@ def choose(
     check_profile(job, profile)
     greedy = policy == "largest-microbatch"
     choice = choice_of(
-        job, profile, devices or profile.devices, shared=shared, asynchronous=asynchronous, greedy=greedy
+        job,
+        profile,
+        devices or profile.devices,
+        shared=shared,
+        asynchronous=asynchronous,
+        greedy=greedy,
+        earlier=earlier,
     )
     given, judge, count = choice.given, choice.judge, choice.count
     if given.get("schedule") == "auto" and search_s <= 0:
@@ -335,11 +345,13 @@ def choose(
     if whole and not result.best and len(choice.grids) < len(every.grids):
         choice, chooser = every, _Chooser(every, watch)
         result = searched(CONSIDERED)
-    heads = [] if greedy or result.best or ("vocabulary" in given and whole) else divided_heads(choice, inf, watch)
-    if not whole and not heads:
+    heads = Ranking()
+    if not greedy and not result.best and not ("vocabulary" in given and whole):
+        heads = divided_heads(choice, inf, watch)
+    if not whole and not heads.best:
         why = "no plan with these keys divides the head and fits the devices"
         raise SpecError("parallel.vocabulary", why, "use whole, leave other keys out, or use more devices")
-    if not result.best and not heads:
+    if not result.best and not heads.best:
         divided = []
         for copies in () if greedy or "context" in given else context_counts(job, profile, count):
             changed: Mapping[str, Any] = {"parallel": job.parallel.model_copy(update={"context": copies})}
@@ -352,9 +364,10 @@ def choose(
         raise nothing_fits(choice, result) if remedies else SpecError("memory", "no plan fits", "use more devices")
     watch.found_plan()
     certifiers = Certifiers(judge)
-    ranked = heads or _improved(chooser, result.best + result.near, certifiers, search_s)
-    if not heads and not greedy and "vocabulary" not in given:
-        ranked = ranked + divided_heads(choice, min(p.step_s for p in ranked), watch)
+    ranked = heads.best or _improved(chooser, result.best + result.near, certifiers, search_s)
+    if not heads.best and not greedy and "vocabulary" not in given:
+        heads = divided_heads(choice, min(p.step_s for p in ranked), watch)
+        ranked = ranked + heads.best
     ranked = sorted(ranked, key=rank_key)
     fastest = ranked[0]
     best = fastest if greedy else simplest(ranked)  # the rule goes by the predicted time alone
@@ -393,8 +406,8 @@ def choose(
     return Decision(
         plan=plan,
         rows=tuple(rows),
-        searched=result.searched,
-        timed=result.timed,
+        searched=result.searched + heads.searched,
+        timed=result.timed + heads.timed,
         left=result.left,
         seconds=time.monotonic() - began,
         notes=tuple(_notes(rows, profile, shared, count, given, greedy, slices_refused(job, profile))),
@@ -433,15 +446,19 @@ class _OthersKnownError(Exception):
     """The costs of all plans are known, so that all can be searched."""
 
 
-def look_for_first(
+def choose_meanwhile(
     job: JobSpec,
     profile: Profile,
     devices: int | None,
     watch: Watch,
     ready: Callable[[], bool],
     shared: Mapping[Sharing, Profile] = MappingProxyType({}),
-) -> None:
-    """Look for any plan while the costs of others are still being found, until they are ``ready``, and show it."""
+) -> PlanChoice | None:
+    """Search while the costs of other plans are still being found, until they are ``ready``, and show the best so far.
+
+    Returns:
+        What was searched, for ``choose`` to go on from; None if no plan has these costs.
+    """
 
     def show(progress: SearchProgress) -> None:
         watch.show(progress.best_s, lambda: progress)
@@ -449,14 +466,16 @@ def look_for_first(
     def stop() -> bool:
         if ready():  # where no plan fits that shares nothing, the search would otherwise rule out all of them first
             raise _OthersKnownError
-        return watch.first_plan is not None or watch.stop()
+        return watch.stop()
 
     try:
         choice = choice_of(job, profile, devices or profile.devices, shared=shared)
-    except SpecError:  # of plans with these costs
-        return
+    except SpecError:
+        return None
     with suppress(_OthersKnownError):
-        best_first(choice.judge, choice.grids, 1, choice.pick, watch=Watch(watch.budget, show, stop))
+        budget = watch.budget.part(MEANWHILE)
+        best_first(choice.judge, choice.grids, CONSIDERED, choice.pick, NEAR, Watch(budget, show, stop))
+    return choice
 
 
 def may_be_arranged(given: Mapping[str, object]) -> bool:

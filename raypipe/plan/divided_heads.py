@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from raypipe.cost.divided_head import divided_cut, divided_head
+from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.rules.check import vocabulary_rules
+from raypipe.plan.best_first import Ranking
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choice import PlanChoice
 from raypipe.plan.cut.layers import cut_layers, line_of
@@ -48,15 +50,18 @@ def refused(choice: PlanChoice) -> str | None:
     return None
 
 
-def divided_heads(choice: PlanChoice, most_s: float, watch: Watch) -> list[Prediction]:
+def divided_heads(choice: PlanChoice, most_s: float, watch: Watch) -> Ranking:
     """Return plans that divide the head's rows, fit, and have a shorter step than ``most_s``."""
+    result = Ranking()
     if refused(choice) is not None:
-        return []
-    heads, result = _Heads(choice), list[Prediction]()
+        return result
+    heads = _Heads(choice)
     for grid in [g for g in heads.grids() if heads.least(g) < most_s][:GRIDS]:
         if watch.over:
             break
-        result += (p for p in heads.plans(grid) if p.step_s < most_s)
+        fitting = list(heads.plans(grid))
+        result.searched, result.timed = result.searched + 1, result.timed + len(fitting)
+        result.best += (p for p in fitting if p.step_s < most_s)
     return result
 
 
@@ -91,7 +96,11 @@ class _Heads:
 
     def least(self, grid: Grid) -> float:
         """Return a lower bound on the step: all work evenly on all devices."""
-        return sum(self.judge(grid.stages).layer_times(grid.microbatch)) * grid.microbatches / grid.stages
+        # There is a judge for every number of stages; what they have in common is asked of one.
+        body = self.choice.judge.by[ALONE].layer_times(grid.microbatch)[:-1]
+        rest, share, *_ = self.judge(grid.stages).profile.layers[len(body) :]
+        last, each = (t.forward + t.joint for t in (times_at(layer, grid.microbatch) for layer in (rest, share)))
+        return (sum(body) + last + grid.stages * each) * grid.microbatches / grid.stages
 
     def plans(self, grid: Grid) -> Iterator[Prediction]:
         """Yield the plan of a division of the devices, with activations of blocks recomputed where it only fits so."""

@@ -31,9 +31,9 @@ from raypipe.runtime.recovery.flight_recorder import AskedPlaces, ask_places, pl
 from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.set_up_workers import setups_of
-from raypipe.runtime.setup.setup import copy_ranks
 from raypipe.runtime.update.ledger import Facts, Standing, agreed_steps
 from raypipe.runtime.worker.worker_group import WorkerGroup
+from raypipe.schedule.sharding import copy_ranks
 
 AT_ONE_STEP = 3
 """Recoveries after the same step, beyond which the run restarts: whatever kills the workers comes with that step."""

@@ -21,18 +21,12 @@ from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.node_files import files_of_nodes
 from raypipe.runtime.setup.communicators import Topology, check_devices, rendezvous_of
 from raypipe.runtime.setup.setup import (
-    CONTEXT_GROUP,
-    EXPERT_GROUP,
     Setup,
-    copy_groups,
-    copy_ranks,
-    served_by_another,
     tensor_rank_edges,
     tensor_rank_groups,
     tensor_rank_of,
 )
-from raypipe.runtime.update.gradients import TiedHolders, shared_groups
-from raypipe.runtime.update.shards import shard_groups
+from raypipe.runtime.update.gradients import TiedHolders, groups_of_ties
 from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
@@ -40,7 +34,7 @@ from raypipe.schedule.lowering.programs import Program, check_counted, edges, pr
 from raypipe.schedule.lowering.safe_order import gpu_programs
 from raypipe.schedule.passes import forwards_alone
 from raypipe.schedule.passes.sync import are_copies
-from raypipe.schedule.sharding import shard_members
+from raypipe.schedule.sharding import run_groups, shard_members
 
 
 def set_up(
@@ -111,13 +105,16 @@ def setups_of(
         )
     tied = tied_holders(plan, schedule, model)
     train, evaluate = lower(running, _on_gpus(workers))
-    shares = copy_ranks(schedule.replicas, plan.parallel.replicas, plan.parallel.experts)
-    sums = shared_groups(schedule.placement, tied, schedule.sharding is not None, shares) | shard_groups(
-        schedule.sharding, schedule.placement, shares
+    groups = run_groups(
+        schedule.placement,
+        schedule.sharding,
+        plan.parallel.replicas,
+        tied=groups_of_ties(tied, schedule.sharding),
+        experts=plan.parallel.experts,
+        context=plan.parallel.context,
+        # Where sums are started by a queue of their own, their order depends on time.
+        in_order=not plan.parallel.late_updates and are_copies(schedule),
     )
-    # Where sums are started by a queue of their own, their order depends on time.
-    in_order = not plan.parallel.late_updates and are_copies(schedule)
-    served_by = served_by_another(sums) if in_order else {}
     setup = Setup(
         device=0,
         tensor_rank=0,
@@ -132,17 +129,11 @@ def setups_of(
             peers=tuple(x.peer for x in workers.locations),
             rendezvous=rendezvous_of(workers.locations),
             edges=tensor_rank_edges(edges(schedule), tensor),
-            groups=tensor_rank_groups(
-                {name: ranks for name, ranks in sums.items() if name not in served_by}
-                | copy_groups(EXPERT_GROUP, schedule.placement, plan.parallel.replicas, plan.parallel.experts)
-                | copy_groups(CONTEXT_GROUP, schedule.placement, plan.parallel.replicas, plan.parallel.context),
-                schedule.devices,
-                tensor,
-            ),
+            groups=tensor_rank_groups(groups.opened, schedule.devices, tensor),
             transport=plan.parallel.transport,
             run_id=workers.run_id,
             timeout_s=job.train.message_timeout_s,
-            served_by=served_by,
+            served_by=groups.served_by,
             addresses=tuple(x.address for x in workers.locations),
         ),
         tied=tied,

@@ -10,7 +10,8 @@ of the group's copies; the verifier's walk comes to an end only if all members i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from raypipe.schedule.deps import TaskGraph
@@ -101,6 +102,164 @@ def shard_members(
             others = tuple(sorted({one[number] for (*_, share), one in groups.items() if share == of[replica]}))
             result[stage, replica] = ShardMember(row[stage], group, others)
     return result
+
+
+# The process groups of a run: those that its devices sum gradients in and gather weights in, and those of copies that
+# divide experts or sequences. Runs open them (``runtime.setup``), and plans count what they take (``cost.memory``).
+
+
+EXPERT_GROUP, CONTEXT_GROUP = "experts", "context"
+"""What the names of groups of devices that divide experts, or sequences, begin with."""
+
+
+class RunGroups(NamedTuple):
+    """The process groups of a run, by name."""
+
+    opened: dict[str, tuple[int, ...]]
+    """Devices of each, in the order in which every device opens them."""
+    served_by: dict[str, str]
+    """Further groups, each with the one of ``opened`` that serves it; see ``served_by_another``."""
+
+
+def run_groups(
+    placement: tuple[tuple[int, ...], ...],
+    sharding: Sharding | None = None,
+    copies: int = 1,
+    *,
+    tied: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    experts: int = 1,
+    context: int = 1,
+    in_order: bool = False,
+) -> RunGroups:
+    """Return the process groups of a run.
+
+    Args:
+        placement: device of each stage, per replica.
+        sharding: of the schedule.
+        copies: data-parallel copies that the placement holds.
+        tied: devices that sum a tied parameter apart from its stage's others, by the name of their group.
+        experts: consecutive copies that divide the experts of each layer.
+        context: consecutive copies that divide each sequence.
+        in_order: devices that hold a stage start their sums and gathers in one order (``passes.sync.are_copies``).
+    """
+    shares = copy_ranks(len(placement), copies, experts) if experts > 1 else ()
+    sums = sum_groups(placement, sharding, tied, shares)
+    served_by = served_by_another(sums) if in_order else {}
+    opened = {name: devices for name, devices in sums.items() if name not in served_by}
+    opened |= copy_groups(EXPERT_GROUP, placement, copies, experts)
+    return RunGroups(opened | copy_groups(CONTEXT_GROUP, placement, copies, context), served_by)
+
+
+def sum_groups(
+    placement: tuple[tuple[int, ...], ...],
+    sharding: Sharding | None = None,
+    tied: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    shares: Sequence[int] = (),
+) -> dict[str, tuple[int, ...]]:
+    """Return the groups of ``run_groups`` that sum gradients or gather weights.
+
+    What devices divide is summed in the groups that divide it, and only else in one of all that hold it.
+
+    ``shares``: which share of the experts each replica holds; empty where experts are not divided.
+    """
+    divided = {key: one for key, one in shard_members(sharding, placement).items() if len(one.group) > 1}
+    again = shard_members(sharding, placement, shares) if shares else {}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for stage in range(len(placement[0])):
+        if (stage, 0) not in divided:
+            wanted[stage_group(stage)] = tuple(sorted({row[stage] for row in placement}))
+        for share in range(1 + max(shares)) if shares and (stage, 0) not in again else ():
+            holders = {row[stage] for row, own in zip(placement, shares, strict=True) if own == share}
+            wanted[expert_sum_group(stage, share)] = tuple(sorted(holders))
+    wanted |= tied
+    for members, of in ((divided, None), (again, shares)):
+        for (stage, replica), member in members.items():
+            own = None if of is None else of[replica]
+            wanted[dividing_group(stage, member, own)] = member.group
+            wanted[same_shard_group(stage, member, own)] = member.others
+    return {name: devices for name, devices in wanted.items() if len(devices) > 1}
+
+
+def stage_group(stage: int) -> str:
+    """Return the name of the group that all-reduces a stage's gradients."""
+    return f"stage {stage}"
+
+
+def expert_sum_group(stage: int, share: int) -> str:
+    """Return the name of the group that all-reduces the gradients of one share of a stage's experts."""
+    return f"stage {stage}{_of_share(share)}"
+
+
+def dividing_group(stage: int, member: ShardMember, share: int | None = None) -> str:
+    """Return the name of the group that gathers a sharded stage's weights and reduce-scatters its gradients; with
+    ``share``, those of that share of its experts."""
+    return f"shards of stage {stage}, {member.group[0]}{_of_share(share)}"
+
+
+def same_shard_group(stage: int, member: ShardMember, share: int | None = None) -> str:
+    """Return the name of the group that all-reduces one shard of a stage's gradients, or of a share of its experts."""
+    return f"shard {member.number} of stage {stage}{_of_share(share)}"
+
+
+def _of_share(share: int | None) -> str:
+    return "" if share is None else f", share {share} of the experts"
+
+
+def served_by_another(groups: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the groups that need no communicator because an earlier one has the same members, with its name.
+
+    A communicator takes memory of a GPU, and a device may hold dozens of stages. It carries one collective after the
+    other, so all members have to start them in one order: ``passes.sync.are_copies``.
+    """
+    first: dict[tuple[int, ...], str] = {}
+    return {name: one for name, ranks in groups.items() if (one := first.setdefault(ranks, name)) != name}
+
+
+def copy_ranks(replicas: int, copies: int, together: int) -> tuple[int, ...]:
+    """Return which share each replica has of what ``together`` consecutive copies divide.
+
+    >>> copy_ranks(replicas=8, copies=4, together=2)  # two directions in each copy
+    (0, 0, 1, 1, 0, 0, 1, 1)
+    """
+    return tuple(replica // (replicas // copies) % together for replica in range(replicas))
+
+
+def copy_groups(
+    kind: str, placement: Sequence[Sequence[int]], copies: int, together: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the groups of devices that divide something, by name; each has one share of all stages in its place.
+
+    >>> copy_groups("experts", [[0, 1], [2, 3]], copies=2, together=2)
+    {'experts 0, 2': (0, 2), 'experts 1, 3': (1, 3)}
+    """
+    if together == 1:
+        return {}
+    of_copy = len(placement) // copies
+    result: dict[str, tuple[int, ...]] = {}
+    for first in range(0, len(placement), of_copy * together):
+        for replica in range(first, first + of_copy):
+            members = [placement[replica + n * of_copy] for n in range(together)]
+            for devices in zip(*members, strict=True):
+                result[f"{kind} {', '.join(map(str, devices))}"] = devices
+    return result
+
+
+def fewest_copies(copies: int, group: int, together: int) -> tuple[int, int, int]:
+    """Return the least numbers with which a device is in as many groups of ``run_groups``: what counts is only which of
+    them are 1 and which are equal or divide one another.
+
+    >>> fewest_copies(copies=512, group=64, together=8), fewest_copies(copies=512, group=8, together=64)
+    ((8, 4, 2), (8, 2, 4))
+    >>> fewest_copies(copies=512, group=512, together=1)
+    (2, 2, 1)
+    """
+    least = sorted((group, together))
+    if least[1] % least[0]:
+        return copies, group, together
+    low = min(2, least[0])
+    high = low * min(2, least[1] // least[0])
+    few = high * min(2, copies // least[1])
+    return (few, low, high) if group < together else (few, high, low)
 
 
 # Memory of a device's sharded stages beyond its share, task by task; it depends on the order only.

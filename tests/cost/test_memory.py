@@ -9,16 +9,14 @@ from raypipe.cost.memory import DeviceMemory, device_memory, parameter_bytes
 from raypipe.cost.profile import Reserved
 from raypipe.errors import SpecError
 from raypipe.job.train_spec import TrainSpec
-from raypipe.runtime.setup.setup import served_by_another
-from raypipe.runtime.update.gradients import shared_groups
-from raypipe.runtime.update.shards import shard_groups
+from raypipe.runtime.update.gradients import TiedHolders, groups_of_ties
 from raypipe.schedule import SCHEDULES, Shape, generate
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.schedule.lowering.programs import edges
 from raypipe.schedule.passes import add_recompute, add_updates, replicate, shard
 from raypipe.schedule.passes.sync import are_copies
-from raypipe.schedule.sharding import LiveShards
+from raypipe.schedule.sharding import LiveShards, run_groups
 
 CUT = [(0, 1), (2,), (3,), (4, 5)]
 MB = 2
@@ -398,17 +396,52 @@ def test_planned_communicators_are_those_that_a_run_on_gpus_opens(profile, name,
         check_communicators(profile, one, copies)
 
 
-def check_communicators(profile, one, copies):
+@pytest.mark.parametrize(
+    ("name", "devices"), [("1f1b", 1), ("1f1b", 2), ("interleaved-1f1b", 2), ("zb-v", 2), ("chimera", 2)]
+)
+@pytest.mark.parametrize(("copies", "experts"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (16, 4), (12, 6), (18, 6)])
+def test_and_those_of_copies_that_divide_experts_or_sequences(profile, name, devices, copies, experts):
+    plain = generate(name, Shape(devices=devices, microbatches=4))
+    levels = (1,) * plain.stages
+    groups = [None, *(n for n in range(2, copies) if copies % n == 0)]
+    sharded = [Sharding(levels=levels, group=group) for group in groups]
+    for one in (plain, *(replace(plain, sharding=each) for each in sharded)):
+        check_communicators(profile, one, copies, experts=experts)
+    check_communicators(profile, plain, copies, context=experts)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize(("devices", "copies"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 2)])
+def test_and_that_of_a_tied_matrix(profile, devices, copies, level):
+    plain = generate("1f1b", Shape(devices=devices, microbatches=4))
+    if level and copies > 1:
+        plain = replace(plain, sharding=Sharding(levels=(level,) * devices))
+    check_communicators(profile, plain, copies, tied=True)
+
+
+def check_communicators(profile, one, copies, experts=1, context=1, tied=False):
     devices, whole = one.devices, replicate(one, copies)
     counted = profile.model_copy(update={"reserved": Reserved(group_bytes=1.0, edge_bytes=1000.0)})
     cut = [(s,) for s in range(one.stages)]
     layers = (*profile.layers, *profile.layers[1:-1])[: one.stages]
-    counted = counted.model_copy(update={"layers": layers, "tied_parameters": 0, "trained_tied_parameters": 0})
+    shared = profile.tied_parameters if tied else 0
+    counted = counted.model_copy(
+        update={"layers": layers, "tied_parameters": shared, "trained_tied_parameters": shared}
+        | {"experts": experts, "context": context}
+    )
     planned = [x.communicators for x in device_memory(counted, cut, one, MB, copies=copies)]
-    groups = shared_groups(whole.placement, ()) | shard_groups(whole.sharding, whole.placement)
-    shared = served_by_another(groups) if are_copies(whole) else {}
-    groups = {name: members for name, members in groups.items() if name not in shared}
+    holders = tuple(sorted({row[s] for row in whole.placement for s in (0, one.stages - 1)}))
+    tie = TiedHolders("0.token.weight", ("0.token.weight",), holders, 0, 0 if one.stages == 1 else None)
+    groups = run_groups(
+        whole.placement,
+        whole.sharding,
+        copies,
+        tied=groups_of_ties([tie] if tied else [], whole.sharding),
+        experts=experts,
+        context=context,
+        in_order=are_copies(whole),
+    )
     for rank in range(whole.devices):
-        opened = 1 + sum(rank in members for members in groups.values())
+        opened = 1 * (whole.devices > 1) + sum(rank in members for members in groups.opened.values())
         receives = sum(receiver == rank for _, receiver in edges(whole))
         assert planned[rank % devices] == opened + 1000 * receives, (rank, one.sharding)

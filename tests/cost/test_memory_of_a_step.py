@@ -28,12 +28,12 @@ from raypipe.partition.partition_job import job_pieces
 from raypipe.partition.pieces import tensor_ranks_of
 from raypipe.runtime.stage.inputs import Copies
 from raypipe.runtime.update import collectives, flat_weights
-from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import StageGraph
 from raypipe.schedule.lowering.asynchronous import WHOLE, parts
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_recompute, add_updates, place_gradient_sync, replicate, shard
+from raypipe.schedule.sharding import sum_groups
 from raypipe.schedule.verify import verify
 from raypipe.tensor import SoloGroup, set_group
 from tests.exhaustive import ONLY, crossed, exhaustive
@@ -120,6 +120,10 @@ CAPTURED = {
     "llama": {
         "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 256, "vocab_size": 256,
+    },
+    "mixtral": {
+        "num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 256, "vocab_size": 256, "num_local_experts": 8,
     },
 }  # fmt: skip
 ONE, TWO = [range(6)], [range(3), range(3, 6)]
@@ -353,7 +357,7 @@ def test_a_copys_bytes_are_those_of_the_model(name, chunks, level, policy, copie
     narrow = profile.model_copy(update={"gathers_narrow": dtype == "bfloat16" and hasattr(torch.Tensor, "grad_dtype")})
     predicted = device_memory(narrow, cut, schedule, MICROBATCH)[0]
 
-    groups: Any = {n: FirstOfGroup(copies) for n in shard_groups(schedule.sharding, schedule.placement)}
+    groups: Any = {n: FirstOfGroup(copies) for n in sum_groups(schedule.placement, schedule.sharding)}
     runner = executor(SPEC, schedule, cut, MICROBATCH, dtype, groups=groups)
     most = most_at_once(runner, programs(schedule)[0])
     kept = [t for m in runner.modules.values() for t in m.named.values()]

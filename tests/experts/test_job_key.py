@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raypipe.capture.opaque import TARGET
 from raypipe.errors import SpecError
 from raypipe.job.spec import job_from
 from raypipe.models import build_model
-from raypipe.runtime.update.gradients import shared_groups
+from raypipe.runtime.stage.stage import StageModule
+from raypipe.runtime.update.gradients import GradientSync
+from raypipe.runtime.update.shards import divide
+from raypipe.schedule.ir import Sharding
+from raypipe.schedule.sharding import copy_ranks, sum_groups
 from tests.experts.families import FAMILIES
 
 
@@ -75,12 +80,78 @@ def test_a_capture_makes_no_real_values_of_divided_experts(monkeypatch: pytest.M
     assert len(calls) == FAMILIES["mixtral"]["num_hidden_layers"]
 
 
-def test_gradients_of_experts_are_summed_over_the_copies_that_hold_them() -> None:
-    placement = tuple((n,) for n in range(4))
-    groups = shared_groups(placement, (), expert_ranks=(0, 1, 0, 1))
-    assert groups == {
-        "stage 0": (0, 1, 2, 3),
-        "stage 0, share 0 of the experts": (0, 2),
-        "stage 0, share 1 of the experts": (1, 3),
-    }
-    assert shared_groups(placement[:2], (), expert_ranks=(0, 1)) == {"stage 0": (0, 1)}
+FOUR = tuple((n,) for n in range(4))
+SUMMED_WHOLE = {"stage 0, share 0 of the experts": (0, 2), "stage 0, share 1 of the experts": (1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("copies", "experts", "sharding", "groups"),
+    [
+        (4, 2, None, {"stage 0": (0, 1, 2, 3), **SUMMED_WHOLE}),
+        (2, 2, None, {"stage 0": (0, 1)}),
+        (2, 2, Sharding(levels=(1,), copies=2), {"shards of stage 0, 0": (0, 1)}),
+        (
+            4,
+            2,
+            Sharding(levels=(3,), copies=4),
+            {
+                "shards of stage 0, 0": (0, 1, 2, 3),
+                "shards of stage 0, 0, share 0 of the experts": (0, 2),
+                "shards of stage 0, 1, share 1 of the experts": (1, 3),
+            },
+        ),
+        (  # no two members of a shard group have the same experts
+            4,
+            2,
+            Sharding(levels=(2,), copies=4, group=2),
+            {
+                "shards of stage 0, 0": (0, 1),
+                "shards of stage 0, 2": (2, 3),
+                "shard 0 of stage 0": (0, 2),
+                "shard 1 of stage 0": (1, 3),
+                **SUMMED_WHOLE,
+            },
+        ),
+        (4, 1, Sharding(levels=(0,), copies=4), {"stage 0": (0, 1, 2, 3)}),
+    ],
+)
+def test_only_the_groups_that_a_device_reads_are_opened(copies: int, experts: int, sharding: Any, groups: Any) -> None:
+    shares = copy_ranks(copies, copies, experts) if experts > 1 else ()
+    assert sum_groups(FOUR[:copies], sharding, shares=shares) == groups
+    job = job_of({"replicas": copies, "experts": experts})
+    for rank in range(copies):
+        read = Read({name: Members(rank, members) for name, members in groups.items() if rank in members})
+        model = build_model(job, None, 0, expert_rank=rank % experts)
+        modules = {(0, rank): StageModule(model, range(model.count), 0, torch.device("cpu"), split=False)}
+        shards = divide(modules, sharding, FOUR[:copies], (), read, shares=shares)
+        GradientSync(rank, modules, FOUR[:copies], (), read, sharded=shards, expert_ranks=shares or None)
+        assert read.found == set(read)
+
+
+class Read(dict[str, Any]):
+    """Notes which of its keys are read."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        super().__init__(items)
+        self.found = set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.found.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.found |= {key} & self.keys()
+        return super().get(key, default)
+
+
+class Members:
+    """A process group that nothing is sent in."""
+
+    def __init__(self, rank: int, members: tuple[int, ...]) -> None:
+        self._rank, self._members = rank, members
+
+    def rank(self) -> int:
+        return self._members.index(self._rank)
+
+    def size(self) -> int:
+        return len(self._members)

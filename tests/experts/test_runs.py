@@ -10,6 +10,7 @@ import torch
 
 from raypipe.checkpoint import open_checkpoint
 from raypipe.job.spec import JobSpec
+from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.tensor import is_experts
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
@@ -76,6 +77,9 @@ PLANS = [
     ),
 ]
 
+OPENED = {(4, "zero3", None): 1 + 1 + 2 + 2, (4, "zero2", 2): 1 + 2 + 2 + 2}
+"""By replicas, ``shard`` and ``shard_replicas`` of one stage, whose experts two copies divide, the process groups: all
+devices, the members of shard groups, those with the same shards or experts, and those that divide experts."""
 RECOMPUTED_LAYERS = {"early-recompute": 2, "full": 2, "[2]": 1}
 """By schedule or ``parallel.recompute``."""
 
@@ -89,6 +93,11 @@ def test_the_losses_are_those_of_one_device(
     done = drive(job_of(text_folder, parallel), stage_pool, tmp_path)
     assert done.losses == pytest.approx(reference.losses, abs=1e-9, rel=0)
     assert done.val_losses == pytest.approx(reference.val_losses, abs=1e-9, rel=0)
+    (started,) = (row for row in read_rows(tmp_path / EVENTS) if row["event"] == "started")
+    if (
+        opened := OPENED.get((parallel["replicas"], parallel.get("shard"), parallel.get("shard_replicas")))
+    ) is not None:
+        assert started["process_groups"] == opened
     # Per layer and micro-batch of a group: counts, numbers, tokens, weights and the way back; three of them backwards.
     recomputed = RECOMPUTED_LAYERS.get(str(parallel.get("recompute", parallel["schedule"])), 0)
     microbatches = 8 // parallel.get("microbatch", 2) // parallel["experts"] * parallel.get("slices", 1)
@@ -164,10 +173,25 @@ modules: {self_attn.q_proj: {column: num_attention_heads}, self_attn.k_proj: {co
 
 
 @pytest.mark.runs
-def test_with_attention_divided_over_tensor_ranks(reference, stage_pool, text_folder, tmp_path) -> None:
-    """Each tensor rank exchanges tokens with its own of the other copy. Checkpoints hold both kinds whole."""
+@pytest.mark.parametrize(
+    "shared",
+    [
+        TWO,
+        {**TWO, "shard": "zero3"},
+        *exhaustive(
+            {**TWO, "shard": "zero1"},
+            {"replicas": 4, "experts": 2, "shard": "zero2"},
+            {"replicas": 4, "experts": 2, "shard": "zero3"},
+            {"replicas": 4, "experts": 2, "shard": "zero2", "shard_replicas": 2},
+        ),
+    ],
+    ids=lambda p: "-".join(str(v) for v in p.values()),
+)
+def test_with_attention_divided_over_tensor_ranks(shared, reference, stage_pool, text_folder, tmp_path) -> None:
+    """Each tensor rank exchanges tokens with its own of the other copy, and divides with its own what it holds, twice
+    where two copies have the same experts. Checkpoints hold all kinds whole."""
     (tmp_path / "table.yaml").write_text(TABLE)
-    parallel = {"stages": 1, "tensor": 2, "tensor_table": str(tmp_path / "table.yaml"), **TWO}
+    parallel = {"stages": 1, "tensor": 2, "tensor_table": str(tmp_path / "table.yaml"), **shared}
     done = drive(job_of(text_folder, parallel), stage_pool, tmp_path / "run")
     assert done.losses == pytest.approx(reference.losses, abs=1e-9, rel=0)
     saved, alone = (open_checkpoint(run.checkpoints[4]) for run in (done, reference))

@@ -18,7 +18,7 @@ from raypipe.job import JobSpec, job_from, load_cluster
 from raypipe.job.cluster import ClusterSpec
 from raypipe.partition.job_costs import SharedProfiles, capture_given, shared_profiles
 from raypipe.partition.partition_job import captured_pieces, check_state, divided, job_pieces, to_capture
-from raypipe.plan.choose import look_for_first
+from raypipe.plan.choose import choose_meanwhile
 from raypipe.plan.tensor_groups import Sharing
 from raypipe.plan.watch import Watch
 from raypipe.search.budget import Budget
@@ -124,9 +124,10 @@ class Coming:
 def test_a_first_plan_needs_none_of_them(questions: float, seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
     """It is there before they are; if the time is up, or somebody stops the choice, plans go without them."""
     watch = Watch(Budget(seconds))
-    found = _shared(Coming(watch, questions), make_job(), make_profile(), None, watch)  # type: ignore[arg-type]
+    found, earlier = _shared(Coming(watch, questions), make_job(), make_profile(), None, watch)  # type: ignore[arg-type]
     assert watch.first_plan is not None
     assert found == ({"tensor": 2} if seconds else {})
+    assert earlier is not None
     assert ("left out" in capsys.readouterr().err) == (not seconds)
 
 
@@ -135,11 +136,11 @@ def test_a_first_plan_may_divide_experts() -> None:
     roomy = make_profile(memory_bytes=1e15).model_copy(update={"experts": 2})
     tight = make_profile(memory_bytes=1.0)
     watch = Watch(Budget(60.0))
-    look_for_first(make_job(), tight, None, watch, lambda: False, {Sharing(experts=2): roomy})
+    choose_meanwhile(make_job(), tight, None, watch, lambda: False, {Sharing(experts=2): roomy})
     assert watch.first_plan is not None
 
 
-def test_the_look_for_a_first_plan_ends_when_they_are_there() -> None:
+def test_the_search_without_them_ends_when_they_are_there() -> None:
     watch = Watch(Budget(60.0))
-    look_for_first(make_job(), make_profile(), None, watch, lambda: True)
+    choose_meanwhile(make_job(), make_profile(), None, watch, lambda: True)
     assert watch.first_plan is None

@@ -53,6 +53,8 @@ def test_it_is_chosen_where_a_whole_head_fits_but_once(in_little: Decision) -> N
     assert in_little.plan.parallel.vocabulary == "split"
     other = chosen(job_with({"vocabulary": "whole"}), 20)
     assert in_little.best.step_s < other.best.step_s / 1.3
+    asked = chosen(job_with({"vocabulary": "split"}), 20)
+    assert asked.searched == asked.timed == 2  # micro-batches of one sample, and of two
     roomy = chosen(job_with(), 80)
     assert roomy.plan.parallel.vocabulary == "whole"
     assert roomy.best.step_s < in_little.best.step_s

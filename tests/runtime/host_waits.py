@@ -31,13 +31,13 @@ from raypipe.runtime.process import clock
 from raypipe.runtime.setup.communicators import GLOO
 from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update import side_stream
-from raypipe.runtime.update.gradients import TiedHolders, shared_groups
+from raypipe.runtime.update.gradients import TiedHolders, groups_of_ties
 from raypipe.runtime.update.norm import DeviceShares, Shares
 from raypipe.runtime.update.optimizer import learning_rate
-from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.lowering.programs import Program, programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate, shard
+from raypipe.schedule.sharding import sum_groups
 from raypipe.schedule.verify import verify
 from tests.runtime.fake_gpu import FakeGpu
 from tests.runtime.runs.one_device import even_cut, executor_of, order
@@ -131,7 +131,7 @@ def executor(
         TiedHolders(g.name, tuple(name for _, name in g.parameters), tuple(range(copies)), g.parameters[0][0])
         for g in model.tied
     )
-    wanted = shared_groups(schedule.placement, holders, True) | shard_groups(schedule.sharding, schedule.placement)
+    wanted = sum_groups(schedule.placement, schedule.sharding, groups_of_ties(holders, schedule.sharding))
     groups = create_groups(wanted, "gloo") if copy is not None else {}
     made = executor_of(
         model, cut, schedule, Noise(spec), train, batch=train.batch, microbatch=MICROBATCH, dtype=dtype,

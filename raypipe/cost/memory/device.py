@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from raypipe.cost.kinds import process_bytes
 from raypipe.cost.memory.parameter import parameter_bytes
@@ -23,13 +23,13 @@ from raypipe.cost.memory.stage import StageMemory, shares_input, stage_memory
 from raypipe.cost.memory.terms import DeviceMemory
 from raypipe.cost.profile import Profile, Reserved
 from raypipe.cost.stages import Cut, check_cut, gradient_width, reduced_width
-from raypipe.schedule.ir import Schedule, Task
+from raypipe.schedule.ir import Schedule, Sharding, Task
 from raypipe.schedule.kinds import BACKWARD, GRADIENTS, SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs, weight_versions
 from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.programs import tasks_ahead
-from raypipe.schedule.passes.sync import are_copies, held
-from raypipe.schedule.sharding import LiveShards, copies_of_experts
+from raypipe.schedule.passes.sync import are_copies, held, placement_of_copies
+from raypipe.schedule.sharding import LiveShards, copies_of_experts, fewest_copies, run_groups
 
 
 def device_memory(
@@ -99,7 +99,7 @@ def device_memory(
         beside_shards=beside_shards,
         captured=captured and schedule.sharding is None and schedule.versions == "flush",
     )
-    communicators = _communicators(profile, schedule, setting, copies)
+    communicators = _communicators(profile, cut, schedule, copies)
     heads = tasks_ahead(schedule) if ahead and schedule.versions != "stash" else [0] * schedule.devices
     messages = held_messages(schedule, [profile.layers[layers[-1]].sent_bytes * samples for layers in cut])
     return tuple(
@@ -114,28 +114,47 @@ def device_memory(
     )
 
 
-def _communicators(profile: Profile, schedule: Schedule, setting: _Setting, copies: int) -> list[float]:
-    """Return the bytes of each device's communicators: one that all devices share, those of each stage's holders, of
-    those that divide it and of those that hold the same shard, and one from each neighbour, whatever it carries. Copies
-    of a pipeline have one for all stages with the same members."""
-    each, group, holders = profile.reserved, setting.group, setting.holders
-    everyone = schedule.devices * copies > 1
-    result = [each.group_bytes * everyone] * schedule.devices
-    alike = are_copies(schedule)
+def _communicators(profile: Profile, cut: Cut, schedule: Schedule, copies: int) -> list[float]:
+    """Return the bytes of each device's communicators: one that all devices share, those of ``run_groups``, and one
+    from each neighbour, whatever it carries."""
+    each, sharding, everyone = profile.reserved, schedule.sharding, schedule.devices * copies > 1
+    known = schedule.exchange[0] if sharding is None else sharding.copies
+    group, together = 1 if sharding is None else sharding.group or known * copies, max(profile.experts, profile.context)
+    if known * copies % together:  # a copy by itself, with nobody to exchange anything with
+        together = 1
+    if known == 1:
+        copies, group, together = fewest_copies(copies, group, together)
+    if sharding is not None:
+        sharding = replace(sharding, copies=known * copies, group=sharding.group and group)
+    tied = profile.trained_tied > 0 and (len(cut) > 1 or schedule.zero_level(0) > 0)
+    placement, of_experts, alike = placement_of_copies(schedule, copies), profile.context == 1, are_copies(schedule)
+    opened = _opened(placement, sharding, known * copies, together, of_experts, tied, alike)
+    result = []
     linked = [a + b for a, b in zip(schedule.graph.inputs(), schedule.graph.outputs(), strict=True)]
     for device, own in enumerate(held(schedule)):
-        shared, divided = {s for s, _ in own if holders[s] > 1}, {s for s, _ in own if schedule.zero_level(s)}
-        if alike:
-            result[device] += each.group_bytes * (bool(shared) + 2 * (bool(divided) and 1 < group < min(holders)))
-        else:
-            in_turn = sum((group > 1) + (holders[s] > group > 1) for s in divided)
-            result[device] += each.group_bytes * (len(shared) + in_turn)
-        if divided and profile.experts > 1 and setting.again > 1:  # and of those with the same experts
-            result[device] += each.group_bytes * (1 + (group < min(holders)))
         rows = [(schedule.placement[replica], s) for s, replica in own]
         neighbours = {row[other] for row, s in rows for other in linked[s]}
-        result[device] += each.edge_bytes * len(neighbours - {device})
+        groups, edges = everyone + opened[device], len(neighbours - {device})
+        result.append(each.group_bytes * groups + each.edge_bytes * edges)
     return result
+
+
+@lru_cache(64)
+def _opened(
+    placement: tuple[tuple[int, ...], ...],
+    sharding: Sharding | None,
+    copies: int,
+    together: int,
+    of_experts: bool,
+    tied: bool,
+    alike: bool,
+) -> Counter[int]:
+    """Return how many groups each device opens (``run_groups``), where copies that divide ``together`` do so with
+    experts or with sequences."""
+    ends = tuple(sorted({row[stage] for row in placement for stage in (0, -1)}))
+    way = {"experts" if of_experts else "context": together}
+    groups = run_groups(placement, sharding, copies, tied={"tied": ends} if tied else {}, in_order=alike, **way)
+    return Counter(device for devices in groups.opened.values() for device in devices)
 
 
 @dataclass(frozen=True)

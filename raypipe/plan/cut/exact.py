@@ -149,7 +149,19 @@ def bottlenecks(costs: Sequence[float], most: int) -> list[float]:
     >>> bottlenecks([1, 1, 1, 1, 4], 3)
     [8.0, 4.0, 4.0]
     """
-    return _slowest([Runs.of(costs).cost] * most)
+    before = np.array([0.0, *accumulate(costs)])
+    pieces = len(before) - 1
+    best, result = before, [float(before[-1])]  # [j]: of the pieces before j
+    for parts in range(2, min(most, pieces) + 1):
+        first, ends = parts - 1, np.arange(parts, pieces + 1)
+        # The later the last part begins, the faster it is, and the slower the others are: where these two meet is the
+        # least, or beside it.
+        meet = first + np.searchsorted(best[first:pieces] + before[first:pieces], before[ends])
+        begins = np.clip(meet + np.array([[-1], [0], [1]]), first, ends - 1)
+        least = np.maximum(best[begins], before[ends] - before[begins]).min(axis=0)
+        best = np.concatenate([np.full(parts, np.inf), least])
+        result.append(float(best[-1]))
+    return (result + [np.inf] * (most - len(result)))[:most]
 
 
 def leanest_line(runs: Runs, stages: int) -> float:

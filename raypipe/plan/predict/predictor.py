@@ -207,6 +207,7 @@ class Predictor(OOMFallback):
 
     _orders: Orders = field(default_factory=Orders)
     _memory: Memories = field(init=False, repr=False, compare=False)
+    _predicted: dict[tuple[Candidate, bool], Prediction] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,6 +260,11 @@ class Predictor(OOMFallback):
         Raises:
             ScheduleError: the family has no such shape.
         """
+        if (c, timed) not in self._predicted:
+            self._predicted[c, timed] = self._predict(c, timed)
+        return self._predicted[c, timed]
+
+    def _predict(self, c: Candidate, timed: bool) -> Prediction:
         keep = self._memory.keep(c) if c.recompute in ("full", "microbatches") else None
         recomputed = self._memory.recomputed(c) if c.recompute == "layers" else None
         result = Prediction(

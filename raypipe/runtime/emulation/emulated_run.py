@@ -28,8 +28,6 @@ from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.rank_order import located_bundles
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of
-from raypipe.runtime.update.gradients import shared_groups, stage_group
-from raypipe.runtime.update.shards import dividing_group, same_shard_group, shard_groups
 from raypipe.runtime.worker.worker_group import WorkerGroup, device_title
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.deps import link
@@ -39,7 +37,7 @@ from raypipe.schedule.lowering.asynchronous import WHOLE, Part, parts
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 from raypipe.schedule.lowering.programs import edges, step_programs
 from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate
-from raypipe.schedule.sharding import shard_members
+from raypipe.schedule.sharding import dividing_group, same_shard_group, shard_members, stage_group, sum_groups
 from raypipe.schedule.verify import verify
 from raypipe.simulate.engine import simulate
 from raypipe.simulate.series import series, steady
@@ -267,8 +265,7 @@ def _setup(workers: WorkerGroup, what: Rehearsal, faults: Mapping[int, DeviceFau
         peers=tuple(x.peer for x in workers.locations),
         rendezvous=rendezvous_of(workers.locations),
         edges=edges(schedule),
-        groups=shared_groups(schedule.placement, ())
-        | shard_groups(schedule.sharding, schedule.placement)
+        groups=sum_groups(schedule.placement, schedule.sharding)
         | {_exchange_group(devices): devices for devices in exchanging.values() if len(devices) > 1},
         transport="auto",
         run_id=workers.run_id,
@@ -335,7 +332,7 @@ def collective_groups(schedule: Schedule, groups: Collection[str]) -> list[tuple
             name = _exchange_group(exchanging[task.stage, task.replica])
             return name if name in groups else ""
         member = members.get((task.stage, task.replica))
-        if member is None:
+        if member is None or len(member.group) == 1:
             name = stage_group(task.stage)
         else:
             name = (same_shard_group if task.kind == "AR" else dividing_group)(task.stage, member)

@@ -8,7 +8,7 @@ rank communicate: every channel and every gradient all-reduce exists once per te
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,48 +29,13 @@ from raypipe.runtime.update.gradients import TiedHolders
 from raypipe.schedule.ir import Sharding, StageGraph, Versions
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import Program
+from raypipe.schedule.sharding import CONTEXT_GROUP, EXPERT_GROUP, copy_ranks
 from raypipe.tensor import Axis
 
 T = TypeVar("T")
 
 TENSOR_GROUP = "tensor"
 """Key, in what ``own_groups`` returns, of the group of one device's tensor-parallel ranks."""
-EXPERT_GROUP = "experts"
-"""Key, in what ``own_groups`` returns, of the group of devices that divide experts with this one."""
-CONTEXT_GROUP = "context"
-"""The same, of the group of devices that divide sequences with this one."""
-
-
-# Consecutive data-parallel copies divide the experts of every stage, or sequences.
-
-
-def copy_ranks(replicas: int, copies: int, together: int) -> tuple[int, ...]:
-    """Return which share each replica has of what ``together`` consecutive copies divide.
-
-    >>> copy_ranks(replicas=8, copies=4, together=2)  # two directions in each copy
-    (0, 0, 1, 1, 0, 0, 1, 1)
-    """
-    return tuple(replica // (replicas // copies) % together for replica in range(replicas))
-
-
-def copy_groups(
-    kind: str, placement: Sequence[Sequence[int]], copies: int, together: int
-) -> dict[str, tuple[int, ...]]:
-    """Return the groups of devices that divide something, by name; each has one share of all stages in its place.
-
-    >>> copy_groups("experts", [[0, 1], [2, 3]], copies=2, together=2)
-    {'experts 0, 2': (0, 2), 'experts 1, 3': (1, 3)}
-    """
-    if together == 1:
-        return {}
-    of_copy = len(placement) // copies
-    result: dict[str, tuple[int, ...]] = {}
-    for first in range(0, len(placement), of_copy * together):
-        for replica in range(first, first + of_copy):
-            members = [placement[replica + n * of_copy] for n in range(together)]
-            for devices in zip(*members, strict=True):
-                result[f"{kind} {', '.join(map(str, devices))}"] = devices
-    return result
 
 
 def rank_of(device: int, tensor_rank: int, size: int) -> int:
@@ -102,16 +67,6 @@ def tensor_rank_groups(groups: Mapping[str, tuple[int, ...]], devices: int, size
     return result
 
 
-def served_by_another(groups: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the groups that need no communicator because an earlier one has the same members, with its name.
-
-    A communicator takes memory of a GPU, and a device may hold dozens of stages. It carries one collective after the
-    other, so all members have to start them in one order: ``passes.sync.are_copies``.
-    """
-    first: dict[tuple[int, ...], str] = {}
-    return {name: one for name, ranks in groups.items() if (one := first.setdefault(ranks, name)) != name}
-
-
 def own_groups(
     groups: Mapping[str, T],
     device: int,
@@ -119,8 +74,8 @@ def own_groups(
     size: int,
     served_by: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, T]:
-    """Select a process's own groups by their device-level names; that of its device, and those that divide experts or
-    sequences, by theirs.
+    """Select a process's own groups by their device-level names; that of its device, and those with which it divides
+    experts or sequences, by ``TENSOR_GROUP``, ``EXPERT_GROUP`` and ``CONTEXT_GROUP``.
 
     ``served_by``: see ``served_by_another``.
     """

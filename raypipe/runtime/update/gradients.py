@@ -21,7 +21,8 @@ from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.buckets import BucketedAllReduce, PrioritisedAllReduce, buckets_of
 from raypipe.runtime.update.collectives import Pending, Push, start_sum, wait_for
 from raypipe.runtime.update.shards import ShardedStage
-from raypipe.schedule.sharding import StageKey
+from raypipe.schedule.ir import Sharding
+from raypipe.schedule.sharding import StageKey, expert_sum_group, stage_group
 
 SCATTERS = 1
 """Reduce-scatters of a device that may be under way when gradients get another buffer (``schedule.deps``)."""
@@ -48,43 +49,16 @@ def tied_over_devices(tied: Iterable[TiedHolders]) -> set[str]:
     return {name for tie in tied for name in tie.parameters if len(tie.ranks) > 1}
 
 
-def shared_groups(
-    placement: tuple[tuple[int, ...], ...],
-    tied: tuple[TiedHolders, ...],
-    divided: bool = False,
-    expert_ranks: Sequence[int] = (),
-) -> dict[str, tuple[int, ...]]:
-    """Return the process groups that a plan needs, by name, in the order in which every device creates them.
-
-    Args:
-        placement: device of each stage, per replica.
-        tied: parameters that several stages hold.
-        divided: replicas divide stages, but not their tied parameters, which are then summed by themselves.
-        expert_ranks: which share of the experts each replica holds; empty where experts are not divided.
-    """
-    wanted: dict[str, tuple[int, ...]] = {}
-    for stage in range(len(placement[0])):
-        ranks = tuple(sorted({held[stage] for held in placement}))
-        if len(ranks) > 1:
-            wanted[stage_group(stage)] = ranks
-        for share in range(1 + max(expert_ranks)) if any(expert_ranks) else ():
-            holders = {held[stage] for held, own in zip(placement, expert_ranks, strict=True) if own == share}
-            if len(holders) > 1:
-                wanted[expert_sum_group(stage, share)] = tuple(sorted(holders))
-    for tie in tied:
-        if len(tie.ranks) > 1 and (tie.stage is None or divided):
-            wanted[f"tied {tie.name}"] = tie.ranks
-    return wanted
+def groups_of_ties(tied: Iterable[TiedHolders], sharding: Sharding | None) -> dict[str, tuple[int, ...]]:
+    """Return who sums tied parameters by themselves, by name: those of several stages, and of a stage that is divided,
+    as these stay whole."""
+    levels = sharding.levels if sharding is not None else ()
+    apart = (tie for tie in tied if tie.stage is None or (levels and levels[tie.stage]))
+    return {_tie_group(tie): tie.ranks for tie in apart if len(tie.ranks) > 1}
 
 
-def stage_group(stage: int) -> str:
-    """Return the name of the group that all-reduces a stage's gradients."""
-    return f"stage {stage}"
-
-
-def expert_sum_group(stage: int, share: int) -> str:
-    """Return the name of the group that all-reduces the gradients of one share of a stage's experts."""
-    return f"stage {stage}, share {share} of the experts"
+def _tie_group(tie: TiedHolders) -> str:
+    return f"tied {tie.name}"
 
 
 @dataclass(slots=True)
@@ -132,7 +106,7 @@ class GradientSync:
             modules: its stage replicas.
             placement: device of each stage, per replica.
             tied: parameters that several stages hold.
-            groups: process groups, named by ``shared_groups``.
+            groups: process groups, named by ``sum_groups``.
             member: which of its device's processes this one is; the others hold other shares of what is divided.
             sharded: those of its stage replicas whose gradients their copies divide.
             by_layer: sum what the next forward needs first as early as the link allows (``prioritised``).
@@ -177,7 +151,10 @@ class GradientSync:
         """Stage replicas with experts to sum for which this step's program has no AR, as where all else is sharded."""
         self._sums: dict[StageKey, BucketedAllReduce] = {}
         for key, parameters in self._own.items():
-            if (name := stage_group(key[0])) not in groups:
+            everyone, alone = groups.get(stage_group(key[0])), groups.get(expert_sum_group(key[0], of[key[1]]))
+            parameters = [p for p in parameters if (alone if p in experts else everyone) is not None]
+            group = everyone if everyone is not None or not parameters else alone
+            if group is None:  # nobody else has them, or they are divided
                 continue
             what = f"gradient sum of stage {key[0]}"
             if by_layer:
@@ -186,15 +163,10 @@ class GradientSync:
                 waiting = WaitingOperands()
                 modules[key].queue.waiting = waiting if tuner is not None else None
                 chosen = None if tuner is None else tuner(len(blocks))
-                self._sums[key] = PrioritisedAllReduce(blocks, groups[name], what, chosen, dtype, waiting)
+                self._sums[key] = PrioritisedAllReduce(blocks, group, what, chosen, dtype, waiting)
             else:
-                alone = groups.get(expert_sum_group(key[0], of[key[1]]))
-                if alone is None:  # this device is the only one with these experts
-                    parameters = [p for p in parameters if p not in experts]
                 held = frozenset[Tensor](p for p in parameters if p in experts)
-                self._sums[key] = BucketedAllReduce(
-                    buckets_of(parameters, held), groups[name], what, dtype, (held, alone)
-                )
+                self._sums[key] = BucketedAllReduce(buckets_of(parameters, held), group, what, dtype, (held, alone))
         # Each gradient counts once in the norm: at the lowest device that holds it, there at the first member unless
         # every member has a share of it.
         divided = {p for p, cut in stage_shares.items() if cut.axis == "tensor"}
@@ -320,14 +292,16 @@ class GradientSync:
             TransportError: another holder did not join in time.
         """
         self._finish_scatters(push, 0)
-        for _, stage in sorted(self.shards.items()):
-            if (others := stage.holders[0].others) is not None:
-                self._count("all-reduce", others)
+        completed: dict[StageKey, Mark | None] = {}
+        for key, stage in sorted(self.shards.items()):
             for flat in stage.flats:
                 flat.set_gradients(push)
+            if (others := stage.holders[0].others) is not None:
+                self._count("all-reduce", others)
+                completed[key] = clock.mark()
         for key in sorted(self._unannounced):
             self.launch(key)
-        completed = {key: self.settle(key, push, clock) for key in list(self._pending)}
+        completed |= {key: self.settle(key, push, clock) for key in list(self._pending)}
         self.finish_ties(push)
         return {key: at for key, at in completed.items() if at is not None}
 
@@ -365,7 +339,7 @@ class GradientSync:
             total = self._whole_gradient(copies[0])
             for copy in copies[1:]:
                 total = total + self._whole_gradient(copy)
-            group = self.groups.get(f"tied {tie.name}")
+            group = self.groups.get(_tie_group(tie))
             work = None
             if group is not None:
                 total = total.contiguous()

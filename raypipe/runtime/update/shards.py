@@ -15,7 +15,7 @@ from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.flat_weights import FlatWeights
 from raypipe.runtime.update.optimizer import ParameterPiece, whole_costs
 from raypipe.schedule.ir import Sharding
-from raypipe.schedule.sharding import ShardMember, StageKey, shard_members
+from raypipe.schedule.sharding import StageKey, dividing_group, same_shard_group, shard_members
 
 
 class Holders(NamedTuple):
@@ -66,7 +66,7 @@ class ShardedStage:
         for name, p in module.trained.items():
             axis: str = self.cuts[name].axis if name in self.cuts else ""
             if name not in undivided and (axis != "experts" or experts is not None):
-                narrow = gather_dtype if level == 3 and p in cast and axis != "experts" else None
+                narrow = gather_dtype if level == 3 and p in cast else None
                 alike.setdefault((p.dtype, name in costs, narrow, axis), {})[name] = p
         self.flats: list[FlatWeights] = []
         self._of: list[tuple[Holders, str]] = []
@@ -121,40 +121,6 @@ def updated(module: StageModule, stage: ShardedStage | None) -> tuple[dict[str, 
     return {name: p for name, p in module.trained.items() if name not in stage.names}, pieces
 
 
-# The groups that divide the stages of a device.
-
-
-def shard_groups(
-    sharding: Sharding | None, placement: tuple[tuple[int, ...], ...], shares: Sequence[int] = ()
-) -> dict[str, tuple[int, ...]]:
-    """Return the process groups that sharding needs, by name: who divides a stage, and who holds the same shard.
-
-    ``shares``: which share of the experts each replica holds; empty where experts are not divided.
-    """
-    wanted: dict[str, tuple[int, ...]] = {}
-    for experts in (False, True) if any(shares) else (False,):
-        for (stage, replica), member in shard_members(sharding, placement, shares if experts else ()).items():
-            share = shares[replica] if experts else None
-            wanted[dividing_group(stage, member, share)] = member.group
-            wanted[same_shard_group(stage, member, share)] = member.others
-    return {name: devices for name, devices in wanted.items() if len(devices) > 1}
-
-
-def dividing_group(stage: int, member: ShardMember, share: int | None = None) -> str:
-    """Return the name of the group that gathers a sharded stage's weights and reduce-scatters its gradients; with
-    ``share``, those of that share of its experts."""
-    return f"shards of stage {stage}, {member.group[0]}{_of_share(share)}"
-
-
-def same_shard_group(stage: int, member: ShardMember, share: int | None = None) -> str:
-    """Return the name of the group that all-reduces one shard of a stage's gradients, or of a share of its experts."""
-    return f"shard {member.number} of stage {stage}{_of_share(share)}"
-
-
-def _of_share(share: int | None) -> str:
-    return "" if share is None else f", share {share} of the experts"
-
-
 def divide(
     modules: Mapping[StageKey, StageModule],
     sharding: Sharding | None,
@@ -172,7 +138,7 @@ def divide(
         sharding: of the schedule.
         placement: device of each stage, per replica.
         undivided: names of parameters that stay whole, which others hold as well.
-        groups: process groups, named by ``shard_groups``.
+        groups: process groups, named by ``sum_groups``.
         reduce_dtype: in which gradients are summed; None for their own.
         train: says the optimizer, which may read whole matrices, and the arithmetic.
         shares: which share of the experts each replica holds; the members of a shard group with the same one divide it.

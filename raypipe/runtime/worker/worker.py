@@ -50,8 +50,6 @@ from raypipe.runtime.recovery.replacement import (
 )
 from raypipe.runtime.setup.communicators import Communicators, Location, Topology, locate, own_address
 from raypipe.runtime.setup.setup import (
-    CONTEXT_GROUP,
-    EXPERT_GROUP,
     TENSOR_GROUP,
     Setup,
     build_stage,
@@ -83,7 +81,7 @@ from raypipe.runtime.worker.settings import (
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.lowering.programs import Program
 from raypipe.schedule.microbatch_order import Order
-from raypipe.schedule.sharding import StageKey
+from raypipe.schedule.sharding import CONTEXT_GROUP, EXPERT_GROUP, StageKey
 from raypipe.signals import told_to_go
 from raypipe.tensor import Axis, ProcessGroup, SoloGroup, TensorGroup, set_group
 

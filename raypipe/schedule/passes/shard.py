@@ -16,6 +16,7 @@ Source: ZeroPP, section 3.3.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple, get_args
@@ -104,22 +105,29 @@ def policy_windows(schedule: Schedule, device: int, gather: Gather, unit: int | 
     halves = schedule.pairs
     reads = [(k, t) for k, t in enumerate(order) if t.kind in READS_WEIGHTS]
     ranges: dict[tuple[int, int], dict[tuple[int, bool], Window]] = {}
+    positions: dict[tuple[int, int], list[int]] = {}
     for k, task in reads:
         key = (task.stage, task.replica)
+        positions.setdefault(key, []).append(k)
         part = (0, False) if gather == "step" else (task.mbs[0] % copy // each, task.kind != "F")
-        own = ranges.setdefault(key, {})
+        parts = ranges.setdefault(key, {})
         begin = k - (task in schedule.joined)  # a window holds whole pairs
-        first = own[part].first if part in own else begin
-        own[part] = Window(first, begin + (task in halves), first)
+        first = parts[part].first if part in parts else begin
+        parts[part] = Window(first, begin + (task in halves), first)
+    every = [k for k, _ in reads]
+
+    def read_elsewhere(key: tuple[int, int], after: int, until: int) -> bool:
+        counts = [bisect_left(at, until) - bisect_right(at, after) for at in (every, positions[key])]
+        return counts[0] > counts[1]
+
     result: dict[tuple[int, int], list[Window]] = {}
     for key, parts in ranges.items():
-        elsewhere = [k for k, t in reads if (t.stage, t.replica) != key] if gather == "unit" else []
         windows: list[Window] = []
         before: tuple[int, bool] | None = None
         for part, window in sorted(parts.items(), key=lambda item: item[1]):
             overlaps = bool(windows) and window.first <= windows[-1].last
             turns = before == (part[0], False) and part[1] and gather == "unit"
-            if overlaps or (turns and not any(windows[-1].last < k < window.first for k in elsewhere)):
+            if overlaps or (turns and not read_elsewhere(key, windows[-1].last, window.first)):
                 windows[-1] = windows[-1]._replace(last=max(windows[-1].last, window.last))
             else:
                 windows.append(window)

@@ -235,6 +235,11 @@ def are_copies(schedule: Schedule) -> bool:
     return len(orders) <= 1
 
 
+def placement_of_copies(schedule: Schedule, copies: int) -> tuple[tuple[int, ...], ...]:
+    """Return the placement of W copies of a schedule: copy w has the devices w*D + d."""
+    return tuple(tuple(w * schedule.devices + d for d in row) for w in range(copies) for row in schedule.placement)
+
+
 def replicate(schedule: Schedule, copies: int) -> Schedule:
     """Return W copies of a schedule, each with its own devices, replicas and micro-batches.
 
@@ -247,8 +252,7 @@ def replicate(schedule: Schedule, copies: int) -> Schedule:
         raise ScheduleError("replicas", f"{copies} copies", "use a whole number >= 1")
     if copies == 1:
         return schedule
-    devices, replicas, count = schedule.devices, schedule.replicas, schedule.microbatches
-    placement = [tuple(w * devices + d for d in row) for w in range(copies) for row in schedule.placement]
+    replicas, count = schedule.replicas, schedule.microbatches
     orders = [
         [t._replace(mbs=tuple(w * count + m for m in t.mbs), replica=w * replicas + t.replica) for t in order]
         for w in range(copies)
@@ -262,7 +266,7 @@ def replicate(schedule: Schedule, copies: int) -> Schedule:
     )
     return schedule.with_orders(
         orders,
-        placement=tuple(placement),
+        placement=placement_of_copies(schedule, copies),
         microbatches=copies * count,
         sharding=sharding,
         joined=joined,

@@ -73,7 +73,7 @@ MODELS["qwen3-30b-a3b"] = Model(
     vocabulary=(("vocab_size", 151936), ("max_position_embeddings", 40960)),
     mixture=(
         ("hf", "qwen3_moe"), ("moe_intermediate_size", 768), ("num_experts", 128), ("num_experts_per_tok", 8),
-        ("head_dim", 128),
+        ("head_dim", 128), ("norm_topk_prob", True),
     ),
 )  # fmt: skip
 MODELS["deepseek-v3"] = Model(

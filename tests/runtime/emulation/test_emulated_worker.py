@@ -31,8 +31,6 @@ from raypipe.runtime.emulation.emulated_run import (
 from raypipe.runtime.emulation.emulated_worker import AllReduceLane, EmulatedRunner, EmulatedSetup, wait_until
 from raypipe.runtime.process.shared_clock import SharedClock
 from raypipe.runtime.setup.communicators import Topology
-from raypipe.runtime.update.gradients import shared_groups
-from raypipe.runtime.update.shards import shard_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.text import from_text
@@ -40,6 +38,7 @@ from raypipe.schedule.kinds import EXCHANGES, NETWORK
 from raypipe.schedule.lowering.asynchronous import WHOLE
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import divide_experts, shard, split_backward
+from raypipe.schedule.sharding import sum_groups
 from tests.exhaustive import exhaustive
 
 MS = 1e-3
@@ -120,7 +119,7 @@ def test_every_collective_of_a_sharded_schedule_has_its_group() -> None:
     """Four copies in groups of two: gathers inside a group, all-reduces between holders of the same shard."""
     order = shard(generate("1f1b", Shape(devices=2, microbatches=2)), 3, gather="microbatch", group=2)
     schedule = rehearsal(order, CostTable.even(2, MS, MS, MS), SUMS, 4).schedule
-    groups = shared_groups(schedule.placement, ()) | shard_groups(schedule.sharding, schedule.placement)
+    groups = sum_groups(schedule.placement, schedule.sharding)
     result = collective_groups(schedule, groups)
     for device, (order, names) in enumerate(zip(schedule.orders, result, strict=True)):
         for task, name in zip(order, names, strict=True):

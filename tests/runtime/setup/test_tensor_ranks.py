@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from raypipe.runtime.setup.setup import (
-    copy_groups,
-    copy_ranks,
     own_channels,
     own_groups,
     rank_of,
-    served_by_another,
     tensor_rank_edges,
     tensor_rank_groups,
     tensor_rank_of,
 )
-from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.passes import replicate
 from raypipe.schedule.passes.sync import are_copies
+from raypipe.schedule.sharding import copy_groups, copy_ranks, served_by_another, sum_groups
 
 
 def test_ranks_go_device_by_device() -> None:
@@ -63,7 +60,7 @@ def test_stages_of_copies_share_a_communicator() -> None:
         one = generate(name, Shape(devices=devices, microbatches=4, chunks=chunks))
         whole = replicate(one, 2)
         assert are_copies(whole) == alike
-        sums = shared_groups(whole.placement, ())
+        sums = sum_groups(whole.placement)
         served_by = served_by_another(sums) if alike else {}
         assert served_by == ({"stage 2": "stage 0", "stage 3": "stage 1"} if alike else {})
         opened = {key: ranks for key, ranks in sums.items() if key not in served_by and 0 in ranks}

@@ -12,10 +12,10 @@ from raypipe.runtime.setup.communicators import Topology
 from raypipe.runtime.setup.setup import tensor_rank_edges, tensor_rank_groups
 from raypipe.runtime.transport.channel import Peer
 from raypipe.runtime.transport.process_groups import LAZY, connected, connected_on_use, in_rounds
-from raypipe.runtime.update.gradients import shared_groups
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.lowering.programs import edges
 from raypipe.schedule.passes import replicate
+from raypipe.schedule.sharding import sum_groups
 
 
 def test_rounds_of_random_groups() -> None:
@@ -48,7 +48,7 @@ def test_rounds_do_not_grow_with_copies(name: str, copies: int) -> None:
     whole = replicate(schedule, copies)
     one, all_of_them = (len(in_rounds(sorted(edges(s)))) for s in (schedule, whole))
     assert all_of_them == one
-    groups = [tuple(ranks) for ranks in shared_groups(whole.placement, ()).values()]
+    groups = [tuple(ranks) for ranks in sum_groups(whole.placement).values()]
     assert len(in_rounds(groups)) <= 2  # the holders of a stage; Chimera's devices hold two
 
 
@@ -86,7 +86,7 @@ def test_groups_are_counted(one_host: bool, tensor: int, count: int) -> None:
     peers = tuple(Peer(r, "host" if one_host else f"host {r}", "cpu", f"rank {r}") for r in range(world))
     topology = Topology(
         peers=peers, rendezvous="tcp://127.0.0.1:1", edges=tensor_rank_edges(edges(schedule), tensor),
-        groups=tensor_rank_groups(shared_groups(schedule.placement, ()), schedule.devices, tensor),
+        groups=tensor_rank_groups(sum_groups(schedule.placement), schedule.devices, tensor),
         transport="auto", run_id="x",
     )  # fmt: skip
     assert topology.process_groups() == count

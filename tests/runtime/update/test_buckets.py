@@ -14,7 +14,8 @@ from raypipe.models import GptLayers
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update import buckets
 from raypipe.runtime.update.buckets import buckets_of
-from raypipe.runtime.update.gradients import GradientSync, TiedHolders, shared_groups
+from raypipe.runtime.update.gradients import GradientSync, TiedHolders, groups_of_ties
+from raypipe.schedule.ir import Sharding
 from tests.runtime.runs.one_device import TwoMembers, even_cut, run_step
 
 SPEC = GptSpec(type="gpt", layers=3, hidden=16, heads=2, sequence=8, vocabulary=64, dropout=0.1, tie_embeddings=True)
@@ -92,8 +93,9 @@ def test_a_parameter_tied_inside_a_stage_is_in_its_buckets() -> None:
     parameters = tuple(dict.fromkeys(n for _, n in model.tied[0].parameters))
     placement = ((0,), (1,))
     inside, across = (TiedHolders(name, parameters, (0, 1), 0, stage) for stage in (0, None))
-    assert "tied 0.token.weight" in shared_groups(placement, (across,))
-    assert list(shared_groups(placement, (inside,))) == ["stage 0"]
+    assert groups_of_ties((across,), None) == {"tied 0.token.weight": (0, 1)}
+    assert not groups_of_ties((inside,), None)
+    assert groups_of_ties((inside,), Sharding(levels=(1,), copies=2)) == groups_of_ties((across,), None)
     module = StageModule(model, range(model.count), 3, torch.device("cpu"), False)
     sums = []
     for tie in (inside, across):
