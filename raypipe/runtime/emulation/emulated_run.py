@@ -176,8 +176,8 @@ def emulate(
         replicas: number of data-parallel copies.
         norm: how updates depend on the global gradient norm. With ``wait`` it is a barrier between steps; otherwise
             steps follow one another without one.
-        clip_every: with ``norm="optimistic"``, the update of every ``clip_every``-th step is undone and the forwards since
-            then run again, which the prediction leaves out; 0 for never.
+        clip_every: with ``norm="optimistic"``, the update of every ``clip_every``-th step is undone and the forwards
+            since then run again, which the prediction leaves out; 0 for never.
         faults: by device, what goes wrong there, which the prediction leaves out.
         skew: where copies divide experts, the tokens of the busiest one as a multiple of the mean; in each step another
             copy is the busiest.
