@@ -3,8 +3,8 @@
 While a run trains, the first one asks it for a checkpoint, and the exception follows when that is there. At any other
 time it is raised where the command is, or when Ray has started. The exit status is 143 or 130, as shells have it.
 Where what a run waits for is gone, a thread ends the command (``ends_without``), since no handler may run any more.
-Processes that a command starts beside itself (``start_apart``) get none of them, and end with it. A worker that trains
-only notes a SIGTERM (``told_to_go``), and goes between two steps.
+Processes that a command starts beside itself (``start_apart``, ``fork_apart``) get none of them, and end with it. A
+worker that trains only notes a SIGTERM (``told_to_go``), and goes between two steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import get_context
 from types import FrameType
 
 from raypipe.errors import InterruptionError, TerminationError
@@ -118,6 +120,36 @@ def start_apart(program: str, given: bytes = b"") -> subprocess.Popen[bytes] | N
     with suppress(OSError), process.stdin:  # it may have ended already
         process.stdin.write(given)
     return process
+
+
+def fork_apart(work: Callable[[], object]) -> Callable[[], bool] | None:
+    """Fork this process for work that prepares something for it, and ends with it; what is imported is so there too.
+
+    Returns:
+        A function that returns whether it has ended. None where a fork is not safe: beside threads of Python's or
+        Ray's, which may hold locks, and on other systems than Linux, whose libraries may not bear it.
+    """
+    if sys.platform != "linux" or threading.active_count() > 1 or "ray" in sys.modules:
+        return None
+    process = get_context("fork").Process(target=_work_apart, args=(work,), daemon=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python counts the threads of NumPy's BLAS, which may
+            process.start()
+    except OSError:
+        return None
+    atexit.register(process.kill)
+    return lambda: process.exitcode is not None
+
+
+def _work_apart(work: Callable[[], object]) -> None:
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_DFL)
+    os.setsid()  # Ctrl-C in a terminal is not for it
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
+    work()
 
 
 LOOKS, LOOK_S = 3, 1.0

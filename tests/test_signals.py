@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -176,3 +177,41 @@ def test_what_waits_for_something_that_is_gone_ends(there: bool) -> None:
     process.terminate()
     _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == ((0, "") if there else (143, "15: it is gone\n"))
+
+
+FORKS = """
+import os, sys, threading, time
+from pathlib import Path
+from raypipe.signals import fork_apart
+
+pid, stay = Path(sys.argv[1]), threading.Event()
+
+def work():
+    print("not seen")
+    pid.with_suffix(".part").write_text(str(os.getpid()))
+    pid.with_suffix(".part").rename(pid)
+    time.sleep({sleeps})
+
+if {thread}:
+    threading.Thread(target=stay.wait).start()
+ended = fork_apart(work)
+stay.set()
+while ended is not None and not (pid.exists() and ({sleeps} or ended())):
+    time.sleep(0.01)
+print(ended if ended is None else ended())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked")
+@pytest.mark.parametrize(
+    ("sleeps", "thread", "printed"), [(0, False, "True"), (600, False, "False"), (0, True, "None")]
+)
+def test_what_is_forked_ends_with_its_process(sleeps: int, thread: bool, printed: str, tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    program = [sys.executable, "-c", FORKS.format(sleeps=sleeps, thread=thread), str(file)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == (f"{printed}\n", "")
+    assert file.exists() != thread
+    if not thread:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.read_text()), 0)

@@ -269,13 +269,16 @@ def _check(job: JobSpec, costs: Profile, devices: int | None = None) -> None:
 def _shared(
     coming: SharedProfiles, job: JobSpec, costs: Profile, devices: int | None, watch: Watch
 ) -> tuple[dict[Sharing, Profile], PlanChoice | None]:
-    """Return the profiles of devices that share layers or experts; until they are there, search without, and what was
-    searched."""
-    from raypipe.plan.choose import choose_meanwhile
+    """Return the profiles of devices that share layers or experts; until they are there, look for a plan without, and
+    return what was searched for it."""
+    from raypipe.plan.choose import look_for_first
 
     earlier = None
     if not coming.ready:
-        earlier = choose_meanwhile(job, costs, devices, watch, lambda: coming.ready, coming.experts)
+        earlier = look_for_first(job, costs, devices, watch, lambda: coming.ready, coming.experts)
+        if not watch.over:
+            with contextlib.redirect_stdout(sys.stderr):
+                coming.help()
     _compile()
     while not coming.ready:
         if watch.over and watch.first_plan is not None:
@@ -307,8 +310,8 @@ def _given_costs(
     if devices is not None:
         described = described.resized(devices)
     with contextlib.redirect_stdout(sys.stderr):  # libraries print notices; keep standard output for results
-        coming = SharedProfiles(job, described)
         check_state(job, described)
+        coming = SharedProfiles(job, described)  # after it, as it then has what that has imported
         if coming.ready:  # else captures, which the first plan waits for, have the cores
             _compile()
         return job_profile(job, described), coming

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from raypipe.partition.partition_job import JobPieces, divided, job_pieces, to_c
 from raypipe.plan.choose import choose
 from raypipe.plan.tensor_groups import Sharing, expert_counts
 from raypipe.schedule.garbage_collection import no_collection
-from raypipe.signals import start_apart
+from raypipe.signals import fork_apart, start_apart
 
 
 @no_collection()
@@ -163,27 +163,37 @@ def shared_profiles(
 class SharedProfiles:
     """The profiles of ``shared_profiles``, for which a process of its own captures the divided models meanwhile.
 
-    They take as long as the whole model, which other plans need first. Where nothing is to be captured, or there is one
-    core, no process is started.
+    They take as long as the whole model, which other plans need first. The last of several is left to this process
+    (``help``). Where nothing is to be captured, or there is one core, no process is started.
     """
 
     def __init__(self, job: JobSpec, cluster: ClusterSpec) -> None:
         self._job, self._cluster = job, cluster
         self._found: dict[Sharing, Profile] | None = None
-        self._capturing: subprocess.Popen[bytes] | None = None
+        self._captured: Callable[[], bool] | None = None
+        self._left: list[JobSpec] = []
         given = job.parallel.given if job.parallel.auto else {}
         sizes = [n for n in group_sizes(cluster) if given.get("tensor", n) == n and given.get("experts", 1) == 1]
         sequence = bool(given.get("sequence_parallel", True))
         missing = [one for one in (divided(job, n, sequence) for n in sizes) if to_capture(one)]
         if missing and (os.cpu_count() or 1) > 1:
-            program = f"from {__name__} import {capture_given.__name__}; {capture_given.__name__}()"
-            given_jobs = [one.model_dump_json(exclude_unset=True) for one in missing]
-            self._capturing = start_apart(program, json.dumps(given_jobs).encode())
+            there = missing[:-1] or missing
+            self._captured = fork_apart(lambda: capture_all(there))
+            if self._captured is None:
+                program = f"from {__name__} import {capture_given.__name__}; {capture_given.__name__}()"
+                process = start_apart(program, json.dumps([_as_json(one) for one in there]).encode())
+                self._captured = None if process is None else lambda: process.poll() is not None
+            self._left = missing[len(there) :] if self._captured is not None else []
 
     @property
     def ready(self) -> bool:
         """Return whether there is nothing to wait for."""
-        return self._capturing is None or self._capturing.poll() is not None
+        return self._captured is None or self._captured()
+
+    def help(self) -> None:
+        """Capture here what is left to this process."""
+        capture_all(self._left)
+        self._left = []
 
     @cached_property
     def experts(self) -> dict[Sharing, Profile]:
@@ -193,8 +203,9 @@ class SharedProfiles:
     def get(self) -> dict[Sharing, Profile]:
         """Return them, when they are ready; what could not be captured there is captured here, or refused."""
         if self._found is None:
-            if self._capturing is not None:
-                self._capturing.wait()
+            self.help()
+            while not self.ready:
+                time.sleep(0.02)
             self._found = shared_profiles(self._job, self._cluster, experts=self.experts)
         return self._found
 
@@ -206,11 +217,20 @@ class SharedProfiles:
 
 
 @no_collection()
+def capture_all(jobs: Iterable[JobSpec]) -> None:
+    """Capture the models of these jobs, so that their pieces are kept."""
+    for job in jobs:
+        with suppress(SpecError, CaptureError):  # who asks for it is told
+            job_pieces(job, alike=True)
+
+
 def capture_given() -> None:
-    """Capture the models of the jobs on standard input, so that their pieces are kept."""
-    for job in json.load(sys.stdin):
-        with suppress(SpecError, CaptureError):  # the process that asks for it says so
-            job_pieces(JobSpec.model_validate_json(job), alike=True)
+    """Capture the models of the jobs on standard input."""
+    capture_all(JobSpec.model_validate_json(job) for job in json.load(sys.stdin))
+
+
+def _as_json(job: JobSpec) -> str:
+    return job.model_dump_json(exclude_unset=True)
 
 
 def expert_profiles(job: JobSpec, cluster: ClusterSpec) -> dict[Sharing, Profile]:

@@ -64,8 +64,8 @@ PROOF, MOST_PROOF_S = 1 / 3, 1.0
 """Share of the time to search that the chosen plan's certificate may take, and how much at most."""
 COMPARED = 1 / 3
 """Share of the time that is left for what a chosen plan is compared with in the table, and for its proof."""
-MEANWHILE = 0.5
-"""Share of the time that may go by with a search of some plans before the costs of the others are known."""
+MEANWHILE = 0.25
+"""Share of the time that may go by with a look for a first plan before the costs of all are known."""
 LEAST_S = 0.5
 """Seconds for searching an order where the job asks for one and the time is up."""
 POLICIES = ("best", "largest-microbatch")
@@ -303,7 +303,7 @@ def choose(
             no plan divides layers.
         watch: ends the choice with the best plan so far.
         remedies: where no plan fits, find what would.
-        earlier: what ``choose_meanwhile`` returned.
+        earlier: what ``look_for_first`` returned.
 
     Raises:
         SpecError: the profile is of another model, or no plan fits: the largest term, the excess, and what would.
@@ -446,7 +446,7 @@ class _OthersKnownError(Exception):
     """The costs of all plans are known, so that all can be searched."""
 
 
-def choose_meanwhile(
+def look_for_first(
     job: JobSpec,
     profile: Profile,
     devices: int | None,
@@ -454,7 +454,7 @@ def choose_meanwhile(
     ready: Callable[[], bool],
     shared: Mapping[Sharing, Profile] = MappingProxyType({}),
 ) -> PlanChoice | None:
-    """Search while the costs of other plans are still being found, until they are ``ready``, and show the best so far.
+    """Look for any plan while the costs of others are still being found, until they are ``ready``, and show it.
 
     Returns:
         What was searched, for ``choose`` to go on from; None if no plan has these costs.
@@ -463,18 +463,20 @@ def choose_meanwhile(
     def show(progress: SearchProgress) -> None:
         watch.show(progress.best_s, lambda: progress)
 
+    look = watch.budget.part(MEANWHILE)
+
     def stop() -> bool:
-        if ready():  # where no plan fits that shares nothing, the search would otherwise rule out all of them first
+        # Where no plan fits that shares nothing, the search would otherwise rule out all of them first.
+        if ready() or look.left <= 0 < watch.budget.left:
             raise _OthersKnownError
-        return watch.stop()
+        return watch.first_plan is not None or watch.stop()
 
     try:
         choice = choice_of(job, profile, devices or profile.devices, shared=shared)
     except SpecError:
         return None
     with suppress(_OthersKnownError):
-        budget = watch.budget.part(MEANWHILE)
-        best_first(choice.judge, choice.grids, CONSIDERED, choice.pick, NEAR, Watch(budget, show, stop))
+        best_first(choice.judge, choice.grids, 1, choice.pick, watch=Watch(watch.budget, show, stop))
     return choice
 
 

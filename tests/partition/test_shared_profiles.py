@@ -18,7 +18,7 @@ from raypipe.job import JobSpec, job_from, load_cluster
 from raypipe.job.cluster import ClusterSpec
 from raypipe.partition.job_costs import SharedProfiles, capture_given, shared_profiles
 from raypipe.partition.partition_job import captured_pieces, check_state, divided, job_pieces, to_capture
-from raypipe.plan.choose import choose_meanwhile
+from raypipe.plan.choose import look_for_first
 from raypipe.plan.tensor_groups import Sharing
 from raypipe.plan.watch import Watch
 from raypipe.search.budget import Budget
@@ -84,9 +84,14 @@ def test_what_is_captured_elsewhere_is_found_here(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.exhaustive
-def test_they_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("forked", "devices"), [(True, 2), (False, 2), (True, 4)])
+def test_they_are_those_of_one_process(
+    forked: bool, devices: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(job_costs.os, "cpu_count", lambda: 2)
-    cluster = load_cluster(ROOT / "cluster/devices/h100.yaml").resized(2)
+    if not forked:
+        monkeypatch.setattr(job_costs, "fork_apart", lambda work: None)
+    cluster = load_cluster(ROOT / "cluster/devices/h100.yaml").resized(devices)
     job = small_job()
     result = []
     for folder in ("here", "there"):
@@ -105,6 +110,7 @@ class Coming:
     """Profiles that are there so many questions after a first plan; those of divided experts are there before."""
 
     experts: dict[Sharing, Profile] = {}  # noqa: RUF012
+    helped = False
 
     def __init__(self, watch: Watch, questions: float) -> None:
         self.watch, self.left = watch, questions
@@ -116,6 +122,9 @@ class Coming:
         self.left -= 1
         return self.left < 0
 
+    def help(self) -> None:
+        self.helped = self.watch.first_plan is not None
+
     def get(self) -> dict[Any, Any]:
         return {"tensor": 2}
 
@@ -124,10 +133,12 @@ class Coming:
 def test_a_first_plan_needs_none_of_them(questions: float, seconds: float, capsys: pytest.CaptureFixture[str]) -> None:
     """It is there before they are; if the time is up, or somebody stops the choice, plans go without them."""
     watch = Watch(Budget(seconds))
-    found, earlier = _shared(Coming(watch, questions), make_job(), make_profile(), None, watch)  # type: ignore[arg-type]
+    coming = Coming(watch, questions)
+    found, earlier = _shared(coming, make_job(), make_profile(), None, watch)  # type: ignore[arg-type]
     assert watch.first_plan is not None
     assert found == ({"tensor": 2} if seconds else {})
     assert earlier is not None
+    assert coming.helped == bool(seconds)
     assert ("left out" in capsys.readouterr().err) == (not seconds)
 
 
@@ -136,11 +147,11 @@ def test_a_first_plan_may_divide_experts() -> None:
     roomy = make_profile(memory_bytes=1e15).model_copy(update={"experts": 2})
     tight = make_profile(memory_bytes=1.0)
     watch = Watch(Budget(60.0))
-    choose_meanwhile(make_job(), tight, None, watch, lambda: False, {Sharing(experts=2): roomy})
+    look_for_first(make_job(), tight, None, watch, lambda: False, {Sharing(experts=2): roomy})
     assert watch.first_plan is not None
 
 
-def test_the_search_without_them_ends_when_they_are_there() -> None:
+def test_the_look_for_a_first_plan_ends_when_they_are_there() -> None:
     watch = Watch(Budget(60.0))
-    choose_meanwhile(make_job(), make_profile(), None, watch, lambda: True)
+    look_for_first(make_job(), make_profile(), None, watch, lambda: True)
     assert watch.first_plan is None
