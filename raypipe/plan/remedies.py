@@ -20,10 +20,10 @@ from raypipe.job.parallel_spec import GatherKey
 from raypipe.plan.best_first import Ranking, effort_s
 from raypipe.plan.candidate import Candidate, chunk_counts, divisors
 from raypipe.plan.choice import PlanChoice
+from raypipe.plan.predict.bounds import waiting
 from raypipe.plan.predict.form import form_of
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.tensor_groups import ALONE, Judges
-from raypipe.schedule import SCHEDULES
 from raypipe.schedule.shape import Grid
 
 GIB = 2**30
@@ -171,8 +171,7 @@ def _lacks(judge: Judges, c: Candidate, known: dict[object, float]) -> float:
     ``known`` keeps what was found: most schedules of a grid place the same stages on the same devices.
     """
     form = c.form
-    waiting = (c.unit, c.microbatches) if SCHEDULES[c.schedule].fills else None
-    way = (form.placement, form.joint, form.size, c.level, c.shard_group, c.balance, waiting)
+    way = (form.placement, form.joint, form.size, c.level, c.shard_group, c.balance, waiting(c, form))
     key = (c.stages, c.replicas, c.microbatch, c.tensor, c.sub_pipelined, c.experts, c.context, way)
     if key not in known:
         known[key] = judge.of(c).least_excess(c)

@@ -34,6 +34,8 @@ class Family:
     fills: bool = False
     """Every device runs all forwards of a unit (without units: of the step) before its first weight gradient, in
     an order made for even costs; so it holds all their activations at one moment."""
+    in_turn: bool = False
+    """Stage s of S runs S - s forwards, if there are as many, before its first backward; each device has one stage."""
 
     def stages(self, shape: Shape) -> int:
         """Stages of one replica: devices times chunks, and those of a vocabulary that devices divide."""
@@ -66,8 +68,11 @@ SCHEDULES: dict[str, Family] = {
         make=vocabulary.one_f_one_b,
         about="warm up, then one forward for one backward, then drain",
         options=_SLICES | _VOCABULARY,
+        in_turn=True,
     ),
-    "dapple": Family(make=vocabulary.one_f_one_b, about="the same as 1f1b", options=_SLICES | _VOCABULARY),
+    "dapple": Family(
+        make=vocabulary.one_f_one_b, about="the same as 1f1b", options=_SLICES | _VOCABULARY, in_turn=True
+    ),
     "interleaved-1f1b": Family(
         make=textbook.interleaved,
         about="1F1B with several stages a device: smaller bubbles, more messages",

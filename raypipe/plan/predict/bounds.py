@@ -444,9 +444,8 @@ class Bounds(CandidateCosts):
         held = always = by_device(place, terms["weights"] + terms["frozen"] + terms["optimizer"])
         own = terms["kept"] - np.where(shares_input(form.placement), terms["input"], 0.0)
         own[list(self.frozen(self.cut(c)))] = 0.0
-        if SCHEDULES[c.schedule].fills and form.replicas == 1:  # all others of the unit wait, recomputed at most
-            waiting = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) - 1
-            held = held + by_device(place, waiting * np.minimum(own, terms["input"]))
+        if any(others := waiting(c, form)):  # recomputed at most
+            held = held + by_device(place, np.array(others) * np.minimum(own, terms["input"]))
         once = (own + terms["messages"]) * float(form.size) + terms["gathered"] + terms["casts"]
         once = once + _gradients(c, form, terms)
         np.maximum.at(most := np.zeros(len(held)), place, np.broadcast_to(once, place.shape))
@@ -488,6 +487,16 @@ class Bounds(CandidateCosts):
             seconds, kept = self._arrays.times(microbatch)["recompute"], self._arrays.kept(microbatch, split)
             self._saved[microbatch, split] = np.where(seconds > 0, kept / np.maximum(seconds, 1e-300), np.inf)
         return self._saved[microbatch, split]
+
+
+def waiting(c: Candidate, form: Form) -> tuple[int, ...]:
+    """Return, by stage, how many other micro-batches a device has at least run forward when one's backward begins."""
+    family, unit = SCHEDULES[c.schedule], c.microbatches if c.unit is None else min(c.unit, c.microbatches)
+    if family.fills and form.replicas == 1:  # all others of the unit
+        return (unit - 1,) * form.stages
+    if family.in_turn and form.slices == 1 and c.vocabulary == "whole":
+        return tuple(min(form.stages - s, unit) - 1 for s in range(form.stages))
+    return (0,) * form.stages
 
 
 def _gradients(c: Candidate, form: Form, terms: Mapping[str, T]) -> T | float:

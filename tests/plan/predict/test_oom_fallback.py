@@ -9,11 +9,14 @@ import pytest
 from raypipe.errors import ScheduleError
 from raypipe.plan.best_first import best_first
 from raypipe.plan.candidate import Candidate, grids
+from raypipe.plan.predict.bounds import waiting
 from raypipe.plan.predict.oom_fallback import OOMFallback, least_divided
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.plan.tensor_groups import ALONE, Judges
-from raypipe.schedule.shape import Grid
+from raypipe.schedule import generate
+from raypipe.schedule.kinds import BACKWARD
+from raypipe.schedule.shape import Grid, pipeline_shape
 from tests.exhaustive import exhaustive
 from tests.plan.conftest import MIB, make_job, make_profile
 
@@ -48,6 +51,26 @@ def test_it_is_never_above_the_memory_of_the_divided_plan() -> None:
                     assert not (result.fits and judge.is_too_large(way)), way
                     tried += 1
     assert tried > 200
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dapple"])
+@pytest.mark.parametrize(("devices", "microbatches"), [(1, 3), (3, 1), (3, 2), (4, 4), (4, 9)])
+def test_micro_batches_wait_for_a_stages_first_backward(name: str, devices: int, microbatches: int) -> None:
+    c = Candidate.on(Grid(devices, 1, 1, microbatches), name)
+    schedule = generate(name, pipeline_shape(c, microbatches))
+    before = []
+    for stage in range(schedule.stages):
+        order = [task for tasks in schedule.orders for task in tasks if task.stage == stage]
+        first = next(n for n, task in enumerate(order) if task.kind in BACKWARD)
+        before.append(sum(len(task.mbs) for task in order[:first]) - 1)
+    assert list(waiting(c, c.form)) == before
+    # They count against the memory of a stage; a plan with less room than that is ruled out without an order.
+    judge = predictor(devices, devices, 1e6, None)
+    need = judge.least_excess(c)
+    roomy = predictor(devices, devices, (1e6 * MIB + need) / MIB * (1 + 1e-6), None)
+    assert not roomy.is_too_large(c)
+    most = max(one.total for one in judge.predict(c).memory)
+    assert need + 1e6 * MIB <= most * (1 + 1e-9)
 
 
 @pytest.mark.slow
