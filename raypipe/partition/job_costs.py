@@ -160,6 +160,10 @@ def shared_profiles(
     return result
 
 
+LONGEST_S = 300.0
+"""Seconds after which captures elsewhere are no longer waited for, and made here."""
+
+
 class SharedProfiles:
     """The profiles of ``shared_profiles``, for which a process of its own captures the divided models meanwhile.
 
@@ -172,13 +176,14 @@ class SharedProfiles:
         self._found: dict[Sharing, Profile] | None = None
         self._captured: Callable[[], bool] | None = None
         self._left: list[JobSpec] = []
+        self._until = time.monotonic() + LONGEST_S
         given = job.parallel.given if job.parallel.auto else {}
         sizes = [n for n in group_sizes(cluster) if given.get("tensor", n) == n and given.get("experts", 1) == 1]
         sequence = bool(given.get("sequence_parallel", True))
         missing = [one for one in (divided(job, n, sequence) for n in sizes) if to_capture(one)]
         if missing and (os.cpu_count() or 1) > 1:
             there = missing[:-1] or missing
-            self._captured = fork_apart(lambda: capture_all(there))
+            self._captured = fork_apart(lambda: _capture_forked(there))
             if self._captured is None:
                 program = f"from {__name__} import {capture_given.__name__}; {capture_given.__name__}()"
                 process = start_apart(program, json.dumps([_as_json(one) for one in there]).encode())
@@ -188,7 +193,7 @@ class SharedProfiles:
     @property
     def ready(self) -> bool:
         """Return whether there is nothing to wait for."""
-        return self._captured is None or self._captured()
+        return self._captured is None or self._captured() or time.monotonic() > self._until
 
     def help(self) -> None:
         """Capture here what is left to this process."""
@@ -222,6 +227,13 @@ def capture_all(jobs: Iterable[JobSpec]) -> None:
     for job in jobs:
         with suppress(SpecError, CaptureError):  # who asks for it is told
             job_pieces(job, alike=True)
+
+
+def _capture_forked(jobs: Iterable[JobSpec]) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # GNU's OpenMP waits for ever for the threads that this process's parent may have had
+    capture_all(jobs)
 
 
 def capture_given() -> None:

@@ -49,8 +49,8 @@ def test_a_wait_is_told_and_ends_when_the_devices_come_free(local_ray) -> None:
     timer.join()
     said = re.fullmatch(rf"needs {free:g} CPUs, ([\d.]+) free, waiting 0:0[12]", told[0])
     assert said is not None, told
-    # What the tests before have left may go meanwhile, such as a stream's actor, which holds a hundredth of one.
-    assert free - 1 <= float(said[1]) < free
+    # What the tests before have left may come and go meanwhile, such as a stream's actor or a placement group.
+    assert float(said[1]) < free
     with pytest.raises(DevicesError, match=r"were not free within 1 s") as caught:
         reserve(2, all_of_them, 1.0)
     assert "wait_for_devices_s" in caught.value.fix
