@@ -146,9 +146,9 @@ def _work_apart(work: Callable[[], object]) -> None:
     for number in HANDLED:
         signal.signal(number, signal.SIG_DFL)
     os.setsid()  # Ctrl-C in a terminal is not for it
-    with open(os.devnull, "w") as nothing:
-        os.dup2(nothing.fileno(), 1)
-        os.dup2(nothing.fileno(), 2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
     work()
 
 

@@ -155,7 +155,8 @@ def test_what_no_tensor_can_have_is_kept_free_item_by_item():
     assert first.fragmentation == pytest.approx(reserved.fragmentation * profile.memory_bytes)
     assert first.headroom == pytest.approx(reserved.headroom * profile.memory_bytes)
     edge = reserved.channels * reserved.channel_mib * MIB
-    assert first.communicators == (2 + 2 + 1) * edge  # all devices, its stage's copies; gradients from the next stage
+    # All devices, its stage's copies, holders of the tied matrix; gradients from the next stage.
+    assert first.communicators == (2 + 2 + 2 + 1) * edge
     assert second.communicators == (2 + 2 + 2) * edge
     assert first.total == pytest.approx(first.planned + first.reserved)
     (alone,) = device_memory(profile, [range(6)], generate("1f1b", Shape(devices=1, microbatches=8)), 4)
