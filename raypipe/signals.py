@@ -125,6 +125,9 @@ def start_apart(program: str, given: bytes = b"") -> subprocess.Popen[bytes] | N
 def fork_apart(work: Callable[[], object]) -> Callable[[], bool] | None:
     """Fork this process for work that prepares something for it, and ends with it; what is imported is so there too.
 
+    The work may not use OpenMP's threads (``torch.set_num_threads(1)``): GNU's waits for ever for those that this
+    process has had.
+
     Returns:
         A function that returns whether it has ended. None where a fork is not safe: beside threads of Python's or
         Ray's, which may hold locks, and on other systems than Linux, whose libraries may not bear it.
@@ -134,7 +137,7 @@ def fork_apart(work: Callable[[], object]) -> Callable[[], bool] | None:
     process = get_context("fork").Process(target=_work_apart, args=(work,), daemon=True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python counts the threads of NumPy's BLAS, which may
+            warnings.simplefilter("ignore", DeprecationWarning)  # of any thread; those of NumPy's BLAS bear a fork
             process.start()
     except OSError:
         return None

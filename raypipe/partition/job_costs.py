@@ -183,16 +183,17 @@ class SharedProfiles:
         missing = [one for one in (divided(job, n, sequence) for n in sizes) if to_capture(one)]
         if missing and (os.cpu_count() or 1) > 1:
             there = missing[:-1] or missing
-            self._captured = fork_apart(lambda: _capture_forked(there))
+            self._captured = fork_apart(lambda: capture_forked(there))
             if self._captured is None:
                 program = f"from {__name__} import {capture_given.__name__}; {capture_given.__name__}()"
-                process = start_apart(program, json.dumps([_as_json(one) for one in there]).encode())
+                given_jobs = [one.model_dump_json(exclude_unset=True) for one in there]
+                process = start_apart(program, json.dumps(given_jobs).encode())
                 self._captured = None if process is None else lambda: process.poll() is not None
             self._left = missing[len(there) :] if self._captured is not None else []
 
     @property
     def ready(self) -> bool:
-        """Return whether there is nothing to wait for."""
+        """Return whether there is nothing to wait for, or no longer."""
         return self._captured is None or self._captured() or time.monotonic() > self._until
 
     def help(self) -> None:
@@ -229,20 +230,17 @@ def capture_all(jobs: Iterable[JobSpec]) -> None:
             job_pieces(job, alike=True)
 
 
-def _capture_forked(jobs: Iterable[JobSpec]) -> None:
+def capture_forked(jobs: Iterable[JobSpec]) -> None:
+    """Do the same in a process that is forked (``fork_apart``)."""
     import torch
 
-    torch.set_num_threads(1)  # GNU's OpenMP waits for ever for the threads that this process's parent may have had
+    torch.set_num_threads(1)
     capture_all(jobs)
 
 
 def capture_given() -> None:
     """Capture the models of the jobs on standard input."""
     capture_all(JobSpec.model_validate_json(job) for job in json.load(sys.stdin))
-
-
-def _as_json(job: JobSpec) -> str:
-    return job.model_dump_json(exclude_unset=True)
 
 
 def expert_profiles(job: JobSpec, cluster: ClusterSpec) -> dict[Sharing, Profile]:

@@ -64,7 +64,7 @@ PROOF, MOST_PROOF_S = 1 / 3, 1.0
 """Share of the time to search that the chosen plan's certificate may take, and how much at most."""
 COMPARED = 1 / 3
 """Share of the time that is left for what a chosen plan is compared with in the table, and for its proof."""
-MEANWHILE = 0.25
+FIRST_LOOK = 0.25
 """Share of the time that may go by with a look for a first plan before the costs of all are known."""
 LEAST_S = 0.5
 """Seconds for searching an order where the job asks for one and the time is up."""
@@ -463,7 +463,7 @@ def look_for_first(
     def show(progress: SearchProgress) -> None:
         watch.show(progress.best_s, lambda: progress)
 
-    look = watch.budget.part(MEANWHILE)
+    look = watch.budget.part(FIRST_LOOK)
 
     def stop() -> bool:
         # Where no plan fits that shares nothing, the search would otherwise rule out all of them first.

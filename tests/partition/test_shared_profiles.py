@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,29 @@ def test_they_are_those_of_one_process(
             result.append(coming.get())
             assert SharedProfiles(job, cluster).ready
     assert result[0] == result[1] != {}
+
+
+FORKS = """
+import time, torch
+from raypipe.partition.job_costs import capture_forked
+from raypipe.signals import fork_apart
+
+torch.set_num_threads(2)
+torch.zeros(4_000_000)  # by both threads
+ended = fork_apart(lambda: (capture_forked(()), torch.zeros(4_000_000)))
+until = time.monotonic() + 30
+while not ended() and time.monotonic() < until:
+    time.sleep(0.01)
+print(ended())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked")
+def test_a_forked_capture_waits_for_no_thread_of_its_parents() -> None:
+    """DeepSeek-V3's constructor fills weights by OpenMP's threads, here before the fork and in the child behind it."""
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 class Coming:
