@@ -72,7 +72,7 @@ def analytic_profile(
     works = tuple(model) if isinstance(model, Sequence) else gpt_work(model, dtype, software, loss_chunk)
     if not works:
         raise SpecError("model", "has no layers", "give at least one")
-    kernels = Kernels.of(device, dtype, software, compiled)
+    kernels = Kernels.of(device, dtype, software, compiled, grouped=any(work.experts for work in works))
     # torch's Muon iterates in bfloat16, whatever the weights.
     widest = "bfloat16" if optimizer == "muon" and "bfloat16" in map(str, device.peak_tflops) else dtype
     iterating = Kernels.of(device, widest, software).flops_s if optimizer == "muon" else None

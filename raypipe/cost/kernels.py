@@ -44,6 +44,8 @@ NARROW = {"flash": (0.89, 0.90), "cudnn": (0.72, 0.84)}
 """Rates of attention's forward and backward with heads 64 wide, over those with heads 128 wide: 299 / 335 and 388 / 539
 TFLOP/s (FlashAttention-3, figure 5, causal, 16 thousand positions), 291 / 322 and 433 / 516 (figure 6). Scores take a
 softmax each, however wide the heads are."""
+WIDE = 4
+"""Bytes of a value of a grouped product under autocast."""
 BLOCK = 12
 """Kernels of a transformer block's forward, the unit of ``TaskWork.overhead``."""
 
@@ -66,6 +68,10 @@ class Kernels:
     """``flops_s`` of linear layers, if another: in FP8."""
     linear_peak_s: float = 0.0
     """``peak_s`` of linear layers, if another."""
+    grouped_flops_s: float = 0.0
+    """``flops_s`` of experts' grouped products, if another: autocast has no rule for them, so they are in float32."""
+    grouped_peak_s: float = 0.0
+    """``peak_s`` of grouped products, if another."""
     attention_s: tuple[float, float] = (0.0, 0.0)
     """Rates of causal attention over long sequences, forward and backward; 0: that of products."""
     narrow: tuple[float, float] = (1.0, 1.0)
@@ -80,7 +86,9 @@ class Kernels:
     """A compiler fuses memory-bound kernels."""
 
     @staticmethod
-    def of(device: DeviceModel, dtype: str, software: Software, compiled: bool = False) -> Kernels:
+    def of(
+        device: DeviceModel, dtype: str, software: Software, compiled: bool = False, grouped: bool = False
+    ) -> Kernels:
         """Return the kernels of a described device.
 
         Args:
@@ -88,24 +96,29 @@ class Kernels:
             dtype: ``train.dtype``.
             software: the framework: which attention kernel runs, how values are cast.
             compiled: whether a compiler fuses kernels.
+            grouped: whether experts' grouped products are among them.
 
         Raises:
-            SpecError: the device has no peak for this dtype.
+            SpecError: the device has no peak for this dtype, or for that of grouped products.
         """
         peaks = {str(name): 1e12 * tflops for name, tflops in device.peak_tflops.items()}
         shares = {str(name): share for name, share in device.efficiency_by_dtype.items()}
         own = "bfloat16" if dtype == FP8 else arithmetic(dtype)
-        for needed in (own, arithmetic(dtype)):
+        experts = "float32" if grouped and dtype == "bfloat16" else own
+        for needed in (own, arithmetic(dtype), experts):
             if needed not in peaks:
                 fix = f"use {' or '.join(peaks)}, or add one"
                 raise SpecError("train.dtype", f"{device.name} has no peak_tflops for {needed}", fix)
+        rates = {name: peaks[name] * shares.get(name, device.efficiency) for name in peaks}
         kernel = next((result for name, result in device.attention.items() if name == software.attention), None)
         narrow = arithmetic(FP8)
         return Kernels(
-            flops_s=peaks[own] * shares.get(own, device.efficiency),
+            flops_s=rates[own],
             peak_s=peaks[own],
-            linear_flops_s=peaks[narrow] * shares.get(narrow, device.efficiency) if dtype == FP8 else 0.0,
+            linear_flops_s=rates[narrow] if dtype == FP8 else 0.0,
             linear_peak_s=peaks[narrow] if dtype == FP8 else 0.0,
+            grouped_flops_s=rates[experts] if experts != own else 0.0,
+            grouped_peak_s=peaks[experts] if experts != own else 0.0,
             bytes_s=device.memory_gb_s * 1e9 * device.memory_efficiency,
             overhead_s=device.layer_overhead_us * 1e-6,
             multiprocessors=device.multiprocessors or 0,
@@ -120,13 +133,15 @@ class Kernels:
     def seconds(self, task: TaskWork, samples: int, backward: bool = False) -> float:
         """Return the seconds of a task of a layer for a micro-batch of so many samples."""
         if not self.multiprocessors:
-            products = max(task.flops * samples / self.flops_s, (task.operands * samples + task.weights) / self.bytes_s)
+            grouped = sum(product.flops for product in task.products if product.groups) if self.grouped_flops_s else 0.0
+            busy = (task.flops - grouped) / self.flops_s + (grouped / self.grouped_flops_s if grouped else 0.0)
+            products = max(busy * samples, (task.operands * samples + task.weights) / self.bytes_s)
             return self.overhead_s * task.overhead + products + task.traffic * samples / self.bytes_s
         shaped = sum(self._product(product, samples) for product in task.products)
         known = sum(product.flops for product in task.products) + task.attention + task.full_attention
         other = max(0.0, task.flops - known) * samples / self.flops_s
         # Weights that products read or write are in their own bytes; the rest is casts and sums of gradients.
-        own = sum(_weights(product) for product in task.products) * self.width
+        own = sum(_weights(product) * self._rate(product)[2] for product in task.products)
         traffic, overhead = task.traffic, task.overhead
         if self.fused:
             traffic = traffic if task.fused_traffic is None else task.fused_traffic
@@ -149,16 +164,22 @@ class Kernels:
         whole = self.seconds(task, samples, backward)
         return min(1.0, self.attention(task, samples, backward, causal=True) / whole) if whole else 0.0
 
+    def _rate(self, product: Product) -> tuple[float, float, int, int]:
+        """Return a product's ``flops_s`` and ``peak_s``, and the bytes of a value that it has in memory and reads."""
+        if product.groups and self.grouped_flops_s:
+            return self.grouped_flops_s, self.grouped_peak_s, WIDE, WIDE
+        if product.linear and self.linear_flops_s:
+            return self.linear_flops_s, self.linear_peak_s, self.width, 1
+        return self.flops_s, self.peak_s, self.width, self.width
+
     def _product(self, product: Product, samples: int) -> float:
-        m, n, k, grows, linear, _, experts = product
+        m, n, k, grows, _, _, experts = product
         m, k = (m * samples, k) if grows == "rows" else (m, k * samples)
         # Experts have tiles of their own, which run side by side as those of one product.
         groups = max(1, experts)
         m, k = (ceil(m / groups), k) if grows == "rows" else (m, ceil(k / groups))
-        rate, peak, read = self.flops_s, self.peak_s, self.width
-        if linear and self.linear_flops_s:
-            rate, peak, read = self.linear_flops_s, self.linear_peak_s, 1
-        moved = groups * (read * (m * k + k * n) + self.width * m * n) / self.bytes_s
+        rate, peak, width, read = self._rate(product)
+        moved = groups * (read * (m * k + k * n) + width * m * n) / self.bytes_s
         filled = k + PIPELINE / read
         operations = groups * 2.0 * m * n * filled
         return max(operations / rate, tiled_operations(m, n, filled, self.multiprocessors, groups) / peak, moved)

@@ -7,7 +7,7 @@ against what torch does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from raypipe.graph.dims import Sizes, count, evaluate_all
@@ -64,8 +64,8 @@ def widths(graph: OperationGraph, autocast: Autocast | None) -> tuple[int, ...]:
         kind = operation.type
         own = 0 if kind is None else ITEM_BYTES[kind.dtype]
         name = short_name(operation.target)
-        as_captured = autocast is None or name in autocast.in_float32 or (kind is not None and not kind.floating)
-        if kind is not None and as_captured:
+        as_captured = autocast is None or name in autocast.in_float32 or is_cast(operation)
+        if kind is not None and (as_captured or not kind.floating):
             result.append(own)
         elif autocast is not None and name in autocast.products:
             result.append(AUTOCAST_BYTES)
@@ -73,6 +73,32 @@ def widths(graph: OperationGraph, autocast: Autocast | None) -> tuple[int, ...]:
             read = [operand_width(graph, result, operand) for operand in operation.operands]
             result.append(max((w for w in read if w), default=own))
     return tuple(result)
+
+
+def is_cast(operation: Operation) -> bool:
+    """Return whether an operation names the dtype of its result."""
+    given = (*operation.args, *operation.kwargs.values())
+    return short_name(operation.target) in ("to", "_to_copy") and any(
+        isinstance(value, dict) and "dtype" in value for value in given
+    )
+
+
+def without_idle_casts(graph: OperationGraph, autocast: Autocast | None) -> OperationGraph:
+    """Return the graph with casts to the dtype that a tensor has as views of it: ``Tensor.to`` returns the tensor.
+
+    ``autocast`` is that of the device, if the model runs under it: what it makes of products decides which those are.
+    """
+    sizes = widths(graph, autocast)
+
+    def idle(operation: Operation, width: int) -> bool:
+        to = is_cast(operation) and short_name(operation.target) == "to" and not operation.argument(3, "copy", False)
+        return to and operand_width(graph, sizes, operation.operands[0]) == width
+
+    made = [
+        replace(one, target="aten.alias.default", args=one.args[:1], kwargs={}) if idle(one, width) else one
+        for one, width in zip(graph.operations, sizes, strict=True)
+    ]
+    return replace(graph, operations=tuple(made))
 
 
 def operand_width(graph: OperationGraph, results: Sequence[int], operand: int | str) -> int:
@@ -147,7 +173,7 @@ class Counted:
 
     def entering(self, number: int, operand: int | str) -> float:
         """Return the bytes of a product's operand as the product reads it, after any cast."""
-        kind = self.graph.type_of(operand)
-        if kind is None or not kind.floating:
+        kind, operation = self.graph.type_of(operand), self.graph.operations[number]
+        if kind is None or not kind.floating or self.autocast is None or not is_product(operation, self.autocast):
             return self.bytes(operand)
-        return float(self.values(operand) * (AUTOCAST_BYTES if self.autocast else ITEM_BYTES[kind.dtype]))
+        return float(self.values(operand) * AUTOCAST_BYTES)

@@ -15,7 +15,7 @@ from raypipe.cost.gpt_work import FUSED_BACKWARD, RAYPIPE, mask_bytes
 from raypipe.cost.kernels import BLOCK
 from raypipe.cost.layer_work import ExpertsWork, LayerWork, LinearHead, Product, TaskWork, linear_products, with_head
 from raypipe.cost.tensor import Exchange, TensorRankWork, all_reduces
-from raypipe.graph.counted import AUTOCAST_BYTES, Autocast, Counted, is_product
+from raypipe.graph.counted import AUTOCAST_BYTES, Autocast, Counted, is_product, without_idle_casts
 from raypipe.graph.dims import Sizes, evaluate_all
 from raypipe.graph.operation_costs import (
     FusionRules,
@@ -59,6 +59,7 @@ def captured_work(
         autocast: that of the device, if it runs under 16-bit autocast.
         loss_chunk: ``train.loss_chunk_tokens``.
     """
+    graph = without_idle_casts(graph, autocast)
     counted, unread = Counted(graph, one, autocast), unread_bytes(graph, sharding, one)
     made = [_tensor_rank(counted, sharding, i, unread[i], loss_chunk is not None) for i in range(sharding.count)]
     if loss_chunk is not None:
@@ -179,7 +180,6 @@ def _tensor_rank(
     ahead, inputs, grads = (tuple(p._replace(linear=not last) for p in each) for each in sums.products)
     names = graph.parameters_of([graph.operations[i] for i in span])
     wide = max((ITEM_BYTES[graph.sources[n].type.dtype] for n in names), default=4)
-    matrices = sum(sums.matrices.values())
     # Autocast has no rule for grouped products: they are computed in the weights' own dtype.
     stacked = {counted.parameter_of(o) for i in sums.grouped for o in graph.operations[i].operands}
     narrowed = sum(values for name, values in sums.matrices.items() if name not in stacked)
@@ -187,10 +187,9 @@ def _tensor_rank(
     gradients = {name: values for name, values in sums.matrices.items() if name in trained}
     tables = {name: size for name, size in sums.tables.items() if name in trained}
     backward = any(graph.requires_grad[i] for i in span)
-    cast = counted.autocast is not None and matrices > 0
-    copied = AUTOCAST_BYTES if cast else 0
+    copied = AUTOCAST_BYTES if counted.autocast is not None else 0
     # A cast is charged to every micro-batch (cost.gpt_work). A gradient is written, then read and accumulated.
-    read = matrices * (AUTOCAST_BYTES + wide + AUTOCAST_BYTES if cast else wide)
+    read = wide * sum(sums.matrices.values()) + 2 * copied * narrowed
     overhead = sums.kernels / BLOCK
     gradient = max([n * (wide + (name not in stacked) * copied) for name, n in gradients.items()], default=0.0)
     fixed = max([gradient, *tables.values()])

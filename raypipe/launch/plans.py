@@ -188,9 +188,9 @@ def layer_costs(job: JobSpec, model: LayeredModel, machine: ClusterSpec) -> Laye
     if not isinstance(model, CapturedModel):
         raise SpecError("parallel.placement", "the model is a chain without branches", "use line")
     link = machine.inside if machine.devices_per_host > 1 or machine.hosts == 1 else machine.between
-    kernels = Kernels.of(machine.device, job.train.dtype, RAYPIPE)
     samples = job.parallel.microbatch
     works = [each.work for each in captured_work(model.graph, model.sharding, model.sizes(1))]
+    kernels = Kernels.of(machine.device, job.train.dtype, RAYPIPE, grouped=any(work.experts for work in works))
     tensors = model.tensors(range(len(model.results)), samples)
     sizes = [float(count(t.shape, {}) * t.dtype.itemsize) for t in tensors]
     return LayerCosts(

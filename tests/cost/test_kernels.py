@@ -87,6 +87,21 @@ def test_each_kind_of_work_has_its_own_rate():
     assert kernels.seconds(TaskWork(overhead=2.0), 1) == pytest.approx(24e-3)  # the host launches 24 kernels
 
 
+@pytest.mark.parametrize("multiprocessors", [132, None])
+def test_autocast_leaves_grouped_products_in_float32(multiprocessors: int | None):
+    """torch's autocast has no rule for them: 15 times as long on an H100, whose tensor cores have no float32."""
+    device = h100(multiprocessors=multiprocessors, communication_processors=0).device
+    mixed, wide = Kernels.of(device, "bfloat16", RAYPIPE, grouped=True), Kernels.of(device, "float32", RAYPIPE)
+    experts = Product(1 << 16, 4096, 4096, groups=8)
+    dense, grouped = (TaskWork(flops=one.flops, products=(one,)) for one in (experts._replace(groups=0), experts))
+    assert mixed.seconds(grouped, 1) == pytest.approx(wide.seconds(grouped, 1))
+    assert mixed.seconds(dense, 1) == Kernels.of(device, "bfloat16", RAYPIPE).seconds(dense, 1)
+    assert mixed.seconds(grouped, 1) > 10 * mixed.seconds(dense, 1)
+    narrow = h100(peak_tflops={"bfloat16": 989}).device
+    with pytest.raises(SpecError, match="no peak_tflops for float32"):
+        Kernels.of(narrow, "bfloat16", RAYPIPE, grouped=True)
+
+
 def test_attention_with_narrow_heads_takes_longer():
     """As in FlashAttention-3's figures 5 and 6: cuDNN's 388 and 433 TFLOP/s beside 539 and 516."""
     kernels = Kernels.of(h100().device, "bfloat16-true", MEGATRON)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.gpt_work import MEGATRON, gpt_work
@@ -18,7 +19,7 @@ from raypipe.cost.stages import costs_of
 from raypipe.cost.tensor import divided_gpt, tensor_profile
 from raypipe.data import declared_fields
 from raypipe.errors import SpecError
-from raypipe.graph.counted import ON_CPU
+from raypipe.graph.counted import ON_CPU, is_cast, without_idle_casts
 from raypipe.graph.liveness import replicated
 from raypipe.job import DataSpec, GptSpec, JobSpec, job_from
 from raypipe.job.cluster import load_cluster
@@ -140,6 +141,32 @@ def test_kept_bytes_are_the_tensors_that_autograd_saves(kind, config, dtype, ten
         assert saved == pytest.approx(expected, abs=8 * SEQUENCE), works[i].name
     tied = 260 * 64 // tensor if kind == "gpt2" else 0
     assert sum(work.parameters for work in works) - tied == sum(model.graph.parameters.values())
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16-true"])
+def test_casts_to_the_dtype_that_a_tensor_has_copy_nothing(dtype: str) -> None:
+    """Llama's norms compute in float32, whatever arrives, and cast back to that."""
+    job = job_of("llama", LLAMA, dtype=dtype)
+    model = build_model(job, declared_fields(job.data))
+    assert isinstance(model, CapturedModel)
+    asked = sum(map(is_cast, model.graph.operations))
+    real = sum(map(is_cast, without_idle_casts(model.graph, None).operations))
+    text = torch.randint(256, (SAMPLES, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
+    inputs, stage = model.task.from_text(text, list(range(SAMPLES))), model.build_stage(list(range(model.count)), 0)
+    with Casts() as casts:
+        stage((), inputs)
+    assert casts.count == real
+    assert (asked > real) == (dtype == "float32")
 
 
 def test_inputs_that_no_backward_reads_are_no_saved_tensors_of_a_stage(tmp_path) -> None:

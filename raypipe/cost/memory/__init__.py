@@ -8,7 +8,7 @@
 
 from raypipe.cost.memory.device import device_memory
 from raypipe.cost.memory.parameter import ParameterBytes, parameter_bytes
-from raypipe.cost.memory.stage import StageMemory, kept_bytes, shares_input, stage_memory
+from raypipe.cost.memory.stage import StageMemory, kept_bytes, last_workspace, shares_input, stage_memory
 from raypipe.cost.memory.terms import DeviceMemory
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "StageMemory",
     "device_memory",
     "kept_bytes",
+    "last_workspace",
     "parameter_bytes",
     "shares_input",
     "stage_memory",

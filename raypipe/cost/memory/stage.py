@@ -173,6 +173,14 @@ def _kept_for_r(
     return held
 
 
+def last_workspace(layer: LayerProfile, samples: float, split: bool) -> float:
+    """Return the workspace of a stage's backward while it is in its last layer, this one, where it begins."""
+    if not split:
+        return layer.workspace_bytes * samples + layer.workspace_fixed_bytes + layer.chunk_bytes
+    own = layer.workspace_bytes if layer.split_workspace_bytes is None else layer.split_workspace_bytes
+    return own * samples + layer.chunk_bytes
+
+
 def _workspace(
     layers: Sequence[LayerProfile], samples: float, split: bool, tied: float, gradient: float = 0.0
 ) -> float:
@@ -185,15 +193,12 @@ def _workspace(
     """
     worst = freed = 0.0
     for k, layer in enumerate(reversed(layers)):
+        worst = max(worst, last_workspace(layer, samples, split) - freed)
         if split:
-            own = layer.workspace_bytes if layer.split_workspace_bytes is None else layer.split_workspace_bytes
-            worst = max(worst, own * samples + layer.chunk_bytes - freed)
             gone = (layer.kept_bytes - layer.waiting) * samples
         else:
-            fixed = layer.workspace_fixed_bytes + layer.chunk_bytes
-            if tied and k == len(layers) - 1:
-                fixed = max(fixed, 2 * tied)  # its own, and the sum
-            worst = max(worst, layer.workspace_bytes * samples + fixed - freed)
+            if tied and k == len(layers) - 1:  # its own, and the sum
+                worst = max(worst, layer.workspace_bytes * samples + 2 * tied - freed)
             # A tied matrix, of which the stage has one gradient, counts with the last layer as held for the first.
             allocated = layer.trained * gradient - (tied if gradient and k == len(layers) - 1 else 0.0)
             gone = kept_bytes(layer, samples, split) - allocated - (tied if k == 0 and not gradient else 0.0)

@@ -441,12 +441,17 @@ class Bounds(CandidateCosts):
         """The same at a ZeRO level, the latter if ``updates``. Beside what a device always holds, a stage's backward
         has one micro-batch's activations and messages, gathered weights, and gradients, if they are made there."""
         terms, place = self.stage_bytes(c, form, level, group), np.array(form.placement)
-        held = always = by_device(place, terms["weights"] + terms["frozen"] + terms["optimizer"])
+        always = by_device(place, terms["weights"] + terms["frozen"] + terms["optimizer"])
+        # Before its first backward a stage does not know that those were used which it has sent.
+        held = always = always + by_device(place, np.array(unanswered(c, form)) * terms["sent"])
         own = terms["kept"] - np.where(shares_input(form.placement), terms["input"], 0.0)
-        own[list(self.frozen(self.cut(c)))] = 0.0
+        untrained = list(self.frozen(self.cut(c)))
+        own[untrained] = 0.0
         if any(others := waiting(c, form)):  # recomputed at most
             held = held + by_device(place, np.array(others) * np.minimum(own, terms["input"]))
-        once = (own + terms["messages"]) * float(form.size) + terms["gathered"] + terms["casts"]
+        workspace = terms["workspace"].copy()
+        workspace[untrained] = 0.0
+        once = (own + workspace + terms["messages"]) * float(form.size) + terms["gathered"] + terms["casts"]
         once = once + _gradients(c, form, terms)
         np.maximum.at(most := np.zeros(len(held)), place, np.broadcast_to(once, place.shape))
         summed = always + by_device(place, terms["gradients"]) if updates else held
@@ -497,6 +502,11 @@ def waiting(c: Candidate, form: Form) -> tuple[int, ...]:
     if family.in_turn and form.slices == 1 and c.vocabulary == "whole":
         return tuple(min(form.stages - s, unit) - 1 for s in range(form.stages))
     return (0,) * form.stages
+
+
+def unanswered(c: Candidate, form: Form) -> tuple[int, ...]:
+    """Return, by stage, how many messages with its outputs are in flight at least before its first backward."""
+    return waiting(c, form) if SCHEDULES[c.schedule].in_turn else (0,) * form.stages
 
 
 def _gradients(c: Candidate, form: Form, terms: Mapping[str, T]) -> T | float:

@@ -22,7 +22,7 @@ from raypipe.cost.memory import DeviceMemory, kept_bytes, parameter_bytes, share
 from raypipe.job.requested_schedule import recomputed_after
 from raypipe.plan.candidate import Candidate, in_slices
 from raypipe.plan.predict.at_scale import Figures
-from raypipe.plan.predict.bounds import Bounds, by_device
+from raypipe.plan.predict.bounds import Bounds, by_device, unanswered, waiting
 from raypipe.plan.predict.form import Form
 from raypipe.plan.predict.orders import Keep
 from raypipe.plan.predict.prediction import Prediction, stages_of
@@ -98,8 +98,8 @@ class OOMFallback(Bounds, ABC):
         """If lower bounds on memory already prove that the candidate does not fit: its fallbacks, with lower bounds on
         their steps; else None.
 
-        Two moments need no order to be bounded: when a device has all its gradients, and, in a family that runs its
-        forwards first, when all activations of a unit are alive. What copies divide needs no order of its own.
+        Two moments need no order to be bounded: when a device has all its gradients, and, where it is known how many
+        forwards come before a backward, when these have run. What copies divide needs no order of its own.
         """
         form, profile = c.form, self.profile
         place, stage = np.array(form.placement), self._terms_of(c)
@@ -116,23 +116,24 @@ class OOMFallback(Bounds, ABC):
         if (by_device(place, held) * (1 - 1e-9) > room).any():
             return divided + self._within_memory(c)
         plain = c.recompute == "none" and c.memory_limit is None and not form.recomputes
-        if not (SCHEDULES[c.schedule].fills and plain):
+        others = waiting(c, form)
+        if not (any(others) and plain) or (SCHEDULES[c.schedule].in_turn and _takes_limits(c)):
             return self._divided_outright(c, place, stage)
         own = stage["kept"] - np.where(shares_input(form.placement), stage["input"], 0.0)
         each = own if form.joint else np.minimum(own, stage["kept_for_w"])
         frozen = list(self.frozen(self.cut(c)))  # whose activations may end before any weight gradient
         each[frozen] = 0.0
-        alive = (c.microbatches if c.unit is None else min(c.unit, c.microbatches)) * by_device(place, each)
-        left = room - by_device(place, static)
+        alive = by_device(place, (np.array(others) + 1) * each)
+        left = room - by_device(place, static + np.array(unanswered(c, form)) * stage["sent"])
         if (alive * (1 - 1e-9) <= left).all():
             return self._divided_outright(c, place, stage)
         oom_fallbacks = divided
         if self.train.needs_norm and c.update == "auto":
-            waiting = replace(c, update="wait")
-            oom_fallbacks.append((self.least_of_all(waiting), waiting))
+            late = replace(c, update="wait")
+            oom_fallbacks.append((self.least_of_all(late), late))
         most = np.clip((left + by_device(place, stage["kept"])) / np.maximum(alive, 1.0), 0.0, 1.0)
         layers = np.clip(left / np.maximum(alive, 1.0), 0.0, 1.0)
-        return oom_fallbacks + self._recomputing(c, most.tolist(), layers.tolist())
+        return oom_fallbacks + self._recomputing(c, most.tolist(), layers.tolist()) + self._slicing(c)
 
     def unordered(self, c: Candidate) -> list[tuple[float, Candidate]] | None:
         """Return the fallbacks of a candidate that is too slow if it keeps all activations, with bounds that need no

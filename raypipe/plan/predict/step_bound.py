@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypipe.cost.experts import least_exchange_seconds
-from raypipe.cost.memory import kept_bytes, parameter_bytes
+from raypipe.cost.memory import kept_bytes, last_workspace, parameter_bytes
 from raypipe.cost.profile import Profile
 from raypipe.cost.sizes import FIELDS, times_at, times_of_stages
 from raypipe.cost.stages import narrow_bytes
@@ -164,6 +164,8 @@ class StageArrays:
             "kept_for_w": np.add.reduceat(self._size("waiting"), starts) * microbatch,
             "input": arriving,
             "messages": arriving + output,
+            "sent": np.array([p.layers[end].sent_bytes for end in ends]) * microbatch,
+            "workspace": np.array([last_workspace(p.layers[end], microbatch, split) for end in ends]),
         }
 
     def kept(self, microbatch: int, split: bool) -> Array:

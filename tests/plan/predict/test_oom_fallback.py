@@ -73,6 +73,19 @@ def test_micro_batches_wait_for_a_stages_first_backward(name: str, devices: int,
     assert need + 1e6 * MIB <= most * (1 + 1e-9)
 
 
+def test_a_plan_of_1f1b_that_keeps_all_activations_is_ruled_out_without_an_order() -> None:
+    """What waits for a stage's first backward is all there: activations, and messages that were sent with them."""
+    judge = predictor(4, 4, 1e6, None)
+    c = Candidate.on(Grid(4, 1, 1, 8), "1f1b")
+    most = max(one.total for one in judge.predict(c).memory) / MIB
+    for share, out in ((0.9, True), (1.0, False)):
+        tight = predictor(4, 4, most * share, None)
+        assert (tight.outright(c) is not None) == out
+    recomputed = replace(c, recompute="full")
+    sent = [m.messages for m in judge.predict(recomputed).memory]
+    assert sent[0] >= 3 * judge.profile.layers[0].sent_bytes > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_plans_are_found_without_it(case, monkeypatch: pytest.MonkeyPatch) -> None:
