@@ -55,10 +55,9 @@ def test_valid_or_refused(name: str, data: st.DataObject) -> None:
         n = stages_of(name, made)
         pick = st.sampled_from([0.0, 0.5, 1.0, 3.0])
         lists = [tuple(data.draw(pick) for _ in range(n)) for _ in range(4)]
-        zero = (0.0,) * n
         costs = CostTable(
-            forward=lists[0], input_grad=lists[1], weight_grad=lists[2], recompute=lists[3], all_reduce=zero,
-            update=zero, comm=data.draw(st.sampled_from([0.0, 0.25])),
+            forward=lists[0], input_grad=lists[1], weight_grad=lists[2], recompute=lists[3],
+            comm=data.draw(st.sampled_from([0.0, 0.25])),
         )  # fmt: skip
         schedule = generate(name, made, costs)
     except ScheduleError as error:
