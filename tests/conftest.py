@@ -83,30 +83,11 @@ def local_ray() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def stage_pool(local_ray: None) -> Iterator[Callable[[int], object]]:
     """``stage_pool(n)`` is a fleet of the first n of the session's stage actors."""
-    import uuid
-
-    import ray
-
     from raypipe.runtime.worker.worker import StageWorker
-    from raypipe.runtime.worker.worker_group import WorkerGroup
+    from tests.actor_pool import actor_pool
 
-    actors: list[object] = []
-
-    def take(devices: int) -> WorkerGroup:
-        while len(actors) < devices:
-            rank = len(actors)
-            actors.append(
-                ray.remote(StageWorker)
-                .options(num_cpus=1, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
-                .remote(rank, f"stage actor {rank}")
-            )
-        used = actors[:devices]
-        locations = ray.get([actor.locate.remote() for actor in used], timeout=120)  # a fresh port for every use
-        return WorkerGroup(list(used), [x.peer.name for x in locations], locations, uuid.uuid4().hex[:8])
-
-    yield take
-    for actor in actors:
-        ray.kill(actor)
+    with actor_pool(StageWorker, "stage actor") as pool:
+        yield pool
 
 
 @pytest.fixture

@@ -113,9 +113,8 @@ def _searched(
 
 def _costs(times: Sequence[float]) -> CostTable:
     """Return what is known of a model that was never measured: B and W take as long as F each."""
-    zeros = (0.0,) * len(times)
     each = tuple(times)
-    return CostTable(forward=each, input_grad=each, weight_grad=each, recompute=zeros, all_reduce=zeros, update=zeros)
+    return CostTable(forward=each, input_grad=each, weight_grad=each)
 
 
 def with_plan(job: JobSpec, plan: Plan) -> JobSpec:

@@ -429,12 +429,4 @@ def split_encoder(model: LayeredModel, placement: Placement) -> tuple[Cut, CostT
     starts = cut_ring(Runs.of(costs), [*even[0], *(middle + start for start in even[1])], middle)
     cut = tuple(tuple(range(units[a].start, units[b - 1].stop)) for a, b in pairwise([*starts, len(units)]))
     forward, input_grad, weight_grad = (tuple(float(sum(kind[i] for i in part)) for part in cut) for kind in times)
-    zeros = (0.0,) * len(cut)
-    return cut, CostTable(
-        forward=forward,
-        input_grad=input_grad,
-        weight_grad=weight_grad,
-        recompute=zeros,
-        all_reduce=zeros,
-        update=zeros,
-    )
+    return cut, CostTable(forward=forward, input_grad=input_grad, weight_grad=weight_grad)

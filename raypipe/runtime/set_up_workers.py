@@ -93,10 +93,10 @@ def setups_of(
     fields = known_fields(directory / "data")
     model = build_model(job, fields, 0, plan.parallel)
     check_statistics(plan.parallel.shard, model.batch_statistics)
-    if job.train.on_nonfinite == "skip" and model.batch_statistics and _on_gpus(workers):
+    if job.train.on_nonfinite == "skip" and model.batch_statistics and not workers.on_cpus():
         why = "on GPUs, a batch norm's statistics are moved before the host knows the norm of the gradients"
         raise SpecError("train.on_nonfinite", why, "use rewind or stop")
-    check_graphs(job.train.cuda_graphs, _on_gpus(workers))
+    check_graphs(job.train.cuda_graphs, not workers.on_cpus())
     if wrong := set(schedule.rules.frozen) - set(model.frozen_stages(plan.cut)):
         raise SpecError(
             "plan: program",
@@ -104,7 +104,7 @@ def setups_of(
             "use a plan made for this job",
         )
     tied = tied_holders(plan, schedule, model)
-    train, evaluate = lower(running, _on_gpus(workers))
+    train, evaluate = lower(running, not workers.on_cpus())
     groups = run_groups(
         schedule.placement,
         schedule.sharding,
@@ -168,16 +168,12 @@ def setups_of(
 
 def install(workers: WorkerGroup, running: Running, measures_memory: bool) -> None:
     """Run another plan from the next step on, by sending every worker its new programs between two steps."""
-    train, evaluate = lower(running, _on_gpus(workers))
+    train, evaluate = lower(running, not workers.on_cpus())
     parallel, cut = running.plan.parallel, running.plan.cut
     recomputed = layers_to_recompute(parallel, cut)
     of_rank = [tensor_rank_of(rank, parallel.tensor)[0] for rank in range(len(workers.actors))]
     own = [({part: rows[device] for part, rows in train.items()}, evaluate[device]) for device in of_rank]
     workers.call_each("install", [(*programs, recomputed, measures_memory) for programs in own])
-
-
-def _on_gpus(workers: WorkerGroup) -> bool:
-    return any(location.peer.device != "cpu" for location in workers.locations)
 
 
 def lower(running: Running, gpus: bool) -> tuple[dict[Part, list[Program]], list[Program]]:

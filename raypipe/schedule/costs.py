@@ -7,7 +7,7 @@ or a measurement.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from raypipe.errors import ScheduleError
 from raypipe.schedule.ir import Schedule, StageGraph, Task
@@ -15,25 +15,24 @@ from raypipe.schedule.kinds import JOINT, KINDS, TRAITS, Kind
 
 LONGEST = 1e12
 """Largest time that a user may give, in any unit; sums over a step then stay exact enough to compare."""
-_LEFT_OUT = ("gather", "reduce_scatter", "attention", "attention_grad", "dispatch", "combine")
 _FIELDS: dict[str, tuple[str, ...]] = {kind: traits.cost for kind, traits in TRAITS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostTable:
-    """Time of each kind of task per stage, for one full micro-batch."""
+    """Time of each kind of task per stage, for one full micro-batch; what is left out takes no time."""
 
     forward: tuple[float, ...]
     input_grad: tuple[float, ...]
     weight_grad: tuple[float, ...]
-    recompute: tuple[float, ...]
-    all_reduce: tuple[float, ...]
+    recompute: tuple[float, ...] = ()
+    all_reduce: tuple[float, ...] = ()
     """Over all holders; where gradients are sharded, of the shards over the groups that replicate them."""
-    update: tuple[float, ...]
+    update: tuple[float, ...] = ()
     gather: tuple[float, ...] = ()
-    """One all-gather of the stage's weights over its shard group; left out, it takes no time."""
+    """One all-gather of the stage's weights over its shard group."""
     reduce_scatter: tuple[float, ...] = ()
-    """One reduce-scatter of its gradients over its shard group; left out, it takes no time."""
+    """One reduce-scatter of its gradients over its shard group."""
     attention: tuple[float, ...] = ()
     """The part of ``forward`` that grows along the sequence: causal attention. Of k slices, slice i takes (2i + 1)/k^2
     of it, and 1/k of all else. Left out, there is none."""
@@ -62,14 +61,11 @@ class CostTable:
         comm: Comm = 0.0,
     ) -> CostTable:
         """Return a table with the same costs for every stage."""
-        zeros = (0.0,) * stages
         return CostTable(
             forward=(forward,) * stages,
             input_grad=(input_grad,) * stages,
             weight_grad=(weight_grad,) * stages,
             recompute=(recompute,) * stages,
-            all_reduce=zeros,
-            update=zeros,
             comm=comm,
         )
 
@@ -198,6 +194,9 @@ class CostTable:
         joint = tuple(g * b.input_grad for g, b in zip(self.attention_grad, schedule.backwards, strict=True))
         parts: dict[Kind, tuple[float, ...]] = {"F": self.attention, "R": again, "B": self.attention_grad}
         return {kind: joint if kind in JOINT else parts.get(kind, zeros) for kind in KINDS}
+
+
+_LEFT_OUT = tuple(f.name for f in fields(CostTable) if f.default == ())
 
 
 def _per_link(values: tuple[float, ...], stages: int) -> Comm:

@@ -16,7 +16,7 @@ message at a time, the link is a lane as well (``simulate.series``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raypipe.schedule.costs import Comm, delays
@@ -134,24 +134,18 @@ class _More:
         return None, at
 
 
-class NetworkLanes:
-    """When the network of each device is free: its all-reduces run one after another."""
+def start_together(free: list[float], members: Sequence[tuple[int, float]], duration: float) -> float:
+    """Run one collective as early as can be, on all its members at once; return its start.
 
-    def __init__(self, free: list[float]) -> None:
-        self.free = free
-
-    def all_reduce(self, holders: Iterable[tuple[int, float]], duration: float) -> float:
-        """Run one collective as early as can be, on all its holders at once; returns its start.
-
-        Args:
-            holders: of each, its lane and when it can take part; a lane may hold several.
-            duration: of the collective.
-        """
-        members = list(holders)
-        at = max(max(ready, self.free[lane]) for lane, ready in members)
-        for lane, _ in members:
-            self.free[lane] = at + duration
-        return at
+    Args:
+        free: per network lane, when it is free; changed for those that take part.
+        members: of each, its lane and when it can take part; a lane may hold several.
+        duration: of the collective.
+    """
+    at = max(max(ready, free[lane]) for lane, ready in members)
+    for lane, _ in members:
+        free[lane] = at + duration
+    return at
 
 
 class _Collectives:
@@ -213,7 +207,7 @@ class _Collectives:
         members = self.members[one]
         if any(i not in here for i in members):
             return
-        at = NetworkLanes(free).all_reduce([(self.lane_of[i], here[i]) for i in members], durations[members[0]])
+        at = start_together(free, [(self.lane_of[i], here[i]) for i in members], durations[members[0]])
         for i in members:
             start[i], end[i] = at, at + durations[i]
             position[self.lane_of[i]] += 1

@@ -68,9 +68,7 @@ def train_keys(
     if highest is None:  # as the Trainer decides it
         highest = not metric.endswith("loss")
     batch = int(a["per_device_train_batch_size"]) * int(a["gradient_accumulation_steps"]) * replicas
-    steps = int(a["max_steps"])
-    if steps <= 0:
-        steps = max(1, math.ceil(per_epoch * float(a["num_train_epochs"])))
+    steps = run_steps(a, per_epoch)
     optimizer = _one_of(OPTIMIZERS, a["optim"], "optim")
     keys = {
         "steps": steps,
@@ -99,6 +97,12 @@ def train_keys(
     if held_out is not None:
         keys["eval_batches"] = math.ceil(held_out / batch)
     return keys
+
+
+def run_steps(a: Mapping[str, Any], per_epoch: int) -> int:
+    """Return the steps of a run whose epochs have ``per_epoch``: ``max_steps``, or those of ``num_train_epochs``."""
+    steps = int(a["max_steps"])
+    return steps if steps > 0 else max(1, math.ceil(per_epoch * float(a["num_train_epochs"])))
 
 
 def recomputes(a: Mapping[str, Any]) -> bool:

@@ -328,17 +328,20 @@ def script_loss(trainer: Any, plain: type, function: Callable[..., Any] | None) 
 
 
 def _method(trainer: Any, method: Callable[..., Any], bound: bool) -> LossOf:
-    takes = inspect.signature(method).parameters
-    counts = ITEMS in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-
     def of(model: nn.Module, batch: dict[str, Tensor], items: Tensor) -> Any:
         where = f"{type(trainer).__name__}.compute_loss"
         check_function(method, where, {id(part) for part in model.modules()}, frozenset({"self", "__class__"}))
         first = () if bound else (_stand_in(trainer, model, where),)
-        result = method(*first, model, dict(batch), **({ITEMS: items} if counts else {}))
+        result = method(*first, model, dict(batch), **_counted(method, items))
         return result[0] if isinstance(result, tuple) else result
 
     return of
+
+
+def _counted(function: Callable[..., Any], items: Any) -> dict[str, Any]:
+    """Return the number of labels as an argument of a function, where it takes that."""
+    takes = inspect.signature(function).parameters.values()
+    return {ITEMS: items} if any(p.name == ITEMS or p.kind is p.VAR_KEYWORD for p in takes) else {}
 
 
 def _stand_in(trainer: Any, model: nn.Module, where: str) -> Any:
@@ -382,9 +385,7 @@ def with_script_loss(made: Any, trainer: Any, script: ScriptLoss | None) -> Any:
         def compute_loss(
             model: Any, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
-            takes = inspect.signature(trainer.compute_loss).parameters
-            counts = ITEMS in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-            more = {ITEMS: num_items_in_batch} if counts else {}
+            more = _counted(trainer.compute_loss, num_items_in_batch)
             return trainer.compute_loss(model, inputs, return_outputs=return_outputs, **more)
 
         made.compute_loss = compute_loss

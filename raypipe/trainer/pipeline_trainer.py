@@ -30,7 +30,7 @@ from raypipe.launch.followers import Callback, Callbacks
 from raypipe.observe.run_dir import RECORD, place
 from raypipe.signals import Terminated, end_on_signals
 from raypipe.train import Prepared, claim, prepare_run, run, saved_job
-from raypipe.trainer.arguments import degrees, every, microbatch, read_arguments, recomputes, train_keys
+from raypipe.trainer.arguments import degrees, every, microbatch, read_arguments, recomputes, run_steps, train_keys
 from raypipe.trainer.callbacks import Figures, GivenCallbacks, History, PrintedLog, state_of, steps_of
 from raypipe.trainer.datasets import Columns, collator_of, differ_in_length, write_rows
 from raypipe.trainer.given_model import (
@@ -474,15 +474,12 @@ class PipelineTrainer(Optimization, Figures):
         history, given = self._history(), {"processing_class": self.processing_class}
         given["model"] = self._model if hasattr(self._model, "named_parameters") else None
         args = self.args if hasattr(self.args, "output_dir") else training_arguments(self.args, str(self.directory))
-        steps = train_keys(self.arguments, self._epochs.steps, None, self.degrees.dp or 1, None)["steps"]
-        state = TrainerState(max_steps=steps, logging_steps=history.every)
+        state = TrainerState(max_steps=run_steps(self.arguments, self._epochs.steps), logging_steps=history.every)
         return TrainerCallbacks(self._callbacks, args, state, history, self.directory, given)
 
     def _history(self) -> History:
-        a = self.arguments
-        per_epoch = self._epochs.steps
-        keys = train_keys(a, per_epoch, None, self.degrees.dp or 1, None)
-        steps = every(a, "logging", a["logging_steps"], keys["steps"], per_epoch)
+        a, per_epoch = self.arguments, self._epochs.steps
+        steps = every(a, "logging", a["logging_steps"], run_steps(a, per_epoch), per_epoch)
         return History(steps, per_epoch, bool(a["logging_first_step"]))
 
     def _trained_job(self) -> JobSpec:

@@ -36,16 +36,7 @@ LAYERS = 8
 
 
 def costs_of(forward: list[float], backward: list[float]) -> CostTable:
-    zeros = (0.0,) * len(forward)
-    return CostTable(
-        forward=tuple(forward),
-        input_grad=tuple(backward),
-        weight_grad=tuple(backward),
-        recompute=zeros,
-        all_reduce=zeros,
-        update=zeros,
-        comm=HOP,
-    )
+    return CostTable(forward=tuple(forward), input_grad=tuple(backward), weight_grad=tuple(backward), comm=HOP)
 
 
 def steps_of(share: float, trained: bool, devices: int) -> tuple[float, dict[str, tuple[Schedule, CostTable]]]:

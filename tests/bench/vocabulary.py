@@ -60,16 +60,7 @@ def summed(times: Sequence[Times]) -> Times:
 
 def costs_of(stages: Sequence[Times], comm: dict[tuple[int, int], float]) -> CostTable:
     forward, back, weights = zip(*stages, strict=True)
-    zeros = (0.0,) * len(stages)
-    return CostTable(
-        forward=forward,
-        input_grad=back,
-        weight_grad=weights,
-        recompute=zeros,
-        all_reduce=zeros,
-        update=zeros,
-        comm=comm,
-    )
+    return CostTable(forward=forward, input_grad=back, weight_grad=weights, comm=comm)
 
 
 def cut(times: Sequence[Times]) -> list[Times]:

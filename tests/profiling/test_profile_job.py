@@ -81,7 +81,7 @@ def test_times_come_back() -> None:
     costs = CostTable(
         forward=(0.5, 2.0, 2.0, 2.0, 2.0, 1.0), input_grad=(0.1, 2.1, 2.1, 2.1, 2.1, 1.1),
         weight_grad=(0.2, 1.9, 1.9, 1.9, 1.9, 0.9), recompute=(0.6, 2.3, 2.3, 2.3, 2.3, 1.3),
-        all_reduce=(0.0,) * 6, update=(0.7, 0.2, 0.2, 0.2, 0.2, 0.1),
+        update=(0.7, 0.2, 0.2, 0.2, 0.2, 0.1),
     )  # fmt: skip
     for way in ("joint", "recompute", "split"):
         sample = simulated(way, costs, gap=0.01)

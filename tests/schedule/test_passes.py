@@ -42,10 +42,7 @@ def test_eager_opt_is_eager_at_the_ends_and_lazy_in_the_middle() -> None:
 
 
 def test_eager_hides_in_bubbles_what_lazy_adds() -> None:
-    costs = CostTable(
-        forward=(1,) * 4, input_grad=(1,) * 4, weight_grad=(1,) * 4, recompute=(0,) * 4, all_reduce=(2,) * 4,
-        update=(0,) * 4,
-    )  # fmt: skip
+    costs = CostTable(forward=(1,) * 4, input_grad=(1,) * 4, weight_grad=(1,) * 4, all_reduce=(2,) * 4)
     spent = {p: simulate(place_gradient_sync(CHIMERA, p), costs).makespan for p in ("lazy", "eager", "eager-opt")}  # type: ignore[arg-type]
     assert spent == {"lazy": 20, "eager": 18, "eager-opt": 18}
 
@@ -64,7 +61,7 @@ def test_one_holder_needs_no_all_reduce_and_copies_do() -> None:
 
 def test_every_device_issues_in_one_order() -> None:
     uneven = CostTable.even(8).__class__(
-        forward=(1, 9, 1, 2, 5, 1, 1, 3), input_grad=(4, 1, 1, 7, 1, 2, 1, 1), weight_grad=(1,) * 8, recompute=(0,) * 8,
+        forward=(1, 9, 1, 2, 5, 1, 1, 3), input_grad=(4, 1, 1, 7, 1, 2, 1, 1), weight_grad=(1,) * 8,
         all_reduce=(5,) * 8, update=(1,) * 8,
     )  # fmt: skip
     for pipelines in (2, 4, 8):

@@ -22,10 +22,9 @@ class Case(NamedTuple):
 
     @property
     def costs(self) -> CostTable:
-        zeros = (0.0,) * len(self.forward)
         return CostTable(
             forward=tuple(self.forward), input_grad=tuple(self.input_grad), weight_grad=tuple(self.weight_grad),
-            recompute=zeros, all_reduce=zeros, update=zeros, comm=self.latency,
+            comm=self.latency,
         )  # fmt: skip
 
     def search(self, **options: Any) -> Found:

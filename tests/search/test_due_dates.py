@@ -24,10 +24,7 @@ def uneven(seed: int) -> Problem:
     rng.shuffle(row)
     size = [rng.uniform(1, 4) for _ in row]
     f, b, w = (tuple(share * x for x in size) for share in (1.0, 1.1, 0.9))
-    zeros = (0.0,) * len(row)
-    costs = CostTable(
-        forward=f, input_grad=b, weight_grad=w, recompute=zeros, all_reduce=zeros, update=zeros, comm=0.1
-    )  # fmt: skip
+    costs = CostTable(forward=f, input_grad=b, weight_grad=w, comm=0.1)
     return build((row,), 12, costs, sizes=[(x, x) for x in size], memory_limit=[1.5 * sum(size)] * 4)
 
 
@@ -72,10 +69,8 @@ def test_they_are_the_orders_of_the_problem(seed) -> None:
         most = [sum(x for x, d in zip(whole, row, strict=True) if d == own) for own in range(devices)]
         cap = [rng.choice((inf, rng.uniform(1.0, 4.0) * least)) for least in most]
         frozen = rng.choice(((), (), (0,), (0, 2)))
-        zeros = (0.0,) * stages
         costs = CostTable(
-            forward=tuple(times[:, 0]), input_grad=tuple(times[:, 1]), weight_grad=tuple(times[:, 2]), recompute=zeros,
-            all_reduce=zeros, update=zeros, comm=tuple(lag),
+            forward=tuple(times[:, 0]), input_grad=tuple(times[:, 1]), weight_grad=tuple(times[:, 2]), comm=tuple(lag),
         )  # fmt: skip
         p = build((row,), 7, costs, memory_limit=cap, sizes=list(map(tuple, sizes)), rules=Rules(frozen=frozen))
         layout = LaneArrays.of(p)

@@ -21,10 +21,8 @@ def recomputing(seed: int) -> Problem:
     rng = random.Random(seed)
     row = (*(rng.randrange(3) for _ in range(5)), 0, 1, 2)
     times = [tuple(rng.choice((0.0, 1.0, 2.0, 3.5)) for _ in row) for _ in range(3)]
-    zeros = (0.0,) * len(row)
     costs = CostTable(
-        forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=times[0], all_reduce=zeros,
-        update=zeros, comm=rng.choice((0.0, 0.5)),
+        forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=times[0], comm=rng.choice((0.0, 0.5)),
     )  # fmt: skip
     dropped = tuple(s for s in range(2, len(row)) if rng.random() < 0.3)
     frozen = Rules(frozen=rng.choice(((), (0,), (0, 1))))

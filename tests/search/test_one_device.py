@@ -49,11 +49,7 @@ def test_activations_of_several_sizes(seed):
     kept, message = [rng.randint(1, 5) for _ in row], rng.randint(0, 3)
     room = rng.randint(0, 3) + max(sum(k for k, d in zip(kept, row, strict=True) if d == own) for own in row)
     best = least_order(range(stages), row, *times, count, message, kept, room, 10**4)
-    zeros = (0.0,) * stages
-    costs = CostTable(
-        forward=tuple(times[0]), input_grad=tuple(times[1]), weight_grad=tuple(times[2]), recompute=zeros,
-        all_reduce=zeros, update=zeros, comm=message,
-    )  # fmt: skip
+    costs = CostTable(forward=tuple(times[0]), input_grad=tuple(times[1]), weight_grad=tuple(times[2]), comm=message)
     p = build((row,), count, costs, memory_limit=room, sizes=[(float(k), float(k)) for k in kept])
     assert lower_bound(p) * (1 - 1e-9) <= one_device_bound(p, 2.0 * best, 100_000) <= best * (1 + 1e-9)
 
@@ -63,11 +59,8 @@ def test_one_device_alone_is_solved(seed):
     """Every order of the tasks of a line's second device is tried here, too."""
     rng = random.Random(seed)
     times = [tuple(float(rng.randint(1, 9)) for _ in range(3)) for _ in range(3)]
-    zeros, message = (0.0,) * 3, float(rng.randint(0, 9))
-    costs = CostTable(
-        forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros, update=zeros,
-        comm=message,
-    )  # fmt: skip
+    message = float(rng.randint(0, 9))
+    costs = CostTable(forward=times[0], input_grad=times[1], weight_grad=times[2], comm=message)
     memory = rng.choice([1, 2])
     p = build(((0, 1, 2),), 2, costs, memory_limit=[float("inf"), memory, float("inf")])
     s = one_device._Sweeps(p, 1e9, 10**6)

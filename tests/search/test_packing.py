@@ -59,11 +59,7 @@ def test_never_above_what_is_possible(seed):
     placement = (rng.choice((down * 2, (*down, *reversed(down)))),)
     times = [[rng.randint(1, 9) for _ in range(2 * depth)] for _ in range(3)]
     links, count, memory, split = rng.randint(0, 3), rng.randint(3, 4), rng.randint(2, 4), rng.random() < 0.7
-    zeros = (0.0,) * (2 * depth)
-    costs = CostTable(
-        forward=tuple(times[0]), input_grad=tuple(times[1]), weight_grad=tuple(times[2]), recompute=zeros,
-        all_reduce=zeros, update=zeros, comm=links,
-    )  # fmt: skip
+    costs = CostTable(forward=tuple(times[0]), input_grad=tuple(times[1]), weight_grad=tuple(times[2]), comm=links)
     verdict = judge.judge(placement, count, *times, links, memory, split, seconds=5)
     p = build(placement, count, costs, memory_limit=memory, split=split)
     bound = lower_bound(p)

@@ -215,10 +215,9 @@ def test_no_named_schedule_is_shorter(name, objective):
         shape = shape_of(name, rng)
         stages = stages_of(name, shape)
         times = [tuple(float(rng.randint(1, 12)) for _ in range(stages)) for _ in range(4)]
-        zeros = (0.0,) * stages
         costs = CostTable(
-            forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=times[3], all_reduce=zeros,
-            update=zeros, comm=float(rng.randint(0, 4)),
+            forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=times[3],
+            comm=float(rng.randint(0, 4)),
         )  # fmt: skip
         named = generate(name, shape, costs)
         timeline = simulate(named, costs)
@@ -238,11 +237,7 @@ def test_nor_where_the_search_chooses_what_recomputes(name, limit):
     rng = random.Random(name)
     shape = Shape(devices=7, microbatches=9)
     times = [tuple(float(rng.randint(1, 12)) for _ in range(7)) for _ in range(3)]
-    zeros = (0.0,) * 7
-    costs = CostTable(
-        forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=times[0], all_reduce=zeros,
-        update=zeros, comm=1.0,
-    )  # fmt: skip
+    costs = CostTable(forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=times[0], comm=1.0)
     named = generate(name, shape, costs)
     held = max(peak_activations(named)) * (limit or 1)
     result = search_recompute(named.placement, 9, costs, memory_limit=held, budget_s=0.05)
@@ -256,9 +251,8 @@ def test_nor_is_the_zero_bubble_heuristic(seed):
     depth = rng.randint(2, 9)
     count, memory = rng.randint(1, 2 * depth), rng.choice((depth, depth, rng.randint(1, 2 * depth)))
     times = [tuple(t * rng.uniform(1, 4) for _ in range(depth)) for t in (10, 12, 8)]
-    zeros = (0.0,) * depth
     costs = CostTable(
-        forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros, update=zeros,
+        forward=times[0], input_grad=times[1], weight_grad=times[2],
         comm=tuple(rng.uniform(0, 5) for _ in range(depth)),
     )  # fmt: skip
     result = search((tuple(range(depth)),), count, costs, memory_limit=memory, budget_s=0.02)
@@ -288,10 +282,7 @@ def test_with_memory_enough_nothing_is_recomputed():
 @pytest.mark.slow
 def test_against_every_choice_of_stages():
     """Three uneven stages in two activations: no choice of stages, each searched on its own, is shorter."""
-    costs = CostTable(
-        forward=(3, 2, 4), input_grad=(3, 4, 3), weight_grad=(2, 3, 2), recompute=(3, 2, 4), all_reduce=(0, 0, 0),
-        update=(0, 0, 0), comm=1,
-    )  # fmt: skip
+    costs = CostTable(forward=(3, 2, 4), input_grad=(3, 4, 3), weight_grad=(2, 3, 2), recompute=(3, 2, 4), comm=1)
     result = search_recompute(((0, 1, 2),), 6, costs, memory_limit=2, budget_s=3)
     verify(result.schedule, 2)
     assert max(peak_activations(result.schedule)) <= 2

@@ -93,11 +93,7 @@ def test_two_directions_in_very_little_memory():
         rng = random.Random(seed)
         times = [[rng.randint(1, 12) for _ in range(4)] for _ in range(3)]
         links = tuple(rng.randint(0, 6) for _ in range(4))
-        zeros = (0.0,) * 4
-        costs = CostTable(
-            forward=tuple(times[0]), input_grad=tuple(times[1]), weight_grad=tuple(times[2]), recompute=zeros,
-            all_reduce=zeros, update=zeros, comm=links,
-        )  # fmt: skip
+        costs = CostTable(forward=tuple(times[0]), input_grad=tuple(times[1]), weight_grad=tuple(times[2]), comm=links)
         placement, count, memory = ((0, 1, 2, 3), (3, 2, 1, 0)), rng.randint(3, 7), rng.randint(2, 3)
         verdict = judge.judge(placement, count, *times, links, memory, split=False, seconds=60)
         assert verdict.makespan == verdict.bound, "not solved"
@@ -129,11 +125,7 @@ def test_uneven_line_in_twice_the_memory():
     for depth in (4, 8, 16):
         for rounds in (1, 2, 4):
             times = [tuple(t * rng.uniform(1, 1.25) for _ in range(depth)) for t in (10, 12, 8)]
-            zeros = (0.0,) * depth
-            costs = CostTable(
-                forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros,
-                update=zeros, comm=rng.choice((0, 1, 2)),
-            )  # fmt: skip
+            costs = CostTable(forward=times[0], input_grad=times[1], weight_grad=times[2], comm=rng.choice((0, 1, 2)))
             result = search(line(depth), rounds * depth, costs, memory_limit=2 * depth, budget=Budget(1.5))
             gaps.append(checked(result, costs, 2 * depth).gap)
     assert sum(gaps) / len(gaps) <= 0.01

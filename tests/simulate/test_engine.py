@@ -117,10 +117,7 @@ def test_one_machine_against_all_preemptive_orders() -> None:
 
 def test_lower_bound_against_all_orders_of_a_small_step() -> None:
     """Two devices, two micro-batches, split backward: the best of every order there is."""
-    costs = CostTable(
-        forward=(1, 2), input_grad=(2, 1), weight_grad=(1, 3), recompute=(0, 0), all_reduce=(0, 0), update=(0, 0),
-        comm=0.5,
-    )  # fmt: skip
+    costs = CostTable(forward=(1, 2), input_grad=(2, 1), weight_grad=(1, 3), comm=0.5)
     made = split_backward(generate("gpipe", Shape(devices=2, microbatches=2)))
     bound = lower_bound(made, costs)
     rows = [[o for o in set(itertools.permutations(row)) if in_turn(o)] for row in made.orders]

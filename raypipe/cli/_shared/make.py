@@ -220,8 +220,7 @@ def cost_table(stages: int, given: Mapping[str, str | None], share: int = 1) -> 
             raise RequestError(flag(key), why, f"use at most {LONGEST:g}")
         each = values[0] / (share if key != "comm" else 1)
         table[COLUMN.get(key, key)] = (each,) * stages if len(values) == 1 else tuple(values)
-    zeros = (0.0,) * stages
-    return CostTable(all_reduce=zeros, update=zeros, **cast(dict[str, Any], table))
+    return CostTable(**cast(dict[str, Any], table))
 
 
 def flag(key: str) -> str:

@@ -17,7 +17,7 @@ import ray
 
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.plan.online.measured_steps import StepClock, as_run
-from raypipe.plan.online.recorded_steps import NO_WAITS, RecordedSteps, StepWaits
+from raypipe.plan.online.recorded_steps import RecordedSteps, StepWaits
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import QUEUED_CALLS
 from raypipe.runtime.emulation.device_processes import DeviceProcesses
@@ -47,6 +47,8 @@ PROCESS_BYTES = 10e6
 """Memory of a device's process that it does not share with the others: 6 MB, measured with 128 of them."""
 SHARED_BYTES = 400e6
 """Memory of a node's actor, and of what its devices' processes share."""
+RESERVED_S = 120.0
+"""Time that the resources of emulated devices have to become free."""
 LONGEST_S = 86400.0
 """Longest emulation: a day."""
 MOST_TASKS = 5_000_000
@@ -163,7 +165,6 @@ def emulate(
     replicas: int,
     norm: NormPolicy = "none",
     clip_every: int = 0,
-    faults: Mapping[int, DeviceFaults] = NO_FAULTS_ANYWHERE,
     skew: float = 1.0,
 ) -> Emulated:
     """Run ``steps`` steps of ``replicas`` data-parallel copies of ``base`` on emulated devices.
@@ -178,7 +179,6 @@ def emulate(
             steps follow one another without one.
         clip_every: with ``norm="optimistic"``, the update of every ``clip_every``-th step is undone and the forwards
             since then run again, which the prediction leaves out; 0 for never.
-        faults: by device, what goes wrong there, which the prediction leaves out.
         skew: where copies divide experts, the tokens of the busiest one as a multiple of the mean; in each step another
             copy is the busiest.
 
@@ -194,7 +194,7 @@ def emulate(
     titles = [device_title(what.schedule, device, replicas) for device in range(what.schedule.devices)]
     workers = start_emulated_devices(titles, request)
     try:
-        return run_rehearsal(what, workers, steps, faults)
+        return run_rehearsal(what, workers, steps)
     finally:
         workers.stop()
 
@@ -234,7 +234,10 @@ def _check_length(what: Rehearsal, steps: int) -> None:
 def run_rehearsal(
     what: Rehearsal, workers: WorkerGroup, steps: int, faults: Mapping[int, DeviceFaults] = NO_FAULTS_ANYWHERE
 ) -> Emulated:
-    """Emulate on running workers, one per device; ``faults`` is as for ``emulate``."""
+    """Emulate on running workers, one per device.
+
+    ``faults``: by device, what goes wrong there, which the prediction leaves out.
+    """
     schedule = what.schedule
     clock = StepClock(schedule)
     check_hosts(workers.actors, workers.locations)
@@ -354,9 +357,7 @@ def collective_waits(schedule: Schedule) -> list[tuple[tuple[int, ...], ...]]:
     return [tuple(waits(i, first) for i in range(first, end)) for first, end in pairwise(graph.first)]
 
 
-def _steps(
-    workers: WorkerGroup, clock: StepClock, schedule: Schedule, steps: int, waits: StepWaits = NO_WAITS
-) -> list[float]:
+def _steps(workers: WorkerGroup, clock: StepClock, schedule: Schedule, steps: int, waits: StepWaits) -> list[float]:
     measured: list[float] = []
     pending: deque[tuple[Part, list[Any]]] = deque()
 
@@ -444,15 +445,13 @@ class EmulatedDevices(WorkerGroup):
         return refs
 
 
-def start_emulated_devices(
-    titles: list[str], request: DeviceRequest, timeout_s: float | None = 120.0
-) -> EmulatedDevices:
+def start_emulated_devices(titles: list[str], request: DeviceRequest) -> EmulatedDevices:
     """Reserve ``request`` for each title, and start a process with an ``EmulatedWorker`` for it, by rank.
 
     Raises:
-        DevicesError: the resources were not free within ``timeout_s``.
+        DevicesError: the resources were not free within ``RESERVED_S``.
     """
-    place = reserve(len(titles), request, timeout_s)
+    place = reserve(len(titles), request, RESERVED_S)
     devices = EmulatedDevices([], titles, [], place.run_id, place)
     try:
         at = located_bundles((part.group for part in place.parts), 0.0, place.kinds)

@@ -21,10 +21,15 @@ from raypipe.runtime.process.memory import taken_beside_tensors
 from raypipe.runtime.process.shared_clock import SharedClock, open_clock
 from raypipe.runtime.setup.silent_hosts import SilentHosts
 from raypipe.runtime.transport.channel import Peer, Receiver, Sender
-from raypipe.runtime.transport.framed.gloo import FOREVER
 from raypipe.runtime.transport.gpu.side_stream import current_gpu
 from raypipe.runtime.transport.inbox import absent
-from raypipe.runtime.transport.process_groups import abort_groups, connected_on_use, create_groups, forget_groups
+from raypipe.runtime.transport.process_groups import (
+    FOREVER,
+    abort_groups,
+    connected_on_use,
+    create_groups,
+    forget_groups,
+)
 from raypipe.runtime.transport.registry import TRANSPORTS, open_channels, served_by
 from raypipe.runtime.transport.transport import Ends
 from raypipe.runtime.update.norm import ONE_HOP

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from raypipe.errors import TransportError
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
-NEVER = timedelta(days=365)
+FOREVER = timedelta(days=365)
+"""For operations that the host has its own deadline for: those on NCCL's groups, and messages that are posted ahead."""
 _nccl_groups: list[dist.ProcessGroup] = []
 """Those that this process is in."""
 
@@ -71,10 +72,10 @@ def new_group(
     """
     options = None
     if backend == "nccl":
-        timeout = NEVER
+        timeout = FOREVER
     if backend == "nccl" and ctas is not None:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = NEVER
+        options._timeout = FOREVER
         options.config.max_ctas = ctas
     group = dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)
     if not isinstance(group, dist.ProcessGroup):

@@ -48,15 +48,11 @@ def costs_of(blocks: Sequence[float], head: float) -> CostTable:
         blocks: the forward of each device's blocks.
         head: the product of the whole head.
     """
-    share, nothing = 2 * head / len(blocks), (0.0,) * (2 * len(blocks) + 1)
-    shares = (share,) * len(blocks)
+    shares, nothing = (2 * head / len(blocks),) * len(blocks), (0.0,) * len(blocks)
     return CostTable(
         forward=(*blocks, *shares, 0.0),
-        input_grad=(*blocks, *nothing[len(blocks) :]),
+        input_grad=(*blocks, *nothing, 0.0),
         weight_grad=(*blocks, *shares, 0.0),
-        recompute=nothing,
-        all_reduce=nothing,
-        update=nothing,
     )
 
 

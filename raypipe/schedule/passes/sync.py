@@ -14,7 +14,7 @@ from raypipe.schedule.deps import TaskGraph, link
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.kinds import NETWORK
 from raypipe.schedule.verify import check_links, check_ran
-from raypipe.schedule.walk import NetworkLanes, walk
+from raypipe.schedule.walk import start_together, walk
 
 Sync = Literal["lazy", "eager", "eager-opt"]
 """Where a schedule has its all-reduces."""
@@ -195,15 +195,15 @@ def gradient_sync_end(
         durations: of each stage's all-reduce.
         policy: as for ``place_gradient_sync``.
     """
-    lanes = NetworkLanes([0.0] * graph.schedule.devices)
+    free = [0.0] * graph.schedule.devices
     compute = [max(end[a:b], default=0.0) for a, b in itertools.pairwise(graph.first)]
     for stage in order:
         holders = []
         for replica, row in enumerate(graph.schedule.placement):  # one without a micro-batch takes part all the same
             ready = end[last[stage, replica]] if (stage, replica) in last else 0.0
             holders.append((row[stage], ready if policy == "eager" else max(ready, compute[row[stage]])))
-        lanes.all_reduce(holders, durations[stage])
-    return max(lanes.free)
+        start_together(free, holders, durations[stage])
+    return max(free)
 
 
 def _idles(start: list[float], end: list[float], since: int, until: int) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,7 @@ from raypipe.search import search
 from raypipe.train import make_plan, with_plan
 from tests.bench.accuracy.paced import Pace, PacedStage
 from tests.bench.command import options
-from tests.bench.turns import table
+from tests.bench.turns import first, table
 
 MS = 1e-3
 SAME = 1e-9
@@ -140,13 +139,9 @@ def drive(
     """Train on the first of the fleet's actors, from the checkpoint after ``done`` steps that ``directory`` holds."""
     job = with_plan(job, plan)
     schedule = build_schedule(plan, job.train.batch)
-    actors = workers.actors[: schedule.devices]
+    workers = first(workers, schedule.devices)
     if paces:
-        ray.get([actor.set_pace.remote(paces, float(schedule.size)) for actor in actors])
-    workers = replace(
-        workers, actors=actors, titles=workers.titles[: schedule.devices],
-        locations=ray.get([actor.locate.remote() for actor in actors]), run_id=uuid.uuid4().hex[:8],
-    )  # fmt: skip
+        ray.get([actor.set_pace.remote(paces, float(schedule.size)) for actor in workers.actors])
     directory.mkdir(exist_ok=True)
     if not done:
         prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")

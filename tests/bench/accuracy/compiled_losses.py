@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import ray
 from raypipe.job.spec import job_from
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.worker.worker import StageWorker
-from raypipe.runtime.worker.worker_group import WorkerGroup
+from tests.actor_pool import actor_pool
 from tests.bench.command import options
 from tests.bench.runtime.families import TEXT, jobs
 from tests.runtime.runs.small_runs import drive
@@ -53,16 +52,11 @@ def main() -> int:
     """Train each; see above."""
     asked = options(__doc__, NAMES, schedules=SCHEDULES, steps=4)
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
-    worker = ray.remote(StageWorker).options(num_cpus=1, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
-    actors = [worker.remote(rank, f"stage actor {rank}") for rank in range(2)]
-
-    def pool(devices: int) -> WorkerGroup:
-        used = actors[:devices]
-        locations = ray.get([actor.locate.remote() for actor in used])
-        return WorkerGroup(list(used), [x.peer.name for x in locations], locations, uuid.uuid4().hex[:8])
-
     wrong = 0
-    with tempfile.TemporaryDirectory(prefix="raypipe-compiled-") as name:
+    with (
+        actor_pool(StageWorker, "stage actor") as pool,
+        tempfile.TemporaryDirectory(prefix="raypipe-compiled-") as name,
+    ):
         folder = Path(name)
         every = models(folder, asked.steps)
         for family in asked.names or NAMES:

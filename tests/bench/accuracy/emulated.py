@@ -73,7 +73,7 @@ class Case:
         return CostTable(
             forward=tuple(k * self.forward for k in scale), input_grad=tuple(k * self.input_grad for k in scale),
             weight_grad=tuple(k * self.weight_grad for k in scale), recompute=tuple(k * self.recompute for k in scale),
-            all_reduce=(0.0,) * stages, update=(0.0,) * stages, comm=self.comm * MS,
+            comm=self.comm * MS,
         )  # fmt: skip
 
 

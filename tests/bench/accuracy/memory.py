@@ -30,26 +30,22 @@ from rich.table import Table
 
 from raypipe.cost.memory import DeviceMemory, device_memory
 from raypipe.cost.profile import Profile
-from raypipe.data import declared_fields, prepare_data
 from raypipe.job.requested_schedule import layers_to_recompute
 from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
-from raypipe.observe.run_log import RunLog
 from raypipe.plan.online.better_order import runs_ahead
 from raypipe.plan.plan import build_schedule
 from raypipe.profiling.profile_job import measure_profile
 from raypipe.profiling.profiling_worker import process_bytes
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.driver import Driver
 from raypipe.runtime.executor.step import StepResult
-from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.process.memory import PeakMeter, allocated_bytes
 from raypipe.runtime.setup.setup import Setup
 from raypipe.runtime.worker.worker import StageWorker
-from raypipe.runtime.worker.worker_group import start_worker_group
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.train import make_plan
+from tests.runtime.runs.small_runs import new_driver, own_workers
 
 LIMIT = 0.10
 """Largest share by which the fullest device's peak may differ from its prediction."""
@@ -188,21 +184,11 @@ class PeakStage(StageWorker):
 
 def measured(job: JobSpec, folder: Path) -> list[Peak]:
     """Of every device."""
-    plan = make_plan(job)
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        directory = Path(name)
-        prepare_data(job, build_model(job, declared_fields(job.data)).task, directory / "data")
-        log = RunLog(directory)
-        driver = Driver(job, plan, directory, log, lambda *_: None)
-        devices = driver.schedule.devices
-        place = reserve(devices, connect(devices), 120.0)
-        workers = start_worker_group(driver.schedule, plan.parallel.replicas, place, PeakStage)
-        try:
+        driver = new_driver(job, Path(name))
+        with own_workers(driver, PeakStage) as workers:
             driver.run(workers, None, 0)
             return ray.get(workers.call("held"))
-        finally:
-            workers.stop()
-            log.close()
 
 
 def predicted(job: JobSpec, profile: Profile) -> list[DeviceMemory]:

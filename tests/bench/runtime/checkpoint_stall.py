@@ -21,12 +21,9 @@ import ray
 
 from raypipe.checkpoint import ShardInfo, Snapshot, write_snapshot
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.worker.worker import StageWorker
-from raypipe.runtime.worker.worker_group import start_worker_group
 from tests.bench.command import options
-from tests.runtime.runs.small_runs import job_for, new_driver
+from tests.runtime.runs.small_runs import job_for, new_driver, own_workers
 
 MODEL = {"type": "gpt", "layers": 8, "hidden": 384, "heads": 6, "sequence": 128, "vocabulary": 256, "dropout": 0.0}
 WARM = 3
@@ -96,14 +93,10 @@ def run(folder: Path, steps: int, every: int, asynchronous: bool, bytes_s: float
     driver = new_driver(job, folder, log=TimedLog)
     log = driver.log
     assert isinstance(log, TimedLog)
-    workers = start_worker_group(driver.schedule, 1, reserve(2, connect(2), 120.0), SlowStorage)
-    try:
+    with own_workers(driver, SlowStorage) as workers:
         if bytes_s is not None:
             ray.get(workers.call("set_rate", bytes_s))
         driver.run(workers, None, 0)
-    finally:
-        workers.stop()
-        log.close()
     events = read_rows(folder / EVENTS)
     took = {step: at - log.at[step - 1] for step, at in log.at.items() if step - 1 in log.at}
     saves = [e for e in events if e["event"] == "checkpoint_begun" and e["step"] < steps]

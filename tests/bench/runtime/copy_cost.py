@@ -26,14 +26,11 @@ import psutil
 
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
-from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.hosts.devices import physical_cores
-from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.saving.neighbour_copies import SHARE, NeighbourCopies, interval
-from raypipe.runtime.worker.worker_group import start_worker_group
 from tests.bench.command import options, write_rows
 from tests.ray_environment import start_ray
-from tests.runtime.runs.small_runs import job_for, new_driver
+from tests.runtime.runs.small_runs import job_for, new_driver, own_workers
 
 GPT = {"type": "gpt", "layers": 4, "hidden": 256, "heads": 4, "sequence": 128, "vocabulary": 256, "dropout": 0.0}
 WARM = 1
@@ -104,14 +101,8 @@ def measure(case: str, folder: Path, turns: int, steps: int, every: int, width: 
     log = driver.log
     assert isinstance(log, TimedLog)
     driver.copies.__class__, InTurns.steps, TimedLog.steps = InTurns, steps, steps
-    with driver.copies:
-        count = driver.schedule.devices
-        workers = start_worker_group(driver.schedule, 1, reserve(count, connect(count), 120.0))
-        try:
-            driver.run(workers, None, 0)
-        finally:
-            workers.stop()
-            log.close()
+    with driver.copies, own_workers(driver) as workers:
+        driver.run(workers, None, 0)
 
     # A turn from its second step on: the first one ends what the turn before began.
     def of_turns(at: dict[int, float]) -> tuple[float, float, float]:

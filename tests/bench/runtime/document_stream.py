@@ -36,9 +36,8 @@ from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.worker.samples import SampleStream
-from raypipe.runtime.worker.worker_group import start_worker_group
 from tests.bench.command import options
-from tests.runtime.runs.small_runs import new_driver
+from tests.runtime.runs.small_runs import new_driver, own_workers
 
 SEQUENCE, BATCH, WORKERS = 256, 32, 2
 AT_ONCE = 16
@@ -148,12 +147,8 @@ def through_torch(folder: Path, buffer: int) -> None:
 def trained(job: JobSpec, run: Path) -> None:
     """Part 3."""
     driver = new_driver(job, run)
-    workers = start_worker_group(driver.schedule, 1, reserve(2, connect(2), 120.0))
-    try:
+    with own_workers(driver) as workers:
         driver.run(workers, None, 0)
-    finally:
-        workers.stop()
-        driver.log.close()
     rows = [row for row in read_rows(run / METRICS) if "loss" in row][WARM:]
     waits = [row["data_wait_share"] for row in rows]
     share = sum(wait * row["step_s"] for wait, row in zip(waits, rows, strict=True)) / sum(

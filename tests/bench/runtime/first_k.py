@@ -28,11 +28,7 @@ class Case(NamedTuple):
 
 def table_of(forward: Sequence[float], back: Sequence[float], sums: Sequence[float]) -> CostTable:
     """Costs per layer, in seconds; the input gradient and the weight gradient take as long each."""
-    zeros = (0.0,) * len(sums)
-    return CostTable(
-        forward=tuple(forward), input_grad=tuple(back), weight_grad=tuple(back), recompute=zeros, update=zeros,
-        all_reduce=tuple(sums),
-    )  # fmt: skip
+    return CostTable(forward=tuple(forward), input_grad=tuple(back), weight_grad=tuple(back), all_reduce=tuple(sums))
 
 
 def resnet_50() -> list[tuple[float, float]]:

@@ -27,7 +27,6 @@ from raypipe.data import known_fields
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from raypipe.plan.online.better_order import step_seconds
-from raypipe.plan.plan import build_schedule
 from raypipe.runtime.emulation.emulated_worker import wait_until
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.runner import Handler
@@ -35,12 +34,11 @@ from raypipe.runtime.worker.worker import StageWorker
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule, Task
 from raypipe.schedule.lowering.programs import Action
-from raypipe.train import make_plan
 from tests.bench.command import options, write_rows
 from tests.hosts import hosts, ray_cluster
 from tests.job_files import write_text
 from tests.runtime.runs.plain_training import plain_losses
-from tests.runtime.runs.small_runs import job_for, new_driver
+from tests.runtime.runs.small_runs import job_for, new_driver, own_workers
 
 HOSTS, PER_HOST = 3, 2
 RATE, BYTES_PER_S, DELAY_S = "1gbit", 125e6, 0.002
@@ -175,19 +173,12 @@ def inside(name: str, folder: Path, steps: int) -> Found:
     """Train one plan; this runs on the first host."""
     import ray
 
-    from raypipe.runtime.cluster.connect import connect
-    from raypipe.runtime.hosts.reserve import reserve
-    from raypipe.runtime.worker.worker_group import start_worker_group
-
     job = job_of(name, folder / "text", steps)
     directory = folder / name
-    plan, tensor = make_plan(job), job.parallel.tensor
-    schedule = build_schedule(plan, BATCH)
-    costs = costs_for(schedule, tensor)
-    place = reserve(HOSTS * PER_HOST, connect(HOSTS * PER_HOST), 120.0, together=tensor)
-    driver = new_driver(job, directory, plan=plan)
-    workers = start_worker_group(driver.schedule, plan.parallel.replicas, place, PacedWorker)
-    try:
+    driver = new_driver(job, directory)
+    schedule = driver.schedule
+    costs = costs_for(schedule, job.parallel.tensor)
+    with own_workers(driver, PacedWorker) as workers:
         by_kind = {"F": costs.forward, "B": costs.input_grad, "W": costs.weight_grad}
         pace = {kind: times[0] for kind, times in by_kind.items()}
         pace["BW"] = pace["B"] + pace["W"]
@@ -195,9 +186,6 @@ def inside(name: str, folder: Path, steps: int) -> Found:
         begun = time.monotonic()
         driver.run(workers, None, 0)
         setup_s = time.monotonic() - begun
-    finally:
-        workers.stop()
-        driver.log.close()
     rows = [row for row in read_rows(directory / METRICS) if "loss" in row]
     events = read_rows(directory / EVENTS)
     (started,) = (event for event in events if event["event"] == "started")

@@ -50,11 +50,7 @@ def uneven(effort: Effort) -> Iterator[Line]:
         memory = {"half": max(1, depth // 2), "same": depth, "twice": 2 * depth}[share]
         base = rng.choice(((10, 10, 10), (10, 12, 8), (10, 20, 10)))
         times = [tuple(t * rng.uniform(1, 1.25) for _ in range(depth)) for t in base]
-        zeros = (0.0,) * depth
-        costs = CostTable(
-            forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros,
-            update=zeros, comm=rng.choice((0, 1, 2)),
-        )  # fmt: skip
+        costs = CostTable(forward=times[0], input_grad=times[1], weight_grad=times[2], comm=rng.choice((0, 1, 2)))
         result = search((tuple(range(depth)),), count, costs, memory_limit=memory, budget=Budget(effort.seconds))
         other = shortest(depth, count, costs, memory)
         totals.setdefault(share, []).append((result.gap, other / result.value - 1))

@@ -35,11 +35,7 @@ def model(seed: int, chunks: int) -> CostTable:
     parts = [[t / CHUNKS * rng.uniform(1, 1 + UNEVEN) * 1e-3 for _ in range(DEPTH * CHUNKS)] for t in TIMES_MS]
     joined = CHUNKS // chunks
     times = [tuple(sum(row[s : s + joined]) for s in range(0, len(row), joined)) for row in parts]
-    zeros = (0.0,) * (DEPTH * chunks)
-    return CostTable(
-        forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros, update=zeros,
-        comm=LATENCY_MS * 1e-3,
-    )  # fmt: skip
+    return CostTable(forward=times[0], input_grad=times[1], weight_grad=times[2], comm=LATENCY_MS * 1e-3)
 
 
 def entries(seed: int) -> list[tuple[float, Turns]]:

@@ -30,11 +30,7 @@ def speed(effort: Effort) -> Iterator[Line]:
     for depth, count in SIZES[: effort.count]:
         rng = random.Random(depth)
         times = [tuple(t * rng.uniform(1, 1.25) for _ in range(depth)) for t in (10, 12, 8)]
-        zeros = (0.0,) * depth
-        costs = CostTable(
-            forward=times[0], input_grad=times[1], weight_grad=times[2], recompute=zeros, all_reduce=zeros,
-            update=zeros, comm=1,
-        )  # fmt: skip
+        costs = CostTable(forward=times[0], input_grad=times[1], weight_grad=times[2], comm=1)
         line = (tuple(range(depth)),)
         at = time.perf_counter()
         problem = build(line, count, costs, memory_limit=depth)

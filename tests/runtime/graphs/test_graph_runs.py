@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import ray
 from raypipe.errors import SpecError
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.runtime.worker.worker_group import WorkerGroup
+from tests.actor_pool import actor_pool
 from tests.exhaustive import exhaustive
 from tests.runtime.graphs.recording_worker import RecordingWorker
 from tests.runtime.runs.plain_training import plain_losses
@@ -31,22 +31,9 @@ TRAIN = {
 
 @pytest.fixture(scope="module")
 def recording_pool(local_ray: None) -> Iterator[Callable[[int], WorkerGroup]]:
-    """As ``stage_pool``, of two workers that record graphs."""
-    actors = [
-        ray.remote(RecordingWorker)
-        .options(num_cpus=1, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
-        .remote(rank, f"recording actor {rank}")
-        for rank in range(2)
-    ]
-
-    def take(devices: int) -> WorkerGroup:
-        used = actors[:devices]
-        locations = ray.get([actor.locate.remote() for actor in used], timeout=120)
-        return WorkerGroup(list(used), [x.peer.name for x in locations], locations, uuid.uuid4().hex[:8])
-
-    yield take
-    for actor in actors:
-        ray.kill(actor)
+    """As ``stage_pool``, of workers that record graphs."""
+    with actor_pool(RecordingWorker, "recording actor") as pool:
+        yield pool
 
 
 @pytest.mark.slow

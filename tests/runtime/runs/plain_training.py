@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from raypipe.data import Corpus
+from raypipe.data import Corpus, prepare
 from raypipe.job.spec import JobSpec
 from raypipe.models import GptLayers, random_keys
 from raypipe.runtime.update.optimizer import learning_rate
@@ -25,6 +25,12 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 def plain_losses(job: JobSpec, data: Path, steps: int, corpus: Corpus | None = None) -> list[float]:
     """Mean token loss of each mini-batch, before its update; of other samples where ``corpus`` has them."""
     return _trained(job, data, steps, corpus)[0]
+
+
+def losses_alone(job: JobSpec, directory: Path) -> list[float]:
+    """Return ``plain_losses`` of all steps of a job, whose data is prepared in ``directory`` first."""
+    prepare(job.data, job.model.sequence, directory)
+    return plain_losses(job, directory, job.train.steps)
 
 
 def plain_val_loss(job: JobSpec, data: Path, steps: int) -> float:

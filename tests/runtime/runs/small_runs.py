@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from raypipe.job.spec import JobSpec, job_from
 from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
+from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.executor.metrics import validation_metrics
+from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
-from raypipe.runtime.worker.worker_group import WorkerGroup
+from raypipe.runtime.worker.worker import StageWorker
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group
 from raypipe.train import make_plan
 
 Pool = Callable[[int], WorkerGroup]
@@ -72,6 +76,20 @@ def new_driver(
     log_of_run = log(directory)
     copies = NeighbourCopies(job.train.copy_every, log_of_run)
     return Driver(job, plan or make_plan(job), directory, log_of_run, saved, copies, validation)
+
+
+@contextmanager
+def own_workers(driver: Driver, worker: type[StageWorker] = StageWorker) -> Iterator[WorkerGroup]:
+    """Start workers on reserved devices, as a run does without a pool; with the block they and the run's log end."""
+    parallel = driver.running.plan.parallel
+    devices = driver.schedule.devices * parallel.tensor
+    place = reserve(devices, connect(devices), 120.0, together=parallel.tensor)
+    workers = start_worker_group(driver.schedule, parallel.replicas, place, worker)
+    try:
+        yield workers
+    finally:
+        workers.stop()
+        driver.log.close()
 
 
 def drive(

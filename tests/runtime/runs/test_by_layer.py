@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from raypipe.data import prepare
 from raypipe.observe.run_log import EVENTS, event_sentences, read_rows
 from tests.exhaustive import crossed, exhaustive
-from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.plain_training import losses_alone
 from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 6
@@ -28,9 +27,7 @@ PLANS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     job = small_job(text_folder, {}, steps=STEPS)
-    data = tmp_path_factory.mktemp("reference")
-    prepare(job.data, job.model.sequence, data)
-    return plain_losses(job, data, STEPS)
+    return losses_alone(job, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.mark.runs

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from raypipe.checkpoint import open_checkpoint
-from raypipe.data import prepare
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.plain_training import losses_alone
 from tests.runtime.runs.small_runs import drive
 from tests.runtime.runs.test_exactness import STEPS, make_job
 
@@ -32,9 +31,7 @@ def tied(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module")
 def reference(tied: bool, text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     job = make_job(text_folder, {"schedule": "1f1b", "stages": 1}, tied)
-    data = tmp_path_factory.mktemp("reference")
-    prepare(job.data, job.model.sequence, data)
-    return plain_losses(job, data, STEPS)
+    return losses_alone(job, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.mark.runs

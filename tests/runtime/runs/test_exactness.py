@@ -15,7 +15,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.search import search
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.plain_training import plain_losses, stashed_losses, two_buffered_losses
+from tests.runtime.runs.plain_training import losses_alone, plain_losses, stashed_losses, two_buffered_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 5
@@ -99,9 +99,7 @@ MORE = [
 @pytest.fixture(scope="session")
 def reference(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     job = make_job(text_folder, {"schedule": "1f1b", "stages": 1})
-    data = tmp_path_factory.mktemp("reference")
-    prepare(job.data, job.model.sequence, data)
-    return plain_losses(job, data, STEPS)
+    return losses_alone(job, tmp_path_factory.mktemp("reference"))
 
 
 @pytest.mark.runs

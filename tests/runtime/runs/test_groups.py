@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from raypipe.data import prepare
 from raypipe.errors import SpecError
 from raypipe.job.train_spec import TrainSpec
 from raypipe.launch.prepared import check_groups
 from raypipe.models import GptLayers
 from raypipe.runtime.update.optimizer import SCALE, ParameterPiece, make_optimizer, set_rate
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.plain_training import losses_alone, plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 4
@@ -58,8 +57,7 @@ def job(text: Path, parallel: dict[str, Any], **train: Any) -> Any:
 @pytest.mark.parametrize("parallel", PLANS, ids=lambda p: "-".join(str(v) for v in p.values()))
 def test_loss_curve_is_that_of_plain_pytorch(parallel, stage_pool, text_folder, tmp_path) -> None:
     wanted = job(text_folder, parallel)
-    prepare(wanted.data, wanted.model.sequence, tmp_path / "plain")
-    expected = plain_losses(wanted, tmp_path / "plain", STEPS)
+    expected = losses_alone(wanted, tmp_path / "plain")
     done = drive(wanted, stage_pool, tmp_path)
     assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
     without = plain_losses(job(text_folder, parallel, groups=[]), tmp_path / "plain", STEPS)
@@ -73,8 +71,7 @@ def test_loss_curve_is_that_of_plain_pytorch(parallel, stage_pool, text_folder, 
 def test_other_optimizers_in_pieces_and_from_a_checkpoint(optimizer, more, stage_pool, text_folder, tmp_path) -> None:
     train = {"optimizer": optimizer, **more, "checkpoint_every": 2}
     sharded = job(text_folder, {"schedule": "1f1b", "stages": 2, "replicas": 2, "shard": "zero3"}, **train)
-    prepare(sharded.data, sharded.model.sequence, tmp_path / "plain")
-    expected = plain_losses(sharded, tmp_path / "plain", STEPS)
+    expected = losses_alone(sharded, tmp_path / "plain")
     done = drive(sharded, stage_pool, tmp_path / "a")
     assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
     other = job(text_folder, {"schedule": "zb-h1", "stages": 2}, **train)

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from raypipe.data import prepare
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
 from raypipe.search.gather_positions import search_gathers
 from raypipe.train import make_plan
 from tests.exhaustive import crossed, exhaustive
-from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.plain_training import losses_alone
 from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 4
@@ -46,10 +45,7 @@ def job(text: Path, parallel: dict[str, Any], **train: Any) -> Any:
 @pytest.fixture(scope="module")
 def plain(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The loss curve of plain PyTorch."""
-    whole = job(text_folder, {"stages": 1})
-    data = tmp_path_factory.mktemp("plain")
-    prepare(whole.data, whole.model.sequence, data)
-    return plain_losses(whole, data, STEPS)
+    return losses_alone(job(text_folder, {"stages": 1}), tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.runs

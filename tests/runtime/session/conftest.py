@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,30 +26,18 @@ def session_of(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
     With ``directory``, it finds what an earlier one has left there.
     """
-    import ray
-
     from raypipe.runtime.session.session import Session
     from raypipe.runtime.session.session_worker import StageSession
-    from raypipe.runtime.worker.worker_group import WorkerGroup
     from raypipe.train import make_plan
+    from tests.actor_pool import actor_pool
 
-    actors: list[object] = []
+    with actor_pool(StageSession, "session actor") as pool:
 
-    def opened(job: JobSpec, directory: Path | None = None) -> Session:
-        plan = make_plan(job)
-        devices = job.parallel.stages * job.parallel.replicas
-        while len(actors) < devices:
-            rank = len(actors)
-            environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-            made = ray.remote(StageSession).options(num_cpus=1, runtime_env=environment)
-            actors.append(made.remote(rank, f"session actor {rank}"))
-        locations = ray.get([actor.locate.remote() for actor in actors[:devices]], timeout=120)
-        titles = [x.peer.name for x in locations]
-        workers = WorkerGroup(actors[:devices], titles, locations, uuid.uuid4().hex[:8])
-        session = Session(job, plan, directory or tmp_path_factory.mktemp("session"), workers)
-        session.set_up()
-        return session
+        def opened(job: JobSpec, directory: Path | None = None) -> Session:
+            workers = pool(job.parallel.stages * job.parallel.replicas)
+            where = directory or tmp_path_factory.mktemp("session")
+            session = Session(job, make_plan(job), where, workers)
+            session.set_up()
+            return session
 
-    yield opened
-    for actor in actors:
-        ray.kill(actor)
+        yield opened

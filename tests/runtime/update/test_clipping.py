@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from raypipe.data import prepare
 from raypipe.observe.run_log import EVENTS, METRICS, read_rows
 from tests.exhaustive import crossed, exhaustive
-from tests.runtime.runs.plain_training import plain_losses
+from tests.runtime.runs.plain_training import losses_alone
 from tests.runtime.runs.small_runs import drive, small_job
 
 STEPS = 6
@@ -72,8 +71,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[float, list[float]]:
 def same_as_plain(found: Run, data: Path, plain: dict[float, list[float]]) -> bool:
     clip = found.job.train.clip
     if clip not in plain:
-        prepare(found.job.data, found.job.model.sequence, data)
-        plain[clip] = plain_losses(found.job, data, STEPS)
+        plain[clip] = losses_alone(found.job, data)
     return found.losses == pytest.approx(plain[clip], abs=1e-9, rel=0)
 
 

@@ -55,17 +55,16 @@ def test_valid_or_refused(name: str, data: st.DataObject) -> None:
         n = stages_of(name, made)
         pick = st.sampled_from([0.0, 0.5, 1.0, 3.0])
         lists = [tuple(data.draw(pick) for _ in range(n)) for _ in range(4)]
-        zero = (0.0,) * n
         costs = CostTable(
-            forward=lists[0], input_grad=lists[1], weight_grad=lists[2], recompute=lists[3], all_reduce=zero,
-            update=zero, comm=data.draw(st.sampled_from([0.0, 0.25])),
+            forward=lists[0], input_grad=lists[1], weight_grad=lists[2], recompute=lists[3],
+            comm=data.draw(st.sampled_from([0.0, 0.25])),
         )  # fmt: skip
         schedule = generate(name, made, costs)
     except ScheduleError as error:
         if not (error.where and error.why and error.fix):
             pytest.fail(f"no clear message: {error.args}")
         return
-    verify(schedule, memory_limit=made.memory_limit)
+    verify(schedule)
     assert schedule.name == name
     assert schedule.stages == n
     timeline = simulate(schedule, costs)
@@ -96,7 +95,7 @@ def test_an_option_that_a_family_reads_changes_its_schedule(name: str, option: s
             made = generate(name, shape)
         except ScheduleError:
             continue
-        verify(made, memory_limit=shape.memory_limit)
+        verify(made)
         plain = generate(name, Shape(devices=shape.devices, microbatches=shape.microbatches))
         changed.add((made.placement, made.orders) != (plain.placement, plain.orders))
     assert True in changed

@@ -25,10 +25,7 @@ def test_bubbles(stages: int, count: int) -> None:
 def test_a_heavier_head_is_absorbed_by_the_last_stage() -> None:
     """It saves its R, so its tasks may take that much longer and the step does not."""
     even = CostTable.even(4, recompute=1)
-    heavy = CostTable(
-        forward=(1, 1, 1, 1.3), input_grad=(1, 1, 1, 1.6), weight_grad=(1,) * 4, recompute=(1,) * 4,
-        all_reduce=(0,) * 4, update=(0,) * 4,
-    )  # fmt: skip
+    heavy = CostTable(forward=(1, 1, 1, 1.3), input_grad=(1, 1, 1, 1.6), weight_grad=(1,) * 4, recompute=(1,) * 4)
     schedule = generate("shifted-critical-path", Shape(devices=4, microbatches=12))
     early = generate("early-recompute", Shape(devices=4, microbatches=12))
     gain = simulate(schedule, heavy).makespan - simulate(schedule, even).makespan

@@ -88,8 +88,8 @@ def test_no_order_of_one_stage_holds_less_than_one_micro_batch(slices: int, coun
 def test_attention_takes_longer_along_the_sequence() -> None:
     schedule = split_backward(sliced("1f1b", 2, 1, 4))
     costs = CostTable(
-        forward=(8.0, 8.0), input_grad=(12.0, 12.0), weight_grad=(4.0, 4.0), recompute=(8.0, 8.0),
-        all_reduce=(0.0, 0.0), update=(1.0, 1.0), attention=(4.0, 0.0), attention_grad=(8.0, 0.0),
+        forward=(8.0, 8.0), input_grad=(12.0, 12.0), weight_grad=(4.0, 4.0), recompute=(8.0, 8.0), update=(1.0, 1.0),
+        attention=(4.0, 0.0), attention_grad=(8.0, 0.0),
     )  # fmt: skip
     times = dict(zip(schedule.tasks(), costs.durations(schedule, list(schedule.tasks())), strict=True))
     assert [times[Task("F", 0, (i,))] for i in range(4)] == [1 + (2 * i + 1) / 4 for i in range(4)]
@@ -145,7 +145,4 @@ def test_other_families_and_searches_refuse() -> None:
     with pytest.raises(ScheduleError, match="orders are not searched"):
         build([(0,)], 2, CostTable.even(1), rules=sliced("1f1b", 1, 1, 2).rules)
     with pytest.raises(ScheduleError, match="is no part of forward"):
-        CostTable.even(1).__class__(
-            forward=(1.0,), input_grad=(1.0,), weight_grad=(1.0,), recompute=(0.0,), all_reduce=(0.0,), update=(0.0,),
-            attention=(2.0,),
-        )  # fmt: skip
+        CostTable.even(1).__class__(forward=(1.0,), input_grad=(1.0,), weight_grad=(1.0,), attention=(2.0,))

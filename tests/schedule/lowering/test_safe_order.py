@@ -121,11 +121,9 @@ def test_searched_orders_cannot_deadlock(part: int) -> None:
         vee = tuple(min(s % (2 * devices), 2 * devices - 1 - s % (2 * devices)) for s in range(devices * chunks))
         line = rng.choice([ring, vee])
         placement = rng.choice([(line,), (line, tuple(devices - 1 - d for d in line))])
-        stages = len(line)
         costs = CostTable(
             forward=tuple(rng.uniform(0.5, 2) for _ in line), input_grad=tuple(rng.uniform(0.5, 2) for _ in line),
-            weight_grad=tuple(rng.uniform(0.5, 2) for _ in line), recompute=(0.0,) * stages,
-            all_reduce=(0.0,) * stages, update=(0.0,) * stages, comm=rng.choice([0.0, 0.3]),
+            weight_grad=tuple(rng.uniform(0.5, 2) for _ in line), comm=rng.choice([0.0, 0.3]),
         )  # fmt: skip
         count = rng.randint(len(placement), 8)
         result = search(placement, count, costs, split=rng.random() < 0.5, budget_s=0.002, seed=number)

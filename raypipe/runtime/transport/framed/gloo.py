@@ -26,11 +26,9 @@ from raypipe.errors import TransportError
 from raypipe.runtime.transport.channel import PUSH_EVERY_S, Peer, Progress
 from raypipe.runtime.transport.framed.frame_channel import FrameReceiver, FrameSender
 from raypipe.runtime.transport.inbox import Allocate, empty, gone, who
-from raypipe.runtime.transport.process_groups import connected, new_group
+from raypipe.runtime.transport.process_groups import FOREVER, connected, new_group
 from raypipe.runtime.transport.transport import Edge, Ends, Opening, Transport
 
-FOREVER = timedelta(days=365)
-"""For groups whose messages are posted ahead: our own deadline, from the wait on, is the one that counts."""
 _FRAMES_AHEAD = 4
 
 
