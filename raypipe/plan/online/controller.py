@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypipe.plan.online.better_order import Running
-from raypipe.plan.online.measured_steps import StepClock
-from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
+
+if TYPE_CHECKING:  # workers, which report to it, start without the planner
+    from raypipe.plan.online.better_order import Running
+    from raypipe.plan.online.measured_steps import StepClock
+    from raypipe.plan.plan import Plan
 
 
 class StepMemory(NamedTuple):

@@ -26,12 +26,9 @@ import torch
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raypipe.compat.ray_private import KILLED_FOR_MEMORY, death_of
-from raypipe.data import known_fields
 from raypipe.errors import DeviceError, RaypipeError, RunError, TransportError
 from raypipe.job.spec import JobSpec
-from raypipe.models import build_model
 from raypipe.observe.run_log import RunLog
-from raypipe.plan.plan import less_memory, load_plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -308,6 +305,11 @@ def ran_out(cause: BaseException) -> bool:
 
 def plan_with_less(job: JobSpec, directory: Path, log: RunLog, cause: BaseException) -> None:
     """Replace the plan of the run in ``directory``; what changes, or that nothing can, is an event."""
+    # Workers, which have their errors from this file, need no planner.
+    from raypipe.data import known_fields
+    from raypipe.models import build_model
+    from raypipe.plan.plan import less_memory, load_plan
+
     plan = load_plan(directory / "plan.json")
     statistics = build_model(job, known_fields(directory / "data"), parallel=plan.parallel).batch_statistics
     result = less_memory(job, plan, statistics)

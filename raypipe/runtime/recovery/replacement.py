@@ -5,9 +5,9 @@ forget their step, and send their state to the replacement.
 from __future__ import annotations
 
 import functools
-import gc
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+import traceback
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,12 +52,22 @@ def leave(executor: Executor, communicators: Communicators) -> None:
     held = [*communicators.leave(), *executor.leave()]
     while held:
         one = [held.pop()]
-        threading.Thread(target=_drop, args=(one.clear,), name="raypipe-leave", daemon=True).start()
+        threading.Thread(target=one.clear, name="raypipe-leave", daemon=True).start()
 
 
-def _drop(clear: Callable[[], Any]) -> None:
-    clear()
-    gc.collect()  # what the errors of failed waits still refer to
+def _clear_frames(error: BaseException) -> None:
+    """Clear the local variables of all calls that an error, or one that it comes from, has ended.
+
+    They refer to channels and so to groups, whose connections would not end while anybody has the error: the call that
+    fails, until it has ended, and a receiver, which keeps its failure and is then in a reference cycle that is never
+    collected (``gc.freeze``). Tracebacks stay.
+    """
+    errors, seen = [error], set[int]()
+    while errors:
+        one = errors.pop()
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        errors += [e for e in (one.__cause__, one.__context__) if e is not None and id(e) not in seen]
 
 
 def settle(executor: Executor, standing: Standing, target: int, facts: Facts | None) -> None:
@@ -102,6 +112,7 @@ def parts_when_lost(method: Method[P, R]) -> Method[P, R]:
             self.broken = self.broken or breaks_device(error)
             goes_on = self.device.type == "cpu" or self.setup_data.job.train.elastic is not None
             if goes_on and not self.broken and kind_of(error) == "lost":
+                _clear_frames(error)
                 self.part()
             raise
 

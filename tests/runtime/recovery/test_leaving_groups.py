@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import os
+import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypipe.runtime.recovery.replacement import leave
+from raypipe.errors import TransportError
+from raypipe.runtime.recovery.replacement import leave, parts_when_lost
+from raypipe.runtime.setup.communicators import Communicators, Topology
+from raypipe.runtime.transport.channel import Expected, Label, Peer, TensorSpec
 
 TIMEOUT_S = 20.0
 
@@ -45,6 +51,68 @@ def test_a_group_with_a_sum_under_way_keeps_no_other_from_going(tmp_path: Path, 
     waited = context.Queue()
     given = (tmp_path / "store", sums_first, waited)
     members = [context.Process(target=member, args=(rank, *given), daemon=True) for rank in range(2)]
+    for process in members:
+        process.start()
+    try:
+        assert waited.get(timeout=60.0) < TIMEOUT_S / 2
+    finally:
+        for process in members:
+            process.kill()
+
+
+MESSAGE = Label("act", 0, 1, 0, 0)
+EXPECTED = Expected(MESSAGE, (TensorSpec((4,), torch.float32),))
+
+
+@parts_when_lost
+def receive(worker: Any, source: int) -> None:
+    """Receive a message."""
+    receiver = worker.communicators.receivers[source]
+    receiver.post([EXPECTED])
+    receiver.recv(MESSAGE, TIMEOUT_S)
+
+
+def neighbour(rank: int, port: int, frozen: bool, waited: Any) -> None:
+    """Rank 2 dies; rank 0 waits for it, and leaves; rank 1 waits for rank 0, on the same group."""
+    peers = tuple(Peer(one, "here", "cpu") for one in range(3))
+    topology = Topology(peers, f"tcp://127.0.0.1:{port}", ((2, 0), (0, 1)), {}, "gloo", f"left-{port}", TIMEOUT_S)
+    communicators = Communicators(rank, topology, "gloo", "127.0.0.1")
+    if rank == 2:
+        time.sleep(1.0)  # the others wait by then
+        os._exit(0)
+    train: Any = SimpleNamespace(elastic=None)
+    worker: Any = SimpleNamespace(
+        apart=False,
+        broken=False,
+        device=torch.device("cpu"),
+        setup_data=SimpleNamespace(job=SimpleNamespace(train=train)),
+        communicators=communicators,
+    )
+
+    def part() -> None:
+        leave(SimpleNamespace(leave=list), communicators)  # type: ignore[arg-type]
+        if not frozen:
+            time.sleep(2 * TIMEOUT_S)  # whoever called still has the error
+
+    worker.part = part if rank == 0 else lambda: None
+    if frozen:
+        gc.collect()
+        gc.freeze()
+    began = time.monotonic()
+    with pytest.raises(TransportError, match="connection lost"):
+        receive(worker, 2 if rank == 0 else 0)
+    if rank == 1:
+        waited.put(time.monotonic() - began)
+    time.sleep(2 * TIMEOUT_S)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_error_of_a_failed_wait_keeps_no_channel_open(frozen: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    waited = context.Queue()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    members = [context.Process(target=neighbour, args=(rank, port, frozen, waited), daemon=True) for rank in range(3)]
     for process in members:
         process.start()
     try:
