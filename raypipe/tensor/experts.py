@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from raypipe.errors import SpecError
 from raypipe.job.parallel_spec import check_expert_order
-from raypipe.tensor.group import Shard, current_group, exchanged, start_exchange
+from raypipe.tensor.group import Shard, current_group, start_exchange
 from raypipe.tensor.traced_experts import HeldExperts, is_traced, traced
 
 EXPERTS = "experts"
@@ -138,10 +138,12 @@ class ExpertsParallel(HeldExperts):
         to, token = wanted.t().nonzero(as_tuple=True)  # a token goes once to each copy that holds experts of it
         counts = wanted.sum(0)
         ones = [1] * group.size
-        (received,) = exchanged(ones, ones, counts)
-        travel = _Travel(counts.tolist(), received.tolist())
+        (received,), arrive = start_exchange(ones, ones, counts)
         numbers = torch.where(holder[token] == to.unsqueeze(-1), top_k_index[token] % held, held)  # held: not there
-        return Routed(hidden_states, travel.start(numbers, hidden_states[token], top_k_weights[token]), token, travel)
+        rows = numbers, hidden_states[token], top_k_weights[token]
+        arrive()
+        travel = _Travel(counts.tolist(), received.tolist())
+        return Routed(hidden_states, travel.start(*rows), token, travel)
 
     def _places_on(self, device: torch.device) -> Tensor:
         if self._places is None or self._places[0] != self.order or self._places[1].device != device:

@@ -308,25 +308,39 @@ def start_exchange(
 ) -> tuple[list[Tensor], Callable[[], None]]:
     """Start to exchange rows of several tensors over the experts' group; all members name them in order.
 
+    They travel in one message, of several dtypes too: what a message costs beside its bytes is paid once.
+
     Returns the rows received (``TensorGroup.start_all_to_all``), and what waits for them. It first calls the function
     that ``meanwhile`` set.
     """
-    group = current_group("experts")
-    started = [group.start_all_to_all(x.contiguous(), sends, receives) for x in tensors]
+    packed, unpacked = tensors[0].contiguous(), None
+    if len(tensors) > 1:
+        packed, unpacked = _side_by_side(tensors)
+    result, arrive = current_group("experts").start_all_to_all(packed, sends, receives)
 
     def wait() -> None:
         _meanwhile()
-        for _, arrive in started:
-            arrive()
+        arrive()
 
-    return [result for result, _ in started], wait
+    return [result] if unpacked is None else unpacked(result), wait
 
 
-def exchanged(sends: Sequence[int], receives: Sequence[int], *tensors: Tensor) -> list[Tensor]:
-    """Exchange rows of several tensors over the experts' group, and wait for them (``start_exchange``)."""
-    result, wait = start_exchange(sends, receives, *tensors)
-    wait()
-    return result
+def _side_by_side(tensors: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    """Copy the rows of matrices into one of bytes; return it, and what makes their views of such a matrix."""
+    widest = max(x.element_size() for x in tensors)
+    places: dict[int, slice] = {}
+    end = 0
+    for n in sorted(range(len(tensors)), key=lambda n: -tensors[n].element_size()):  # so that all are aligned
+        begin, end = end, end + tensors[n].shape[1] * tensors[n].element_size()
+        places[n] = slice(begin, end)
+
+    def views(packed: Tensor) -> list[Tensor]:
+        return [packed[:, places[n]].view(x.dtype) for n, x in enumerate(tensors)]
+
+    packed = tensors[0].new_empty((len(tensors[0]), -(-end // widest) * widest), dtype=torch.uint8)
+    for view, x in zip(views(packed), tensors, strict=True):
+        view.copy_(x)
+    return packed, views
 
 
 def _meanwhile() -> None:

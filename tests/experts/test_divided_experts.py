@@ -118,7 +118,7 @@ def test_one_expert_gets_every_token(family: str) -> None:
         x, w = (t.detach()[rows[rank]].requires_grad_() for t in (tokens, weights))
         y = experts(x, numbers[rows[rank]], w)
         y.square().sum().backward()
-        assert len(member.calls) == 8
+        assert len(member.calls) == 5
         assert experts.take_loads().tolist() == [0, 0, 0, len(x)]
         assert experts.take_loads() is None
         return y.detach(), x.grad, w.grad, *(p.grad for p in experts.parameters())
@@ -161,7 +161,7 @@ def test_token_rows_are_sent_once_to_each_copy() -> None:
         return member.calls
 
     for calls in run_copies(2, work):
-        assert calls[1:4] == [((2, 2), (2, 2))] * 3
+        assert calls[1:] == [((2, 2), (2, 2))] * 2
 
 
 @pytest.mark.parametrize("family", [*FAMILIES])

@@ -15,7 +15,7 @@ from raypipe.schedule import generate
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.shape import Shape
 from raypipe.tensor import group_of_thread
-from raypipe.tensor.group import exchanged
+from raypipe.tensor.group import start_exchange
 
 TRAVEL_S, COMPUTE_S = 0.04, 0.02
 
@@ -41,7 +41,7 @@ def run_step(in_turns: bool) -> tuple[list[str], np.ndarray[Any, Any], list[str]
         if action.task.kind in ("F", "BW", "B"):
             for _ in range(2):
                 time.sleep(COMPUTE_S)
-                exchanged([1], [1], torch.zeros(1))
+                start_exchange([1], [1], torch.zeros(1))[1]()
         lines.append(f"{action.task} ends")
 
     (program,) = programs(generate("dualpipev", Shape(devices=1, microbatches=4, chunks=2)))
