@@ -515,6 +515,11 @@ def _notes(
             )
         elif shared and greedy:
             yield "T = 1 throughout: the rule of the largest micro-batch says nothing of devices that share a layer."
+    if profile.dtype == "bfloat16" and any(layer.expert_parameters for layer in profile.layers):
+        yield (
+            "Experts compute in float32: torch's autocast (train.dtype: bfloat16) has no rule for their grouped "
+            "products. With train.dtype: bfloat16-true they compute in bfloat16."
+        )
     best, certificate = rows[0].prediction, rows[0].certificate
     if unsliced is not None and count > 1 and "slices" not in given:
         yield f"No plan cuts micro-batches into slices along the sequence: {unsliced}."

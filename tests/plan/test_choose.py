@@ -33,6 +33,15 @@ GIB = 2**30
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "bfloat16-true"])
+def test_a_choice_says_that_autocast_leaves_experts_in_float32(dtype: str) -> None:
+    profile = make_profile(1, 1, dtype=dtype)
+    layers = [layer.model_copy(update={"expert_parameters": layer.parameters // 2}) for layer in profile.layers]
+    for one, has in ((profile, False), (profile.model_copy(update={"layers": tuple(layers)}), dtype == "bfloat16")):
+        notes = choose(make_job(1, 2, dtype=dtype), one, search_s=0).notes
+        assert any(note.startswith("Experts compute in float32") for note in notes) == has
+
+
 @pytest.mark.slow
 def test_every_family_has_a_row_that_says_why_it_lost() -> None:
     decision = choose(make_job(), make_profile(), search_s=0)
