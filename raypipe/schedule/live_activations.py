@@ -161,3 +161,18 @@ def weight_versions(schedule: Schedule) -> tuple[int, ...]:
                 current[key] = now + 1
         peaks.append(peak)
     return tuple(peaks)
+
+
+def check_versions(schedule: Schedule, limit: int) -> None:
+    """Check that no device keeps more than ``limit`` versions of a stage's weights.
+
+    Raises:
+        ScheduleError: a device exceeds the limit; it names the device.
+    """
+    for device, versions in enumerate(weight_versions(schedule)):
+        if versions > limit:
+            raise ScheduleError(
+                f"device {device}",
+                f"{schedule.name} keeps {versions} versions of its weights, the limit is {limit}",
+                "raise the limit, or use pipedream-2bw (2 versions) or a synchronous schedule (1)",
+            )

@@ -1,4 +1,4 @@
-"""The verifier checks that a schedule is a complete training step that its devices can run."""
+"""The verifier checks that a schedule is a complete training step that its devices can run within their budgets."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from raypipe.schedule.kinds import (
     WEIGHT_GRADIENTS,
     Kind,
 )
+from raypipe.schedule.live_activations import check_memory, check_versions
 from raypipe.schedule.sharding import collectives
 from raypipe.schedule.walk import WalkTimes, walk
 
 
-def verify(schedule: Schedule) -> None:
-    """Check placement, completeness, dependencies and freedom from deadlock.
+def verify(schedule: Schedule, memory_limit: float | None = None, version_limit: int | None = None) -> None:
+    """Check placement, completeness, dependencies, freedom from deadlock, and the budgets.
 
     A schedule is complete if every stage runs, for every micro-batch, exactly one F and one BW or one B and one W, as
     far as its backward has them (``ir.backwards``). If one device all-reduces a stage, all with that stage must.
+
+    Args:
+        schedule: the schedule to check.
+        memory_limit: limit on live activations per device, in units of one stage's.
+        version_limit: limit on weight versions per device.
 
     Raises:
         ScheduleError: a check fails; the first impossible task is marked in the device grid.
@@ -45,6 +51,10 @@ def verify(schedule: Schedule) -> None:
     _check_bookkeeping(graph)
     check_sharding(graph)
     check_ran(graph, walk(graph, [1.0] * len(graph.tasks)))
+    if memory_limit is not None:
+        check_memory(schedule, memory_limit)
+    if version_limit is not None:
+        check_versions(schedule, version_limit)
 
 
 def _check_experts(schedule: Schedule) -> None:

@@ -17,7 +17,7 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.forms.json_form import from_json, to_json
 from raypipe.schedule.forms.text import from_text, to_text
 from raypipe.schedule.ir import Rules, Schedule, StageGraph, Task, backwards
-from raypipe.schedule.live_activations import check_memory, peak_activations, weight_versions
+from raypipe.schedule.live_activations import peak_activations, weight_versions
 from raypipe.schedule.lowering.messages_in_flight import held_messages
 from raypipe.schedule.lowering.programs import check_counted, programs, step_programs
 from raypipe.schedule.lowering.safe_order import gpu_programs
@@ -197,7 +197,7 @@ def test_a_searched_order_is_as_short_as_its_bound_and_no_longer_than_a_familys(
     for result in (free, tight):
         verify(result.schedule)
         assert result.bound <= result.makespan + 1e-9
-    check_memory(tight.schedule, 2)
+    verify(tight.schedule, memory_limit=2)
     joint = search((row,), 8, costs, rules=rules, split=False, budget_s=0.5)
     verify(joint.schedule)
     assert not [t for t in joint.schedule.tasks() if t.stage < 2 and t.kind != "F"]

@@ -36,6 +36,11 @@ def test_interleaved(depth: int, count: int, chunks: int) -> None:
     assert timeline.peak_activations == held
 
 
+def test_interleaved_as_in_the_issue() -> None:
+    timeline = run("interleaved-1f1b", 3, 6, devices=4, microbatches=8, chunks=2)
+    assert (timeline.makespan, timeline.peak_activations) == (171, (11, 9, 7, 5))
+
+
 @pytest.mark.parametrize("count", range(1, 14))
 @pytest.mark.parametrize(("depth", "chunks"), [(4, 2), (3, 3), (5, 2)])
 def test_interleaved_runs_with_any_number_of_micro_batches(depth: int, count: int, chunks: int) -> None:

@@ -6,7 +6,6 @@ from raypipe.errors import ScheduleError
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.forms.text import from_text
 from raypipe.schedule.ir import Schedule, Task
-from raypipe.schedule.live_activations import check_memory
 from raypipe.schedule.passes import add_updates, place_gradient_sync
 from raypipe.schedule.verify import verify
 
@@ -46,10 +45,9 @@ def test_an_incomplete_step_names_what_is_missing(good: Schedule) -> None:
         verify(good.with_orders([[], []], placement=((0, 1),), microbatches=2).with_orders([[good.orders[0][0]], []]))
 
 
-def test_a_memory_limit(good: Schedule) -> None:
-    check_memory(good, 2)
+def test_budgets(good: Schedule) -> None:
     with pytest.raises(ScheduleError, match="holds 2 activations, the limit is 1") as caught:
-        check_memory(good, 1)
+        verify(good, memory_limit=1)
     assert ">0F1<" in str(caught.value)
 
 
@@ -85,7 +83,7 @@ def test_edges_that_are_none_or_doubled(edges: str, why: str) -> None:
 def test_large_grids_are_cut() -> None:
     big = generate("1f1b", Shape(devices=40, microbatches=80))
     with pytest.raises(ScheduleError) as caught:
-        check_memory(big, 30)
+        verify(big, memory_limit=30)
     lines = str(caught.value).splitlines()
     assert len(lines) < 24
     assert all(len(line) < 140 for line in lines)

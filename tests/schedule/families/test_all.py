@@ -64,7 +64,7 @@ def test_valid_or_refused(name: str, data: st.DataObject) -> None:
         if not (error.where and error.why and error.fix):
             pytest.fail(f"no clear message: {error.args}")
         return
-    verify(schedule)
+    verify(schedule, memory_limit=made.memory_limit)
     assert schedule.name == name
     assert schedule.stages == n
     timeline = simulate(schedule, costs)
@@ -95,7 +95,7 @@ def test_an_option_that_a_family_reads_changes_its_schedule(name: str, option: s
             made = generate(name, shape)
         except ScheduleError:
             continue
-        verify(made)
+        verify(made, memory_limit=shape.memory_limit)
         plain = generate(name, Shape(devices=shape.devices, microbatches=shape.microbatches))
         changed.add((made.placement, made.orders) != (plain.placement, plain.orders))
     assert True in changed

@@ -27,6 +27,13 @@ def test_versions(depth: int, count: int) -> None:
     assert weight_versions(generate("1f1b", shape)) == (1,) * depth
 
 
+def test_version_budget() -> None:
+    schedule = generate("pipedream", Shape(devices=4, microbatches=8))
+    verify(schedule, version_limit=4)
+    with pytest.raises(ScheduleError, match="keeps 4 versions of its weights, the limit is 2"):
+        verify(schedule, version_limit=2)
+
+
 def test_endless_order_is_1f1b_of_the_whole_run() -> None:
     for depth, count in ((4, 4), (4, 7), (3, 5)):
         steps = unroll(generate("pipedream", Shape(devices=depth, microbatches=count)), 3)

@@ -78,7 +78,7 @@ def test_uneven_costs_and_memory_limits(name: str, depth: int, count: int, limit
         forward=draw[0], input_grad=draw[1], weight_grad=draw[2], comm=data.draw(st.sampled_from([0, 0.5])),
     )  # fmt: skip
     schedule = generate(name, shape, costs)
-    verify(schedule)
+    verify(schedule, memory_limit=limit)
 
 
 def test_a_limit_nobody_can_meet() -> None:
