@@ -99,7 +99,7 @@ def autoconfigure(
     budget: Annotated[
         float | None,
         typer.Option(
-            min=0.0, metavar="SECONDS", help="Time after which the best plan so far is taken [7, of processor time]."
+            min=0.0, metavar="SECONDS", help="Time after which the best plan so far is taken [10, of processor time]."
         ),
     ] = None,
 ) -> None:

@@ -77,7 +77,7 @@ class Watch:
             self.show_progress(progress())
 
 
-BUDGET_S = 7.0
+BUDGET_S = 10.0
 """Seconds for a whole choice where nobody says how many."""
 ENDLESS = Watch(Budget(float("inf")))
 """Nothing ends the choice."""

@@ -173,12 +173,15 @@ def _kept_for_r(
     return held
 
 
-def last_workspace(layer: LayerProfile, samples: float, split: bool) -> float:
-    """Return the workspace of a stage's backward while it is in its last layer, this one, where it begins."""
+def last_workspace(layer: LayerProfile, split: bool) -> tuple[float, float]:
+    """Return the workspace of a stage's backward while it is in its last layer, this one, where it begins.
+
+    These are bytes of each sample, and of any number.
+    """
     if not split:
-        return layer.workspace_bytes * samples + layer.workspace_fixed_bytes + layer.chunk_bytes
+        return layer.workspace_bytes, layer.workspace_fixed_bytes + layer.chunk_bytes
     own = layer.workspace_bytes if layer.split_workspace_bytes is None else layer.split_workspace_bytes
-    return own * samples + layer.chunk_bytes
+    return own, layer.chunk_bytes
 
 
 def _workspace(
@@ -193,7 +196,8 @@ def _workspace(
     """
     worst = freed = 0.0
     for k, layer in enumerate(reversed(layers)):
-        worst = max(worst, last_workspace(layer, samples, split) - freed)
+        each, fixed = last_workspace(layer, split)
+        worst = max(worst, each * samples + fixed - freed)
         if split:
             gone = (layer.kept_bytes - layer.waiting) * samples
         else:

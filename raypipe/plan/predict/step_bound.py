@@ -164,13 +164,19 @@ class StageArrays:
             "kept_for_w": np.add.reduceat(self._size("waiting"), starts) * microbatch,
             "input": arriving,
             "messages": arriving + output,
-            "sent": np.array([p.layers[end].sent_bytes for end in ends]) * microbatch,
-            "workspace": np.array([last_workspace(p.layers[end], microbatch, split) for end in ends]),
+            "sent": self._size("sent_bytes")[ends] * microbatch,
+            "workspace": self._workspace[split][0][ends] * microbatch + self._workspace[split][1][ends],
         }
 
     def kept(self, microbatch: int, split: bool) -> Array:
         """Per layer, the bytes of activations that it keeps of a micro-batch."""
         return np.array([kept_bytes(layer, microbatch, split) for layer in self.profile.layers])
+
+    @cached_property
+    def _workspace(self) -> tuple[Array, Array]:
+        """Per layer, the two figures of ``last_workspace``, for backwards that are not split and for those that are."""
+        joint, split = (np.array([last_workspace(one, way) for one in self.profile.layers]).T for way in (False, True))
+        return joint, split
 
     @cached_property
     def _narrow(self) -> Array:

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, str, int, list[str]]] = {
     "405b-1024": ("llama3-405b", "h100", 1024, ["train.batch=512"]),
 }
 """Job, device, how many of them, and changes to the job."""
-SECONDS = float(os.environ.get("SECONDS", "7"))
+SECONDS = float(os.environ.get("SECONDS", "10"))
 """Budget of each choice."""
 
 
