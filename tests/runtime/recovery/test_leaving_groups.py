@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,19 +46,23 @@ def member(rank: int, file: Path, sums_first: bool, waited: Any) -> None:
     waited.put(time.monotonic() - began)
 
 
-@pytest.mark.parametrize("sums_first", [False, True])
-def test_a_group_with_a_sum_under_way_keeps_no_other_from_going(tmp_path: Path, sums_first: bool) -> None:
+def waits_for(member: Callable[..., None], ranks: int, *given: Any) -> float:
+    """Run so many members in processes of their own; return the seconds that one of them says it waited."""
     context = multiprocessing.get_context("spawn")
     waited = context.Queue()
-    given = (tmp_path / "store", sums_first, waited)
-    members = [context.Process(target=member, args=(rank, *given), daemon=True) for rank in range(2)]
+    members = [context.Process(target=member, args=(rank, *given, waited), daemon=True) for rank in range(ranks)]
     for process in members:
         process.start()
     try:
-        assert waited.get(timeout=60.0) < TIMEOUT_S / 2
+        return waited.get(timeout=60.0)
     finally:
         for process in members:
             process.kill()
+
+
+@pytest.mark.parametrize("sums_first", [False, True])
+def test_a_group_with_a_sum_under_way_keeps_no_other_from_going(tmp_path: Path, sums_first: bool) -> None:
+    assert waits_for(member, 2, tmp_path / "store", sums_first) < TIMEOUT_S / 2
 
 
 MESSAGE = Label("act", 0, 1, 0, 0)
@@ -108,15 +113,6 @@ def neighbour(rank: int, port: int, frozen: bool, waited: Any) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_error_of_a_failed_wait_keeps_no_channel_open(frozen: bool) -> None:
-    context = multiprocessing.get_context("spawn")
-    waited = context.Queue()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    members = [context.Process(target=neighbour, args=(rank, port, frozen, waited), daemon=True) for rank in range(3)]
-    for process in members:
-        process.start()
-    try:
-        assert waited.get(timeout=60.0) < TIMEOUT_S / 2
-    finally:
-        for process in members:
-            process.kill()
+    assert waits_for(neighbour, 3, port, frozen) < TIMEOUT_S / 2
