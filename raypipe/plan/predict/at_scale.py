@@ -33,6 +33,7 @@ def at_scale(
     most: int | None = None,
     known: Callable[[Figures], bool] = lambda figures: False,
     growth: float = 0.0,
+    warm: int | None = None,
 ) -> Figures:
     """``measure(count)``, from shorter steps where they lie on a line, else itself.
 
@@ -46,23 +47,25 @@ def at_scale(
         turn: micro-batches after which the order repeats (or a multiple).
         most: micro-batches up to which a step may be measured; None: any. Five turns may be measured all the same.
         known: whether a shorter step's figures settle what is asked of a step of more than ``most``, as one that is too
-            large does; the mean growth of the first three is then near enough.
+            large does; the growth from the first to the second is then near enough.
         growth: of the first figure per micro-batch in the long run, at least; a line that is flatter does not last.
+        warm: micro-batches of the shortest step before the order repeats, a multiple of ``turn``; None: two turns.
     """
     rest, room = count % turn, count if most is None else most
     for turns in TURNS:
-        first = rest + turns * turn
+        first = rest + turns * (turn if warm is None else warm // TURNS[0])
         if count <= first + 3 * turn:
             return measure(count)
         if turns > TURNS[0] and first + 2 * turn > room < count:
             break
-        a, b, c = (measure(first + k * turn) for k in range(3))
+        a, b = (measure(first + k * turn) for k in range(2))
+        if count > room and known(b):
+            return b + (count - first - turn) / turn * (b - a)
+        c = measure(first + 2 * turn)
         slope = c - b
         scale = 1e-9 * np.maximum(np.abs(c), 1e-300)
         if np.all(np.abs(slope - (b - a)) <= scale) and slope[0] >= growth * turn * (1 - 1e-9):
             return c + (count - first - 2 * turn) / turn * slope
-        if count > room and known(c):
-            return c + (count - first - 2 * turn) / turn * (c - a) / 2
     if count <= room:
         return measure(count)
     turns = max(room // turn // 2, TURNS[0] + 1)
@@ -76,15 +79,21 @@ def of_candidate(
     whole: int | None = None,
     known: Callable[[Figures], bool] = lambda figures: False,
     growth: float = 0.0,
+    repeats: int | None = None,
 ) -> Figures:
     """Figures of a candidate's step, ``measure(micro-batches, unit)``: itself if it has at most ``whole`` tasks.
 
-    ``whole`` is ``DIRECT`` by default; ``known`` and ``growth`` as for ``at_scale``.
+    ``whole`` is ``DIRECT`` by default; ``known`` and ``growth`` as for ``at_scale``. ``repeats``: micro-batches after
+    which what is measured of an order without units repeats once all its devices are busy; None: twice as many as
+    devices.
     """
     count, unit, each = c.microbatches, c.unit, 3 * c.form.stages
     if each * count <= (DIRECT if whole is None else whole):
         return measure(count, unit)
     most, turn = LONGEST // each, 2 * c.stages
+    if unit is None and repeats is not None and repeats < turn:
+        warm = -(-turn // repeats) * repeats
+        return at_scale(lambda n: measure(n, None), count, repeats, most, known, growth, warm)
     if unit is None or unit == count:
         return at_scale(lambda n: measure(n, None if unit is None else n), count, turn, most, known, growth)
     if count <= most or 5 * unit <= most or count % unit:

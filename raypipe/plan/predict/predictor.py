@@ -26,6 +26,7 @@ from raypipe.plan.predict.orders import Keep, Order, Orders
 from raypipe.plan.predict.prediction import Cut, Prediction, stages_of
 from raypipe.plan.predict.step_bound import busiest_seconds
 from raypipe.plan.predict.step_time import StepTime, step_time
+from raypipe.schedule import SCHEDULES
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.passes.sync import Sync
 from raypipe.schedule.shape import Grid, Innermost
@@ -113,7 +114,9 @@ class Memories:
         def too_large(found: Figures) -> bool:
             return bool((found.reshape(c.stages, -1).sum(axis=1) > most).any())
 
-        rows = of_candidate(c, measure, known=too_large).reshape(c.stages, -1)
+        # Of 1F1B, every micro-batch is like the one before, but for which of ``LEVELS`` are kept.
+        repeats = LEVELS if SCHEDULES[c.schedule].in_turn and c.slices == 1 else None
+        rows = of_candidate(c, measure, known=too_large, repeats=repeats).reshape(c.stages, -1)
         return tuple(DeviceMemory(**dict(zip(TERMS, map(float, row), strict=True))) for row in rows)
 
     def holds(self, c: Candidate) -> bool:

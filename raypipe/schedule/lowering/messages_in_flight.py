@@ -15,10 +15,11 @@ bound, which follows who waits for whom over all devices; for pipelines whose ne
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from raypipe.schedule.deps import Direction, transfers
 from raypipe.schedule.garbage_collection import no_collection
@@ -27,6 +28,9 @@ from raypipe.schedule.lowering.programs import Message, Program
 
 _Place = tuple[int, int]
 """(device, position in its order)."""
+_Way = tuple[int, int]
+"""(sender, receiver)."""
+Positions = NDArray[np.int64]
 
 
 @no_collection()
@@ -67,7 +71,7 @@ def held_messages(schedule: Schedule, sizes: Sequence[float]) -> list[list[float
                 for last in makes:
                     last[mb] = place
     # Per sender and receiver: positions in their orders, and bytes.
-    ways: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    ways: dict[_Way, list[tuple[int, int, float]]] = {}
     for tensor, places in made.items():
         way, source, to = tensor
         size, first = sizes[source if way == "act" else to], used[tensor]
@@ -78,49 +82,46 @@ def held_messages(schedule: Schedule, sizes: Sequence[float]) -> list[list[float
     return _held(schedule, ways)
 
 
-class _Span(NamedTuple):
-    """How long the two ends of a message may hold it, in positions of their orders; the end of a step is -1."""
+class _Spans(NamedTuple):
+    """How long the two ends hold the messages that one sends the other, in positions of their orders; an entry of each
+    array is a message. The end of a step is -1."""
 
-    sender: int
-    sent: int
-    released: int
-    receiver: int
-    coming: int
-    used: int
-    size: float
+    sent: Positions
+    released: Positions
+    coming: Positions
+    used: Positions
+    sizes: NDArray[np.float64]
 
 
-def _spans(ways: Mapping[tuple[int, int], Sequence[tuple[int, int, float]]]) -> Iterator[_Span]:
-    """Iterate over messages, given by sender and receiver: positions in their orders, and bytes."""
+def _spans(ways: Mapping[_Way, Sequence[tuple[int, int, float]]]) -> Iterator[tuple[_Way, _Spans]]:
+    """Iterate over senders and receivers, given the messages of each: positions in their orders, and bytes."""
+    columns = {way: [np.array(column) for column in zip(*messages, strict=True)] for way, messages in ways.items()}
     # Per (device, other one): at which positions it receives, and how many tasks that one has then run at least.
-    steps: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for (d, e), messages in ways.items():
-        shown: dict[int, int] = {}
-        for i, j, _ in messages:
-            if shown.get(j, 0) <= i:
-                shown[j] = i + 1
-        places = sorted(shown)
-        steps[e, d] = (places, list(accumulate((shown[k] for k in places), max)))
-    for (d, e), messages in ways.items():
-        places, ran = steps.get((d, e), ([], []))
-        for i, j, size in messages:
-            # The sender holds it until it has received something that the receiver sent after it used the message.
-            at = bisect_left(ran, j + 1)
-            released = places[at] if at < len(places) else -1
-            # The receiver may have it as soon as it has done what the sender's task waited for.
-            at = bisect_left(places, i + 1)
-            yield _Span(d, i, released, e, ran[at - 1] if at else 0, j, size)
+    steps: dict[_Way, tuple[Positions, Positions]] = {}
+    for (d, e), (sent, used, _) in columns.items():
+        places, which = np.unique(used, return_inverse=True)
+        shown = np.zeros(len(places), dtype=np.int64)
+        np.maximum.at(shown, which, sent + 1)
+        steps[e, d] = places, np.maximum.accumulate(shown)
+    nothing = np.zeros(0, dtype=np.int64)
+    for (d, e), (sent, used, sizes) in columns.items():
+        places, ran = steps.get((d, e), (nothing, nothing))
+        # The sender holds it until it has received something that the receiver sent after it used the message.
+        released = np.append(places, -1)[np.searchsorted(ran, used + 1)]
+        # The receiver may have it as soon as it has done what the sender's task waited for.
+        coming = np.append(0, ran)[np.searchsorted(places, sent + 1)]
+        yield (d, e), _Spans(sent, released, coming, used, sizes)
 
 
-def _held(schedule: Schedule, ways: Mapping[tuple[int, int], Sequence[tuple[int, int, float]]]) -> list[list[float]]:
-    change = [[0.0] * (len(order) + 1) for order in schedule.orders]
-    for sender, sent, released, receiver, coming, used, size in _spans(ways):
-        change[sender][sent] += size
-        change[sender][released] -= size
-        if coming < used:
-            change[receiver][coming] += size
-            change[receiver][used] -= size
-    return [list(accumulate(row[:-1])) for row in change]
+def _held(schedule: Schedule, ways: Mapping[_Way, Sequence[tuple[int, int, float]]]) -> list[list[float]]:
+    change = [np.zeros(len(order) + 1) for order in schedule.orders]
+    for (d, e), (sent, released, coming, used, sizes) in _spans(ways):
+        np.add.at(change[d], sent, sizes)
+        np.subtract.at(change[d], released, sizes)
+        early = coming < used
+        np.add.at(change[e], coming[early], sizes[early])
+        np.subtract.at(change[e], used[early], sizes[early])
+    return [np.cumsum(row[:-1]).tolist() for row in change]
 
 
 @no_collection()
@@ -131,15 +132,16 @@ def unreceived_messages(programs: Sequence[Program]) -> list[dict[int, int]]:
         for j, action in enumerate(program.actions):
             for m in action.receives:
                 used.setdefault(m, j)
-    ways: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    ways: dict[_Way, list[tuple[int, int, float]]] = {}
     for program in programs:
         for i, action in enumerate(program.actions):
             for m in action.sends:
                 if not m.local:
                     ways.setdefault((m.src_device, m.dst_device), []).append((i, used[m], 1.0))
-    change: list[dict[int, list[int]]] = [{} for _ in programs]
-    for span in _spans(ways):
-        row = change[span.sender].setdefault(span.receiver, [0] * (len(programs[span.sender].actions) + 1))
-        row[span.sent] += 1
-        row[span.released] -= 1
-    return [{e: max(accumulate(row)) for e, row in rows.items()} for rows in change]
+    result: list[dict[int, int]] = [{} for _ in programs]
+    for (d, e), spans in _spans(ways):
+        change = np.zeros(len(programs[d].actions) + 1, dtype=np.int64)
+        np.add.at(change, spans.sent, 1)
+        np.subtract.at(change, spans.released, 1)
+        result[d][e] = int(np.cumsum(change).max())
+    return result

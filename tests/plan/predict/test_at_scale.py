@@ -82,3 +82,21 @@ def test_figures_of_long_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             p = judge.predict(c, timed=True)
             figures.append([p.step_s, p.busy_s, *p.memory_bytes])
         assert figures[1] == pytest.approx(figures[0], rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longest", [120_000, 3 * 12 * 100])
+@pytest.mark.parametrize("shard", ["none", "zero2"])
+def test_memory_of_1f1b_that_keeps_some(shard: str, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many micro-batches as memory holds are kept on every device: the same shares, and the same memory, as from
+    playing the whole step."""
+    profile = make_profile(12, 24, seed=5, memory_bytes=500 * 2**20)
+    c = Candidate.on(Grid(12, 2, 1, 211), "1f1b", recompute="microbatches", shard=shard)
+    found = []
+    for direct, most in ((100_000_000, 100_000_000), (0, longest)):
+        monkeypatch.setattr(scale, "DIRECT", direct)
+        monkeypatch.setattr(scale, "LONGEST", most)
+        found.append(Predictor(profile, make_job(12, 422).train, 12).predict(c))
+    assert len(set(found[0].keep or ())) > 2
+    assert found[1].keep == found[0].keep
+    assert found[1].memory_bytes == pytest.approx(found[0].memory_bytes, rel=1e-9)
