@@ -328,6 +328,21 @@ def test_stale_weights_and_few_micro_batches_are_refused(tmp_path: Path) -> None
         emit("torchtitan", plan_of("zb-h1"), COSTS, None)
 
 
+def test_torchtitan_is_given_its_own_configuration_of_a_model_or_none() -> None:
+    """Mistral 7B has blocks, widths and heads of Llama 3 8B, and is another model."""
+    for hf, config in (("llama", "llama3_8b"), ("mistral", None), ("qwen3", "qwen3_32b")):
+        sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
+        if hf == "qwen3":
+            sizes = {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600}
+        model = {"hf": hf, "sequence": 4096, "config": {**sizes, "num_attention_heads": 32}}
+        job = job_from({**JOB.model_dump(exclude_unset=True), "model": model})
+        layout = TrainerLayout(parallel=ParallelSpec(), cut=even_cut(6, 1), batch=16)
+        lines = TRAINERS["torchtitan"].write(layout, job, None).splitlines()
+        assert [line for line in lines if line.startswith("--config")] == ([f"--config {config}"] if config else [])
+        assert any("add --module and --config of your own" in line for line in lines) == (config is None)
+        assert f"# set in the configuration, no argument: optimizer {job.train.optimizer}, rate 0.001" in lines
+
+
 MEGATRON = "--micro-batch-size 2 --global-batch-size 16 "
 
 
