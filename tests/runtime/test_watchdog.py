@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from raypipe.errors import TransportError
+from raypipe.runtime.calls import Ticket
 from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from tests.exhaustive import crossed
 from tests.runtime.runs.small_runs import drive, new_driver, small_job
@@ -70,3 +71,24 @@ def test_a_device_that_stands_still_ends_the_run_and_its_name_is_told(stage_pool
     # Once it goes on, the same actors serve the next plan.
     losses = drive(small_job(text_folder, PLAN), stage_pool, tmp_path / "after").losses
     assert losses == drive(small_job(text_folder, PLAN), stage_pool, tmp_path / "again").losses
+
+
+def test_a_process_that_is_stopped_before_it_answers_is_noticed(stage_pool, text_folder, tmp_path) -> None:
+    """Its step may be done, so that others answer, and wait for it in the next one, if there is any."""
+    driver = new_driver(small_job(text_folder, PLAN, message_timeout_s=TIMEOUT_S, steps=3), tmp_path)
+    workers = stage_pool(2)
+    driver._setup(workers, None, 0)
+    stuck = workers.locations[0].pid
+    os.kill(stuck, signal.SIGSTOP)
+    try:
+        ticket = Ticket("step", 1, workers.call("clock"), driver.clock)
+        behind = Ticket("step", 2, workers.call("run_step", 0), driver.clock)
+        with pytest.raises(ray.exceptions.RayTaskError) as caught:
+            ticket.answers([behind], 600.0)
+        assert caught.value.cause.where == "1F0 of step 1, stage actor 0 (rank 0)"
+        with pytest.raises(TransportError, match="1 of 2 devices have answered, and no more within 1 s") as late:
+            ticket.answers([], TIMEOUT_S)
+        assert late.value.where == "device 0"
+    finally:
+        os.kill(stuck, signal.SIGCONT)
+    assert len(ticket.answers([], TIMEOUT_S)) == 2  # it answers late

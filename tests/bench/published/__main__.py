@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from raypipe.errors import SpecError
+from raypipe.plan.watch import BUDGET_S
 from tests.bench.published.merits import merits
 from tests.bench.published.predict import ROWS, Row, chosen, layout, parts, predict, reserved_gib, rows, tokens_per_gpu
 
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--merits", action="store_true", help="print the orders of merit alone")
     parser.add_argument("--only", type=int, nargs="*", default=[], help="rows to compare")
     parser.add_argument(
-        "--choose", type=float, default=4, metavar="SECONDS", help="time of each choice of another layout; 0 for none"
+        "--choose", type=float, default=BUDGET_S, metavar="SECONDS", help="time of each choice of a layout; 0 for none"
     )
     asked = parser.parse_args()
     right, summary = True, ""
