@@ -245,6 +245,14 @@ def write_whole(path: Path, content: bytes | str, *, synced: bool = False) -> No
         partial.write_bytes(data)
 
 
+def link_or_copy(file: Path | str, to: Path | str) -> None:
+    """Give a file another name, or make a copy where its file system has no hard links."""
+    try:
+        os.link(file, to)
+    except OSError:
+        shutil.copy2(file, to)
+
+
 def _sync(path: Path) -> None:
     """Wait until the content of a file or folder is on disk."""
     handle = os.open(path, os.O_RDONLY)

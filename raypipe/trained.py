@@ -19,6 +19,7 @@ from raypipe.files import expanded, is_url, whole
 from raypipe.job import CapturedSpec, GivenSpec, HfSpec, JobSpec
 from raypipe.launch.run_directory import saved_job
 from raypipe.models import StageBody, build_model
+from raypipe.models.layered import replace_parameter
 from raypipe.models.sources.adapters import save_adapters
 from raypipe.models.sources.hugging_face import HuggingFace
 
@@ -110,7 +111,7 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace, seed: 
     others = values.read(unused, (), seed) if unused else {}
     for name, parameter in parameters.items():
         value = others[name] if name in others else checkpoint.read([f"param/{name}"])[f"param/{name}"]
-        _replace_everywhere(module, parameter, nn.Parameter(value.to(torch.float32), parameter.requires_grad))
+        replace_parameter(module, parameter, nn.Parameter(value.to(torch.float32), parameter.requires_grad))
     buffers = dict(module.named_buffers())
     for name, value in values.read((), buffers, seed).items():
         parent, _, leaf = name.rpartition(".")  # replaced, for one that is made like a parameter has no memory either
@@ -118,13 +119,6 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: HuggingFace, seed: 
     learned = {name: buffer_key(name) for name in buffers if buffer_key(name) in checkpoint.stored}
     for name, key in learned.items():
         buffers[name].copy_(checkpoint.read([key])[key])
-
-
-def _replace_everywhere(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    for part in module.modules():
-        for name, current in part._parameters.items():
-            if current is old:
-                part._parameters[name] = new
 
 
 # Export a trained Hugging Face model, or its adapters, to a directory for ``from_pretrained``.

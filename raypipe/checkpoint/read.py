@@ -18,7 +18,7 @@ from torch import Tensor
 
 from raypipe.checkpoint.write import NAME, load_manifest, step_directory
 from raypipe.errors import CheckpointError, SpecError, nearest
-from raypipe.files import sha256, whole
+from raypipe.files import link_or_copy, sha256, whole
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def keep_best(root: Path, path: Path) -> None:
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir()
         for file in path.iterdir():
-            _link(file, kept / file.name)
+            link_or_copy(file, kept / file.name)
         with whole(root / POINTER) as moved:
             moved.symlink_to(kept.name)
     except OSError as error:
@@ -216,13 +216,6 @@ def forget_best(root: Path) -> None:
     """Delete the best checkpoint, because the run resumes from an earlier step."""
     (root / POINTER).unlink(missing_ok=True)
     _drop(root)
-
-
-def _link(file: Path, to: Path) -> None:
-    try:
-        os.link(file, to)
-    except OSError:  # the file system has no hard links
-        shutil.copy2(file, to)
 
 
 def _drop(root: Path, but: Path | None = None) -> None:

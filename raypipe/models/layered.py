@@ -334,7 +334,7 @@ class Chain(StageBody):
             ]
             for other in tied[1:]:
                 if other is not tied[0]:
-                    _replace(self, other, tied[0])
+                    replace_parameter(self, other, tied[0])
         self._statistics = tuple(one for body in bodies for one in body.statistics)
         self._named: dict[str, nn.Parameter] = {}
         known: set[int] = set()
@@ -371,7 +371,8 @@ class Chain(StageBody):
         self._bodies[-1].leave_head_to(project)
 
 
-def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+def replace_parameter(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put a parameter in the place of another, wherever a module holds that."""
     for module in root.modules():
         for name, parameter in module._parameters.items():
             if parameter is old:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypipe.errors import CheckpointError, RunError, SpecError
-from raypipe.files import write_whole
+from raypipe.files import link_or_copy, write_whole
 from raypipe.job.spec import JobSpec
 from raypipe.launch.run_directory import check_model, saved_job
 from raypipe.observe.run_dir import CALLS as FOLDER
@@ -172,7 +172,7 @@ class Journal:
         if loads is not None:
             pin = self.pinned(number)
             shutil.rmtree(pin, ignore_errors=True)
-            shutil.copytree(loads, pin, copy_function=_link)
+            shutil.copytree(loads, pin, copy_function=link_or_copy)
         begins = {} if number else {"adapters": self.adapters}
         self._append({"number": number, "verb": verb, **begins}, body)
 
@@ -241,13 +241,6 @@ def _records(file: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
             if len(body := content.read(about["bytes"])) < about["bytes"]:
                 return
             yield about, body
-
-
-def _link(source: str, to: str) -> None:
-    try:
-        os.link(source, to)
-    except OSError:  # a file system without links
-        shutil.copy2(source, to)
 
 
 class ModelSnapshot(NamedTuple):

@@ -126,6 +126,24 @@ class Run:
             self.elastic.look()
             self.now += 0.5
 
+    def why_it_pauses(self) -> str:
+        """Return why the run is asked to pause."""
+        stop = asked_to_stop(self.directory)
+        assert stop is not None
+        assert stop.pauses
+        return stop.why
+
+    def pause(self, seconds: float = 1) -> None:
+        """Pause as asked, and look for so long."""
+        self.log.event("paused", step=7, message="as asked")
+        self.look(seconds)
+
+    def lose(self, *nodes: str) -> None:
+        """Lose nodes, and look once."""
+        self.lost = set(nodes)
+        self.log.event("devices_lost", message="gone")
+        self.look(0.5)
+
     def resized(self) -> list[dict[str, Any]]:
         return [e for e in read_rows(self.directory / EVENTS) if e["event"] == "resized"]
 
@@ -157,12 +175,8 @@ def test_more_devices_pause_the_run_once_they_stay(run: Run) -> None:
     assert asked_to_stop(run.directory) is None
     run.free = 2
     run.look(4)
-    stop = asked_to_stop(run.directory)
-    assert stop is not None
-    assert stop.pauses
-    assert stop.why.startswith("2 more devices: a step of")
-    run.log.event("paused", step=7, message=stop.why)
-    run.look(1)
+    assert run.why_it_pauses().startswith("2 more devices: a step of")
+    run.pause()
     (change,) = run.resized()
     assert (change["devices"], change["was"]) == (4, 2)
     assert change["reservation"] == ["part on node 0", "part on node 1"]
@@ -186,14 +200,10 @@ def test_a_slow_device_gets_less_until_it_recovers(run: Run) -> None:
     slowed(run, 1, 1.01)  # too little to gain
     assert asked_to_stop(run.directory) is None
     even = [len(stage) for stage in run.elastic.prepared.plan.cut]
-    for number, slowdown in enumerate((3.0, 1.0), 1):
+    for slowdown in (3.0, 1.0):
         slowed(run, 1, slowdown)
-        stop = asked_to_stop(run.directory)
-        assert stop is not None
-        assert stop.pauses
-        assert ("device 1 takes 3.00 times as long" in stop.why) is (slowdown > 1)
-        run.log.event("paused", step=7 * number, message=stop.why)
-        run.look(1)
+        assert ("device 1 takes 3.00 times as long" in run.why_it_pauses()) is (slowdown > 1)
+        run.pause()
         change = run.resized()[-1]
         assert (change["devices"], change["was"]) == (2, 2)
         assert slow_devices(run.directory) == ({1: 3.0} if slowdown > 1 else {})
@@ -226,12 +236,8 @@ def test_experts_go_to_other_copies_where_loads_would_be_more_even(run: Run) -> 
         run.log.event("uneven_experts", loads=[loads] * layers, message="the busiest of 2 copies ...")
         run.look(1)
         assert (asked_to_stop(run.directory) is not None) is pauses
-    stop = asked_to_stop(run.directory)
-    assert stop is not None
-    assert stop.pauses
-    assert stop.why.startswith("experts in another order: a step of")
-    run.log.event("paused", step=7, message=stop.why)
-    run.look(1)
+    assert run.why_it_pauses().startswith("experts in another order: a step of")
+    run.pause()
     assert (run.devices, run.anew) == ({"node 0": 2}, 0)
     after = load_plan(run.directory / "plan.json")
     assert after.parallel.expert_order == ((0, 3, 1, 2),) * layers
@@ -241,10 +247,8 @@ def test_experts_go_to_other_copies_where_loads_would_be_more_even(run: Run) -> 
 
 def test_who_is_slow_is_found_again_on_other_devices(run: Run) -> None:
     slowed(run, 1, 3.0)
-    run.lost = {"node 0"}
     run.free = 2
-    run.log.event("devices_lost", message="a node is gone")
-    run.look(1)
+    run.lose("node 0")
     assert slow_devices(run.directory) == {}
 
 
@@ -272,10 +276,7 @@ def test_the_run_goes_on_until_the_processes_for_more_devices_have_started(run: 
     assert asked_to_stop(run.directory) is None
     Started.warm = True
     run.look(1)
-    stop = asked_to_stop(run.directory)
-    assert stop is not None
-    assert stop.pauses
-    run.log.event("paused", step=7, message=stop.why)
+    run.log.event("paused", step=7, message=run.why_it_pauses())
     started = weakref.ref(run.elastic._more)  # type: ignore[arg-type]
     run.look(0.5)
     assert run.resized()[0]["devices"] == 4
@@ -288,11 +289,8 @@ def test_nodes_that_will_go_are_left_also_while_processes_start(run: Run) -> Non
     run.look(10)
     run.going = {"node 0"}
     run.look(1)
-    stop = asked_to_stop(run.directory)
-    assert stop is not None
-    assert stop.why == "1 of its nodes will go: node 0"
-    run.log.event("paused", step=7, message=stop.why)
-    run.look(0.5)
+    assert run.why_it_pauses() == "1 of its nodes will go: node 0"
+    run.pause(0.5)
     (change,) = run.resized()
     assert change["devices"] == 2
     assert run.devices == {"node 1": 2}
@@ -310,10 +308,8 @@ def test_a_lost_driver_is_noticed_also_while_processes_start(run: Run) -> None:
 def test_devices_that_other_jobs_take_meanwhile_are_waited_for(run: Run) -> None:
     run.free, run.scattered = 2, True
     run.look(10)
-    stop = asked_to_stop(run.directory)
-    assert stop is not None
-    run.log.event("paused", step=7, message=stop.why)
-    run.look(1)
+    run.why_it_pauses()
+    run.pause()
     assert (run.devices, run.anew) == ({"any node": 4}, 1)
 
 
@@ -321,8 +317,7 @@ def test_devices_that_go_while_the_run_pauses_for_more_are_not_planned_for(run: 
     run.free = 2
     run.look(10)
     run.lost = {"node 1"}
-    run.log.event("paused", step=7, message="more")
-    run.look(1)
+    run.pause()
     (change,) = run.resized()
     assert change["devices"] == 2
     assert run.devices == {"node 0": 2}
@@ -349,21 +344,16 @@ def test_lost_devices_that_come_back_keep_the_plan(
 def test_lost_devices_make_another_plan_for_those_that_stay(run: Run) -> None:
     run.free = 2
     run.look(10)
-    run.log.event("paused", step=7, message="more")
-    run.look(1)
-    run.lost = {"node 0"}
-    run.log.event("devices_lost", message="gone")
-    run.look(0.5)
+    run.pause()
+    run.lose("node 0")
     change = run.resized()[-1]
     assert (change["devices"], change["was"], change["plan"]["stages"]) == (2, 4, 2)
     assert run.devices == {"node 1": 2}
 
 
 def test_lost_devices_make_another_plan(run: Run) -> None:
-    run.lost = {"node 0"}
-    run.log.event("devices_lost", message="gone")
     run.free = 1
-    run.look(0.5)
+    run.lose("node 0")
     (change,) = run.resized()
     assert (change["devices"], change["was"], change["plan"]["stages"]) == (1, 2, 1)
     assert sum(run.devices.values()) == 1
@@ -376,12 +366,8 @@ def test_devices_that_will_go_are_left_before_they_do(run: Run) -> None:
     run.going = {"node 0"}
     run.free = 1
     run.look(1)
-    stop = asked_to_stop(run.directory)
-    assert stop is not None
-    assert stop.pauses
-    assert stop.why == "1 of its nodes will go: node 0"
-    run.log.event("paused", step=9, message=stop.why)
-    run.look(5)
+    assert run.why_it_pauses() == "1 of its nodes will go: node 0"
+    run.pause(5)
     (change,) = run.resized()
     assert (change["devices"], change["was"]) == (1, 2)
 
@@ -397,16 +383,13 @@ def test_a_ray_that_does_not_answer_ends_no_run(run: Run, monkeypatch: pytest.Mo
 
 def test_it_keeps_within_its_limits(new_run: Callable[..., Run]) -> None:
     run = new_run(min_devices=2, max_devices=3)
-    run.lost = {"node 0"}
-    run.log.event("devices_lost", message="gone")
     run.free = 1
-    run.look(0.5)
+    run.lose("node 0")
     assert run.resized()[-1]["devices"] == 2  # waited for
     run.lost = set()
     run.free = 6
     run.look(5)
-    run.log.event("paused", step=9, message="more")
-    run.look(0.5)
+    run.pause(0.5)
     assert run.resized()[-1]["devices"] == 3
 
 

@@ -1,10 +1,11 @@
-"""The protocol between the driver and the online controllers, which change the plan of a running job."""
+"""The interface between the driver and the online controllers, which change the plan of a running job."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,12 +50,17 @@ class Event(NamedTuple):
     fields: dict[str, Any]
 
 
-class Controller(Protocol):
+class Controller(ABC):
     """Changes the plan of a running job. The driver reports every finished step to it and asks it before every step."""
 
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+
+    @abstractmethod
     def observe(self, measured: MeasuredStep) -> None:
         """Record one finished step. Steps that were queued before the plan changed are not reported."""
 
+    @abstractmethod
     def next_plan(self) -> Running | None:
         """Return the plan to run from the next step on; None to keep the current one.
 
@@ -62,16 +68,21 @@ class Controller(Protocol):
         """
 
     @property
+    @abstractmethod
     def proven(self) -> Plan:
         """The plan that a restart begins with: the newest one that has been seen to work."""
 
     @property
     def measures_memory(self) -> bool:
         """Return whether workers measure their memory in every step."""
+        return False
 
     @property
     def done(self) -> bool:
         """Return whether the controller has offered its last plan."""
+        return False
 
     def drain(self) -> list[Event]:
         """Return and clear the events since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from raypipe.plan.online.better_order import Running, Swap, better_plan, key
-from raypipe.plan.online.controller import Event, MeasuredStep
+from raypipe.plan.online.controller import Controller, Event, MeasuredStep
 from raypipe.plan.plan import Plan
 from raypipe.schedule.costs import CostTable
 
@@ -46,13 +46,16 @@ State = Literal["measuring", "searching", "watching", "returning", "settled"]
 KINDS = ("F", "B", "W", "R", "AR", "U", "message")
 
 
-class Replanner:
-    """The Controller that replans a running job."""
+class Replanner(Controller):
+    """Replans a running job, as long as it goes on: costs may change.
+
+    It measures no memory: no plan that it offers holds more activations than the first one.
+    """
 
     def __init__(self, present: Running, batch: int, clips: bool) -> None:
+        super().__init__()
         self.present, self.batch, self.clips = present, batch, clips
         self.state: State = "measuring"
-        self._events: list[Event] = []
         self._next: Running | None = None
         """The plan to swap to before the next step."""
         self._swap: Swap | None = None
@@ -82,21 +85,6 @@ class Replanner:
         """The plan that a restart begins with; while a swap is being timed, the plan before it."""
         trying = self.state in ("watching", "returning") and self._before is not None
         return self._before.plan if trying and self._before is not None else self.present.plan
-
-    @property
-    def measures_memory(self) -> bool:
-        """Always False: no plan that it offers holds more activations than the first one."""
-        return False
-
-    @property
-    def done(self) -> bool:
-        """Always False: costs may change as long as the run goes on."""
-        return False
-
-    def drain(self) -> list[Event]:
-        """Return and clear the events since the last call, oldest first."""
-        events, self._events = self._events, []
-        return events
 
     def observe(self, measured: MeasuredStep) -> None:
         """Record one finished step of the current plan; start a search once costs have been measured."""

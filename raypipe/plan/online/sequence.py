@@ -39,10 +39,11 @@ def raises(parallel: ParallelSpec) -> bool:
     return parallel.recompute == "stage-aware" and parallel.alphas is None
 
 
-class Raiser:
-    """The Controller that searches for the largest share of layers to keep."""
+class Raiser(Controller):
+    """Searches for the largest share of layers to keep."""
 
     def __init__(self, plan: Plan, batch: int, clips: bool) -> None:
+        super().__init__()
         assert plan.parallel.memory_cap_mb is not None, "checked with the job"
         self.batch, self.clips = batch, clips
         self.plan, self.cap = plan, plan.parallel.memory_cap_mb * 2**20
@@ -55,7 +56,6 @@ class Raiser:
         """The smallest share known not to fit."""
         self._found = False
         """Whether the search is over: the next plan is the last one."""
-        self._events: list[Event] = []
         self._next: tuple[int, Event] | None = None
         """The next share, possibly the current one without measuring, and the event to log with it."""
         self._seen: list[Sequence[StepMemory]] = []
@@ -82,11 +82,6 @@ class Raiser:
     def done(self) -> bool:
         """Return whether the share is found and its plan was returned."""
         return self._found and self._next is None
-
-    def drain(self) -> list[Event]:
-        """Return and clear the events since the last call, oldest first."""
-        events, self._events = self._events, []
-        return events
 
     def next_plan(self) -> Running | None:
         """Return the plan with the next share; None to keep the current plan. The last plan may keep its share."""

@@ -26,7 +26,8 @@ import ray
 import raypipe
 from raypipe.data import is_prepared
 from raypipe.errors import ClusterError, RunError
-from raypipe.runtime.setup.communicators import Location, first_ranks, use_interface
+from raypipe.runtime.setup.communicators import Location, first_ranks
+from raypipe.runtime.setup.network import use_interface
 
 LOOKS, LOOK_AGAIN_S = 5, 0.5
 """Number of attempts to find a new file and the pause between them: some network file systems show files late."""

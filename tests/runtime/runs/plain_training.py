@@ -176,14 +176,30 @@ def microbatch_losses(
 
 def adamw_update(job: JobSpec, model: torch.nn.Module) -> Callable[[], None]:
     """Clip, step and forget the gradients."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=job.train.lr, weight_decay=job.train.weight_decay)
 
     def update() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), job.train.clip)
+        if job.train.clip is not None:
+            torch.nn.utils.clip_grad_norm_(trained, job.train.clip)
         optimizer.step()
         optimizer.zero_grad()
 
     return update
+
+
+def whole_batch_losses(
+    job: JobSpec, model: torch.nn.Module, loss_of: Callable[[Any, int], torch.Tensor]
+) -> list[float]:
+    """Losses of AdamW on whole mini-batches, ``loss_of(split, step)``, then the first held-out one's."""
+    update, losses = adamw_update(job, model), []
+    for step in range(job.train.steps):
+        loss = loss_of("train", step)
+        loss.backward()
+        update()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return [*losses, loss_of("val", 0).item()]
 
 
 def mean_loss(job: JobSpec, model: torch.nn.Module, corpus: Corpus, step: int, rows: range) -> torch.Tensor:

@@ -21,7 +21,7 @@ from raypipe.models import random_keys
 from tests.capture.models import FAMILIES
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.eager_reference import as_started
-from tests.runtime.runs.plain_training import whole_gpt
+from tests.runtime.runs.plain_training import whole_batch_losses, whole_gpt
 from tests.runtime.runs.small_runs import drive, job_for
 
 pytestmark = pytest.mark.runs
@@ -47,21 +47,6 @@ def filled(rows: list[list[int]], fill: int) -> Tensor:
     return torch.tensor([row + [fill] * (longest - len(row)) for row in rows])
 
 
-def trained(module: torch.nn.Module, loss_of: Any, job: JobSpec) -> list[float]:
-    """Losses of AdamW on whole mini-batches, then the held-out one's."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of("train", step)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), job.train.clip)
-        optimizer.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        return [*losses, loss_of("val", 0).item()]
-
-
 def lines_losses(job: JobSpec, data: Path) -> list[float]:
     """Each line predicts its next byte, and a NUL behind the last one."""
     module = whole_gpt(job)
@@ -80,7 +65,7 @@ def lines_losses(job: JobSpec, data: Path) -> list[float]:
             logits = module(filled(chosen, 0))
         return F.cross_entropy(logits.flatten(0, 1), filled([[*line[1:], 0] for line in chosen], -100).flatten())
 
-    return trained(module, loss_of, job)
+    return whole_batch_losses(job, module, loss_of)
 
 
 GPT = {"type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 40, "dropout": 0.1}
@@ -137,7 +122,7 @@ def model_losses(job: JobSpec, data: Path, case: str) -> list[float]:
             return output.loss
         return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
-    return trained(module, loss_of, job)
+    return whole_batch_losses(job, module, loss_of)
 
 
 DROPOUT = {

@@ -5,7 +5,6 @@ The loop takes the same documents one at a time, with PyTorch alone; of raypipe 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from raypipe.data.sample_order import Split, order_key, permuted
 from raypipe.job import JobSpec
 from tests.exhaustive import exhaustive
 from tests.runtime.runs.eager_reference import as_started
+from tests.runtime.runs.plain_training import whole_batch_losses
 from tests.runtime.runs.small_runs import drive, job_for
 
 pytest.importorskip("transformers")
@@ -95,17 +95,7 @@ def one_process(job: JobSpec, data: Path) -> list[float]:
             count += len(ids) - 1
         return total / count
 
-    optimizer = torch.optim.AdamW(module.parameters(), lr=job.train.lr, weight_decay=job.train.weight_decay)
-    losses = []
-    for step in range(STEPS):
-        loss = loss_of("train", step)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), job.train.clip or math.inf)
-        optimizer.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        return [*losses, loss_of("val", 0).item()]
+    return whole_batch_losses(job, module, loss_of)
 
 
 @pytest.mark.parametrize(

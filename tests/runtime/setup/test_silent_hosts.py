@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from raypipe.runtime.setup.silent_hosts import LOOK_S, LOOKS, SILENT_S
+from raypipe.runtime.setup.network import LOOK_S, LOOKS, SILENT_S
 from tests.hosts import Host, environment, hosts
 
 pytestmark = [pytest.mark.runs, pytest.mark.own_ray]  # it starts none, but waits most of the time
@@ -31,7 +31,7 @@ while True:
 """
 CALLS = """
 import os, socket, threading
-from raypipe.runtime.setup.silent_hosts import SilentHosts
+from raypipe.runtime.setup.network import SilentHosts
 def call():
     return socket.create_connection(("ADDRESS", 7000))
 SilentHosts(["ADDRESS"])

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from raypipe.errors import ClusterError
-from raypipe.runtime.setup import communicators
-from raypipe.runtime.setup.communicators import (
+from raypipe.runtime.setup import network
+from raypipe.runtime.setup.network import (
     GLOO,
     NCCL,
     InterfaceAddress,
@@ -31,8 +31,8 @@ HOST = [
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch) -> None:
-    monkeypatch.setattr(communicators, "host_addresses", lambda: HOST)
-    monkeypatch.setattr(communicators, "_ours", {})
+    monkeypatch.setattr(network, "host_addresses", lambda: HOST)
+    monkeypatch.setattr(network, "_ours", {})
     for name in (GLOO, NCCL):
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
