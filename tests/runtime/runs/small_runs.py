@@ -19,7 +19,7 @@ from raypipe.runtime.executor.metrics import validation_metrics
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.worker.worker import StageWorker
-from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group, titles_of
 from raypipe.train import make_plan
 
 Pool = Callable[[int], WorkerGroup]
@@ -84,7 +84,7 @@ def own_workers(driver: Driver, worker: type[StageWorker] = StageWorker) -> Iter
     parallel = driver.running.plan.parallel
     devices = driver.schedule.devices * parallel.tensor
     place = reserve(devices, connect(devices), 120.0, together=parallel.tensor)
-    workers = start_worker_group(driver.schedule, parallel.replicas, place, worker)
+    workers = start_worker_group(titles_of(driver.schedule, parallel.replicas, parallel.tensor), place, worker)
     try:
         yield workers
     finally:
