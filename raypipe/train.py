@@ -290,7 +290,7 @@ def _on_devices(
     from raypipe.runtime.hosts.rank_order import kinds_of
     from raypipe.runtime.hosts.reserve import reserve, take_idle
     from raypipe.runtime.saving.neighbour_copies import copies_kept
-    from raypipe.runtime.worker.worker_group import start_beside
+    from raypipe.runtime.worker.worker_group import start_beside, titles_of
 
     def hold_for(prepared: Prepared, run_id: str | None = None) -> Reservation:
         def notify(message: str) -> None:
@@ -307,8 +307,8 @@ def _on_devices(
     reservation = hold_for(prepared) if idle is None else idle.reservation
     waiting = {} if idle is None else idle.actors
     if not waiting and prepared.job.train.elastic is None and not devices.gpus:
-        copies, numbering = prepared.plan.parallel.replicas, prepared.plan.numbering()
-        waiting = start_beside(prepared.schedule, copies, reservation, numbering)
+        titles = titles_of(prepared.schedule, prepared.plan.parallel.replicas, reservation.together)
+        waiting = start_beside(titles, reservation, prepared.plan.numbering())
     given = (prepared.job, prepared.directory, prepared.resume, reservation, prepared.validation, waiting)
     request = RunRequest(*given)
     named = NamedNodes(prepared.directory)

@@ -1,4 +1,4 @@
-"""Small jobs as files, for runs by the command; and text to train on."""
+"""Small jobs, also as files, for runs by the command; and text to train on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,26 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from raypipe.job.spec import JobSpec, job_from
+
 PIPELINE = {"schedule": "1f1b", "stages": 2, "microbatch": 2}
+TINY_GPT = {"type": "gpt", "layers": 2, "hidden": 8, "heads": 2, "sequence": 8}
+
+
+def minimal_job(
+    model: dict[str, Any], data: dict[str, Any] | Path | str = "stdlib", parallel: dict[str, Any] | str | None = None,
+    **train: Any,
+) -> JobSpec:  # fmt: skip
+    """A job of one step of four samples where ``train`` says no more.
+
+    ``data``: a section, a file of arrays, or text.
+    """
+    if not isinstance(data, dict):
+        data = {"type": "arrays" if Path(data).suffix in (".npz", ".safetensors") else "bytes", "path": str(data)}
+    sections = {} if parallel is None else {"parallel": parallel}
+    return job_from(
+        {"name": "small", "model": model, "data": data, "train": {"steps": 1, "batch": 4, **train}, **sections}
+    )
 
 
 def write_job(

@@ -14,10 +14,10 @@ from raypipe.checkpoint import commit, write_shard
 from raypipe.cli import run
 from raypipe.data import Corpus, declared_fields
 from raypipe.errors import SpecError
-from raypipe.job.spec import job_from
 from raypipe.models import build_model, random_keys
 from raypipe.observe.run_dir import RECORD
 from raypipe.trained import export
+from tests.job_files import PIPELINE, minimal_job
 from tests.runtime.runs.small_runs import drive
 
 transformers = pytest.importorskip("transformers")
@@ -48,14 +48,12 @@ def checkpoint(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def make_job(checkpoint: Path, text: Path, **train: object):
-    return job_from(
-        {
-            "name": "tune", "model": {"hf": str(checkpoint), "sequence": SEQUENCE},
-            "data": {"type": "bytes", "path": str(text)},
-            "train": {"steps": 12, "batch": BATCH, "lr": 0.005, "eval_every": 12, "eval_batches": 4, **train},
-            "parallel": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
-        }
-    )  # fmt: skip
+    return minimal_job(
+        {"hf": str(checkpoint), "sequence": SEQUENCE},
+        text,
+        PIPELINE,
+        **{"steps": 12, "batch": BATCH, "lr": 0.005, "eval_every": 12, "eval_batches": 4, **train},
+    )
 
 
 def validation(model: torch.nn.Module, data: Path) -> float:
@@ -102,10 +100,7 @@ def test_running_statistics_are_exported(tmp_path) -> None:
     images = torch.randn(4, 3, 16, 16)
     np.savez(tmp_path / "rows.npz", pixel_values=images.numpy(), labels=np.array([0, 1, 0, 1]))
     config = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-    job = job_from(
-        {"name": "norms", "model": {"hf": "resnet", "config": config},
-         "data": {"type": "arrays", "path": str(tmp_path / "rows.npz")}, "train": {"steps": 1, "batch": 2}}
-    )  # fmt: skip
+    job = minimal_job({"hf": "resnet", "config": config}, tmp_path / "rows.npz", batch=2)
     model = build_model(job, declared_fields(job.data))
     body = model.build_stage(range(model.count), seed=0)
     tensors = {f"param/{name}": p.detach() for name, p in body.named().items()}

@@ -41,7 +41,7 @@ from raypipe.runtime.hosts.reserve import Reservation, is_idle, leave_idle, rese
 from raypipe.runtime.process.memory import pool_gaps
 from raypipe.runtime.recovery.failure import outside_a_run
 from raypipe.runtime.setup.communicators import Topology, rendezvous_of, sharers
-from raypipe.runtime.worker.worker_group import WorkerGroup, start_actors
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group
 from raypipe.signals import enough_by_interrupt
 
 Say = Callable[[str], None]
@@ -153,7 +153,7 @@ class _Measuring:
     def _link_between(self, count: int, place: Reservation) -> LinkFit:
         """Measure messages between hosts, each with one device."""
         titles = [f"links · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, place.for_attempt(), StageProfiler)
+        workers = start_worker_group(titles, place.for_attempt(), StageProfiler)
         try:
             check_hosts(workers.actors, workers.locations)
             links = LinkBench(workers)
@@ -167,7 +167,7 @@ class _Measuring:
         job, model, sizes, effort, say = self.job, self.model, self.sizes, self.effort, self.say
         say(f"starting {count} device actor{'s' * (count > 1)}")
         titles = [f"profile · device {rank}" for rank in range(count)]
-        workers = start_actors(titles, place.for_attempt(), StageProfiler)
+        workers = start_worker_group(titles, place.for_attempt(), StageProfiler)
         measured = False
         try:
             check_hosts(workers.actors, workers.locations)

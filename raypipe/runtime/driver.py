@@ -38,7 +38,7 @@ from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.saving.saves import RunCheckpoints, Saved, Saves
 from raypipe.runtime.set_up_workers import install, set_up
 from raypipe.runtime.worker.samples import samples_streamed
-from raypipe.runtime.worker.worker_group import StandbyPool, WorkerGroup
+from raypipe.runtime.worker.worker_group import WorkerGroup
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.norm_policy import NormPolicy
 
@@ -148,8 +148,7 @@ class Driver:
     def _run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
         self.in_place = in_place_for(self.job, self.running, workers, self.directory, self.copies)
         self._setup(workers, checkpoint, done)
-        if workers.standby is None:
-            workers.standby = StandbyPool(workers, self.job.train.standby)
+        workers.waiting.stand_by(workers, self.job.train.standby)
         self.metrics.begin(workers.run_id.partition("-")[0], workers.locations)
         try:
             last = self._loop(workers, done)

@@ -293,7 +293,7 @@ class InPlace:
             title = workers.titles[rank]
             ray.kill(workers.actors[rank])  # its node may only be out of reach for now
             node = workers.locations[rank].peer.node
-            standby = workers.standby.take(node) if workers.standby is not None else None
+            standby = workers.waiting.take(node)
             if standby is not None:
                 from_pool += 1
                 standby.become.remote(rank, title)

@@ -41,7 +41,7 @@ from raypipe.runtime.session.session_job import check_job
 from raypipe.runtime.session.session_worker import AdamW, StageSession
 from raypipe.runtime.session.slots import Adapters
 from raypipe.runtime.session.token_losses import NO_OPTIONS, Options
-from raypipe.runtime.worker.worker_group import start_worker_group
+from raypipe.runtime.worker.worker_group import start_worker_group, titles_of
 from raypipe.service.run_files import check_served
 from raypipe.train import Prepared, prepare_run
 
@@ -73,8 +73,7 @@ def opened(job: JobSpec, directory: Path | None, say: Say, resume: bool = False)
     reservation = reserve(count, request, train.wait_for_devices_s, say, tensor, kinds_of(prepared.plan))
     try:
         workers = start_worker_group(
-            prepared.schedule,
-            prepared.plan.parallel.replicas,
+            titles_of(prepared.schedule, prepared.plan.parallel.replicas, tensor),
             reservation,
             StageSession,
             train.wait_for_devices_s,

@@ -21,12 +21,12 @@ from raypipe.graph.dims import evaluate_all
 from raypipe.graph.operations import ATTENTION, Operation
 from raypipe.graph.positions import varying_dims
 from raypipe.graph.subgraphs import shard
-from raypipe.job import job_from
 from raypipe.models import build_model
 from raypipe.models.keyed_random import random_keys
 from tests.capture.chain import build_chain, parameters, run_chain
 from tests.capture.models import ALIKE, CASES, FAMILIES, GROUPED, family
 from tests.exhaustive import exhaustive
+from tests.job_files import minimal_job
 
 INFINITY = float("inf")
 WITHOUT_MASK = {
@@ -121,8 +121,7 @@ def test_mixtral(monkeypatch):
 @pytest.mark.slow
 def test_a_micro_batch_longer_than_the_capture_is_refused():
     config = {**GROUPED, "vocab_size": 256, "max_position_embeddings": 64}
-    job = job_from({"name": "x", "model": {"hf": "llama", "config": config, "sequence": 16},
-                    "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4}})  # fmt: skip
+    job = minimal_job({"hf": "llama", "config": config, "sequence": 16})
     model = build_model(job, None)
     assert model.captured.graph.at_most
     stage = model.build_stage(range(model.count), 0)

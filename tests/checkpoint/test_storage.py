@@ -16,8 +16,8 @@ import torch
 
 from raypipe.checkpoint import Storage, commit, open_checkpoint, step_directory, write_shard
 from raypipe.errors import CheckpointError, SpecError
-from raypipe.job.spec import job_from
 from raypipe.launch.run_directory import check_resume
+from tests.job_files import PIPELINE, TINY_GPT, minimal_job
 from tests.ray_head import free_ports
 
 BUCKET = "checkpoints"
@@ -128,14 +128,7 @@ def test_what_cannot_be_opened_or_written_says_so(tmp_path: Path) -> None:
 
 def test_resuming_in_an_empty_directory_begins_with_the_newest_copy(text_folder: Path, tmp_path: Path) -> None:
     Storage(f"file://{tmp_path}/copies").put(checkpoint(tmp_path / "run", 10), keep=1)
-    job = job_from(
-        {
-            "name": "small", "model": {"type": "gpt", "layers": 2, "hidden": 8, "heads": 2, "sequence": 8},
-            "data": {"type": "bytes", "path": str(text_folder)},
-            "train": {"steps": 20, "batch": 4, "checkpoint_storage": f"file://{tmp_path}/copies"},
-            "parallel": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
-        }
-    )  # fmt: skip
+    job = minimal_job(TINY_GPT, text_folder, PIPELINE, steps=20, checkpoint_storage=f"file://{tmp_path}/copies")
     said: list[str] = []
     check_resume(job, tmp_path / "new", said.append)
     assert open_checkpoint(tmp_path / "new" / "checkpoints" / "step-00000010").step == 10
@@ -144,11 +137,4 @@ def test_resuming_in_an_empty_directory_begins_with_the_newest_copy(text_folder:
 
 def test_a_name_without_a_scheme_is_refused() -> None:
     with pytest.raises(SpecError, match="bucket/run is not a URI"):
-        job_from(
-            {
-                "name": "small", "model": {"type": "gpt", "layers": 2, "hidden": 8, "heads": 2, "sequence": 8},
-                "data": {"type": "bytes", "path": "x"},
-                "train": {"steps": 2, "batch": 4, "checkpoint_storage": "bucket/run"},
-                "parallel": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
-            }
-        )  # fmt: skip
+        minimal_job(TINY_GPT, "x", PIPELINE, steps=2, checkpoint_storage="bucket/run")

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from raypipe.data import Arrays, Corpus, declared_fields, known_fields, open_data, prepare_arrays, validation_weights
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
-from raypipe.job.spec import job_from
 from raypipe.models.task import Field, Labels, Values
+from tests.job_files import minimal_job
 
 ROWS = 60
 COLUMNS = {
@@ -168,12 +168,7 @@ def test_a_validation_counts_every_row_once(task, tmp_path):
     assert second["shift_labels"][:, 1].tolist() == [*seen[4:], -100 if isinstance(task, Both) else int(second["x"][3])]
     assert (again["labels"] >= 0).all()  # a second pass, where one is asked for
     assert (table.batch("train", 3, 1, 4)["labels"] >= 0).all()
-    job = job_from(
-        {
-            "name": "small", "model": {"import": "torch.nn:Linear"}, "data": {"type": "arrays", "path": "rows.npz"},
-            "train": {"steps": 1, "batch": 4, "eval_batches": 3}, "parallel": {"microbatch": 1},
-        }
-    )  # fmt: skip
+    job = minimal_job({"import": "torch.nn:Linear"}, "rows.npz", {"microbatch": 1}, eval_batches=3)
     assert validation_weights(job, tmp_path / "data") == [4, 3, 4]
 
 

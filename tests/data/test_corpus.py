@@ -11,9 +11,9 @@ from raypipe.data.sample_order import BLOCK, permuted
 from raypipe.errors import SpecError
 from raypipe.graph.placeholders import Placeholder
 from raypipe.job import JobSpec
-from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from raypipe.train import prepare_run
+from tests.job_files import minimal_job
 
 SEQUENCE = 4
 
@@ -99,13 +99,12 @@ def job_of(path: Path, ids: np.ndarray, ragged: bool = False) -> JobSpec:
         for name in ("labels", "input_ids"):
             rows |= {name: ids.reshape(-1), f"{name}.offsets": offsets}
     np.savez(path / "rows.npz", **rows)
-    return job_from(
-        {
-            "name": "images", "model": {"import": "tests.zoo.odd_modules:ImageTokens", "task": "causal-lm"},
-            "data": {"type": "arrays", "path": str(path / "rows.npz")}, "train": {"steps": 1, "batch": 2},
-            "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 1},
-        }
-    )  # fmt: skip
+    return minimal_job(
+        {"import": "tests.zoo.odd_modules:ImageTokens", "task": "causal-lm"},
+        path / "rows.npz",
+        {"schedule": "1f1b", "stages": 1, "microbatch": 1},
+        batch=2,
+    )
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from raypipe.data import Arrays, Ragged, declared_fields, flat, known_fields, op
 from raypipe.data.sample_order import GroupedByLength, permuted
 from raypipe.errors import SpecError
 from raypipe.job import DataSpec
-from raypipe.job.spec import job_from
 from raypipe.models.task import Field, Labels, MaskedToken, NextToken, Sequences
+from tests.job_files import minimal_job
 
 DRAW = np.random.default_rng(1)
 LENGTHS = DRAW.integers(1, 22, 40)
@@ -120,12 +120,10 @@ def test_what_cannot_be_rows_is_one_error(case, tmp_path):
 
 
 def lines_job(path, sequence=20):
-    return job_from(
-        {
-            "name": "lines", "data": {"type": "lines", "path": str(path)}, "train": {"steps": 1, "batch": 4},
-            "model": {"type": "gpt", "layers": 1, "hidden": 8, "heads": 1, "sequence": sequence},
-        }
-    )  # fmt: skip
+    return minimal_job(
+        {"type": "gpt", "layers": 1, "hidden": 8, "heads": 1, "sequence": sequence},
+        {"type": "lines", "path": str(path)},
+    )
 
 
 def prepared(path, folder, task, sequence=20):

@@ -10,7 +10,6 @@ import torch
 
 from raypipe.capture.opaque import TARGET
 from raypipe.errors import SpecError
-from raypipe.job.spec import job_from
 from raypipe.models import build_model
 from raypipe.runtime.stage.stage import StageModule
 from raypipe.runtime.update.gradients import GradientSync
@@ -18,18 +17,16 @@ from raypipe.runtime.update.shards import divide
 from raypipe.schedule.ir import Sharding
 from raypipe.schedule.sharding import copy_ranks, sum_groups
 from tests.experts.families import FAMILIES
+from tests.job_files import minimal_job
 
 
 def job_of(parallel: dict[str, Any], train: dict[str, Any] | None = None, model: dict[str, Any] | None = None) -> Any:
     mixtral = {"hf": "mixtral", "config": FAMILIES["mixtral"], "sequence": 16}
-    return job_from(
-        {
-            "name": "experts",
-            "model": model or mixtral,
-            "data": {"type": "bytes", "path": "."},
-            "train": {"steps": 2, "batch": 24, "lr": 0.01, **(train or {})},
-            "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 2, **parallel},
-        }
+    return minimal_job(
+        model or mixtral,
+        ".",
+        {"schedule": "1f1b", "stages": 1, "microbatch": 2, **parallel},
+        **{"steps": 2, "batch": 24, "lr": 0.01, **(train or {})},
     )
 
 

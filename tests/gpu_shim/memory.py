@@ -29,7 +29,7 @@ from unittest import mock
 
 from tests.gpu_shim.shim import ROOT, said_by
 from tests.gpu_shim.whole_run import MOST_GPUS
-from tests.job_files import write_text
+from tests.job_files import minimal_job, write_text
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -189,12 +189,10 @@ def group_of(count: int, profiles: bool = False) -> Iterator[WorkerGroup]:
 
 def job_of(case: Case, text: Path) -> JobSpec:
     """Return the job of a configuration, whose plan is to be chosen."""
-    from raypipe.job.spec import job_from
-
     train = {"steps": STEPS, "batch": 8 * MICROBATCH, "optimizer": "adamw", "lr": 0.001, "clip": 1.0, **case.train}
     parallel = {"auto": True, "recompute": "none", **case.parallel}
     data = {"type": "bytes", "path": str(text)}
-    return job_from({"name": "memory", "model": MODEL, "data": data, "train": train, "parallel": parallel})
+    return minimal_job(MODEL, data, parallel, **train)
 
 
 def profile_of(job: JobSpec, data: Path) -> Profile:

@@ -21,7 +21,7 @@ from raypipe.data import declared_fields
 from raypipe.errors import SpecError
 from raypipe.graph.counted import ON_CPU, is_cast, without_idle_casts
 from raypipe.graph.liveness import replicated
-from raypipe.job import DataSpec, GptSpec, JobSpec, job_from
+from raypipe.job import DataSpec, GptSpec, JobSpec
 from raypipe.job.cluster import load_cluster
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.models import build_model
@@ -35,6 +35,7 @@ from raypipe.plan.choose import choose
 from raypipe.schedule import Shape, generate
 from raypipe.tensor import SoloGroup, group_of_thread
 from tests.exhaustive import exhaustive
+from tests.job_files import minimal_job
 
 ROOT = Path(__file__).parents[2]
 KERNELS = Kernels(flops_s=1e12, bytes_s=1e12, overhead_s=1e-5)
@@ -52,11 +53,11 @@ def job_of(
     kind: str, config: dict[str, Any], sequence: int = SEQUENCE, tensor: int = 1, lora: dict[str, Any] | None = None,
     **train: Any,
 ) -> JobSpec:  # fmt: skip
-    return job_from({
-        "name": "counted", "model": {"hf": kind, "config": config, "sequence": sequence, "lora": lora},
-        "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4, **train},
-        "parallel": {"microbatch": 2, "tensor": tensor},
-    })  # fmt: skip
+    return minimal_job(
+        {"hf": kind, "config": config, "sequence": sequence, "lora": lora},
+        parallel={"microbatch": 2, "tensor": tensor},
+        **train,
+    )
 
 
 def saved_bytes(model: CapturedModel, i: int, narrow: bool) -> int:
@@ -172,11 +173,9 @@ def test_casts_to_the_dtype_that_a_tensor_has_copy_nothing(dtype: str) -> None:
 def test_inputs_that_no_backward_reads_are_no_saved_tensors_of_a_stage(tmp_path) -> None:
     """A ReLU keeps its result alone: a stage that begins with it holds the sum that it reads all the same."""
     np.savez(tmp_path / "images.npz", image=np.zeros((8, 3, 16, 16), np.float32), labels=np.arange(8))
-    job = job_from({
-        "name": "counted", "model": {"import": "tests.capture.models:ResNet", "loss": "model"},
-        "data": {"type": "arrays", "path": str(tmp_path / "images.npz")}, "train": {"steps": 1, "batch": 4},
-        "parallel": {"microbatch": 2},
-    })  # fmt: skip
+    job = minimal_job(
+        {"import": "tests.capture.models:ResNet", "loss": "model"}, tmp_path / "images.npz", {"microbatch": 2}
+    )
     model = build_model(job, declared_fields(job.data))
     assert isinstance(model, CapturedModel)
     works = [tensor_rank.work for tensor_rank in tensor_ranks_of(job, model)]

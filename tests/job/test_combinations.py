@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from raypipe.errors import RaypipeError, SpecError
-from raypipe.job.spec import job_from
 from raypipe.train import make_plan, prepare_run
 from tests.job.test_slices import job as sliced_job
+from tests.job_files import minimal_job
 from tests.runtime.runs.small_runs import small_job
 
 SPLIT: dict[str, Any] = {"schedule": "1f1b", "stages": 2, "vocabulary": "split"}
@@ -89,13 +89,12 @@ BRANCHES = {"schedule": "auto", "placement": "branches", "stages": 2, "microbatc
 
 
 def branched(model: dict[str, Any], **parallel: Any) -> None:
-    job_from(
-        {
-            "name": "b", "model": model,
-            "data": {"path": "stdlib"} if "type" in model else {"type": "arrays", "path": "pairs.npz"},
-            "train": {"steps": 1, "batch": 8}, "parallel": {**BRANCHES, **parallel},
-        }
-    )  # fmt: skip
+    minimal_job(
+        model,
+        {"path": "stdlib"} if "type" in model else {"type": "arrays", "path": "pairs.npz"},
+        {**BRANCHES, **parallel},
+        batch=8,
+    )
 
 
 def test_what_branches_have() -> None:

@@ -8,21 +8,16 @@ from typing import Any
 import pytest
 
 from raypipe.errors import RaypipeError
-from raypipe.job.spec import job_from
 from raypipe.models.layered import equal_slices
 from raypipe.train import prepare_run
+from tests.job_files import minimal_job
 
 GPT = {"type": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence": 12, "vocabulary": 256}
 SLICED = {"schedule": "1f1b", "stages": 2, "microbatch": 2, "slices": 4}
 
 
 def job(text: Path, model: dict[str, Any] | None = None, train: dict[str, Any] | None = None, **parallel: Any) -> Any:
-    return job_from(
-        {
-            "name": "slices", "model": model or GPT, "data": {"type": "bytes", "path": str(text)},
-            "train": {"steps": 1, "batch": 4, **(train or {})}, "parallel": {**SLICED, **parallel},
-        }
-    )  # fmt: skip
+    return minimal_job(model or GPT, text, {**SLICED, **parallel}, **(train or {}))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 import pytest
 
 from raypipe.errors import SpecError
-from raypipe.job.spec import JobSpec, job_from
+from raypipe.job.spec import JobSpec
 from raypipe.launch import followers as loggers
 from raypipe.launch.followers import Reports, check_loggers, mlflow_name
 from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
+from tests.job_files import TINY_GPT, minimal_job
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -33,15 +34,7 @@ TOLD = {
 
 
 def job_of(*report_to: str) -> JobSpec:
-    return job_from(
-        {
-            "name": "told",
-            "model": {"type": "gpt", "layers": 2, "hidden": 8, "heads": 2, "sequence": 8},
-            "data": {"path": "stdlib"},
-            "train": {"steps": 3, "batch": 4, "report_to": list(report_to)},
-            "parallel": {"stages": 1, "microbatch": 2},
-        }
-    )
+    return minimal_job(TINY_GPT, parallel={"stages": 1, "microbatch": 2}, steps=3, report_to=list(report_to))
 
 
 def told(directory: Path, *report_to: str, rows: list[dict[str, Any]] = ROWS) -> None:
@@ -77,7 +70,7 @@ def test_mlflow_reads_every_figure_and_a_resume_goes_on_with_the_run(tmp_path: P
     told(tmp_path, "mlflow")
     told(tmp_path, "mlflow", rows=[ROWS[0] | {"step": 4}])
     client = tracking.MlflowClient((tmp_path / "mlruns").as_uri())
-    (run,) = client.search_runs([client.get_experiment_by_name("told").experiment_id])
+    (run,) = client.search_runs([client.get_experiment_by_name("small").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params["train.batch"] == "4"
     for name, value in TOLD.items():

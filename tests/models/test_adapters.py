@@ -11,13 +11,15 @@ import torch
 from raypipe.checkpoint import commit, step_directory, write_shard
 from raypipe.data import Corpus, declared_fields, known_fields, prepare_data
 from raypipe.errors import SpecError
-from raypipe.job.spec import JobSpec, job_from
+from raypipe.job.spec import JobSpec
 from raypipe.launch.run_directory import RECORD
 from raypipe.models import build_model
 from raypipe.observe.run_log import EVENTS, read_rows
 from raypipe.trained import export, load_hugging_face
 from tests.exhaustive import exhaustive
-from tests.runtime.runs.small_runs import drive
+from tests.job_files import minimal_job
+from tests.runtime.runs.plain_training import adamw_update
+from tests.runtime.runs.small_runs import drive, job_for
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -44,17 +46,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def job_with(base: Path, text: Path, lora: dict[str, object], **parallel: object) -> JobSpec:
-    return job_from(
-        {
-            "name": "adapters", "model": {"hf": str(base), "sequence": 16, "lora": lora},
-            "data": {"type": "bytes", "path": str(text)},
-            "train": {
-                "steps": STEPS, "batch": 8, "lr": 0.001, "seed": 3, "dtype": "float64", "eval_batches": 1,
-                "checkpoint_every": STEPS, "clip": 1.0,
-            },
-            "parallel": {"schedule": "zb-h1", "stages": 2, "microbatch": 2, **parallel},
-        }
-    )  # fmt: skip
+    model, plan = {"hf": str(base), "sequence": 16, "lora": lora}, {"schedule": "zb-h1", "stages": 2, **parallel}
+    return job_for(model, text, plan, steps=STEPS, lr=0.001, checkpoint_every=STEPS, clip=1.0)
 
 
 def plain_losses(
@@ -68,16 +61,12 @@ def plain_losses(
     with torch.no_grad():
         for name, parameter in model.get_base_model().named_parameters():
             parameter.copy_(starts[name])
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=job.train.lr, weight_decay=job.train.weight_decay)
-    corpus, losses = Corpus.open(data), []
+    update, corpus, losses = adamw_update(job, model), Corpus.open(data), list[float]()
     for step in range(STEPS):
         tokens, targets = corpus.samples("train", 3, step, 0, 8, 8)
         loss = torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
+        update()
         losses.append(loss.item())
     return losses, model
 
@@ -162,12 +151,7 @@ def test_a_classifiers_head_trains_whole_and_is_written_too(tmp_path) -> None:
     bare.save_pretrained(base)
     spec = {"hf": str(base), "lora": {"r": 2, "target_modules": ["q_proj"]}}
     np.savez(tmp_path / "rows.npz", input_ids=np.arange(64).reshape(4, 16), labels=np.array([0, 1, 2, 1]))
-    job = job_from(
-        {
-            "name": "head", "model": spec, "data": {"type": "arrays", "path": str(tmp_path / "rows.npz")},
-            "train": {"steps": 1, "batch": 2}, "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 1},
-        }
-    )  # fmt: skip
+    job = minimal_job(spec, tmp_path / "rows.npz", {"schedule": "1f1b", "stages": 1, "microbatch": 1}, batch=2)
     run = tmp_path / "run"
     model = build_model(job, declared_fields(job.data))
     prepare_data(job, model.task, run / "data")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from raypipe.errors import RaypipeError
-from raypipe.job.spec import job_from
 from raypipe.models import build_model, random_keys
 from raypipe.models.current_slice import SliceRun, slice_run
+from tests.job_files import minimal_job
 
 TINY = {
     "gpt2": {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 300, "attn_pdrop": 0.0},
@@ -24,15 +24,9 @@ TINY = {
 
 
 def model_of(name: str, folder, **config: object):
-    return build_model(
-        job_from(
-            {
-                "name": "captured", "model": {"hf": name, "config": {**TINY[name], **config}, "sequence": 12},
-                "data": {"type": "bytes", "path": str(folder)}, "train": {"steps": 1, "batch": 4, "dtype": "float64"},
-                "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 2},
-            }
-        ), None,
-    )  # fmt: skip
+    model = {"hf": name, "config": {**TINY[name], **config}, "sequence": 12}
+    plan = {"schedule": "1f1b", "stages": 1, "microbatch": 2}
+    return build_model(minimal_job(model, folder, plan, dtype="float64"), None)
 
 
 def step(model, slices: int) -> tuple[float, dict[str, torch.Tensor]]:

@@ -19,6 +19,7 @@ from raypipe.runtime.backward.chunked_loss import ChunkedHead
 from raypipe.runtime.backward.deferred import Closure, WeightQueue
 from raypipe.schedule.families.vocabulary import graph_of
 from tests.exhaustive import exhaustive
+from tests.job_files import minimal_job
 from tests.runtime.backward.test_chunked_loss import Largest
 from tests.runtime.runs.one_device import LR, even_cut, one_device, run_step
 
@@ -138,10 +139,5 @@ def test_what_has_no_head_of_its_own_is_refused(text_folder: Path) -> None:
 
 def test_a_wish_of_the_planner_divides_nothing_yet(text_folder: Path) -> None:
     """What is measured for it is the whole model, from which the costs of shares follow."""
-    job = job_from(
-        {
-            "name": "head", "model": MODELS["GPT"], "data": {"type": "bytes", "path": str(text_folder)},
-            "train": {"steps": 1, "batch": 6}, "parallel": {"auto": True, "stages": 2, "vocabulary": "split"},
-        }
-    )  # fmt: skip
+    job = minimal_job(MODELS["GPT"], text_folder, {"auto": True, "stages": 2, "vocabulary": "split"}, batch=6)
     assert not isinstance(build_model(job, None, 0), DividedHead)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from raypipe.job import JobSpec, job_from
+from raypipe.job import JobSpec
 from raypipe.partition.partition_job import JobPieces, _of_alike, captured_pieces
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
+from tests.job_files import minimal_job
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
@@ -22,13 +23,7 @@ SLIDING = {"layer_types": ["full_attention"] * 6 + ["sliding_attention"] * 6, "s
 
 
 def job(kind: str, tensor: int = 1, **config: Any) -> JobSpec:
-    return job_from(
-        {
-            "name": "x", "model": {"hf": kind, "config": {**SMALL, **config}, "sequence": 16},
-            "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4},
-            "parallel": {"tensor": tensor},
-        }
-    )  # fmt: skip
+    return minimal_job({"hf": kind, "config": {**SMALL, **config}, "sequence": 16}, parallel={"tensor": tensor})
 
 
 def bare(found: JobPieces) -> JobPieces:

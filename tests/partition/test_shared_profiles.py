@@ -15,7 +15,7 @@ import raypipe.partition.job_costs as job_costs
 from raypipe.cli.autoconfigure import _shared
 from raypipe.cost.profile import Profile
 from raypipe.errors import SpecError
-from raypipe.job import JobSpec, job_from, load_cluster
+from raypipe.job import JobSpec, load_cluster
 from raypipe.job.cluster import ClusterSpec
 from raypipe.partition.job_costs import SharedProfiles, capture_given, shared_profiles
 from raypipe.partition.partition_job import captured_pieces, check_state, divided, job_pieces, to_capture
@@ -23,6 +23,7 @@ from raypipe.plan.choose import look_for_first
 from raypipe.plan.tensor_groups import Sharing
 from raypipe.plan.watch import Watch
 from raypipe.search.budget import Budget
+from tests.job_files import minimal_job
 from tests.plan.conftest import make_job, make_profile
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +34,7 @@ SMALL = {
 
 
 def small_job() -> JobSpec:
-    return job_from(
-        {
-            "name": "x", "model": {"hf": "llama", "config": SMALL, "sequence": 16},
-            "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 4}, "parallel": "auto",
-        }
-    )  # fmt: skip
+    return minimal_job({"hf": "llama", "config": SMALL, "sequence": 16}, parallel="auto")
 
 
 @pytest.mark.parametrize("each", [16, 8], ids=["adamw", "sgd"])

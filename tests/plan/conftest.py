@@ -7,9 +7,10 @@ from typing import Any
 
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile, TaskTimes
 from raypipe.errors import ScheduleError
-from raypipe.job.spec import JobSpec, job_from
+from raypipe.job.spec import JobSpec
 from raypipe.plan.predict.form import Form, form_of
 from raypipe.schedule.shape import Grid, ParallelShape
+from tests.job_files import minimal_job
 
 MIB = 2**20
 
@@ -49,15 +50,11 @@ def make_profile(layers: int = 6, devices: int = 4, seed: int = 0, **changes: An
 
 def make_job(layers: int = 6, batch: int = 8, parallel: Any = "auto", **train: Any) -> JobSpec:
     """A job that such a profile may be of."""
-    return job_from(
-        {
-            "name": "planned",
-            "model": {"type": "gpt", "layers": layers, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 256},
-            "data": {"type": "bytes", "path": "stdlib"},
-            "train": {"steps": 1, "batch": batch, **train},
-            "parallel": parallel,
-        }
-    )  # fmt: skip
+    return minimal_job(
+        {"type": "gpt", "layers": layers, "hidden": 32, "heads": 4, "sequence": 16, "vocabulary": 256},
+        parallel=parallel,
+        **{"batch": batch, **train},
+    )
 
 
 def make_shared(profile: Profile, size: int, halves: bool = False) -> Profile:

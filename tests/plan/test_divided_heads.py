@@ -10,7 +10,7 @@ import pytest
 from raypipe.cost.analytic import analytic_profile
 from raypipe.errors import SpecError
 from raypipe.job.cluster import load_cluster
-from raypipe.job.spec import JobSpec, job_from
+from raypipe.job.spec import JobSpec
 from raypipe.plan.choice import choice_of
 from raypipe.plan.choose import Decision, choose
 from raypipe.plan.divided_heads import _Heads
@@ -18,6 +18,7 @@ from raypipe.plan.plan import build_schedule
 from raypipe.plan.predict.of_plan import PlanPredictor
 from raypipe.schedule.families.vocabulary import graph_of
 from raypipe.simulate.engine import simulate
+from tests.job_files import minimal_job
 from tests.runtime.runs.plain_training import plain_losses
 from tests.runtime.runs.small_runs import drive, small_job
 
@@ -28,14 +29,11 @@ A100 = load_cluster(Path("cluster/devices/a100.yaml"))
 def job_with(parallel: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **train: Any) -> JobSpec:
     """Sixteen blocks 2,048 wide with Llama 3's vocabulary, on one row of eight devices."""
     shape = {"layers": 16, "hidden": 2048, "heads": 16, "sequence": 4096, "vocabulary": 128256}
-    return job_from(
-        {
-            "name": "head", "data": {"type": "bytes", "path": "stdlib"},
-            "model": {"type": "gpt", "tie_embeddings": False, **shape, **(model or {})},
-            "train": {"steps": 1, "batch": 32, "dtype": "bfloat16-true", **train},
-            "parallel": {"auto": True, "stages": 8, "replicas": 1, "tensor": 1, **(parallel or {})},
-        }
-    )  # fmt: skip
+    return minimal_job(
+        {"type": "gpt", "tie_embeddings": False, **shape, **(model or {})},
+        parallel={"auto": True, "stages": 8, "replicas": 1, "tensor": 1, **(parallel or {})},
+        **{"batch": 32, "dtype": "bfloat16-true", **train},
+    )
 
 
 def chosen(job: JobSpec, memory_gb: float, devices: int = 8) -> Decision:

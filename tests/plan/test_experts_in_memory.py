@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from raypipe.job import job_from, load_cluster
+from raypipe.job import load_cluster
 from raypipe.partition.job_costs import job_profile
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
+from tests.job_files import minimal_job
 
 H100 = Path(__file__).parents[2] / "cluster/devices/h100.yaml"
 BATCH = 256
@@ -26,10 +27,7 @@ BATCH = 256
 
 def predicted(stages: int, experts: int, devices: int, **train: Any) -> Prediction:
     """Predict 1F1B of micro-batches of one sample, recomputed."""
-    job = job_from({
-        "name": "hy3", "model": {"hf": "hy_v3", "sequence": 256}, "data": {"type": "bytes", "path": "stdlib"},
-        "train": {"steps": 1, "batch": BATCH, "dtype": "bfloat16-true", **train},
-    })  # fmt: skip
+    job = minimal_job({"hf": "hy_v3", "sequence": 256}, **{"batch": BATCH, "dtype": "bfloat16-true", **train})
     profile = job_profile(job, load_cluster(H100).resized(devices), experts)
     grid = Grid(stages, devices // stages, 1, BATCH * stages // devices, experts=experts)
     judge = Predictor(profile, job.train, len(profile.layers))

@@ -8,11 +8,11 @@ from typing import ClassVar
 import pytest
 
 from raypipe.job.cluster import GIVEN, peak_flops_s
-from raypipe.job.spec import job_from
 from raypipe.launch.plans import make_plan
 from raypipe.runtime import run_metrics
 from raypipe.runtime.process.memory import MeasuredMemory
 from raypipe.runtime.run_metrics import RunMetrics
+from tests.job_files import PIPELINE, minimal_job
 
 ROW = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "lr": 0.1, "step_s": 0.2, "tokens_per_s": 5.0, "bubble_ratio": 0.1}
 CLOCK = SimpleNamespace(measured=lambda: None, recorded=None)
@@ -20,14 +20,11 @@ CLOCK = SimpleNamespace(measured=lambda: None, recorded=None)
 
 @pytest.fixture
 def job():
-    return job_from(
-        {
-            "name": "small",
-            "model": {"type": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256},
-            "data": {"type": "bytes", "path": "stdlib"},
-            "train": {"steps": 4, "batch": 8},
-            "parallel": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
-        }
+    return minimal_job(
+        {"type": "gpt", "layers": 2, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256},
+        parallel=PIPELINE,
+        steps=4,
+        batch=8,
     )
 
 

@@ -48,10 +48,11 @@ from raypipe.runtime.recovery.flight_recorder import places_of, stuck_message
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies, index_of
 from raypipe.runtime.saving.saves import RunCheckpoints
 from raypipe.runtime.worker.worker_group import (
-    Survivors,
+    WaitingWorkers,
     WorkerGroup,
     start_worker_group,
     those_that_leave,
+    titles_of,
     warm_ones,
 )
 
@@ -153,12 +154,12 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
     """Run to the end, one attempt after another."""
     directory, train = request.directory, request.job.train
     resumes, reservation = request.resume or restarted, request.reservation
-    changes, survivors = devices_changed(directory), Survivors(dict(request.waiting))
+    changes, waiting = devices_changed(directory), WaitingWorkers(dict(request.waiting))
     if restarted:
         serve_on = train.recovery == "in-place"
         devices = changes[-1]["devices"] if changes else reservation.devices
         left = reservation.of_attempts()
-        survivors.actors = those_that_leave(survivors.actors, left, devices if serve_on else 0)
+        waiting.actors = those_that_leave(waiting.actors, left, devices if serve_on else 0)
         if not failure_logged(directory):
             log.event("failed", message=DRIVER_DIED)
         if _awaits_devices(directory):
@@ -168,21 +169,21 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
         checkpoint, done = _begin(request, resumes, restarted, log, checkpoints, copies)
         try:
             reservation = _newest(request, changes)
-            driver = _attempt(request, reservation, checkpoint, done, log, reporter, survivors, copies)
+            driver = _attempt(request, reservation, checkpoint, done, log, reporter, waiting, copies)
         except Exception as error:
             cause = own_error(error)
             lost = train.elastic is not None and (isinstance(error, DevicesError) or _breaks(reservation))
             if is_final(cause) and not lost:
-                survivors.end()
+                waiting.end()
                 raise
             message = failure_message(cause, keep_traceback(directory, cause))
             log.event("failed", message=message)
             restarted = resumes = True
             if not lost:
                 if not serves_on(directory, cause, reservation):
-                    survivors.end()
+                    waiting.end()
                 if failures(directory) > train.max_failures:
-                    survivors.end()
+                    waiting.end()
                     log.event("error", message=f"{message}; --resume continues from the last checkpoint", exit_status=1)
                     return
                 if ran_out(cause):
@@ -201,7 +202,7 @@ def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Repo
                 return
             log.event("paused", **driver.paused)  # not before: the devices are given back then
             restarted = False
-        survivors.end_standby()  # the next devices may be others
+        waiting.end_beside()  # the next devices may be others
         changes, resumes = _next_change(directory, changes), True
 
 
@@ -243,29 +244,27 @@ def _attempt(
     done: int,
     log: RunLog,
     reporter: _Reporter,
-    survivors: Survivors,
+    waiting: WaitingWorkers,
     copies: NeighbourCopies,
 ) -> Driver:
-    """Run on reserved devices until the run ends or pauses, with the ``survivors`` of the attempt before.
+    """Run on reserved devices until the run ends or pauses, with workers that are ``waiting`` since the attempt before.
 
-    Those of this attempt are in there afterwards.
+    Those of this attempt wait there afterwards.
     """
     job, directory = request.job, request.directory
     # Read the saved plan: an earlier attempt may have found a better order.
     plan = load_plan(directory / "plan.json")
     parallel, elastic = plan.parallel, job.train.elastic
     if elastic is not None:
-        survivors.actors.update(warm_ones(reservation))
+        waiting.actors.update(warm_ones(reservation))
     workers = start_worker_group(
-        build_schedule(plan, job.train.batch),
-        parallel.replicas,
+        titles_of(build_schedule(plan, job.train.batch), parallel.replicas, reservation.together),
         reservation.for_attempt(),
         timeout_s=job.train.wait_for_devices_s if elastic is None else elastic.wait_s,
         notify=lambda text: log.event("waiting", message=text),
-        kept=survivors.actors,
+        waiting=waiting,
         numbering=plan.numbering(),
     )
-    workers.standby, survivors.standby = survivors.standby, None
     serve_on = False
     try:
         plan = _on_these_hosts(plan, request, reservation, workers, log)
@@ -285,9 +284,7 @@ def _attempt(
         raise cause from None
     finally:
         if serve_on:
-            left = workers.leave()
-            survivors.actors.update(left.actors)
-            survivors.standby = left.standby
+            workers.leave()
         else:
             workers.stop()
     return driver

@@ -40,27 +40,6 @@ NEWEST = 8
 """Those per worker among which the cause is looked for while others live."""
 
 
-@dataclass(slots=True)
-class Survivors:
-    """The processes of an attempt that the next one can use."""
-
-    actors: Kept = field(default_factory=dict)
-    standby: StandbyPool | None = None
-
-    def end(self) -> None:
-        """End them."""
-        for actor in self.actors.values():
-            ray.kill(actor)
-        self.actors.clear()
-        self.end_standby()
-
-    def end_standby(self) -> None:
-        """End those that stand by."""
-        if self.standby is not None:
-            self.standby.stop()
-            self.standby = None
-
-
 @dataclass(frozen=True, slots=True)
 class Places:
     """The bundles that workers are started in."""
@@ -107,6 +86,68 @@ class Places:
         return [(places[bundle], rank % together) for rank, bundle in enumerate(self.bundles)]
 
 
+class WaitingWorkers:
+    """Processes that wait to be workers: in bundles, as an attempt leaves them for the next one, and beside workers.
+
+    The latter (``train.standby``) reserve nothing. They wait on the nodes of a run's devices, and for each that is
+    taken another one is started.
+    """
+
+    def __init__(self, actors: Kept | None = None) -> None:
+        self.actors: Kept = {} if actors is None else actors
+        """Those in bundles."""
+        self._places: Places | None = None
+        """Where the others are started; None until they ``stand_by``."""
+        self._ranks: dict[str, int] = {}
+        self._beside: list[tuple[str, Any, Any]] = []
+        """Node, actor, and the reference that is ready when it is warm."""
+        self._started = 0
+
+    def stand_by(self, workers: WorkerGroup, count: int) -> None:
+        """Start ``count`` processes beside the workers of a group, unless this was done before."""
+        # A process that reserves nothing may not use a GPU, and so cannot take the place of a worker that has one.
+        if self._places is None and workers.places is not None and workers.on_cpus():
+            self._places, self._ranks = workers.places, first_ranks(workers.locations)
+            for node in islice(cycle(self._ranks), count):
+                self._start(node)
+
+    def _start(self, node: str) -> None:
+        assert self._places is not None
+        name = f"standby {self._started} · {self._places.place.run_id}"
+        self._started += 1
+        self._beside.append((node, *self._places.warm(self._ranks[node], name, num_cpus=0, num_gpus=0)))
+
+    def take(self, node: str) -> Any | None:
+        """Return a process that stands by on a node, or is on its way, and start another one; None if there is none."""
+        here = [one for one in self._beside if one[0] == node]
+        ready = {warm for _, _, warm in here if ray.wait([warm], timeout=0)[0]}
+        for one in sorted(here, key=lambda one: one[2] not in ready):
+            _, actor, warm = one
+            self._beside.remove(one)
+            self._start(node)
+            try:
+                if warm in ready:
+                    ray.get(warm)
+            except ray.exceptions.RayError:
+                continue  # it has died meanwhile
+            return actor
+        return None
+
+    def end(self) -> None:
+        """End them all."""
+        for actor in self.actors.values():
+            ray.kill(actor)
+        self.actors.clear()
+        self.end_beside()
+
+    def end_beside(self) -> None:
+        """End those that stand by."""
+        for _, actor, _ in self._beside:
+            ray.kill(actor)
+        self._beside.clear()
+        self._places = None
+
+
 @dataclass(slots=True)
 class WorkerGroup:
     """The running workers of one attempt, by rank."""
@@ -127,7 +168,7 @@ class WorkerGroup:
     """By node, why it cannot use the run's directory (``host_check``)."""
     samples: Any = None
     """The actor that streams samples to the workers; None where they read files."""
-    standby: StandbyPool | None = None
+    waiting: WaitingWorkers = field(default_factory=WaitingWorkers)
     """Processes that wait to take the place of one that dies."""
     calls: deque[Any] = field(init=False)
     """References of the newest calls, of each one those of all ranks in their order."""
@@ -207,8 +248,7 @@ class WorkerGroup:
         """Kill all actors, and release their devices unless the run holds them for its next attempt."""
         for actor in self.processes():
             ray.kill(actor)
-        if self.standby is not None:
-            self.standby.stop()
+        self.waiting.end_beside()
         if self.reservation is not None and not self.reservation.held:
             self.reservation.give_back()
 
@@ -221,21 +261,17 @@ class WorkerGroup:
         """Return whether no worker has a GPU, whose collectives may hang when a peer is gone."""
         return all(at.peer.device == "cpu" for at in self.locations)
 
-    def leave(self) -> Survivors:
-        """Have all workers leave their plan; return those that did, and processes that stood by in place of others.
+    def leave(self) -> None:
+        """Have all workers leave their plan and wait; processes that stand by wait in the place of those that do not.
 
         Workers that do not leave in time are ended. The group has none of them any more.
         """
         kept = those_that_leave(self.by_place())
         assert self.places is not None
         for at, where in zip(self.locations, self.places.of_ranks(), strict=True):
-            if (
-                where not in kept
-                and self.standby is not None
-                and (other := self.standby.take(at.peer.node)) is not None
-            ):
+            if where not in kept and (other := self.waiting.take(at.peer.node)) is not None:
                 kept[where] = other
-        return Survivors(kept, self.standby)
+        self.waiting.actors.update(kept)
 
 
 def those_that_leave(actors: Kept, others: Iterable[Any] = (), most: int | None = None) -> Kept:
@@ -291,57 +327,34 @@ def titles_of(schedule: Schedule, copies: int, tensor: int) -> list[str]:
     ]
 
 
-def start_beside(schedule: Schedule, copies: int, place: Reservation, numbering: Numbering | None) -> Kept:
+def start_beside(titles: list[str], place: Reservation, numbering: Numbering | None) -> Kept:
     """Start the workers of a run's first attempt, whose driver is another process and may be on its way.
 
     These end with the one that starts the run, so that they outlive a driver, and Ray Train's controller. The arguments
     are those of ``start_worker_group``.
     """
     places = Places(place, place.in_rank_order(numbering), StageWorker)
-    titles = titles_of(schedule, copies, place.together)
     return {at: places.start(rank, titles[rank]) for rank, at in enumerate(places.of_ranks())}
 
 
 def start_worker_group(
-    schedule: Schedule,
-    copies: int,
+    titles: list[str],
     place: Reservation,
     actor_class: type = StageWorker,
     timeout_s: float | None = 120.0,
     notify: Notify = silent,
-    kept: Kept | None = None,
-    numbering: Numbering | None = None,
-) -> WorkerGroup:
-    """Start a worker on each device of a schedule, or one for each of its tensor ranks; see ``start_actors``.
-
-    ``copies`` is the number of data-parallel copies. The other arguments are those of ``start_actors``.
-
-    Raises:
-        DevicesError: the devices were not free within ``timeout_s``.
-    """
-    return start_actors(
-        titles_of(schedule, copies, place.together), place, actor_class, timeout_s, notify, kept, numbering
-    )
-
-
-def start_actors(
-    titles: list[str],
-    place: Reservation,
-    actor_class: type,
-    timeout_s: float | None = 120.0,
-    notify: Notify = silent,
-    kept: Kept | None = None,
+    waiting: WaitingWorkers | None = None,
     numbering: Numbering | None = None,
 ) -> WorkerGroup:
     """Start ``actor_class(rank, title)`` on reserved devices, in the order of ``rank_order``.
 
     Args:
-        titles: one name per actor.
+        titles: one name per actor (``titles_of`` a schedule).
         place: the devices.
         actor_class: the class of all actors.
         timeout_s: seconds to wait for devices that Ray has to find anew, as one of their nodes was lost; None for ever.
         notify: called with a sentence now and then while the devices are not free.
-        kept: actors that serve on where they are; those on no device of the new group are ended.
+        waiting: those that become workers where they are; others in bundles of no device of the new group are ended.
         numbering: which of the devices, host by host, each rank gets; by default in their order.
 
     Raises:
@@ -349,7 +362,8 @@ def start_actors(
     """
     place.wait(timeout_s, notify)
     places = Places(place, place.in_rank_order(numbering), actor_class)
-    actors = _serving_on(places, kept or {}, titles)
+    waiting = waiting or WaitingWorkers()
+    actors = _serving_on(places, waiting.actors, titles)
     for rank, title in enumerate(titles):
         if rank not in actors:
             actors[rank] = places.start(rank, title)
@@ -359,6 +373,7 @@ def start_actors(
     except BaseException:
         workers.stop()  # the caller has no group yet that it could stop
         raise
+    workers.waiting = waiting
     return workers
 
 
@@ -431,45 +446,3 @@ def warm_ones(reservation: Reservation) -> Kept:
 
 def _name(place: Place, number: int, run_id: str) -> str:
     return f"waits for a plan {run_id} · {place.part} · bundle {place.number}.{number}"
-
-
-class StandbyPool:
-    """Keeps ``count`` processes waiting on the nodes of a run's devices, which they reserve nothing of."""
-
-    def __init__(self, workers: WorkerGroup, count: int) -> None:
-        self._places, self._started = workers.places, 0
-        self._waiting: list[tuple[str, Any, Any]] = []
-        """Node, actor, and the reference that is ready when it is warm."""
-        self._ranks = first_ranks(workers.locations)
-        # A process that reserves nothing may not use a GPU, and so cannot take the place of a worker that has one.
-        serves = workers.places is not None and workers.on_cpus()
-        for node in islice(cycle(self._ranks), count if serves else 0):
-            self._start(node)
-
-    def _start(self, node: str) -> None:
-        assert self._places is not None
-        name = f"standby {self._started} · {self._places.place.run_id}"
-        self._started += 1
-        self._waiting.append((node, *self._places.warm(self._ranks[node], name, num_cpus=0, num_gpus=0)))
-
-    def take(self, node: str) -> Any | None:
-        """Return a process that waits on a node, or is on its way, and start another one; None if none is there."""
-        here = [one for one in self._waiting if one[0] == node]
-        ready = {warm for _, _, warm in here if ray.wait([warm], timeout=0)[0]}
-        for one in sorted(here, key=lambda one: one[2] not in ready):
-            _, actor, warm = one
-            self._waiting.remove(one)
-            self._start(node)
-            try:
-                if warm in ready:
-                    ray.get(warm)
-            except ray.exceptions.RayError:
-                continue  # it has died meanwhile
-            return actor
-        return None
-
-    def stop(self) -> None:
-        """End all that still wait."""
-        for _, actor, _ in self._waiting:
-            ray.kill(actor)
-        self._waiting.clear()

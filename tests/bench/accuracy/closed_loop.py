@@ -33,7 +33,7 @@ from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.worker.worker import StageWorker
-from raypipe.runtime.worker.worker_group import WorkerGroup, start_actors
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.live_activations import peak_activations
 from raypipe.search import search
@@ -403,7 +403,7 @@ def main() -> int:
         outcomes: list[Outcome] = []
         ran: list[tuple[Case, Ran]] = []
         if cases or right:
-            workers = start_actors(
+            workers = start_worker_group(
                 [f"paced · device {d}" for d in range(4)], reserve(4, connect(4, emulated=True), 120.0), PacedStage
             )
             try:
@@ -413,7 +413,7 @@ def main() -> int:
                 workers.stop()
                 ray.shutdown()
         if real:
-            workers = start_actors([f"device {d}" for d in range(2)], reserve(2, connect(2), 120.0), StageWorker)
+            workers = start_worker_group([f"device {d}" for d in range(2)], reserve(2, connect(2), 120.0), StageWorker)
             try:
                 outcomes += [run_real(case, workers, _new(where, f"real-{i}"), say) for i, case in enumerate(real)]
             finally:

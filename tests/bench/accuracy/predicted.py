@@ -45,7 +45,7 @@ from raypipe.profiling.profiling_worker import StageProfiler
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.hosts.reserve import reserve
-from raypipe.runtime.worker.worker_group import WorkerGroup, start_actors
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group
 from raypipe.train import make_plan
 from tests.bench.turns import first
 
@@ -247,7 +247,7 @@ def main() -> int:
             progress.print(text, style="dim")
 
         effort = QUICK if args.quick else THOROUGH
-        workers = start_actors(
+        workers = start_worker_group(
             [f"device {d}" for d in range(2)], reserve(2, request, 120.0), StageProfiler
         )  # they train as well
         try:

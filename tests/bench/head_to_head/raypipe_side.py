@@ -24,7 +24,7 @@ from raypipe.plan.plan import Plan, build_schedule
 from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.driver import Driver
 from raypipe.runtime.hosts.reserve import reserve
-from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group, titles_of
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import Part
 from raypipe.schedule.lowering.programs import programs
@@ -56,9 +56,8 @@ class RaypipeSide:
         if self.workers is not None:
             self.workers.stop()
         schedule = build_schedule(plan, job.train.batch)
-        self.workers = start_worker_group(
-            schedule, plan.parallel.replicas, reserve(schedule.devices, self._request, 120.0)
-        )
+        titles = titles_of(schedule, plan.parallel.replicas, 1)
+        self.workers = start_worker_group(titles, reserve(schedule.devices, self._request, 120.0))
 
     def block(self, job: JobSpec, plan: Plan, data: Path, warm_up: int) -> tuple[Block, DriverCost]:
         """Train ``job`` to its end; what the driver does after the last step (validation, checkpoint) is not timed."""

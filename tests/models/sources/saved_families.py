@@ -17,10 +17,10 @@ from raypipe.capture.meta import build_without_memory
 from raypipe.checkpoint import commit, write_shard
 from raypipe.errors import SpecError
 from raypipe.job import HfSpec
-from raypipe.job.spec import job_from
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.observe.run_dir import RECORD
 from raypipe.trained import export
+from tests.job_files import minimal_job
 
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "emb_dim", "embedding_size"), 32),
@@ -184,8 +184,7 @@ def _exported(saved: Path, start: dict[str, Tensor], folder: Path) -> list[str]:
     step = run / "checkpoints" / "step-00000001"
     step.mkdir(parents=True)
     commit(step, 1, [write_shard(step, "rank-00000", {f"param/{name}": p for name, p in trained.items()})], {})
-    job = job_from({"name": "family", "model": {"hf": str(saved), "sequence": 16},
-                    "data": {"type": "bytes", "path": "stdlib"}, "train": {"steps": 1, "batch": 2}})  # fmt: skip
+    job = minimal_job({"hf": str(saved), "sequence": 16}, batch=2)
     (run / RECORD).write_text(json.dumps(job.model_dump(mode="json")))
     out = export(run, folder / "out")
     kind = HuggingFace(HfSpec(hf=str(saved))).kind

@@ -14,6 +14,7 @@ from raypipe.errors import SpecError
 from raypipe.job import HfSpec
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.models.sources.saved_values import Saved
+from tests.job_files import minimal_job
 
 transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file
@@ -87,7 +88,6 @@ def test_a_stage_reads_the_tensors_of_its_own_parameters_only(mixtral: Path, mon
 
 def test_a_directory_that_has_moved_is_not_captured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from raypipe.capture import capture as room
-    from raypipe.job import job_from
     from raypipe.models import build_model
     from raypipe.models.task import Field
 
@@ -98,8 +98,7 @@ def test_a_directory_that_has_moved_is_not_captured_again(tmp_path: Path, monkey
     for where, config, so_far in (("a", {}, 1), ("b", {}, 1), ("b", {"hidden_act": "relu"}, 2)):
         bert("BertForSequenceClassification").save_pretrained(tmp_path / where)
         model = {"hf": str(tmp_path / where), "config": config, "sequence": 8}
-        build_model(job_from({"name": "a", "model": model, "data": {"type": "arrays", "path": "x"},
-                              "train": {"steps": 1, "batch": 2}, "parallel": {}}), fields)  # fmt: skip
+        build_model(minimal_job(model, {"type": "arrays", "path": "x"}, {}, batch=2), fields)  # fmt: skip
         assert len(captured) == so_far
 
 

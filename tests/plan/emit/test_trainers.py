@@ -10,7 +10,6 @@ import pytest
 
 from raypipe.errors import RequestError, SpecError
 from raypipe.job.parallel_spec import ParallelSpec
-from raypipe.job.spec import job_from
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.emit.layout import TrainerLayout, even_cut
 from raypipe.plan.emit.nearest import nearest
@@ -19,6 +18,7 @@ from raypipe.plan.plan import Plan
 from raypipe.plan.predict.prediction import Cut
 from raypipe.plan.predict.predictor import Predictor
 from raypipe.schedule.shape import Grid
+from tests.job_files import minimal_job
 from tests.plan.conftest import make_job, make_profile, make_shared
 
 JOB, PROFILE = make_job(batch=16, clip=1.0), make_profile()
@@ -171,10 +171,7 @@ def test_megatron_is_told_of_a_mixtures_experts() -> None:
         "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "rms_norm_eps": 1e-6,
     }  # fmt: skip
-    job = job_from({
-        "name": "mixture", "model": {"hf": "deepseek_v3", "config": config, "sequence": 32},
-        "data": {"type": "bytes", "path": "."}, "train": {"steps": 1, "batch": 8}, "parallel": {"auto": True},
-    })  # fmt: skip
+    job = minimal_job({"hf": "deepseek_v3", "config": config, "sequence": 32}, ".", {"auto": True}, batch=8)
     layout = TrainerLayout(parallel=ParallelSpec(replicas=4, experts=4), cut=(range(6),), batch=8)
     lines = TRAINERS["megatron"].write(layout, job).splitlines()
     assert {"--num-experts 8", "--moe-router-topk 2", "--moe-ffn-hidden-size 32",
@@ -198,7 +195,7 @@ def test_megatron_is_told_how_a_router_weighs_and_of_a_gate(normalised: bool) ->
     }  # fmt: skip
     model, data = {"hf": "qwen2_moe", "config": config, "sequence": 32}, {"type": "bytes", "path": "."}
     train = {"steps": 1, "batch": 8}
-    job = job_from({"name": "own", "model": model, "data": data, "train": train, "parallel": {"auto": True}})
+    job = minimal_job(model, data, {"auto": True}, **train)
     lines = (
         TRAINERS["megatron"].write(TrainerLayout(parallel=ParallelSpec(), cut=(range(6),), batch=8), job).splitlines()
     )
@@ -210,7 +207,7 @@ def test_megatron_is_told_the_sizes_alone_of_a_model_whose_arguments_are_not_kno
     config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
     train, data = {"steps": 1, "batch": 8}, {"type": "bytes", "path": "."}
     model = {"hf": "gpt_oss", "config": config, "sequence": 32}
-    job = job_from({"name": "other", "model": model, "data": data, "train": train, "parallel": {"auto": True}})
+    job = minimal_job(model, data, {"auto": True}, **train)
     text = TRAINERS["megatron"].write(TrainerLayout(parallel=ParallelSpec(), cut=(range(6),), batch=8), job)
     assert "# of the model these are the sizes alone: add what else gpt_oss has\n" in text
     assert "--hidden-size 64" in text
@@ -223,10 +220,9 @@ def test_megatron_is_told_how_a_model_is_trained() -> None:
 
     def lines(hf: str, rope: dict[str, Any] | None = None, **train: Any) -> set[str]:
         own = {**config, "rope_parameters": rope} if rope else config
-        job = job_from({
-            "name": "own", "model": {"hf": hf, "config": own, "sequence": 32}, "data": data,
-            "train": {"steps": 90, "batch": 8, **train}, "parallel": {"auto": True},
-        })  # fmt: skip
+        job = minimal_job(
+            {"hf": hf, "config": own, "sequence": 32}, data, {"auto": True}, **{"steps": 90, "batch": 8, **train}
+        )
         return {*TRAINERS["megatron"].write(layout, job).splitlines()}
 
     adamw = lines("llama", lr=0.01, betas=[0.9, 0.95], weight_decay=0.1, lr_schedule="cosine", warmup_steps=5)
@@ -249,7 +245,7 @@ def test_megatron_is_told_of_a_qwens_heads_and_norms() -> None:
     config = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
     model = {"hf": "qwen3_moe", "config": config, "sequence": 32}
     train, data = {"steps": 1, "batch": 8}, {"type": "bytes", "path": "."}
-    job = job_from({"name": "qwen", "model": model, "data": data, "train": train, "parallel": {"auto": True}})
+    job = minimal_job(model, data, {"auto": True}, **train)
     lines = TRAINERS["megatron"].write(TrainerLayout(parallel=ParallelSpec(), cut=(range(6),), batch=8), job)
     said = {"kv-channels 32", "qk-layernorm", "swiglu", "normalization RMSNorm", "position-embedding-type rope"}
     assert {f"--{line}" for line in {*said, "untie-embeddings-and-output-weights"}} <= {*lines.splitlines()}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from raypipe.errors import SpecError
-from raypipe.job.spec import job_from
 from raypipe.plan.plan import Plan, build_schedule
 from raypipe.plan.regions.joint import (
     Joint,
@@ -23,18 +22,16 @@ from raypipe.plan.regions.joint import (
 )
 from raypipe.plan.regions.profile import load_regions
 from raypipe.schedule.verify import verify
+from tests.job_files import minimal_job
 from tests.plan.regions.profiles import made, random_profile
 
 
 def job(layers: int, **train):
-    return job_from(
-        {
-            "name": "regions", "data": {"type": "bytes", "path": "stdlib"},
-            "model": {"type": "gpt", "layers": layers, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256},
-            "train": {"steps": 4, "batch": 4, "clip": None, **train},
-            "parallel": {"microbatch": 1},
-        }
-    )  # fmt: skip
+    return minimal_job(
+        {"type": "gpt", "layers": layers, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256},
+        parallel={"microbatch": 1},
+        **{"steps": 4, "clip": None, **train},
+    )
 
 
 def joint_of(profile, assigned) -> Joint:

@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 
 from raypipe.errors import CheckpointError, DeviceError, DevicesError, SpecError, TransportError
-from raypipe.job.spec import job_from
 from raypipe.observe.run_log import EVENTS, RunLog, read_rows
 from raypipe.runtime.cluster import attempts
+from tests.job_files import PIPELINE, TINY_GPT, minimal_job
 
 
 class FullStorage:
@@ -130,13 +130,7 @@ def test_a_driver_makes_attempt_after_attempt(
     log = RunLog(tmp_path)
     log.event("run")
     log.close()
-    job = job_from(
-        {
-            "name": "small", "model": {"type": "gpt", "layers": 2, "hidden": 8, "heads": 2, "sequence": 8},
-            "data": {"type": "bytes", "path": "text"}, "train": {"steps": 2, "batch": 4, "max_failures": 2},
-            "parallel": {"schedule": "1f1b", "stages": 2, "microbatch": 2},
-        }
-    )  # fmt: skip
+    job = minimal_job(TINY_GPT, "text", PIPELINE, steps=2, max_failures=2)
     devices: Any = SimpleNamespace(is_broken=lambda: False, run_id="0123abcd", of_attempts=list, devices=2)
     with mock.patch.dict(os.environ):  # in which a driver hides GPUs from its process
         attempts.driver_loop(attempts.RunRequest(job, tmp_path, False, devices))

@@ -10,10 +10,10 @@ import torch
 
 from raypipe.cost.profile import Profile
 from raypipe.data import declared_fields
-from raypipe.job import job_from
 from raypipe.job.cluster import load_cluster
 from raypipe.models import LayeredModel, build_model
 from raypipe.partition.job_costs import divided_profile, job_profile
+from tests.job_files import minimal_job
 from tests.runtime.compiled.pieces import compiled_device
 
 ROOT = Path(__file__).parents[3]
@@ -32,11 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def made_of(kind: str, dtype: str, **parallel: Any) -> tuple[LayeredModel, Any]:
     """A model and its job."""
-    job = job_from({
-        "name": "planned", "model": MODELS[kind], "data": {"type": "bytes", "path": "stdlib"},
-        "train": {"steps": 1, "batch": 4, "dtype": dtype, "compile": "inductor"},
-        "parallel": {"microbatch": SAMPLES, **parallel},
-    })  # fmt: skip
+    job = minimal_job(MODELS[kind], parallel={"microbatch": SAMPLES, **parallel}, dtype=dtype, compile="inductor")
     return build_model(job, declared_fields(job.data)), job
 
 

@@ -13,7 +13,6 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from raypipe.job import GptSpec
-from raypipe.job.spec import job_from
 from raypipe.models import GptLayers, LayeredModel, build_model
 from raypipe.runtime.backward.deferred import WeightQueue
 from raypipe.runtime.executor.casts import Casts
@@ -22,6 +21,7 @@ from raypipe.schedule.lowering.asynchronous import WHOLE, parts
 from raypipe.schedule.lowering.programs import programs
 from raypipe.schedule.passes import add_recompute, add_updates
 from tests.cost.test_memory_of_a_step import executor
+from tests.job_files import minimal_job
 from tests.runtime.runs.one_device import even_cut, run_step
 from tests.runtime.runs.test_any_model import CASES, MICROBATCH, fields_of
 
@@ -67,12 +67,7 @@ _models: dict[str, LayeredModel] = {}
 def model_of(case: str) -> LayeredModel:
     if case not in _models:
         spec, rows = MODELS[case]
-        job = job_from(
-            {
-                "name": "any", "model": spec, "data": {"type": "arrays", "path": "unused.npz"},
-                "train": {"steps": 1, "batch": 6, "dtype": "bfloat16"},
-            }
-        )  # fmt: skip
+        job = minimal_job(spec, "unused.npz", batch=6, dtype="bfloat16")
         _models[case] = build_model(job, fields_of(rows))
     return _models[case]
 

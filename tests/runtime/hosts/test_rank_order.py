@@ -92,7 +92,7 @@ from raypipe.runtime.cluster.connect import connect
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.rank_order import kind_of_node
 from raypipe.runtime.hosts.reserve import reserve
-from raypipe.runtime.worker.worker_group import start_actors
+from raypipe.runtime.worker.worker_group import start_worker_group
 from ray.util import placement_group_table
 from tests.ray_environment import node_settings
 
@@ -106,7 +106,7 @@ class Place:
 def where(devices, request, together=1, kinds=(), numbering=None):
     titles = [f"device {d}" for d in range(devices)]
     place = reserve(devices, request, 60.0, together=together, kinds=kinds)
-    group = start_actors(titles, place, Place, numbering=numbering)
+    group = start_worker_group(titles, place, Place, numbering=numbering)
     group.stop()
     return group.locations
 
@@ -142,7 +142,7 @@ def by_node(held):
 held = reserve(6, cpu, 60.0, by_node=True)
 steps = [by_node(held)]
 first = {*placement_group_table(held.parts[0].group)["bundles_to_node_id"].values()}
-group = start_actors(["a"] * 6, held.for_attempt(), Place)
+group = start_worker_group(["a"] * 6, held.for_attempt(), Place)
 kept = {at: actor for at, actor in zip(group.places.of_ranks(), group.actors)}
 alive = ray.get([actor.locate.remote() for (place, _), actor in kept.items() if place.part == held.parts[1].name])
 held = held.without(first)

@@ -18,7 +18,7 @@ from ray.util import list_named_actors
 from raypipe.errors import DevicesError
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.reserve import Reservation, reserve
-from raypipe.runtime.worker.worker_group import Places, start_actors, those_that_leave
+from raypipe.runtime.worker.worker_group import Places, start_worker_group, those_that_leave
 
 pytestmark = pytest.mark.runs
 FEW = DeviceRequest(cpus=0.01, gpus=0.0)
@@ -62,12 +62,12 @@ def test_a_wait_is_told_and_ends_when_the_devices_come_free(local_ray) -> None:
 def test_what_a_killed_attempt_left_is_ended_and_its_devices_serve_the_next(local_ray) -> None:
     held = reserve(2, FEW, 60.0)
     try:
-        first = start_actors(["a", "b"], held.for_attempt(), Plain)
+        first = start_worker_group(["a", "b"], held.for_attempt(), Plain)
         assert _of(held) == 2
         # The first fleet's driver was killed: nobody has stopped it.
         assert those_that_leave({}, held.of_attempts(), 0) == {}
         _wait_for(lambda: _of(held) == 0)
-        second = start_actors(["a", "b"], held.for_attempt(), Plain)
+        second = start_worker_group(["a", "b"], held.for_attempt(), Plain)
         assert second.run_id != first.run_id
         assert _of(held) == 2
         assert second.locations == [1, 1]

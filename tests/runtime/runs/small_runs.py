@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from raypipe.data import declared_fields, prepare_data
-from raypipe.job.spec import JobSpec, job_from
+from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.observe.run_log import METRICS, RunLog, read_rows
 from raypipe.plan.plan import Plan
@@ -19,34 +19,28 @@ from raypipe.runtime.executor.metrics import validation_metrics
 from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.worker.worker import StageWorker
-from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group
+from raypipe.runtime.worker.worker_group import WorkerGroup, start_worker_group, titles_of
 from raypipe.train import make_plan
+from tests.job_files import minimal_job
 
 Pool = Callable[[int], WorkerGroup]
+GPT = {
+    "type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256, "dropout": 0.1,
+    "tie_embeddings": True,
+}  # fmt: skip
 
 
 def job_for(
     model: dict[str, Any], data: Path | str | dict[str, Any], parallel: dict[str, Any], **train: Any
 ) -> JobSpec:
     """A few steps in float64; ``data``: a file of arrays, a folder of text, or the whole section."""
-    if not isinstance(data, dict):
-        data = {"type": "bytes" if Path(data).is_dir() else "arrays", "path": str(data)}
-    return job_from(
-        {
-            "name": "small", "model": model, "data": data,
-            "train": {"steps": 4, "batch": 8, "lr": 0.01, "seed": 3, "dtype": "float64", "eval_batches": 1, **train},
-            "parallel": {"microbatch": 2, **parallel},
-        }
-    )  # fmt: skip
+    usual = {"steps": 4, "batch": 8, "lr": 0.01, "seed": 3, "dtype": "float64", "eval_batches": 1}
+    return minimal_job(model, data, {"microbatch": 2, **parallel}, **{**usual, **train})
 
 
 def small_job(text: Path, parallel: dict[str, Any], model: dict[str, Any] | None = None, **train: Any) -> JobSpec:
     """Four layers, tied and with dropout; everything else is up to the test."""
-    gpt = {
-        "type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 16, "vocabulary": 256, "dropout": 0.1,
-        "tie_embeddings": True, **(model or {}),
-    }  # fmt: skip
-    return job_for(gpt, {"type": "bytes", "path": str(text)}, parallel, **train)
+    return job_for({**GPT, **(model or {})}, text, parallel, **train)
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ def own_workers(driver: Driver, worker: type[StageWorker] = StageWorker) -> Iter
     parallel = driver.running.plan.parallel
     devices = driver.schedule.devices * parallel.tensor
     place = reserve(devices, connect(devices), 120.0, together=parallel.tensor)
-    workers = start_worker_group(driver.schedule, parallel.replicas, place, worker)
+    workers = start_worker_group(titles_of(driver.schedule, parallel.replicas, parallel.tensor), place, worker)
     try:
         yield workers
     finally:

@@ -20,8 +20,7 @@ from raypipe.observe.run_log import EVENTS, METRICS, RunLog, read_rows
 from raypipe.runtime import calls
 from raypipe.runtime.hosts.devices import DeviceRequest
 from raypipe.runtime.hosts.reserve import Reservation, reserve
-from raypipe.runtime.worker.worker_group import Survivors, WorkerGroup, start_worker_group
-from raypipe.schedule.ir import Schedule
+from raypipe.runtime.worker.worker_group import WaitingWorkers, WorkerGroup, start_worker_group, titles_of
 from tests.exhaustive import exhaustive
 from tests.experts.families import FAMILIES
 from tests.runtime.runs.dying_worker import dying
@@ -45,21 +44,36 @@ class Mortals:
     held: Reservation
     file: Path
     """Says who dies, and when."""
-    survivors: Survivors = field(default_factory=Survivors)
+    waiting: WaitingWorkers = field(default_factory=WaitingWorkers)
 
-    def take(self, schedule: Schedule, copies: int) -> WorkerGroup:
-        place = self.held.for_attempt()
-        return start_worker_group(schedule, copies, place, dying(self.file), kept=self.survivors.actors)
+    workers: WorkerGroup | None = None
+    """Those of the case that runs."""
 
-    def leave(self, workers: WorkerGroup) -> None:
-        self.survivors = workers.leave()
+    def pids(self) -> list[int]:
+        assert self.workers is not None
+        return [at.pid for at in self.workers.locations]
+
+    def run(self, job: JobSpec, directory: Path, log: type[RunLog] = RunLog) -> list[bool]:
+        """Run a job to its end; return, by rank, whether its worker has lived."""
+        driver = new_driver(job, directory, log=log)
+        titles = titles_of(driver.schedule, job.parallel.replicas, 1)
+        with driver.copies:
+            self.workers = start_worker_group(titles, self.held.for_attempt(), dying(self.file), waiting=self.waiting)
+            before = self.pids()
+            try:
+                driver.run(self.workers, None, 0)
+            finally:
+                self.workers.leave()
+                driver.log.close()
+        assert not self.file.exists()  # who was to die has died
+        return [a == b for a, b in zip(before, self.pids(), strict=True)]
 
 
 @pytest.fixture(scope="module")
 def mortals(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mortals]:
     result = Mortals(reserve(4, CPU, 60.0), tmp_path_factory.mktemp("mortals") / "dies")
     yield result
-    result.survivors.end()
+    result.waiting.end()
     result.held.give_back()
 
 
@@ -108,16 +122,7 @@ def test_a_worker_is_replaced(
     undisturbed = undisturbed_runs[asked]
     mortals.file.write_text(f"{rank} {STEP} {moment}")
     directory = tmp_path / "disturbed"
-    driver = new_driver(job, directory)
-    copies = job.parallel.replicas
-    workers = mortals.take(driver.schedule, copies)
-    before = [at.pid for at in workers.locations]
-    try:
-        driver.run(workers, None, 0)
-    finally:
-        mortals.leave(workers)
-        driver.log.close()
-    assert not mortals.file.exists()  # it has died
+    lived = mortals.run(job, directory)
     rows = read_rows(directory / METRICS)
     assert [r["loss"] for r in rows if "loss" in r] == undisturbed.losses
     assert [r["val_loss"] for r in rows if "val_loss" in r] == undisturbed.val_losses
@@ -132,8 +137,7 @@ def test_a_worker_is_replaced(
         assert {file.name for file in path.iterdir()} == {"manifest.json", *result.files.values()}
     given_up = [e for e in read_rows(directory / EVENTS) if "step 3 is given up" in e.get("message", "")]
     assert len(given_up) == (moment == "write 0")
-    after = [at.pid for at in workers.locations]
-    assert [a == b for a, b in zip(before, after, strict=True)] == [r != rank for r in range(len(before))]
+    assert lived == [r != rank for r in range(len(lived))]
 
 
 @pytest.mark.parametrize(
@@ -162,16 +166,7 @@ def test_a_worker_without_a_twin_is_replaced_from_copies(
 
     undisturbed = drive(job(), stage_pool, tmp_path / "undisturbed")
     mortals.file.write_text(f"{rank} 3 {moment}")
-    driver = new_driver(job(copy_every=1), tmp_path / "disturbed")
-    with driver.copies:
-        workers = mortals.take(driver.schedule, driver.job.parallel.replicas)
-        before = [at.pid for at in workers.locations]
-        try:
-            driver.run(workers, None, 0)
-        finally:
-            mortals.leave(workers)
-            driver.log.close()
-    assert not mortals.file.exists()  # it has died
+    lived = mortals.run(job(copy_every=1), tmp_path / "disturbed")
     rows = read_rows(tmp_path / "disturbed" / METRICS)
     assert [(r["step"], r["loss"], r["grad_norm"]) for r in rows if "loss" in r] == [
         (r["step"], r["loss"], r["grad_norm"]) for r in undisturbed.rows
@@ -182,8 +177,7 @@ def test_a_worker_without_a_twin_is_replaced_from_copies(
     assert event["steps_repeated"] <= 2  # with the one that was running
     assert event["stuck"].startswith("first stuck: ")
     assert f"device {rank} is in " in event["stuck"] or moment == "ended 0"
-    after = [at.pid for at in workers.locations]
-    assert [a == b for a, b in zip(before, after, strict=True)] == [r != rank for r in range(len(before))]
+    assert lived == [r != rank for r in range(len(lived))]
 
 
 @pytest.mark.parametrize(("rank", "moment"), [(1, "agreed 0"), *exhaustive((2, "summed 0"), (3, "BW 1"))], ids=str)
@@ -197,15 +191,8 @@ def test_a_worker_is_replaced_in_the_middle_of_a_call(
         monkeypatch.setattr(calls, "CALL_S", call_s)
         if call_s:
             mortals.file.write_text(f"{rank} 9 {moment}")  # the call has the steps 5 to 12, from 0
-        driver = new_driver(job, tmp_path / str(call_s))
-        workers = mortals.take(driver.schedule, 2)
-        try:
-            driver.run(workers, None, 0)
-        finally:
-            mortals.leave(workers)
-            driver.log.close()
+        mortals.run(job, tmp_path / str(call_s))
         result.append([row for row in read_rows(tmp_path / str(call_s) / METRICS) if "loss" in row])
-    assert not mortals.file.exists()  # it has died
     undisturbed, disturbed = ([{key: row[key] for key in ("step", "loss", "grad_norm")} for row in of] for of in result)
     assert disturbed == undisturbed
     (event,) = [e for e in read_rows(tmp_path / "1000000000.0" / EVENTS) if e["event"] == "recovered"]
@@ -240,24 +227,17 @@ def test_workers_that_are_told_to_end_go_between_two_steps(
             super().metric(row)
             if len(told) < times and len(told) == len(lived) and row["step"] > 30 * len(told) + 2:
                 rank = draw.randrange(4)
-                told.append((rank, [at.pid for at in workers.locations]))
+                told.append((rank, mortals.pids()))
                 threading.Timer(draw.uniform(0, 0.1), os.kill, (told[-1][1][rank], signal.SIGTERM)).start()
 
         def event(self, kind: str, **fields: Any) -> None:
             super().event(kind, **fields)
             if kind == "recovered":
-                (rank, before), after = told[-1], [at.pid for at in workers.locations]
+                (rank, before), after = told[-1], mortals.pids()
                 same = [a == b for a, b in zip(before, after, strict=True)]
                 lived.append(fields["ranks"] == [rank] and same == [r != rank for r in range(4)])
 
-    driver = new_driver(job, tmp_path / "disturbed", log=Tells)
-    with driver.copies:
-        workers = mortals.take(driver.schedule, job.parallel.replicas)
-        try:
-            driver.run(workers, None, 0)
-        finally:
-            mortals.leave(workers)
-            driver.log.close()
+    mortals.run(job, tmp_path / "disturbed", Tells)
     rows, events = (read_rows(tmp_path / "disturbed" / name) for name in (METRICS, EVENTS))
     assert [r["loss"] for r in rows if "loss" in r] == undisturbed.losses
     recovered = [e for e in events if e["event"] == "recovered"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raypipe.errors import SpecError
-from raypipe.job.spec import JobSpec, job_from
+from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.models.sources.hugging_face import HuggingFace
 from raypipe.runtime.session.call_data import Datum, Limits, check
@@ -22,6 +22,7 @@ from raypipe.runtime.session.slots import Adapters
 from raypipe.runtime.session.token_losses import HIGH, LOSSES, LOW
 from raypipe.train import make_plan
 from tests.exhaustive import exhaustive
+from tests.job_files import minimal_job
 from tests.runtime.runs.plain_training import whole_gpt
 from tests.runtime.session.conftest import Opened
 from tests.runtime.session.plain_calls import PlainCalls, target_logprobs
@@ -42,13 +43,11 @@ QWEN3 = {
 
 
 def job_of(parallel: dict[str, Any], model: dict[str, Any] = GPT, **train: Any) -> JobSpec:
-    return job_from(
-        {
-            "name": "session", "model": model, "data": {"type": "bytes", "path": "stdlib"},
-            "train": {"steps": 1, "batch": 8, "seed": 3, "dtype": "float64", **train},
-            "parallel": {"stages": 2, "microbatch": 2, **parallel},
-        }
-    )  # fmt: skip
+    return minimal_job(
+        model,
+        parallel={"stages": 2, "microbatch": 2, **parallel},
+        **{"batch": 8, "seed": 3, "dtype": "float64", **train},
+    )
 
 
 def sampled(rng: random.Random, loss: str, count: int) -> list[Datum]:

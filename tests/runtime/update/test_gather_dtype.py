@@ -14,7 +14,6 @@ from torch import Tensor
 from raypipe.cost.analytic import analytic_profile
 from raypipe.cost.stages import narrow_bytes
 from raypipe.job import GptSpec
-from raypipe.job.spec import job_from
 from raypipe.job.train_spec import TrainSpec
 from raypipe.models import GptLayers, build_model
 from raypipe.runtime.update import flat_weights, shards
@@ -25,6 +24,7 @@ from raypipe.schedule.passes import add_updates, place_gradient_sync, replicate,
 from raypipe.schedule.sharding import sum_groups
 from tests.cost.test_memory_of_a_step import MACHINE, FirstOfGroup, Noise, executor, sliced
 from tests.exhaustive import exhaustive
+from tests.job_files import minimal_job
 from tests.runtime.runs.one_device import executor_of
 from tests.runtime.update.test_buckets import Done
 
@@ -84,13 +84,9 @@ def test_the_bits_are_those_of_weights_gathered_wide(family, name, chunks, polic
     spec, (layers,), profile = sliced("gpt" if family == "chunks" else family, "bfloat16")
     if family == "chunks":
         shape = {**spec.model_dump(), "tie_embeddings": False}
-        spec = build_model(
-            job_from({
-                "name": "chunks", "model": {"type": "gpt", **shape}, "data": {"type": "bytes", "path": "stdlib"},
-                "train": {"steps": 1, "batch": 8, "dtype": "bfloat16", "loss_chunk_tokens": 32},
-                "parallel": {"schedule": "1f1b", "stages": 1, "microbatch": 2},
-            }), None,
-        )  # fmt: skip
+        plan = {"schedule": "1f1b", "stages": 1, "microbatch": 2}
+        train = {"batch": 8, "dtype": "bfloat16", "loss_chunk_tokens": 32}
+        spec = build_model(minimal_job({"type": "gpt", **shape}, parallel=plan, **train), None)
         profile = analytic_profile(GptSpec(**shape), MACHINE, "bfloat16", [2])
     cut = [layers] if chunks == 1 else [layers[:3], layers[3:]]
     loss, gradients, gathered = one_step(spec, cut, name, policy, monkeypatch)

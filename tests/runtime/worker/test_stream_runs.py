@@ -9,32 +9,20 @@ import ray
 
 from raypipe.data import open_data, prepare_data
 from raypipe.errors import SpecError
-from raypipe.job.spec import JobSpec, job_from
+from raypipe.job.spec import JobSpec
 from raypipe.models.task import NextToken
 from tests.data.documents_on_disk import some_documents, write_jsonl, write_parquet
 from tests.runtime.runs.plain_training import plain_losses
-from tests.runtime.runs.small_runs import drive, new_driver
+from tests.runtime.runs.small_runs import GPT, drive, job_for, new_driver
 from tests.runtime.worker.from_memory import FromMemory
 
 STEPS = 12
 
 
 def documents_job(path: Path, parallel: dict[str, object], **train: object) -> JobSpec:
-    return job_from(
-        {
-            "name": "stream",
-            "model": {
-                "type": "gpt", "layers": 4, "hidden": 16, "heads": 2, "sequence": 32, "vocabulary": 256,
-                "dropout": 0.1, "tie_embeddings": True,
-            },
-            "data": {"type": "documents", "path": str(path), "block_mb": 0.004, "shuffle_blocks": 2},
-            "train": {
-                "steps": STEPS, "batch": 16, "lr": 0.001, "seed": 3, "dtype": "float64", "eval_batches": 2,
-                "checkpoint_every": 8, **train,
-            },
-            "parallel": {"microbatch": 2, **parallel},
-        }
-    )  # fmt: skip
+    data = {"type": "documents", "path": str(path), "block_mb": 0.004, "shuffle_blocks": 2}
+    usual = {"steps": STEPS, "batch": 16, "lr": 0.001, "eval_batches": 2, "checkpoint_every": 8}
+    return job_for({**GPT, "sequence": 32}, data, parallel, **{**usual, **train})
 
 
 @pytest.fixture(scope="module")

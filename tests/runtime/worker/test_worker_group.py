@@ -21,11 +21,11 @@ from raypipe.runtime.worker import worker_group
 from raypipe.runtime.worker.worker_group import (
     Places,
     StageStandby,
-    StandbyPool,
+    WaitingWorkers,
     WorkerGroup,
     device_title,
-    start_actors,
     start_worker_group,
+    titles_of,
 )
 from raypipe.schedule import Shape, generate
 from raypipe.schedule.ir import Schedule
@@ -86,7 +86,7 @@ def test_four_pipelines_are_half_down_half_up() -> None:
 @pytest.mark.runs
 def test_a_fleet_comes_up_under_its_names_and_goes_away(local_ray) -> None:
     schedule = schedule_of("1f1b", 2)
-    workers = start_worker_group(schedule, 1, reserve(2, DeviceRequest(cpus=1.0, gpus=0.0), 60.0))
+    workers = start_worker_group(titles_of(schedule, 1, 1), reserve(2, DeviceRequest(cpus=1.0, gpus=0.0), 60.0))
     stopped = False
     try:
         assert workers.titles == ["stage 0 · replica 0", "stage 1 · replica 0"]
@@ -125,7 +125,7 @@ class SecondFails:
 def test_actors_of_which_one_does_not_come_up_are_all_gone(local_ray) -> None:
     place = reserve(2, DeviceRequest(cpus=0.01, gpus=0.0), 60.0)
     with pytest.raises(ray.exceptions.RayActorError):
-        start_actors(["sound one", "broken one"], place, SecondFails)
+        start_worker_group(["sound one", "broken one"], place, SecondFails)
     assert not [name for name in list_named_actors() if name.startswith(("sound one", "broken one"))]
     groups = ray.util.placement_group_table().values()
     assert all(group["state"] == "REMOVED" for group in groups if group["name"].startswith("raypipe "))
@@ -133,7 +133,7 @@ def test_actors_of_which_one_does_not_come_up_are_all_gone(local_ray) -> None:
 
 @pytest.mark.runs
 def test_a_worker_whose_node_is_gone_is_not_waited_for(local_ray, monkeypatch) -> None:
-    group = start_actors(["here", "away"], reserve(2, DeviceRequest(cpus=0.01, gpus=0.0), 60.0), Sound)
+    group = start_worker_group(["here", "away"], reserve(2, DeviceRequest(cpus=0.01, gpus=0.0), 60.0), Sound)
     monkeypatch.setattr(Reservation, "is_broken", lambda self: True)
     try:
         group.locate()  # all are there, so whether a node is gone does not matter
@@ -195,10 +195,10 @@ def test_a_worker_that_is_given_no_gpu_sees_none(gpus: float, hidden: bool) -> N
 @pytest.mark.parametrize(("device", "waiting"), [("cpu", 2), ("cuda:GPU-1", 0)])
 def test_processes_without_a_device_wait_for_workers_on_cpus_only(device, waiting, monkeypatch) -> None:
     started: list[str] = []
-    monkeypatch.setattr(StandbyPool, "_start", lambda self, node: started.append(node))
+    monkeypatch.setattr(WaitingWorkers, "_start", lambda self, node: started.append(node))
     locations = [Location(Peer(0, "node", device, "stage 0"), "10.0.0.1", 4000, 1)]
     places: Any = SimpleNamespace()
-    StandbyPool(WorkerGroup([], [], locations, "run", None, places), 2)
+    WaitingWorkers().stand_by(WorkerGroup([], [], locations, "run", None, places), 2)
     assert started == ["node"] * waiting
 
 
