@@ -10,6 +10,7 @@ import pytest
 
 from raypipe.errors import RequestError, SpecError
 from raypipe.job.parallel_spec import ParallelSpec
+from raypipe.job.spec import job_from
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.emit.layout import TrainerLayout, even_cut
 from raypipe.plan.emit.nearest import nearest
