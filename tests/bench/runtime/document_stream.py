@@ -34,7 +34,6 @@ from raypipe.models import build_model
 from raypipe.models.task import NextToken
 from raypipe.observe.run_log import METRICS, read_rows
 from raypipe.runtime.cluster.connect import connect
-from raypipe.runtime.hosts.reserve import reserve
 from raypipe.runtime.worker.samples import SampleStream
 from tests.bench.command import options
 from tests.runtime.runs.small_runs import new_driver, own_workers
@@ -175,7 +174,7 @@ def main() -> None:
         build_model(job, None)
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f"prepared    {time.monotonic() - began:.1f} s for {size / 1e9:.2f} GB of files")
-        reserve(2, connect(2), 120.0)
+        connect(2)
         through_the_stream(run)
         through_torch(folder, 8 * 8 * MIB // SEQUENCE)
         trained(job, run)
