@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[1]
 TOOLS = ("unshare", "chroot", "setpriv", "mount", "ip")
 NOBODY = "65534"
 MOST_BYTES = 2_000_000
-START_S = 0.4
-"""Most processor time of a command that neither trains nor searches."""
+OF_TORCH = 0.25
+"""Most processor time of a command that neither trains nor searches, in that which ``import torch`` takes."""
 
 
 @pytest.fixture(scope="module")
@@ -54,16 +54,8 @@ def test_the_wheel_is_small_and_has_what_commands_look_for(wheel: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "docs/"))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["--help"], ["schedule", "1f1b", "--devices", "4", "--microbatches", "8"]], ids=str)
-def test_a_quick_command_starts_fast_without_torch_and_ray(words: list[str]) -> None:
-    """Processor time, the least of three: other load makes the wall's time longer, and a cold cache a first one."""
-    code = f"""
-import sys
-from raypipe.cli import run
-assert run({words!r}) == 0
-print(*sorted({{'torch', 'ray'}} & set(sys.modules)), file=sys.stderr)
-"""
+def processor_s(code: str) -> float:
+    """Return the processor time of a program, the least of three runs: in the first one caches are cold."""
     used = []
     for _ in range(3):
         before = os.times()
@@ -71,7 +63,19 @@ print(*sorted({{'torch', 'ray'}} & set(sys.modules)), file=sys.stderr)
         after = os.times()
         used.append(after.children_user + after.children_system - before.children_user - before.children_system)
         assert (done.returncode, done.stderr.strip()) == (0, "")
-    assert min(used) < START_S
+    return min(used)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["--help"], ["schedule", "1f1b", "--devices", "4", "--microbatches", "8"]], ids=str)
+def test_a_quick_command_starts_fast_without_torch_and_ray(words: list[str]) -> None:
+    code = f"""
+import sys
+from raypipe.cli import run
+assert run({words!r}) == 0
+print(*sorted({{'torch', 'ray'}} & set(sys.modules)), file=sys.stderr)
+"""
+    assert processor_s(code) < OF_TORCH * processor_s("import torch")
 
 
 INSIDE = """

@@ -28,7 +28,7 @@ from raypipe.models.host_copies import runs_behind
 from raypipe.runtime.executor.executor import Executor
 from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.process import clock
-from raypipe.runtime.setup.communicators import GLOO
+from raypipe.runtime.setup.network import GLOO
 from raypipe.runtime.transport.process_groups import create_groups
 from raypipe.runtime.update import side_stream
 from raypipe.runtime.update.gradients import TiedHolders, groups_of_ties
