@@ -117,20 +117,20 @@ ABLE = Abilities(
     sequence=True,
 )
 CONFIGS = {
-    ("llama", 32, 4096, 14336): ("llama3", "llama3_8b"),
-    ("llama", 80, 8192, 28672): ("llama3", "llama3_70b"),
-    ("llama", 126, 16384, 53248): ("llama3", "llama3_405b"),
-    ("qwen3", 28, 1024, 3072): ("qwen3", "qwen3_0_6b"),
-    ("qwen3", 28, 2048, 6144): ("qwen3", "qwen3_1_7b"),
-    ("qwen3", 40, 5120, 17408): ("qwen3", "qwen3_14b"),
-    ("qwen3", 64, 5120, 25600): ("qwen3", "qwen3_32b"),
-    ("qwen3_moe", 48, 2048, 768): ("qwen3", "qwen3_30b_a3b"),
-    ("deepseek_v3", 61, 7168, 2048): ("deepseek_v3", "deepseek_v3_671b"),
-    ("gpt_oss", 24, 2880, 2880): ("gpt_oss", "gpt_oss_20b"),
-    ("gpt_oss", 36, 2880, 2880): ("gpt_oss", "gpt_oss_120b"),
+    ("llama", 32, 4096, 14336, 128256): ("llama3", "llama3_8b"),
+    ("llama", 80, 8192, 28672, 128256): ("llama3", "llama3_70b"),
+    ("llama", 126, 16384, 53248, 128256): ("llama3", "llama3_405b"),
+    ("qwen3", 28, 1024, 3072, 151936): ("qwen3", "qwen3_0_6b"),
+    ("qwen3", 28, 2048, 6144, 151936): ("qwen3", "qwen3_1_7b"),
+    ("qwen3", 40, 5120, 17408, 151936): ("qwen3", "qwen3_14b"),
+    ("qwen3", 64, 5120, 25600, 151936): ("qwen3", "qwen3_32b"),
+    ("qwen3_moe", 48, 2048, 768, 151936): ("qwen3", "qwen3_30b_a3b"),
+    ("deepseek_v3", 61, 7168, 2048, 129280): ("deepseek_v3", "deepseek_v3_671b"),
+    ("gpt_oss", 24, 2880, 2880, 201088): ("gpt_oss", "gpt_oss_20b"),
+    ("gpt_oss", 36, 2880, 2880, 201088): ("gpt_oss", "gpt_oss_120b"),
 }
-"""Models in torchtitan's registry, its modules and configurations: type at Hugging Face, blocks, width, that of MLPs or
-of experts."""
+"""Modules and configurations of torchtitan's registry, by a model's type at Hugging Face, blocks, width, width of MLPs
+or experts, and vocabulary, by which Llama 2 70B differs from Llama 3 70B."""
 MODULES = Names("tok_embeddings", "layers.", ("norm", "lm_head"))
 RESHARD: dict[Shard, str] = {"zero2": "never", "zero3": "always"}
 P, T = "parallelism.", "training."
@@ -143,9 +143,10 @@ def write(layout: TrainerLayout, job: JobSpec, file: Path | None = None) -> str:
 
 def _arguments(layout: TrainerLayout, job: JobSpec, file: Path | None) -> Iterator[str]:
     p, train, model = layout.parallel, job.train, DecoderShape.of(job)
-    named = CONFIGS.get((model.kind, model.blocks, model.hidden, model.expert_width or model.intermediate or 0))
+    inner, vocabulary = model.expert_width or model.intermediate or 0, int(model.config.get("vocab_size", 0))
+    named = CONFIGS.get((model.kind, model.blocks, model.hidden, inner, vocabulary))
     if named is None:
-        yield "# torchtitan has no configuration of this model: add --module and --config of your own"
+        yield "# no configuration of torchtitan's is known to be this model: add --module and --config of your own"
     else:
         yield f"--module {named[0]}"
         yield f"--config {named[1]}"

@@ -326,12 +326,17 @@ def test_stale_weights_and_few_micro_batches_are_refused(tmp_path: Path) -> None
 
 
 def test_torchtitan_is_given_its_own_configuration_of_a_model_or_none() -> None:
-    """Mistral 7B has blocks, widths and heads of Llama 3 8B, and is another model."""
-    for hf, config in (("llama", "llama3_8b"), ("mistral", None), ("qwen3", "qwen3_32b")):
-        sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336}
-        if hf == "qwen3":
-            sizes = {"num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600}
-        model = {"hf": hf, "sequence": 4096, "config": {**sizes, "num_attention_heads": 32}}
+    """Mistral 7B has the widths of Llama 3 8B, and Llama 2 70B those of Llama 3 70B: other models."""
+    for hf, blocks, hidden, inner, vocabulary, config in (
+        ("llama", 32, 4096, 14336, 128256, "llama3_8b"),
+        ("mistral", 32, 4096, 14336, 32768, None),
+        ("llama", 80, 8192, 28672, 128256, "llama3_70b"),
+        ("llama", 80, 8192, 28672, 32000, None),
+        ("qwen3", 64, 5120, 25600, 151936, "qwen3_32b"),
+    ):
+        sizes = {"num_hidden_layers": blocks, "hidden_size": hidden, "intermediate_size": inner}
+        sizes |= {"num_attention_heads": 32, "vocab_size": vocabulary}
+        model = {"hf": hf, "sequence": 4096, "config": sizes}
         job = job_from({**JOB.model_dump(exclude_unset=True), "model": model})
         layout = TrainerLayout(parallel=ParallelSpec(), cut=even_cut(6, 1), batch=16)
         lines = TRAINERS["torchtitan"].write(layout, job, None).splitlines()
