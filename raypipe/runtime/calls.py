@@ -122,7 +122,7 @@ class Ticket:
     """How each of its steps begins and ends."""
     save: Save | None = None
 
-    def answers(self, later: Iterable[Ticket], timeout_s: float) -> list[Any]:
+    def answers(self, later: Sequence[Ticket], ranks: int, timeout_s: float) -> list[Any]:
         """Wait for the results, by rank.
 
         A process that is stopped before it has answered raises nothing. Others may have answered, and wait for it in a
@@ -130,6 +130,7 @@ class Ticket:
 
         Args:
             later: tickets whose calls are queued behind this one.
+            ranks: how many workers were called.
             timeout_s: how long a device may take after the last one that has answered.
 
         Raises:
@@ -150,8 +151,8 @@ class Ticket:
                 answered, since = len(done), time.monotonic()
             elif answered and missing and time.monotonic() > since + timeout_s:
                 raise TransportError(
-                    f"device {self.refs.index(missing[0])}",
-                    f"{len(done)} of {len(self.refs)} devices have answered, and no more within {timeout_s:g} s",
+                    f"rank {self.refs.index(missing[0]) % ranks}",
+                    f"{len(done)} of {len(self.refs)} answers have come, and no more within {timeout_s:g} s",
                     "look at that device: it may be stuck, or its tasks may take longer than the message timeout",
                 )
 

@@ -463,8 +463,9 @@ class Driver:
         self._pending.popleft()  # not before: where that fails, it is still to be collected
 
     def _collect(self, ticket: Ticket) -> None:
-        later = (one for one in self._pending if one is not ticket)
-        results = ticket.answers([*later], self.job.train.message_timeout_s)
+        later = [one for one in self._pending if one is not ticket]
+        ranks = self.schedule.devices * self.running.plan.parallel.tensor
+        results = ticket.answers(later, ranks, self.job.train.message_timeout_s)
         if ticket.kind == "step":
             reports = ticket.reports(results)
             self.saves.heard(reports)

@@ -83,12 +83,17 @@ def test_a_process_that_is_stopped_before_it_answers_is_noticed(stage_pool, text
     try:
         ticket = Ticket("step", 1, workers.call("clock"), driver.clock)
         behind = Ticket("step", 2, workers.call("run_step", 0), driver.clock)
+        driver._pending.extend([ticket, behind])
         with pytest.raises(ray.exceptions.RayTaskError) as caught:
-            ticket.answers([behind], 600.0)
+            driver._collect_oldest()
         assert caught.value.cause.where == "1F0 of step 1, stage actor 0 (rank 0)"
-        with pytest.raises(TransportError, match="1 of 2 devices have answered, and no more within 1 s") as late:
-            ticket.answers([], TIMEOUT_S)
-        assert late.value.where == "device 0"
+        with pytest.raises(TransportError, match="1 of 2 answers have come, and no more within 1 s") as late:
+            ticket.answers([], 2, TIMEOUT_S)
+        assert late.value.where == "rank 0"
+        batches = Ticket("eval", 1, [*workers.call("clock"), *workers.call("clock")], driver.clock)
+        with pytest.raises(TransportError, match="2 of 4 answers have come") as late:
+            batches.answers([], 2, TIMEOUT_S)
+        assert late.value.where == "rank 0"
     finally:
         os.kill(stuck, signal.SIGCONT)
-    assert len(ticket.answers([], TIMEOUT_S)) == 2  # it answers late
+    assert len(ticket.answers([], 2, TIMEOUT_S)) == 2  # it answers late

@@ -30,7 +30,7 @@ _Place = tuple[int, int]
 """(device, position in its order)."""
 _Way = tuple[int, int]
 """(sender, receiver)."""
-Positions = NDArray[np.int64]
+_Positions = NDArray[np.int64]
 
 
 @no_collection()
@@ -86,10 +86,10 @@ class _Spans(NamedTuple):
     """How long the two ends hold the messages that one sends the other, in positions of their orders; an entry of each
     array is a message. The end of a step is -1."""
 
-    sent: Positions
-    released: Positions
-    coming: Positions
-    used: Positions
+    sent: _Positions
+    released: _Positions
+    coming: _Positions
+    used: _Positions
     sizes: NDArray[np.float64]
 
 
@@ -97,7 +97,7 @@ def _spans(ways: Mapping[_Way, Sequence[tuple[int, int, float]]]) -> Iterator[tu
     """Iterate over senders and receivers, given the messages of each: positions in their orders, and bytes."""
     columns = {way: [np.array(column) for column in zip(*messages, strict=True)] for way, messages in ways.items()}
     # Per (device, other one): at which positions it receives, and how many tasks that one has then run at least.
-    steps: dict[_Way, tuple[Positions, Positions]] = {}
+    steps: dict[_Way, tuple[_Positions, _Positions]] = {}
     for (d, e), (sent, used, _) in columns.items():
         places, which = np.unique(used, return_inverse=True)
         shown = np.zeros(len(places), dtype=np.int64)

@@ -2,8 +2,8 @@
 
     python -m tests.bench.search.sizes [CASE ...]     # every case in a process of its own
 
-Processor seconds of the whole process to the first plan and to the end, its peak memory, and the step that it chose.
-A model of Hugging Face's is captured in a process before, as for a first plan: those seconds are a column of their own.
+Processor seconds of the whole process until the costs are known, to the first plan and to the end, its peak memory, and
+the step that it chose. Where nothing is stored, a model of Hugging Face's is captured while its costs are made.
 """
 
 from __future__ import annotations

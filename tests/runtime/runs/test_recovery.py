@@ -45,7 +45,6 @@ class Mortals:
     file: Path
     """Says who dies, and when."""
     waiting: WaitingWorkers = field(default_factory=WaitingWorkers)
-
     workers: WorkerGroup | None = None
     """Those of the case that runs."""
 
