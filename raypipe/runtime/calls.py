@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,11 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
 
 from raypipe.data import known_fields, open_data, token_budget
 from raypipe.data.packed import Packed
-from raypipe.errors import TransportError
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import JobSpec, compiles_first
 from raypipe.job.train_spec import TrainSpec
@@ -32,9 +29,6 @@ from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.lowering.asynchronous import WHOLE, Part
 from raypipe.schedule.microbatch_order import BUDGET_S, Order, OrderSearch
-
-LOOK_S = 1.0
-"""Interval at which a driver that waits for a call looks at the calls behind it."""
 
 
 class Due(NamedTuple):
@@ -121,40 +115,6 @@ class Ticket:
     parts: Sequence[Part] = ()
     """How each of its steps begins and ends."""
     save: Save | None = None
-
-    def answers(self, later: Sequence[Ticket], ranks: int, timeout_s: float) -> list[Any]:
-        """Wait for the results, by rank.
-
-        A process that is stopped before it has answered raises nothing. Others may have answered, and wait for it in a
-        call that is queued behind this one; or nobody waits for it, as this is the last one.
-
-        Args:
-            later: tickets whose calls are queued behind this one.
-            ranks: how many workers were called.
-            timeout_s: how long a device may take after the last one that has answered.
-
-        Raises:
-            TransportError: one takes longer.
-            ray.exceptions.RayError: what a worker raised, in a later call if need be.
-        """
-        answered, since = 0, time.monotonic()
-        while True:
-            try:
-                return list(ray.get(self.refs, timeout=LOOK_S))
-            except GetTimeoutError as error:
-                if isinstance(error, RayTaskError):  # a worker raised it
-                    raise
-            behind = [ref for one in later for ref in one.refs]
-            ray.get(ray.wait(behind, num_returns=len(behind), timeout=0)[0] if behind else [])
-            done, missing = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
-            if len(done) > answered:
-                answered, since = len(done), time.monotonic()
-            elif answered and missing and time.monotonic() > since + timeout_s:
-                raise TransportError(
-                    f"rank {self.refs.index(missing[0]) % ranks}",
-                    f"{len(done)} of {len(self.refs)} answers have come, and no more within {timeout_s:g} s",
-                    "look at that device: it may be stuck, or its tasks may take longer than the message timeout",
-                )
 
     def steps(self, results: Sequence[Sequence[StepResult] | None]) -> list[DoneStep]:
         """Return its steps; ``results``: by rank, those of all of them, or None where they were lost."""

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from raypipe.checkpoint import Checkpoint, open_checkpoint
 from raypipe.data import tokens_per_sample
 from raypipe.errors import CheckpointError, SampleCountError
@@ -142,7 +140,7 @@ class Driver:
         first = done + self.checkpoints.left_out
         with samples_streamed(self.job, self.directory, first, workers.run_id) as workers.samples:
             self._run(workers, checkpoint, done)
-        self.memory_bytes = ray.get(workers.call("memory_bytes"))
+        self.memory_bytes = workers.answers(workers.call("memory_bytes"), self.job.train.message_timeout_s)
         clear(workers.leaders_apart(), self.directory)
 
     def _run(self, workers: WorkerGroup, checkpoint: Path | None, done: int) -> None:
@@ -192,7 +190,8 @@ class Driver:
                 steps_done = self._steps(workers, done)
                 break
             except (NonFiniteError, SampleCountError) as error:
-                self.saves.drain(workers, [(one.save, one.reports(outcomes(one.refs))) for one in self._pending])
+                called = [(one.save, one.reports(outcomes(one.refs))) for one in self._pending]
+                self.saves.drain(workers, called, self.job.train.message_timeout_s)
                 if isinstance(error, SampleCountError):
                     raise
                 done = self._rewind(workers, error)
@@ -244,8 +243,8 @@ class Driver:
             try:
                 ended = done > begun and self._finish_step(workers, done)
                 steps_done = done if ended else self._fill(workers, done)
-                self._collect_all()
-                self.saves.finish(workers)
+                self._collect_all(workers)
+                self.saves.finish(workers, self.job.train.message_timeout_s)
                 done = steps_done
                 if steps_done < self.job.train.steps:
                     self._leaving.let_go(workers, done, self.log)
@@ -275,7 +274,7 @@ class Driver:
             elif ticket.step > done or ticket.kind == "copy":
                 pass  # it is queued again
             elif None not in results:
-                self._collect(ticket)
+                self._collect(workers, ticket)
             elif ticket.kind == "save" and not (ticket.save is None or ticket.save.best):
                 self.saves.uncollected(ticket.step, done)
             elif ticket.step < done:  # nobody has the parameters of that step any more
@@ -308,7 +307,7 @@ class Driver:
             Exception: ``error``, where there is no copy.
         """
         while self._pending and None not in outcomes(self._pending[0].refs):
-            self._collect_oldest()
+            self._collect_oldest(workers)
         for ticket in self._pending:
             reports = ticket.reports(outcomes(ticket.refs))
             self.saves.heard(reports)
@@ -408,7 +407,7 @@ class Driver:
                 self._read(workers)
             self._queue_after(workers, queued, due)
             while sum(t.kind == "step" for t in self._pending) > QUEUED_CALLS:
-                self._collect_oldest()
+                self._collect_oldest(workers)
             if self._stops(stop, queued):
                 break
         return queued
@@ -430,7 +429,7 @@ class Driver:
         if evaluates and train.keeps_best:
             # Whether to save depends on the validation loss, and only the validated parameters may be saved, so
             # nothing is queued until it is known. The devices wait for the driver once per validation.
-            self._collect_all()
+            self._collect_all(workers)
             if self._to_save is None or self._to_save[0] != done:
                 loss, result = self.results.newest["val_loss"], self.results.score
                 self._to_save = (done, loss, result, self.checkpoints.improves(result))
@@ -454,18 +453,16 @@ class Driver:
             self._unread.refs = workers.call("result", self._unread.step - 1)
             self._unread = None
 
-    def _collect_all(self) -> None:
+    def _collect_all(self, workers: WorkerGroup) -> None:
         while self._pending:
-            self._collect_oldest()
+            self._collect_oldest(workers)
 
-    def _collect_oldest(self) -> None:
-        self._collect(self._pending[0])
+    def _collect_oldest(self, workers: WorkerGroup) -> None:
+        self._collect(workers, self._pending[0])
         self._pending.popleft()  # not before: where that fails, it is still to be collected
 
-    def _collect(self, ticket: Ticket) -> None:
-        later = [one for one in self._pending if one is not ticket]
-        ranks = self.schedule.devices * self.running.plan.parallel.tensor
-        results = ticket.answers(later, ranks, self.job.train.message_timeout_s)
+    def _collect(self, workers: WorkerGroup, ticket: Ticket) -> None:
+        results = workers.answers(ticket.refs, self.job.train.message_timeout_s)
         if ticket.kind == "step":
             reports = ticket.reports(results)
             self.saves.heard(reports)

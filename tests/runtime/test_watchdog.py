@@ -85,15 +85,33 @@ def test_a_process_that_is_stopped_before_it_answers_is_noticed(stage_pool, text
         behind = Ticket("step", 2, workers.call("run_step", 0), driver.clock)
         driver._pending.extend([ticket, behind])
         with pytest.raises(ray.exceptions.RayTaskError) as caught:
-            driver._collect_oldest()
+            driver._collect_oldest(workers)
         assert caught.value.cause.where == "1F0 of step 1, stage actor 0 (rank 0)"
         with pytest.raises(TransportError, match="1 of 2 answers have come, and no more within 1 s") as late:
-            ticket.answers([], 2, TIMEOUT_S)
-        assert late.value.where == "rank 0"
-        batches = Ticket("eval", 1, [*workers.call("clock"), *workers.call("clock")], driver.clock)
+            workers.answers(workers.call("clock"), TIMEOUT_S)
+        assert late.value.where == workers.titles[0]
         with pytest.raises(TransportError, match="2 of 4 answers have come") as late:
-            batches.answers([], 2, TIMEOUT_S)
-        assert late.value.where == "rank 0"
+            workers.answers([*workers.call("clock"), *workers.call("clock")], TIMEOUT_S)
+        assert late.value.where == workers.titles[0]
     finally:
         os.kill(stuck, signal.SIGCONT)
-    assert len(ticket.answers([], 2, TIMEOUT_S)) == 2  # it answers late
+    assert len(workers.answers(ticket.refs, TIMEOUT_S)) == 2  # it answers late
+
+
+def test_the_end_of_a_write_is_waited_for_and_a_stopped_process_is_not(stage_pool, text_folder, tmp_path) -> None:
+    driver = new_driver(small_job(text_folder, PLAN, steps=3), tmp_path)
+    workers = stage_pool(2)
+    driver._setup(workers, None, 0)
+    save, refs = driver.saves.call(workers, 3)
+    driver.saves.begun(save, ray.get(refs), {})
+    stuck = workers.locations[1].pid
+    os.kill(stuck, signal.SIGSTOP)
+    try:
+        with pytest.raises(TransportError, match="1 of 2 answers have come") as late:
+            driver.saves.finish(workers, TIMEOUT_S)
+        assert late.value.where == workers.titles[1]
+        assert driver.checkpoints.newest[0] == 0
+    finally:
+        os.kill(stuck, signal.SIGCONT)
+    driver.saves.finish(workers, TIMEOUT_S)
+    assert driver.checkpoints.newest[0] == 3

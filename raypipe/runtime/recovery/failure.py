@@ -173,6 +173,13 @@ def is_final(error: BaseException) -> bool:
     return not isinstance(error, RayError) and kind_of(error) == "bug"
 
 
+def shows_loss(error: BaseException) -> bool:
+    """Return whether an error is what a worker's death causes: on itself, or on those that wait for its messages."""
+    cause = own_error(error)
+    lost = isinstance(cause, DeviceError) and cause.kind == "lost"
+    return lost or isinstance(cause, RayActorError | TransportError)
+
+
 def root_cause(error: BaseException, calls: Sequence[Any]) -> BaseException:
     """Return the error that caused the others, unwrapped from Ray.
 

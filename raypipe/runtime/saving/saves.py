@@ -24,7 +24,7 @@ from ray.exceptions import RayError
 
 from raypipe.checkpoint import LOSS, ShardInfo, best, commit, forget_best, keep_best, step_directory
 from raypipe.checkpoint.write import NAME
-from raypipe.errors import DivergenceError
+from raypipe.errors import DivergenceError, RaypipeError
 from raypipe.job.spec import JobSpec
 from raypipe.observe.run_log import RunLog
 from raypipe.runtime.executor.step import StepResult, Written
@@ -32,7 +32,7 @@ from raypipe.runtime.hosts.node_files import SentShard, received
 from raypipe.runtime.recovery.nonfinite import LEFT_OUT, NonFiniteError
 from raypipe.runtime.recovery.replacement import outcomes
 from raypipe.runtime.state.shard_writer import SaveBegun, writes_of
-from raypipe.runtime.worker.worker_group import WorkerGroup
+from raypipe.runtime.worker.worker_group import LOOK_S, WorkerGroup
 
 SCORE = "score"
 """Key of a manifest's ``meta`` where ``train.best_metric`` is not the loss: its name, and its value as a score."""
@@ -274,33 +274,50 @@ class Saves:
         self._in_flight.remove(save)
         self.checkpoints.committed(save.step, save.metrics, save.best, save.stall_s, save.write_s)
 
-    def finish(self, workers: WorkerGroup) -> None:
-        """Wait until everything is committed, or deleted where it will not be.
+    def finish(self, workers: WorkerGroup, timeout_s: float) -> None:
+        """Wait until everything is committed, or deleted where it will not be; ``timeout_s``: for answers.
 
         Raises:
+            TransportError: a worker does not answer.
             ray.exceptions.RayActorError: a worker died.
             CheckpointError: a checkpoint cannot be written to disk.
         """
         if not self._in_flight and not self._dropped:
             return
+        self._wait(workers, timeout_s)
         calls = workers.call("end_save")
         self.heard(outcomes(calls))
         ray.get(calls)
         self._end()
 
-    def drain(self, workers: WorkerGroup, called: Iterable[tuple[Save | None, Sequence[Any]]]) -> None:
+    @staticmethod
+    def _wait(workers: WorkerGroup, timeout_s: float) -> None:
+        """Wait until all workers have ended their writes, however long they take.
+
+        They are asked again and again, since one call would not tell a process that writes from one that is stopped.
+        """
+        while any(workers.answers(workers.call("is_writing", LOOK_S), timeout_s)):
+            pass
+
+    def drain(
+        self, workers: WorkerGroup, called: Iterable[tuple[Save | None, Sequence[Any]]], timeout_s: float
+    ) -> None:
         """As ``finish``, where the run fails: what can be committed is, and nothing new is begun.
 
         Args:
             workers: the worker group.
             called: what workers report with the calls that have not been collected, in order (``heard``); with those
                 that begin a save, that save.
+            timeout_s: for answers.
         """
         for save, reports in called:
             self.heard(reports)
             if save is not None:
                 self._dropped.append(save.folder)
-        self.heard(outcomes(workers.call("end_save")))
+        with suppress(RayError, RaypipeError):  # the shards of the others may be there
+            self._wait(workers, timeout_s)
+        calls = workers.call("end_save")
+        self.heard(outcomes(ray.wait(calls, num_returns=len(calls), timeout=LOOK_S)[0]))
         self._in_flight = [save for save in self._in_flight if len(save.shards) == save.ranks]
         self._end()
 

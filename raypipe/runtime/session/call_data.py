@@ -16,13 +16,13 @@ call whose result was lost returns it after all.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
 
 from raypipe.errors import ScheduleError, SpecError, nearest
@@ -295,6 +295,9 @@ class Restores(Protocol):
     lives: int
     """How often its workers were started anew."""
 
+    def answers(self, refs: Refs, timeout_s: float) -> list[Any]:
+        """Wait for what the workers return, at most so long after the last one that has answered."""
+
     def recover(self, error: Exception, lives: int) -> bool:
         """Start the workers anew after an error, unless that was done since ``lives``; return False if nothing can be
         done about it."""
@@ -310,6 +313,7 @@ class PendingCall(Generic[T]):
         changes: whether it changes a slot's state.
         base: whether the state after it depends on nothing before it.
         again: queues what comes to the same once it has ended; None for ``issue``.
+        timeout_s: how long a worker may take after the last one that has answered.
     """
 
     def __init__(
@@ -320,9 +324,11 @@ class PendingCall(Generic[T]):
         changes: bool = True,
         base: bool = False,
         again: Callable[[], Refs] | None = None,
+        timeout_s: float = math.inf,
     ) -> None:
         self._session, self._issue, self._read, self._again = session, issue, read, again
         self.changes, self.base = changes, base
+        self._timeout_s = timeout_s
         self.refs = issue()
         self._once = threading.Lock()
         self._ended: list[T] = []
@@ -355,7 +361,7 @@ class PendingCall(Generic[T]):
             while not self._ended:
                 lives = self._session.lives
                 try:
-                    parts = ray.get(self.refs)
+                    parts = self._session.answers(self.refs, self._timeout_s)
                 except Exception as error:
                     if not self._session.recover(error, lives):
                         self._error = error

@@ -21,14 +21,14 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from raypipe.errors import SampleCountError, SpecError, TransportError
+from raypipe.errors import SampleCountError, SpecError
 from raypipe.files import write_whole
 from raypipe.job.spec import JobSpec
 from raypipe.models import build_model
 from raypipe.plan.online.better_order import running_of
 from raypipe.plan.plan import Plan
 from raypipe.runtime.hosts.host_check import check_hosts
-from raypipe.runtime.recovery.failure import own_error
+from raypipe.runtime.recovery.failure import shows_loss
 from raypipe.runtime.session.call_data import (
     KEPT,
     CallData,
@@ -58,8 +58,6 @@ INLINE_BYTES = 64 << 10
 
 SNAPSHOT = 64
 """Calls of a slot after which its state is written, at an update, so that they need not be done again."""
-LOST = (ray.exceptions.RayActorError, TransportError)
-"""Errors that a worker's death causes: on itself, and on those that wait for its messages."""
 MOST_LIVES = 100
 """How often workers may be started anew."""
 KEPT_NAME = "kept-{slot}-{number}"
@@ -241,7 +239,7 @@ class Session:
         def read(parts: list[CallPart]) -> Outputs:
             return _outputs(call.data, parts, *at)
 
-        return self._queue(call.slot, read, issue, kind == "backward")
+        return self._queue(call.slot, read, issue, kind == "backward", timeout_s=self.job.train.message_timeout_s)
 
     def optim_step(self, adam: AdamW, slot: int = 0, note: Note | None = None) -> PendingCall[Updated]:
         """Queue an update with the gradients of all calls since the last one.
@@ -274,7 +272,8 @@ class Session:
                 )
                 return Updated(step, math.sqrt(math.fsum(part.norm_squared for part in parts)), idle, between)
 
-            made = self._queue(slot, read, lambda: self._run(key, update))
+            timeout_s = self.job.train.message_timeout_s
+            made = self._queue(slot, read, lambda: self._run(key, update), timeout_s=timeout_s)
             if len(self._logs[slot].calls) >= SNAPSHOT:
                 self._snapshot(slot, note)
             return made
@@ -372,9 +371,10 @@ class Session:
         changes: bool = True,
         base: bool = False,
         again: Callable[[], Refs] | None = None,
+        timeout_s: float = math.inf,
     ) -> PendingCall[T]:
-        """Queue a call; see ``PendingCall``."""
-        made = PendingCall(self, issue, read, changes, base, again)
+        """Queue a call; see ``PendingCall``. Files may take long, and not as long on all workers."""
+        made = PendingCall(self, issue, read, changes, base, again, timeout_s)
         self._queued.append(made)
         self._logs[slot].add(made)
         return made
@@ -399,6 +399,10 @@ class Session:
         number, self._calls = self._calls, self._calls + 1
         return call(number)
 
+    def answers(self, refs: Refs, timeout_s: float) -> list[Any]:
+        """Wait for what the workers return; see ``WorkerGroup.answers``."""
+        return self.workers.answers(refs, timeout_s)
+
     def recover(self, error: Exception, lives: int) -> bool:
         """Start all workers anew after one has died, and have them do again what is in the logs.
 
@@ -411,7 +415,7 @@ class Session:
             if self.lives != lives:  # another call has seen to it
                 return True
             places, workers = self.workers.places, self.workers
-            if not isinstance(own_error(error), LOST) or places is None or self.lives >= MOST_LIVES:
+            if not shows_loss(error) or places is None or self.lives >= MOST_LIVES:
                 return False
             self.lives += 1
             for rank, actor in enumerate(workers.actors):

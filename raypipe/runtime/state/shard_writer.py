@@ -128,6 +128,10 @@ class ShardWriter:
         written, self._written = self._written, None
         return None if written is None else written.result()
 
+    def is_writing(self, timeout_s: float) -> bool:
+        """Return whether the write that is under way has not ended in that time."""
+        return self._written is not None and bool(wait([self._written], timeout_s).not_done)
+
     def arrive(self, lost: Future[str]) -> None:
         """Wait for the write that is under way, whose end is still to be told.
 

@@ -533,6 +533,11 @@ class StageWorker:
         return SaveBegun(broken, time.monotonic() - began, waited_s, ended)
 
     @parts_when_lost
+    def is_writing(self, timeout_s: float) -> bool:
+        """Return whether the write that is under way has not ended in that time."""
+        return self.shard_writer.is_writing(timeout_s)
+
+    @parts_when_lost
     def end_save(self) -> Written | None:
         """Wait for the write that is under way, and return it unless that was done before.
 

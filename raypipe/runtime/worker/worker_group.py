@@ -15,13 +15,15 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import list_named_actors
 
 from raypipe.cost.hosts import Numbering
-from raypipe.errors import TransportError
+from raypipe.errors import RaypipeError, TransportError
 from raypipe.runtime.hosts.devices import NO_GPUS
 from raypipe.runtime.hosts.reserve import NAMESPACE, Kept, Notify, Place, Reservation, silent
 from raypipe.runtime.process.set_up import first_backward
+from raypipe.runtime.recovery.failure import shows_loss
 from raypipe.runtime.setup.communicators import Location, first_ranks
 from raypipe.runtime.update.optimizer import untraced
 from raypipe.runtime.worker.worker import StageWorker
@@ -30,7 +32,7 @@ from raypipe.schedule.ir import Schedule
 START_S = 120.0
 """Time that the worker processes have to start, once their devices are reserved."""
 LOOK_S = 1.0
-"""Interval at which a group that waits for its workers looks whether their nodes are there."""
+"""Interval at which a group that waits for its workers looks at their nodes, or at the calls behind that one."""
 LEAVE_S = 5.0
 """Time that workers have to leave what they are in, before they are ended."""
 CALLS = 64
@@ -185,6 +187,45 @@ class WorkerGroup:
         refs = [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, arguments, strict=True)]
         self.calls.extend(refs)
         return refs
+
+    def answers(self, refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        """Wait for the results of calls, each one of all ranks in their order.
+
+        A process that is stopped before it has answered raises nothing. Others may have answered, and wait for it in a
+        call that is queued behind this one; or nobody waits for it, as this is the last one.
+
+        Args:
+            refs: the calls' references.
+            timeout_s: how long a device may take after the last one that has answered.
+
+        Raises:
+            TransportError: one takes longer.
+            ray.exceptions.RayError: what a worker raised, or that one is lost, as a later call says.
+        """
+        answered, since = 0, time.monotonic()
+        while True:
+            try:
+                return list(ray.get(list(refs), timeout=LOOK_S))
+            except GetTimeoutError as error:
+                if isinstance(error, RayTaskError):  # a worker raised it
+                    raise
+            calls = list(self.calls)
+            behind = calls[calls.index(refs[-1]) + 1 :] if refs[-1] in calls else []
+            for ref in ray.wait(behind, num_returns=len(behind), timeout=0)[0] if behind else []:
+                try:
+                    ray.get(ref)
+                except (RayError, RaypipeError) as error:
+                    if shows_loss(error):  # else it is that call's own
+                        raise
+            done, missing = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+            if len(done) > answered:
+                answered, since = len(done), time.monotonic()
+            elif answered and missing and time.monotonic() > since + timeout_s:
+                raise TransportError(
+                    self.titles[refs.index(missing[0]) % len(self.actors)],
+                    f"{len(done)} of {len(refs)} answers have come, and no more within {timeout_s:g} s",
+                    "look at that device: it may be stuck, or its tasks may take longer than the message timeout",
+                )
 
     def newest_calls(self) -> list[Any]:
         """Return the references of the calls among which the cause of a failure is looked for."""

@@ -32,6 +32,8 @@ class Workers:
     def call(self, *_: object) -> list[Any]:
         return []
 
+    answers = call
+
 
 class Run:
     """The saves of an attempt, and what they have told."""
@@ -117,7 +119,7 @@ def test_what_a_dead_worker_had_not_written_is_lost_and_the_one_before_stands(ru
     run.saves.poll()
     assert run.told == [2]
     run.saves.heard([written(again, 0)])
-    run.saves.drain(Workers(), [])  # type: ignore[arg-type]
+    run.saves.drain(Workers(), [], 1.0)  # type: ignore[arg-type]
     assert run.told == [2, 4]
     assert open_checkpoint(again.folder).step == 4
 
@@ -132,7 +134,7 @@ def test_writes_that_came_with_steps_not_collected_are_committed_when_a_run_fail
     save = run.begin(2)
     of_rank = [[STEP, replace(STEP, written=written(save, rank))] for rank in range(RANKS)]
     ticket = Ticket("step", 4, [], CLOCK, (WHOLE, WHOLE))
-    run.saves.drain(Workers(), [(None, ticket.reports(of_rank))])  # type: ignore[arg-type]
+    run.saves.drain(Workers(), [(None, ticket.reports(of_rank))], 1.0)  # type: ignore[arg-type]
     assert run.told == [2]
     assert open_checkpoint(save.folder).step == 2
 
@@ -144,5 +146,5 @@ def test_what_is_not_finite_is_no_checkpoint_but_the_one_before_is(run: Run) -> 
     assert caught.value.step == 4
     assert "param/0.w is not finite after the update" in caught.value.what
     assert run.told == [2]
-    run.saves.drain(Workers(), [])  # type: ignore[arg-type]
+    run.saves.drain(Workers(), [], 1.0)  # type: ignore[arg-type]
     assert [path.name for path in (run.directory / "checkpoints").iterdir()] == [first.folder.name]

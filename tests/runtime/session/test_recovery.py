@@ -54,8 +54,9 @@ def session(local_ray: None, tmp_path: Path) -> Iterator[Session]:
         ray.kill(actor)
 
 
-RATE = 0.003
-"""Learning rate. At 0.01 training blows up after fifty steps: one rounding of the weights becomes 1e-6 of a norm."""
+RATE = 0.002
+"""Learning rate. One rounding of the weights is 1e-6 of a norm after fifty steps at 0.01, and at 0.003 1e-9 on some
+processors."""
 
 
 def called(session: Session, rounds: int, kills: bool, plain: list[PlainCalls] | None = None) -> list[float]:
@@ -107,6 +108,18 @@ def killed_while_called(session: Session, kills: int, tmp_path: Path) -> None:
 
 def test_a_killed_worker_costs_no_update(session: Session, tmp_path: Path) -> None:
     killed_while_called(session, 1, tmp_path)
+
+
+def test_a_worker_that_is_stopped_is_replaced(session: Session) -> None:
+    """Nothing else waits for it: the others have answered, and the caller queues no more calls."""
+    rng, plain = random.Random(7), PlainCalls(whole_gpt(session.job))
+    train = session.job.train.model_copy(update={"message_timeout_s": 1.0})
+    session.job = session.job.model_copy(update={"train": train})
+    data = sampled(rng, "cross_entropy", 3)
+    os.kill(session.workers.locations[1].pid, signal.SIGSTOP)
+    found = session.forward(data).result().loss_sum
+    assert session.lives == 1
+    assert found == pytest.approx(plain.forward_backward(data, "cross_entropy")[0], abs=1e-9)
 
 
 def test_one_thread_waits_for_results_while_another_queues_calls(session: Session) -> None:
