@@ -6,12 +6,13 @@ this machine, in a Ray job or after a restart.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from raypipe.files import open_regular, parse_json, strict_json, write_whole
 
@@ -22,43 +23,43 @@ EVENTS = "events.jsonl"
 class RunLog:
     """Appends rows to a run directory's logs; readers can see each row at once.
 
-    The logs are strict JSON, so numbers that are not finite become null.
+    The logs are strict JSON, so numbers that are not finite become null. Nothing is kept open or buffered: a log may be
+    replaced meanwhile (``rewind``, ``mend``), and what a full disk has refused is not written later, amid other rows.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._metrics = _open_at_a_line(directory / METRICS)
-        self._events = _open_at_a_line(directory / EVENTS)
+        self._directory = directory
+        for name in (METRICS, EVENTS):
+            (directory / name).touch()
 
     def metric(self, row: dict[str, Any]) -> None:
         """Append a step (``step loss grad_norm lr step_s tokens_per_s bubble_ratio``) or validation (``val_loss``)."""
-        self._metrics.write(strict_json(row) + "\n")
+        _append(self._directory / METRICS, row)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an event such as a start, a restart, a checkpoint, a prediction or an error, with the current time."""
-        self._events.write(strict_json({"event": kind, "time": time.time(), **fields}) + "\n")
-
-    def close(self) -> None:
-        """Close both files."""
-        self._metrics.close()
-        self._events.close()
+        _append(self._directory / EVENTS, {"event": kind, "time": time.time(), **fields})
 
 
 def log_event(directory: Path, kind: str, **fields: Any) -> None:
     """Append one event to a run's log (``RunLog.event``)."""
-    log = RunLog(directory)
-    log.event(kind, **fields)
-    log.close()
+    RunLog(directory).event(kind, **fields)
 
 
-def _open_at_a_line(path: Path) -> TextIO:
-    """Open for appending; a last line that a crash cut short is terminated first, so that the next row is intact."""
-    file = path.open("a", encoding="utf-8", buffering=1)
-    if path.stat().st_size:
-        with path.open("rb") as written:
-            written.seek(-1, os.SEEK_END)
-            if written.read() != b"\n":
-                file.write("\n")
-    return file
+def _append(path: Path, row: dict[str, Any]) -> None:
+    """Append a row; a last line that a crash or a full disk cut short is terminated first, so that the row is intact.
+
+    Raises:
+        OSError: it could not be written whole.
+    """
+    line = strict_json(row).encode() + b"\n"
+    with path.open("ab+", buffering=0) as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
+        if file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def rewind(directory: Path, step: int) -> int:

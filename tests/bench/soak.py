@@ -390,6 +390,9 @@ def disturb(
         run.wrong.append(
             f"the losses of {len(apart)} of {len(found)} steps differ, the first of {min(apart, default=-1)}"
         )
+    saved = max((row["step"] for row in events(directory, "checkpoint")), default=0)
+    if run.status == 0 and saved > len(found):
+        run.wrong.append(f"{saved} steps are in the last checkpoint, and {len(found)} in the log")
     run.wrong += cluster.wrong
     cluster.wrong.clear()
     return run

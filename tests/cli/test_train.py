@@ -490,7 +490,6 @@ def ending(error: BaseException, *checkpoints: int, began: bool = True) -> Calla
         log.event("run", resume=False)
         if began:
             log.metric({**dict.fromkeys(("loss", "step_s", "tokens_per_s", "bubble_ratio"), 1.0), "step": 1})
-        log.close()
         for step in checkpoints:
             path = step_directory(prepared.directory / "checkpoints", step)
             path.mkdir(parents=True)

@@ -27,7 +27,6 @@ def log_of(directory: Path, *kinds: str) -> None:
     log = RunLog(directory)
     for kind in kinds:
         log.event(kind, message="m")
-    log.close()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,6 @@ def test_they_hear_each_row_once(tmp_path: Path) -> None:
     callbacks.update()
     log.metric({"step": 2, "loss": 1.0})
     callbacks.update()
-    log.close()
     expected = [("step", 1, 2.0), ("eval", 1, 3.0), ("save", 1, Path("somewhere")), ("step", 2, 1.0)]
     assert told.heard == expected
     assert asked_to_stop(tmp_path) is None
@@ -55,7 +54,6 @@ def test_the_first_error_asks_the_run_to_end_and_names_its_callback(tmp_path: Pa
     log.metric({"step": 1, "val_loss": 3.0})
     log.metric({"step": 2, "loss": 1.0})
     callbacks.update()
-    log.close()
     assert asked_to_stop(tmp_path) == Stop("Broken.on_evaluate failed", pauses=False)
     assert broken.heard == after.heard == [("step", 1, 2.0)]
     with pytest.raises(RunError, match=r"callbacks: Broken\.on_evaluate: raised KeyError: 'bleu'"):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,17 +150,9 @@ class Run:
 
 
 @pytest.fixture
-def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
+def new_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
     """``new_run(min_devices=2)`` is a run with these keys of ``train.elastic``."""
-    runs: list[Run] = []
-
-    def make(**spec: Any) -> Run:
-        runs.append(Run(tmp_path, monkeypatch, **spec))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.log.close()
+    return partial(Run, tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -44,7 +44,6 @@ def told(directory: Path, *report_to: str, rows: list[dict[str, Any]] = ROWS) ->
         log.metric(row)
         reports.update()
     log.metric({"step": rows[-1]["step"], "val_loss": 1.5})
-    log.close()
     reports.close()
 
 

@@ -40,7 +40,6 @@ def record_run(folder: Path, text: str) -> None:
     log.event("failed", message=text)
     log.event("restarted", checkpoint=None)
     log.event("finished", counts={}, memory_bytes=[2 * 2**30, 2**30])
-    log.close()
     (folder / "job.json").write_text(json.dumps({"name": text, "train": {"steps": 3, "dtype": text}}))
     parallel = {"schedule": text, "stages": 2, "replicas": 1, "microbatch": 4, "tensor": 1}
     (folder / "plan.json").write_text(json.dumps({"parallel": parallel, "made_for": {"device": text}}))

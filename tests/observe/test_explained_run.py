@@ -26,7 +26,6 @@ def directory(tmp_path: Path) -> Path:
     """A run that is still at work, whose second stage is too long."""
     log = RunLog(tmp_path)
     log.event("run", resume=False, devices=4, cores=2)
-    log.close()
     of = plan(((0, 1), (2, 3, 4, 5), (6,), (7,)))
     of.save(tmp_path / "plan.json")
     (tmp_path / "job.json").write_text(json.dumps({"name": "mine", "train": {"batch": 32}}))
@@ -88,7 +87,6 @@ def test_the_report_has_the_same_causes(directory: Path) -> None:
 def test_a_run_that_has_recorded_nothing_yet(tmp_path: Path, capsys) -> None:
     log = RunLog(tmp_path)
     log.event("run", resume=False, devices=4, cores=2)
-    log.close()
     assert command(["explain", str(tmp_path)]) == 2
     assert "no recorded steps" in capsys.readouterr().err
     assert "Nothing to explain" in report_page(read_run(tmp_path))
@@ -106,7 +104,6 @@ def test_a_run_that_has_recorded_nothing_yet(tmp_path: Path, capsys) -> None:
 def test_damaged_recorded_steps_are_one_message(recorded: object, tmp_path: Path, capsys) -> None:
     log = RunLog(tmp_path)
     log.event("run", resume=False, devices=1, cores=2)
-    log.close()
     (tmp_path / "timeline.json").write_text(json.dumps({"recorded": recorded}))
     assert command(["explain", str(tmp_path)]) == 2
     err = capsys.readouterr().err

@@ -31,8 +31,7 @@ def log(tmp_path: Path):
     (tmp_path / "job.json").write_text(json.dumps({"name": "a[red]b", "train": {"steps": 90}}))
     (tmp_path / "plan.json").write_text(json.dumps({"parallel": {"schedule": "zb-h1", "stages": 2, "replicas": 1}}))
     log.event("run", resume=False, devices=2, cores=2)
-    yield log
-    log.close()
+    return log
 
 
 def shown(directory: Path, now: float | None = None) -> str:

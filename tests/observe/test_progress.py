@@ -44,9 +44,7 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = Run(tmp_path, monkeypatch)
-    yield run
-    run.log.close()
+    return Run(tmp_path, monkeypatch)
 
 
 def test_the_start_names_every_device(run) -> None:
@@ -152,7 +150,6 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path, monkeypatch) -> None:
     assert "16,384 tokens/s" in text
     assert "validation loss 2.0000" in text
     assert text.count("step 49/100") <= 1  # steps are not lines of their own
-    run.log.close()
 
 
 def test_a_wait_for_devices_is_said_with_what_is_missing(run) -> None:

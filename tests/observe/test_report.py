@@ -59,7 +59,6 @@ def test_all_sections(directory: Path) -> None:
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.event("run", resume=False, devices=2, cores=None)
-    log.close()
     page = Page(report_page(read_run(tmp_path)))
     assert page.texts("small") == ["starting"]
     assert len(page.texts("section")) == 7
@@ -99,7 +98,6 @@ def test_the_numbers_are_those_of_a_run(stage_pool, text_folder: Path, tmp_path:
     save_timelines(tmp_path, prediction.timeline if prediction else None, driver.clock.measured())
     log = RunLog(tmp_path)
     log.event("finished", counts=driver.counts, memory_bytes=driver.memory_bytes)
-    log.close()
 
     page = Page(report_page(read_run(tmp_path)))
     rows = read_rows(tmp_path / "metrics.jsonl")

@@ -20,7 +20,6 @@ def begun(directory: Path) -> Path:
     log = RunLog(directory)
     log.event("run", resume=False)
     log.event("failed", message="no memory")
-    log.close()
     return directory
 
 

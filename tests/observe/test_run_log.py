@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,9 +19,7 @@ from raypipe.observe.run_log import EVENTS, METRICS, Follower, RunLog, mend, rea
 
 @pytest.fixture
 def log(tmp_path: Path):
-    log = RunLog(tmp_path)
-    yield log
-    log.close()
+    return RunLog(tmp_path)
 
 
 def test_a_row_is_there_for_readers_as_soon_as_it_is_written(log, tmp_path) -> None:
@@ -44,7 +43,6 @@ def test_a_second_attempt_appends(log, tmp_path) -> None:
     log.metric({"step": 1})
     again = RunLog(tmp_path)
     again.metric({"step": 2})
-    again.close()
     assert [row["step"] for row in read_rows(tmp_path / METRICS)] == [1, 2]
 
 
@@ -69,7 +67,6 @@ def test_a_log_that_is_not_there_yet(tmp_path) -> None:
     assert read_rows(tmp_path / METRICS) == []
     log = RunLog(tmp_path)
     log.metric({"step": 1})
-    log.close()
     assert [row["step"] for row in follower.new_rows()] == [1]
 
 
@@ -77,7 +74,6 @@ def test_rewinding_forgets_what_will_run_again(log, tmp_path) -> None:
     for step in range(1, 6):
         log.metric({"step": step, "loss": 1.0})
     log.metric({"step": 5, "val_loss": 2.0})
-    log.close()
     rewind(tmp_path, 3)
     assert [row["step"] for row in read_rows(tmp_path / METRICS)] == [1, 2, 3]
     assert sorted(p.name for p in tmp_path.iterdir()) == [EVENTS, METRICS]  # nothing half-written is left
@@ -89,7 +85,6 @@ def test_rewinding_keeps_the_validation_of_the_step_it_goes_back_to(log, tmp_pat
     log.metric({"step": 3, "loss": 1.0})
     log.metric({"step": 3, "val_loss": 2.0})
     log.metric({"step": 4, "loss": 1.0})
-    log.close()
     rewind(tmp_path, 3)
     assert read_rows(tmp_path / METRICS) == [{"step": 3, "loss": 1.0}, {"step": 3, "val_loss": 2.0}]
 
@@ -106,12 +101,10 @@ def test_a_follower_of_a_rewound_log_sees_only_what_is_run_again(log, tmp_path) 
     for step in (1, 2, 3):
         log.metric({"step": step})
     assert len(list(follower.new_rows())) == 3
-    log.close()
     rewind(tmp_path, 1)
     assert list(follower.new_rows()) == []
     again = RunLog(tmp_path)
     again.metric({"step": 2})
-    again.close()
     assert [row["step"] for row in follower.new_rows()] == [2]
 
 
@@ -144,11 +137,35 @@ def test_a_log_replaced_while_it_is_opened(tmp_path, monkeypatch) -> None:
     assert seen == [1, 2, 1, 9]  # the new file from its start
 
 
+def test_a_log_that_is_replaced_while_it_is_written_goes_on(log, tmp_path) -> None:
+    """A damaged line among those that are kept has the file written anew, while the driver has it."""
+    log.metric({"step": 1})
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b'{"step": 2, "lo')
+    log.metric({"step": 3})
+    assert rewind(tmp_path, 3) == 0
+    log.metric({"step": 4})
+    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n{"step": 3}\n{"step": 4}\n'
+
+
+def test_a_row_that_a_full_disk_has_cut_short_spoils_no_other(log, tmp_path) -> None:
+    log.event("begins")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / EVENTS).stat().st_size + 10, hard))
+    try:
+        with pytest.raises(OSError, match=EVENTS):
+            log.event("refused")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.event("ends")
+    assert [row["event"] for row in read_rows(tmp_path / EVENTS)] == ["begins", "ends"]
+    assert b"refused" not in (tmp_path / EVENTS).read_bytes()
+
+
 def test_an_event_cut_short_by_a_crash_spoils_no_other(tmp_path) -> None:
     (tmp_path / EVENTS).write_text('{"event": "run", "resume": false}\n{"event": "sta')
     log = RunLog(tmp_path)
     log.event("run", resume=True)
-    log.close()
     rows = read_rows(tmp_path / EVENTS)
     assert [(row["event"], row["resume"]) for row in rows] == [("run", False), ("run", True)]
 

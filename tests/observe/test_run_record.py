@@ -28,9 +28,7 @@ def step(log: RunLog, number: int, step_s: float = 0.1) -> None:
 
 @pytest.fixture
 def log(tmp_path: Path):
-    log = RunLog(tmp_path)
-    yield log
-    log.close()
+    return RunLog(tmp_path)
 
 
 def test_a_whole_run(log, tmp_path) -> None:
@@ -147,7 +145,6 @@ def test_a_restart_is_a_recovery_and_its_steps_count_once(log, tmp_path) -> None
     for number in range(6, 11):
         step(again, number)
     again.event("finished", counts=COUNTS, memory_bytes=[])
-    again.close()
     result = summarise(tmp_path, PLAN)
     assert result["steps"] == len(result["losses"]) == 10
     assert result["recoveries"] == 1

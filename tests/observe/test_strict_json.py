@@ -25,6 +25,5 @@ def test_the_logs_of_a_run_are_strict(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.metric(BAD)
     log.event("realised", **BAD)
-    log.close()
     assert json.loads((tmp_path / METRICS).read_text(), parse_constant=refuse) == GOOD
     assert json.loads((tmp_path / EVENTS).read_text(), parse_constant=refuse).items() >= GOOD.items()

@@ -132,4 +132,3 @@ def test_a_step_that_a_recovery_repeats_has_one_row(text_folder: Path, tmp_path:
     results.forget()  # a rewind removes the rows
     step(2)
     assert heard == [1, 2, 3, 2]
-    log.close()

@@ -53,7 +53,6 @@ def test_all_devices_swap_before_the_same_step(tmp_path: Path) -> None:
     heard(swap, 6, "settled", "ready", "settled")  # a replacement has compiled its stages
     queue(8)
     assert workers.calls == [("swap_compiled", 4), ("swap_compiled", 8)]
-    log.close()
     told = [row["message"] for row in read_rows(tmp_path / EVENTS) if row["event"] == "notice"]
     assert told == [f"said in {step}" for step in range(1, 7) for _ in range(3)]
     assert [row["step"] for row in read_rows(tmp_path / EVENTS) if row["event"] == "swapped"] == [5, 9]

@@ -146,8 +146,6 @@ def driver_loop(request: RunRequest) -> None:
                 raise
             # Return instead of raising: a restart would fail again.
             log.event("error", message=message, exit_status=getattr(cause, "exit_status", 1))
-        finally:
-            log.close()
 
 
 def _attempts(request: RunRequest, restarted: bool, log: RunLog, reporter: _Reporter, copies: NeighbourCopies) -> None:

@@ -149,10 +149,7 @@ def drive(
     before = len(read_rows(directory / METRICS))
     log = RunLog(directory)
     driver = Driver(job, plan, directory, log, lambda *_: None)
-    try:
-        driver.run(workers, step_directory(directory / "checkpoints", done) if done else None, done)
-    finally:
-        log.close()
+    driver.run(workers, step_directory(directory / "checkpoints", done) if done else None, done)
     rows = [row for row in read_rows(directory / METRICS)[before:] if "loss" in row]
     return Ran([r["loss"] for r in rows], [r["step_s"] for r in rows], read_rows(directory / EVENTS), driver)
 

@@ -141,10 +141,7 @@ def turn(case: Case, workers: WorkerGroup, data: Path, steps: int) -> float:
         directory = Path(name)
         (directory / "data").symlink_to(data)
         log = RunLog(directory)
-        try:
-            Driver(job, plan, directory, log, lambda *_: None).run(workers, None, 0)
-        finally:
-            log.close()
+        Driver(job, plan, directory, log, lambda *_: None).run(workers, None, 0)
         others_then, whole_then = processor_seconds()
         times = [row["step_s"] for row in read_rows(directory / METRICS) if "loss" in row]
         events = read_rows(directory / EVENTS)

@@ -79,7 +79,6 @@ class RaypipeSide:
             driver.run(workers, None, 0)
             losses = [row["loss"] for row in read_rows(directory / METRICS) if "loss" in row]
         finally:
-            log.close()
             shutil.rmtree(directory)
         peak = max(peak_bytes(pid) for pid in pids)
         return Block(clock.step_s, clock.device_cpu, losses, peak), DriverCost(*driver_share(clock, warm_up))

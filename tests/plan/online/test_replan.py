@@ -315,7 +315,6 @@ def test_swaps_between_two_steps_change_no_loss(
     promised = replace(other, predicted_s=0.0)  # more than any noise
     monkeypatch.setattr(replan, "better_plan", lambda now, *_: promised if now is present else Swap(now, "", 1.0, 1.0))
     driver.run(stage_pool(4), None, 0)
-    log.close()
     losses = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row]
     assert losses == pytest.approx(expected, abs=1e-9, rel=0)
     events = [e for e in read_rows(tmp_path / EVENTS) if e["event"] in ("replanned", "realised", "reverted")]
@@ -328,6 +327,5 @@ def test_swaps_between_two_steps_change_no_loss(
     if stays:
         log = RunLog(tmp_path)
         Driver(job, kept, tmp_path, log, lambda *_: None).run(stage_pool(4), saved[24], 24)
-        log.close()
         recomputed = [row["loss"] for row in read_rows(tmp_path / METRICS) if "loss" in row][steps:]
         assert recomputed == pytest.approx(expected[24:], abs=1e-9, rel=0)

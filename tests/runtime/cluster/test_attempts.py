@@ -50,7 +50,6 @@ def test_only_changes_of_this_run_count(tmp_path: Path) -> None:
     log.event("resized", reservation="a")
     log.event("started")
     log.event("resized", reservation="b")
-    log.close()
     assert [change["reservation"] for change in attempts.devices_changed(tmp_path)] == ["a", "b"]
 
 
@@ -62,7 +61,6 @@ def test_a_driver_that_died_while_it_waited_for_devices_waits_again(tmp_path: Pa
     ):  # fmt: skip
         log.event(event)
         assert attempts._awaits_devices(tmp_path) is awaits, event
-    log.close()
 
 
 class Standing:
@@ -97,7 +95,6 @@ def test_workers_that_live_serve_on_only_where_that_mends_the_failure(
     log = RunLog(tmp_path)
     for event in events:
         log.event(event)
-    log.close()
     devices: Any = Standing(broken)
     assert attempts.serves_on(tmp_path, cause, devices) is serve
 
@@ -129,7 +126,6 @@ def test_a_driver_makes_attempt_after_attempt(
     monkeypatch.setattr(attempts, "index_of", lambda _: None)
     log = RunLog(tmp_path)
     log.event("run")
-    log.close()
     job = minimal_job(TINY_GPT, "text", PIPELINE, steps=2, max_failures=2)
     devices: Any = SimpleNamespace(is_broken=lambda: False, run_id="0123abcd", of_attempts=list, devices=2)
     with mock.patch.dict(os.environ):  # in which a driver hides GPUs from its process

@@ -32,7 +32,6 @@ def test_the_next_attempt_needs_less_and_the_last_one_says_that_nothing_does(tex
     log = RunLog(tmp_path)
     for _ in range(3):
         plan_with_less(job, tmp_path, log, FULL)
-    log.close()
     parallel = load_plan(tmp_path / "plan.json").parallel
     assert (parallel.recompute, parallel.microbatch) == ("full", 1)
     events = read_rows(tmp_path / EVENTS)

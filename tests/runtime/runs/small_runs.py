@@ -74,7 +74,7 @@ def new_driver(
 
 @contextmanager
 def own_workers(driver: Driver, worker: type[StageWorker] = StageWorker) -> Iterator[WorkerGroup]:
-    """Start workers on reserved devices, as a run does without a pool; with the block they and the run's log end."""
+    """Start workers on reserved devices, as a run does without a pool; with the block they end."""
     parallel = driver.running.plan.parallel
     devices = driver.schedule.devices * parallel.tensor
     place = reserve(devices, connect(devices), 120.0, together=parallel.tensor)
@@ -83,7 +83,6 @@ def own_workers(driver: Driver, worker: type[StageWorker] = StageWorker) -> Iter
         yield workers
     finally:
         workers.stop()
-        driver.log.close()
 
 
 def drive(
@@ -100,10 +99,7 @@ def drive(
 
     driver = new_driver(job, directory, keep, plan)
     workers = pool(driver.schedule.devices * job.parallel.tensor)
-    try:
-        driver.run(workers, checkpoint, done)
-    finally:
-        driver.log.close()
+    driver.run(workers, checkpoint, done)
     rows = read_rows(directory / METRICS)
     return Done(
         [r["loss"] for r in rows if "loss" in r],

@@ -134,7 +134,6 @@ def test_a_run_stops_with_the_parameters_that_were_validated(schedule, stage_poo
 
     log = RunLog(directory)
     log.event("run", resume=False)
-    log.close()
     with pytest.raises(SpecError, match=f"(?s)stopped early after {stop} steps.*to train on"):
         check_resume(job, directory)
 
@@ -186,7 +185,6 @@ def test_the_summary_says_so(tmp_path) -> None:
         log.metric({"step": step, "val_loss": loss})
         log.event("checkpoint", step=step, path="x", best=step < 3)
     log.event("early_stop", step=3, message="validation has not improved")
-    log.close()
     result = summarise(tmp_path, {"schedule": "1f1b", "stages": 2, "replicas": 1, "microbatch": 4})
     assert result["best"] == {"step": 2, "val_loss": 2.5}
     assert result["stopped_early"] == "validation has not improved"

@@ -63,7 +63,6 @@ class Mortals:
                 driver.run(self.workers, None, 0)
             finally:
                 self.workers.leave()
-                driver.log.close()
         assert not self.file.exists()  # who was to die has died
         return [a == b for a, b in zip(before, self.pids(), strict=True)]
 

@@ -140,7 +140,6 @@ def test_a_captured_model_is_divided_too(stage_pool, text_folder, tmp_path) -> N
     prepared = prepare_run(job, tmp_path / "run", resume=False, plan_file=tmp_path / "plan.json")
     driver = Driver(prepared.job, prepared.plan, tmp_path / "run", RunLog(tmp_path / "run"), lambda *_: None)
     driver.run(stage_pool(driver.schedule.devices * 2), None, 0)
-    driver.log.close()
     losses = [row["loss"] for row in read_rows(tmp_path / "run" / METRICS) if "loss" in row]
     assert losses == pytest.approx(expected, abs=1e-9, rel=0)
     held = decision.best.memory_bytes

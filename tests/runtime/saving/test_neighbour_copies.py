@@ -87,7 +87,6 @@ def run(local_ray: None, text_folder: Path, tmp_path: Path) -> Iterator[Run]:
     made = Run(text_folder, tmp_path)
     yield made
     made.copies.__exit__()
-    made.log.close()
 
 
 def test_devices_read_the_newest_copy_that_keepers_have_whole(run: Run) -> None:

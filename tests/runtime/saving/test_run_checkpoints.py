@@ -33,7 +33,6 @@ def test_what_a_dead_attempt_left_is_cleared_and_what_is_whole_is_kept(text_fold
     assert sorted(mine.folder(4).iterdir()) == before
     assert open_checkpoint(folder).meta[LOSS] == 2.5
     assert saved == [(4, folder, {"step": 4, "loss": 1.5})]
-    log.close()
     (event,) = read_rows(tmp_path / EVENTS)
     assert (event["event"], event["step"], event["best"]) == ("checkpoint", 4, False)
     assert (event["stall_s"], event["write_s"]) == (0.5, 2.0)
@@ -51,7 +50,6 @@ def test_what_this_attempt_is_writing_stays_and_what_it_gives_up_goes(text_folde
     mine.commit(4, [shard], None, is_best=False)
     mine.delete(folder)  # it is complete
     assert open_checkpoint(folder).step == 4
-    log.close()
 
 
 def test_a_run_that_diverges_is_told_what_a_resume_goes_on_from(text_folder: Path, tmp_path: Path) -> None:
@@ -61,11 +59,9 @@ def test_a_run_that_diverges_is_told_what_a_resume_goes_on_from(text_folder: Pat
     assert "continues from step 2" in mine.diverged(4, "param/0.weight is not finite").fix
     mine.committed(3, {}, False, 0.0, 0.0)
     assert "continues from step 3" in mine.diverged(4, "param/0.weight is not finite").fix
-    log.close()
 
 
 def test_only_a_lower_loss_is_better(text_folder: Path, tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     mine = checkpoints(text_folder, tmp_path, log, [])
-    log.close()
     assert [mine.improves(loss) for loss in (3.0, 3.0, 2.0, 2.5, 1.0)] == [True, False, True, False, True]

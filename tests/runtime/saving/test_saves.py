@@ -59,7 +59,6 @@ class Run:
 
     def close(self) -> None:
         self.saves.close()
-        self.log.close()
 
 
 @pytest.fixture

@@ -73,4 +73,3 @@ def test_a_file_that_is_damaged_later_on_is_one_error(stage_pool, tmp_path) -> N
     path.write_bytes(path.read_bytes().replace(b'": "', b'": {'))  # of the same size
     with pytest.raises(SpecError, match=r"can't read .*a\.jsonl"):
         driver.run(stage_pool(2), None, 0)
-    driver.log.close()
