@@ -175,9 +175,7 @@ def is_final(error: BaseException) -> bool:
 
 def shows_loss(error: BaseException) -> bool:
     """Return whether an error is what a worker's death causes: on itself, or on those that wait for its messages."""
-    cause = own_error(error)
-    lost = isinstance(cause, DeviceError) and cause.kind == "lost"
-    return lost or isinstance(cause, RayActorError | TransportError)
+    return isinstance(own_error(error), RayActorError | TransportError)
 
 
 def root_cause(error: BaseException, calls: Sequence[Any]) -> BaseException:
