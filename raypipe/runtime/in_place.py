@@ -27,7 +27,13 @@ from raypipe.runtime.executor.step import StepResult
 from raypipe.runtime.hosts.host_check import check_hosts
 from raypipe.runtime.hosts.reserve import gone
 from raypipe.runtime.recovery.failure import describe, is_final, own_error, root_cause
-from raypipe.runtime.recovery.flight_recorder import AskedPlaces, ask_places, places_of, stuck_message
+from raypipe.runtime.recovery.flight_recorder import (
+    STOPPED,
+    AskedPlaces,
+    ask_places,
+    places_of,
+    stuck_message,
+)
 from raypipe.runtime.recovery.replacement import Transfer, transfers
 from raypipe.runtime.saving.neighbour_copies import NeighbourCopies
 from raypipe.runtime.set_up_workers import setups_of
@@ -43,6 +49,8 @@ ELSEWHERE_S = 15.0
 """Time that Ray has to find devices on other nodes for those of a lost one."""
 GIVEN_UP_S = 60.0
 """Time that Ray has to give up a node that does not answer: by its settings some 15 to 30 s."""
+STOPPED_S = 1.0
+"""Time that the living have to answer, before is looked for a process that is stopped."""
 LOOK_S = 0.5
 """Interval at which is looked for more that have died, while others answer, and for nodes that are given up."""
 
@@ -225,14 +233,11 @@ class InPlace:
             workers.apart = check_hosts(workers.actors, workers.locations, self._directory, timeout_s)
         return result
 
-    def _stuck(self, workers: WorkerGroup) -> str:
-        return stuck_message(places_of(self._directory, workers.locations, workers.apart))
-
     def _part(self, workers: WorkerGroup) -> tuple[dict[int, Standing], dict[int, RayActorError], str]:
         """Have all workers part; return how far the living are, the errors of the dead by rank, and what hung.
 
         Whoever does not answer within ``train.message_timeout_s`` hangs: its process is ended, and it counts as dead.
-        So does at once who cannot be reached.
+        So does at once who cannot be reached, or is stopped and has been in the same task for that long already.
 
         Raises:
             TransportError: a process that hangs cannot be ended.
@@ -242,21 +247,30 @@ class InPlace:
         dead: dict[int, RayActorError] = {}
         ended: set[int] = set()
         waiting: list[Any] = list(asked)
-        deadline, hung = time.monotonic() + self._job.train.message_timeout_s, ""
+        timeout_s, hung = self._job.train.message_timeout_s, ""
+        look, deadline = time.monotonic() + STOPPED_S, time.monotonic() + timeout_s
         while waiting:
             for rank in self._unreachable(workers, {asked[ref] for ref in waiting}, ended):
                 ended.add(rank)
                 ray.kill(workers.actors[rank])  # else its calls wait until Ray knows
             ready, waiting = ray.wait(waiting, timeout=max(0.0, min(LOOK_S, deadline - time.monotonic())))
-            if not ready and time.monotonic() >= deadline:
-                first = workers.titles[asked[waiting[0]]]
-                if hung:
-                    raise TransportError(first, "hangs, and its process does not end", "end it, or look at its node")
-                hung = self._stuck(workers) or first
-                for ref in waiting:
-                    ended.add(asked[ref])
-                    ray.kill(workers.actors[asked[ref]])
-                deadline = time.monotonic() + ENDED_S
+            late, over = {asked[ref] for ref in waiting}, time.monotonic() >= deadline
+            if not ready and (over or time.monotonic() >= look):
+                if over and (stays := late & ended):
+                    title = workers.titles[min(stays)]
+                    raise TransportError(title, "hangs, and its process does not end", "end it, or look at its node")
+                places = places_of(self._directory, workers.locations, workers.apart)
+                stopped = {one.rank: one.seconds for one in places if one.process == STOPPED and one.rank in late}
+                hangs = late if over else {rank for rank, seconds in stopped.items() if seconds >= timeout_s}
+                look = time.monotonic() + min(
+                    (timeout_s - seconds for rank, seconds in stopped.items() if rank not in hangs), default=timeout_s
+                )
+                hung = hung or (hangs and (stuck_message(places) or workers.titles[min(hangs)])) or ""
+                for rank in hangs:
+                    ended.add(rank)
+                    ray.kill(workers.actors[rank])
+                if over:
+                    deadline = time.monotonic() + ENDED_S
             for ref in ready:
                 try:
                     if (standing := ray.get(ref)) is not None:

@@ -33,6 +33,8 @@ _PLACE = struct.Struct("=qqqdq")
 _PAGE = mmap.PAGESIZE
 READ_S = 20.0
 """Time that other nodes have to read theirs: a process may have to start there."""
+STOPPED = "is stopped"
+"""What became of a process that was sent SIGSTOP, and not SIGCONT yet."""
 
 
 class FlightRecorder:
@@ -164,7 +166,7 @@ def _process(pid: int) -> str:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return "is gone"
-    return {"T": "is stopped", "t": "is stopped", "Z": "is gone"}.get(state, "")
+    return {"T": STOPPED, "t": STOPPED, "Z": "is gone"}.get(state, "")
 
 
 def read_left(folder: Path | str, pids: Mapping[int, int]) -> list[DevicePlace]:

@@ -4,6 +4,7 @@ node is gone is replaced on another.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from ray.exceptions import RayActorError
 from raypipe.errors import TransportError
 from raypipe.runtime import in_place as module
 from raypipe.runtime.in_place import InPlace
+from raypipe.runtime.recovery.flight_recorder import DevicePlace
 
 
 class Rays:
@@ -50,10 +52,10 @@ def at(*nodes: str) -> list[Any]:
 def test_it_counts_as_dead(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rays = Rays(ends)
     monkeypatch.setattr(module, "ray", rays)
-    monkeypatch.setattr(InPlace, "_stuck", lambda *_: "")
+    monkeypatch.setattr(module, "places_of", lambda *_: [])
     job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=0.01))
     group = {"actors": rays.actors, "titles": ["stage 0", "stage 1"], "locations": at("first", "second")}
-    workers: Any = SimpleNamespace(**group, unreachable=set)
+    workers: Any = SimpleNamespace(**group, unreachable=set, apart={})
     monkeypatch.setattr(module, "gone", lambda _: set())
     recovery = InPlace(job, tmp_path, True, NONE)
     if not ends:
@@ -62,6 +64,49 @@ def test_it_counts_as_dead(ends: bool, tmp_path: Path, monkeypatch: pytest.Monke
         return
     standings, dead, hung = recovery._part(workers)
     assert (standings, list(dead), hung, rays.killed) == ({0: "standing"}, [1], "stage 1", ["hangs"])
+
+
+def place(seconds: float, process: str) -> DevicePlace:
+    """Return the place of rank 1, which has been in the same task for ``seconds``."""
+    return DevicePlace(1, 1, "stage 1", 4, "1F0", False, "", "", -1, seconds, process)
+
+
+@pytest.mark.parametrize("seconds", [61.0, 59.99])
+def test_one_that_is_stopped_is_not_given_the_timeout_again(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the rest of it, in which a process that was paused may go on; here it does not."""
+    rays, looks = Rays(True), list[float]()
+
+    def places_of(*_: Any) -> list[DevicePlace]:
+        looks.append(time.monotonic())
+        return [place(seconds + looks[-1] - looks[0], "is stopped")]
+
+    monkeypatch.setattr(module, "ray", rays)
+    monkeypatch.setattr(module, "STOPPED_S", 0.0)
+    monkeypatch.setattr(module, "places_of", places_of)
+    monkeypatch.setattr(module, "gone", lambda _: set())
+    job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=60.0))
+    group = {"actors": rays.actors, "titles": ["stage 0", "stage 1"], "locations": at("first", "second")}
+    workers: Any = SimpleNamespace(**group, unreachable=set, apart={})
+    standings, dead, hung = InPlace(job, tmp_path, True, NONE)._part(workers)
+    assert (standings, list(dead), rays.killed) == ({0: "standing"}, [1], ["hangs"])
+    assert hung.startswith("first stuck: stage 1 · device 1 is in 1F0 of step 4")
+    assert len(looks) == (1 if seconds >= 60.0 else 2)
+
+
+def test_one_that_runs_has_all_of_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rays = Rays(True)
+    monkeypatch.setattr(module, "ray", rays)
+    monkeypatch.setattr(module, "STOPPED_S", 0.0)
+    monkeypatch.setattr(module, "places_of", lambda *_: [place(61.0, "")])
+    monkeypatch.setattr(module, "gone", lambda _: set())
+    job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=0.2))
+    group = {"actors": rays.actors, "titles": ["stage 0", "stage 1"], "locations": at("first", "second")}
+    workers: Any = SimpleNamespace(**group, unreachable=set, apart={})
+    began = time.monotonic()
+    assert list(InPlace(job, tmp_path, True, NONE)._part(workers)[1]) == [1]
+    assert time.monotonic() >= began + 0.2
 
 
 def test_all_of_a_node_without_its_raylet_are_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
