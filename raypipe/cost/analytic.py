@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from raypipe.cost.gpt_work import SOFTWARE, STATISTIC, Software, gpt_work, master_width
 from raypipe.cost.kernels import Kernels
-from raypipe.cost.layer_work import LayerWork, newton_schulz_flops
+from raypipe.cost.layer_work import LayerWork
 from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.profile import (
     CollectivePath,
@@ -75,7 +75,7 @@ def analytic_profile(
     kernels = Kernels.of(device, dtype, software, compiled, grouped=any(work.experts for work in works))
     # torch's Muon iterates in bfloat16, whatever the weights.
     widest = "bfloat16" if optimizer == "muon" and "bfloat16" in map(str, device.peak_tflops) else dtype
-    iterating = Kernels.of(device, widest, software).flops_s if optimizer == "muon" else None
+    muon = optimizer == "muon"
     if isinstance(model, GptSpec):
         slicing = Slicing(positions=model.sequence)
     base_bytes, reserved = reserved_of(device)
@@ -85,7 +85,7 @@ def analytic_profile(
         """Return its profile; layers that are alike but for their names are timed once."""
         bare = replace(work, name="")
         if bare not in known:
-            known[bare] = _layer(bare, kernels, sizes, iterating)
+            known[bare] = _layer(bare, kernels, sizes, muon)
         return known[bare].model_copy(update={"name": work.name})
 
     return Profile(
@@ -106,6 +106,7 @@ def analytic_profile(
         tied_parameters=_tied(model, tied),
         trained_tied_parameters=trained_tied,
         update_s_per_parameter=update_bytes(optimizer, momentum, dtype) / kernels.bytes_s,
+        iteration_flops_s=Kernels.of(device, widest, software).flops_s if muon else None,
         inside=_link(cluster.inside),
         between=_link(cluster.between),
         collective=_path(cluster.collective) if cluster.collective else None,
@@ -183,9 +184,8 @@ def _path(path: CollectiveModel) -> CollectivePath:
     )
 
 
-def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int], iterating: float | None) -> LayerProfile:
-    """Return a layer's profile; ``iterating``: operations a second of Muon's iterations, None for other optimizers."""
-    matrices = [p for p in work.weight_grad.products if p.linear and not p.groups] if iterating else []
+def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int], muon: bool) -> LayerProfile:
+    """Return a layer's profile; ``muon``: it updates the layer's matrices."""
     times: dict[int, TaskTimes] = {}
     for size in sorted(set(sizes)):
         f, b, w = (
@@ -216,7 +216,7 @@ def _layer(work: LayerWork, kernels: Kernels, sizes: Sequence[int], iterating: f
         split_workspace_bytes=in_b,
         operand_bytes=work.operand_bytes if kernels.fused else None,
         chunk_bytes=work.chunk_bytes,
-        iterations_s=tuple(newton_schulz_flops(p.rows, p.columns) / (iterating or 1.0) for p in matrices),
+        matrices=work.matrices if muon else (),
         attention_share=kernels.attention_share(work.forward, max(sizes)),
         attention_grad_share=kernels.attention_share(work.input_grad, max(sizes), backward=True),
         key_value_bytes=work.key_value_bytes,

@@ -177,6 +177,11 @@ class LayerWork:
     """The layer's experts, if it is a mixture of them: those that are here."""
     exchanged_bytes: float = 0.0
 
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Return rows and columns of the trained matrices of its linear layers, experts' and heads' left out."""
+        return tuple((p.rows, p.columns) for p in self.weight_grad.products if p.linear and not p.groups)
+
 
 # A linear head whose loss is computed chunk by chunk (``runtime/backward/chunked_loss.py``).
 

@@ -183,9 +183,8 @@ class LayerProfile(Spec):
     """The part of both that one sample's compiled backward has at its end, for its weight gradients; None: eager."""
     chunk_bytes: Bytes = 0.0
     """Temporary memory of the chunk of tokens whose loss is computed at once. W needs it, if the backward is split."""
-    iterations_s: tuple[Seconds, ...] = ()
-    """Of each matrix, the time of its iteration in an update (Muon's), beside ``update_s_per_parameter``."""
-
+    matrices: tuple[tuple[Count, Count], ...] = ()
+    """Rows and columns of each matrix that updates iterate on (Muon's): copies may only divide them whole."""
     attention_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the forward's time that is causal attention, and so grows along the slices of a sequence."""
     attention_grad_share: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -395,6 +394,8 @@ class Profile(Spec):
     """Those of ``tied_parameters`` that are trained. None: all are."""
     update_s_per_parameter: Seconds
     """Seconds of an optimizer step, per parameter value."""
+    iteration_flops_s: Annotated[float, Field(gt=0)] | None = None
+    """Operations a second of the iterations on ``LayerProfile.matrices``; None: ``update_s_per_parameter`` has them."""
     alone: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Time of a task on the only busy device of a host, over its time with all devices busy (as in ``layers``)."""
     noise: Noise = Noise()
@@ -500,18 +501,14 @@ class Profile(Spec):
     def at_speed(self, factor: float) -> Profile:
         """Return the profile with compute ``factor`` times as slow; links and collectives do not change."""
         layers = tuple(
-            layer.model_copy(
-                update={
-                    "times": {size: times.scaled(factor) for size, times in layer.times.items()},
-                    "iterations_s": tuple(factor * seconds for seconds in layer.iterations_s),
-                }
-            )
+            layer.model_copy(update={"times": {size: times.scaled(factor) for size, times in layer.times.items()}})
             for layer in self.layers
         )
         return self.model_copy(
             update={
                 "layers": layers,
                 "update_s_per_parameter": factor * self.update_s_per_parameter,
+                "iteration_flops_s": self.iteration_flops_s and self.iteration_flops_s / factor,
                 "task_overhead_s": factor * self.task_overhead_s,
             }
         )

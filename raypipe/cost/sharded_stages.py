@@ -15,10 +15,11 @@ from raypipe.cost.stages import (
     expert_parameters,
     gradient_width,
     group_seconds,
-    iterations,
+    iteration_seconds,
     narrow_bytes,
     reduced_width,
     trained_parameters,
+    whole_matrices,
 )
 from raypipe.schedule.costs import CostTable
 from raypipe.schedule.ir import Sharding
@@ -102,7 +103,8 @@ def with_sharding(
     for stage, layers in enumerate(cut):
         if sharding.levels[stage]:
             experts = expert_parameters(profile, layers)
-            values = trained_parameters(profile, layers) - experts
+            trained, whole = trained_parameters(profile, layers) - experts, whole_matrices(profile, layers, group)
+            values = trained + whole.padding
             narrow = narrow_bytes(profile, layers) if sharding.levels[stage] == 3 else 0.0  # half of what they take
             gather[stage] = over_group("all_gather", stage, values * width - narrow)
             scatter[stage] = over_group("reduce_scatter", stage, values * reduced)
@@ -121,10 +123,11 @@ def with_sharding(
                 all_reduce[stage] += group_seconds(
                     profile, experts * reduced, holders, placed.same_experts(profile.experts)
                 )
-            divided = values * (1 - 1 / group) + experts * (1 - 1 / again)
+            # Measured, an update has its iterations with it.
+            share = 1 / group if profile.iteration_flops_s is not None else whole.share
+            divided = trained * (1 - share) + experts * (1 - 1 / again)
             update[stage] -= profile.update_s_per_parameter * divided
-            if matrices := iterations(profile, layers):  # each is one copy's
-                update[stage] -= sum(matrices) - max(sum(matrices) / group, *matrices)
+            update[stage] -= iteration_seconds(profile, layers) * (1 - whole.share)
     return replace(
         costs,
         forward=tuple(forward),

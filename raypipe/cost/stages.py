@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 from raypipe.cost.collectives import collective_seconds
 from raypipe.cost.experts import all_to_all_seconds, with_exchange, with_gathers
 from raypipe.cost.hosts import Layout, Placed
+from raypipe.cost.layer_work import newton_schulz_flops
 from raypipe.cost.profile import LayerProfile, LinkFit, Profile
 from raypipe.cost.sizes import times_of_stages
 from raypipe.errors import SpecError
@@ -22,6 +24,7 @@ from raypipe.schedule.families.vocabulary import graph_of
 from raypipe.schedule.ir import Schedule
 from raypipe.schedule.live_activations import recomputed_pairs
 from raypipe.schedule.shape import Innermost
+from raypipe.schedule.sharding import whole_shards
 
 Cut = Sequence[Sequence[int]]
 """Per stage, the layers it holds."""
@@ -173,7 +176,7 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
         ),
         all_reduce=_all_reduces(profile, cut, placed),
         update=tuple(
-            profile.update_s_per_parameter * trained_parameters(profile, layers) + sum(iterations(profile, layers))
+            profile.update_s_per_parameter * trained_parameters(profile, layers) + iteration_seconds(profile, layers)
             for layers in cut
         ),
         comm=_messages(profile, cut, placed, samples / slices) if len(cut) > 1 else 0.0,
@@ -182,9 +185,43 @@ def _table(profile: Profile, cut: Cut, placed: Placed, way: _Way) -> CostTable:
     return with_exchange(table, travel) if profile.context == 1 else with_gathers(table, travel, profile.exchanges)
 
 
-def iterations(profile: Profile, layers: Sequence[int]) -> list[float]:
-    """Return the seconds of an update's iteration on each matrix of a stage (``LayerProfile.iterations_s``)."""
-    return [seconds for i in layers for seconds in profile.layers[i].iterations_s]
+def iteration_seconds(profile: Profile, layers: Sequence[int]) -> float:
+    """Return the seconds of an update's iterations on the matrices of a stage, where they are counted apart."""
+    if profile.iteration_flops_s is None:
+        return 0.0
+    return sum(newton_schulz_flops(*m) for i in layers for m in profile.layers[i].matrices) / profile.iteration_flops_s
+
+
+def matrix_values(profile: Profile, layers: Sequence[int]) -> int:
+    """Return the values of the matrices of a stage that an update iterates on."""
+    return sum(rows * columns for i in layers for rows, columns in profile.layers[i].matrices)
+
+
+class WholeMatrices(NamedTuple):
+    """What it means for a stage that copies divide some of its matrices whole."""
+
+    padding: int
+    """Values by which the shards of all copies together are larger than what they hold: each is as large as the largest
+    one."""
+    share: float
+    """Share of the iterations that the copy with the most has."""
+
+
+def whole_matrices(profile: Profile, layers: Sequence[int], copies: int) -> WholeMatrices:
+    """Return what so many copies have of the matrices of a stage (``schedule.sharding.whole_shards``)."""
+    return _whole_matrices(tuple(m for i in layers for m in profile.layers[i].matrices), copies)
+
+
+@cache
+def _whole_matrices(matrices: tuple[tuple[int, int], ...], copies: int) -> WholeMatrices:
+    if not matrices:
+        return WholeMatrices(0, 1 / copies)
+    costs, sizes = [newton_schulz_flops(*m) for m in matrices], [rows * columns for rows, columns in matrices]
+    shards = whole_shards(costs, copies)
+    largest = max(sum(sizes[i] for i in shard) for shard in shards)
+    return WholeMatrices(
+        copies * largest - sum(sizes), max(sum(costs[i] for i in shard) for shard in shards) / sum(costs)
+    )
 
 
 def _exchanges(profile: Profile, cut: Cut, placed: Placed, samples: float) -> list[float]:

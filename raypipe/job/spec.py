@@ -54,7 +54,7 @@ class JobSpec(Spec):
         for key, why, fix in problems(self.model, self.data, self.train, self.parallel, info.context):
             raise SpecError(key, why, fix)  # pydantic does not wrap this exception
         if self.parallel.auto and self.train.updates_whole:  # asked of the planner, as if the file said so
-            divided = {} if "shard" in self.parallel.given else {"shard": "none"}
+            divided = {"shard": "none"} if self.train.updates_alone else {}
             whole = self.parallel.model_copy(update={**divided, "tensor": 1})
             object.__setattr__(self, "parallel", whole)
         return self

@@ -89,6 +89,8 @@ class OptimizerKind(NamedTuple):
     """Values of its state per parameter; ``momentum`` adds one."""
     fused: bool = True
     """Whether it has fused kernels on CPU and CUDA alike."""
+    rest: int = 0
+    """More values of state of each parameter that is none of the matrices which it updates by themselves."""
     divides: Literal["values", "matrices", "nothing"] = "values"
     """What of a parameter may be updated by itself: each value, so that devices may divide parameters; a whole matrix,
     so that copies may divide them among themselves; or only what all copies have."""
@@ -108,6 +110,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
         "raypipe.runtime.update.optimizer.MuonAndAdamW",
         ("betas", "eps", "momentum", "muon_rate", "muon_excludes"),
         values=1,
+        rest=1,
         fused=False,
         divides="matrices",
     ),
@@ -203,7 +206,7 @@ class TrainSpec(Spec):
     from the gradient; the others add it to the gradient. ``adagrad``, ``rmsprop``, ``adafactor`` and ``muon`` have no
     fused kernels on every device, so they allow no ``on_nonfinite: skip`` and no ``cuda_graphs: step`` or ``auto``.
     ``adafactor`` and ``muon`` read whole matrices: no ``tensor``, and ``adafactor`` no ``shard``; ``shard`` divides
-    ``muon``'s matrices whole among the copies, about as much work to each, and the planner does so only if asked."""
+    ``muon``'s matrices whole among the copies, about as much work to each."""
     lr: Annotated[float, Field(gt=0)] = 0.001
     """Peak learning rate."""
     betas: Annotated[tuple[Share, Share], Field(strict=False)] = (0.9, 0.999)

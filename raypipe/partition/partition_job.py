@@ -148,10 +148,11 @@ def check_state(job: JobSpec, cluster: ClusterSpec) -> None:
     for kind in cluster.kinds:
         base, reserved = reserved_of(kind.device)
         rooms.append((kind.device.memory_gib * GIB - base - reserved.fixed_bytes, kind.devices))
-    state, room = float(count * each.total), sum(size * devices for size, devices in rooms)
+    least = each.total - each.rest  # some have no more state
+    state, room = float(count * least), sum(size * devices for size, devices in rooms)
     if state <= room:
         return
-    ways = [] if count * (each.total - each.optimizer) > room else ["train.optimizer: sgd"]
+    ways = [] if count * (least - each.optimizer) > room else ["train.optimizer: sgd"]
     if len(rooms) == 1:
         size, devices = rooms[0]
         host = cluster.devices_per_host

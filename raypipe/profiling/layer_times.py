@@ -368,7 +368,11 @@ class LayerBench:
         unread = [0.0 if compiled else work.unread_input_bytes for work in works]
         return tuple(
             self._profile(i, kind, taken, longer, unread[i]).model_copy(
-                update={**_attention(works[i]), "experts": _experts(works[i], self._loads(i))}
+                update={
+                    **_attention(works[i]),
+                    "matrices": works[i].matrices if self.job.train.optimizer == "muon" else (),
+                    "experts": _experts(works[i], self._loads(i)),
+                }
             )
             for i, kind in enumerate(self.groups)
         )

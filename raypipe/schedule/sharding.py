@@ -9,6 +9,7 @@ of the group's copies; the verifier's walk comes to an end only if all members i
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -75,6 +76,23 @@ def copies_of_experts(group: int, experts: int) -> int:
     (4, 1, 1)
     """
     return group // experts if group % experts == 0 else 1
+
+
+def whole_shards(costs: Sequence[float], shards: int) -> list[list[int]]:
+    """Divide what may not be cut over shards by cost: the next most costly to the cheapest shard so far.
+
+    Source: Graham 1969 (LPT): the most costly shard is at most 4/3 of the best one.
+
+    >>> whole_shards([2.0, 3.0, 3.0, 1.0], 2)
+    [[1, 0], [2, 3]]
+    """
+    loads = [(0.0, shard) for shard in range(shards)]
+    result: list[list[int]] = [[] for _ in loads]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + costs[i], least))
+        result[least].append(i)
+    return result
 
 
 def shard_members(

@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypipe.cost.analytic import SIZES, analytic_profile, update_bytes
 from raypipe.cost.kernels import Kernels
-from raypipe.cost.layer_work import TaskWork
+from raypipe.cost.layer_work import TaskWork, newton_schulz_flops
 from raypipe.cost.profile import Profile
 from raypipe.cost.sharded_stages import with_sharding
-from raypipe.cost.stages import stage_costs
+from raypipe.cost.stages import stage_costs, whole_matrices
 from raypipe.errors import SpecError
 from raypipe.job import GptSpec, load_cluster
 from raypipe.job.cluster import cluster_from
@@ -123,20 +123,24 @@ def test_bad_requests(machine, wrong, where, words):
 
 
 def test_muons_iterations_take_their_products_time(machine):
-    """At 1 TFLOP/s, and where copies divide a stage's matrices whole, the longest one's at least."""
+    """At 1 TFLOP/s; where four copies divide the matrices of two blocks whole, the busiest has an MLP's and a QKV's."""
     model = GPT.model_copy(update={"tie_embeddings": False})
     muon, plain = (analytic_profile(model, machine, "float32", [1], optimizer=name) for name in ("muon", "adamw"))
     h = GPT.hidden
     block = [counted_iteration(*shape) for shape in ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))]
-    assert [layer.iterations_s for layer in muon.layers[1:-1]] == [pytest.approx([n / 1e12 for n in block])] * 3
-    assert not any(layer.iterations_s for layer in (muon.layers[0], muon.layers[-1], *plain.layers))
+    assert muon.iteration_flops_s == 1e12
+    counted = [[newton_schulz_flops(*shape) for shape in layer.matrices] for layer in muon.layers[1:-1]]
+    assert counted == [pytest.approx(block)] * 3
+    assert not any(layer.matrices for layer in (muon.layers[0], muon.layers[-1], *plain.layers))
     cut, placement = [(0, 1), (2, 3, 4)], ((0, 1),)
     costs = stage_costs(muon, cut, 1, placement, copies=4)
     values = [sum(muon.layers[i].trained for i in layers) * muon.update_s_per_parameter for layers in cut]
     assert costs.update == pytest.approx((values[0] + sum(block) / 1e12, values[1] + 2 * sum(block) / 1e12))
     shared = with_sharding(costs, muon, cut, placement, Sharding(levels=(1, 1)), 4)
-    least = max(block) / 1e12, max(max(block), 2 * sum(block) / 4) / 1e12
-    assert shared.update == pytest.approx((values[0] / 4 + least[0], values[1] / 4 + least[1]))
+    busiest = max(block) / 1e12, (max(block) + block[0]) / 1e12
+    assert shared.update == pytest.approx((values[0] / 4 + busiest[0], values[1] / 4 + busiest[1]))
+    # Shards are as large as that copy's, of 7 h^2 values, where 24 h^2 are to be had: 4 h^2 are padding.
+    assert whole_matrices(muon, cut[1], 4).padding == 4 * h * h
 
 
 class _Products(TorchDispatchMode):

@@ -155,11 +155,19 @@ def test_optimizer_state(profile, optimizer, momentum, values):
     assert [d.optimizer for d in result] == [4 * values * p for p in PARAMETERS]
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.95])
+def test_a_matrix_of_muon_has_one_value_of_state_and_all_else_adamws_two(profile, momentum):
+    first = profile.layers[0].model_copy(update={"matrices": ((3, 5), (2, 2))})
+    held = profile.model_copy(update={"layers": (first, *profile.layers[1:])})
+    result = memory(held, "1f1b", 8, optimizer="muon", momentum=momentum)
+    assert [d.optimizer for d in result] == [4 * (2 * p - (19 if d == 0 else 0)) for d, p in enumerate(PARAMETERS)]
+
+
 def test_bytes_of_a_parameter():
     """Four copies of it with Adam, two with plain SGD; 16-bit autocast changes none of them. The last is the master."""
-    assert parameter_bytes("float32", "adamw") == parameter_bytes("bfloat16", "adam") == (4, 4, 8, 0)
-    assert parameter_bytes("bfloat16-true", "adamw") == (2, 2, 8, 4)
-    assert parameter_bytes("float64", "sgd") == (8, 8, 0, 0)
+    assert parameter_bytes("float32", "adamw") == parameter_bytes("bfloat16", "adam") == (4, 4, 8, 0, 0)
+    assert parameter_bytes("bfloat16-true", "adamw") == (2, 2, 8, 4, 0)
+    assert parameter_bytes("float64", "sgd") == (8, 8, 0, 0, 0)
     assert parameter_bytes("float32", "sgd", 0.9).total == 12
     assert parameter_bytes("float32", "adamw", 0.9).total == 16  # momentum is SGD's
 

@@ -96,9 +96,8 @@ def test_what_reads_whole_matrices_is_planned_without_dividing_parameters(job_fi
         with pytest.raises(SpecError, match=f"divides parameters, of which {optimizer} reads whole rows"):
             load_job(job_file, [*usual, wish])
     given = load_job(job_file, [*usual[:1], "parallel=auto"]).parallel.given
-    assert given == {"shard": "none", "tensor": 1}
+    assert given == ({"tensor": 1} if optimizer == "muon" else {"shard": "none", "tensor": 1})
     if optimizer == "muon":  # copies may divide its matrices, whole
-        assert load_job(job_file, [usual[0], "parallel={auto: true, shard: zero1}"]).parallel.given["shard"] == "zero1"
         load_job(job_file, [*usual, shards])
 
 

@@ -44,8 +44,11 @@ def setting(
     layers: int, devices: int, batch: int, seed: int, tensor: int = 1, divides: bool = False, **more: object
 ) -> tuple[Judges, list[Grid]]:
     """The judges and the grids of a case; with ``tensor`` also those of groups, with and without halves."""
-    train = make_job(layers, batch, **({"clip": more.pop("clip")} if "clip" in more else {})).train
+    train = make_job(layers, batch, **{key: more.pop(key) for key in ("clip", "optimizer") if key in more}).train
     profile = make_profile(layers, devices, seed, **more)
+    if train.optimizer == "muon":  # of each block two matrices, of which copies may have whole ones
+        blocks = [one.model_copy(update={"matrices": ((1500, 1000), (400, 1000))}) for one in profile.layers[1:-1]]
+        profile = profile.model_copy(update={"layers": (profile.layers[0], *blocks, profile.layers[-1])})
     profiles = {ALONE: profile}
     if tensor > 1:
         profiles |= {Sharing(tensor, halves): make_shared(profile, tensor, halves) for halves in (False, True)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,10 +44,10 @@ def test_shards_are_never_slower_and_help_where_memory_is_short(mib: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [1.0, *exhaustive(None)])
-def test_no_way_that_fits_is_faster(clip: float | None) -> None:
+@pytest.mark.parametrize("train", [{"clip": 1.0}, {"optimizer": "muon"}, *exhaustive({"clip": None})])
+def test_no_way_that_fits_is_faster(train: dict[str, Any]) -> None:
     """Every plan without recomputation, with every way to divide it, timed."""
-    judge, every = setting(**TIGHT, memory_bytes=420 * MIB, divides=True, clip=clip)
+    judge, every = setting(**TIGHT, memory_bytes=420 * MIB, divides=True, **train)
     result = best_first(judge, every, 1, flushing).best[0]
     for grid in every:
         for made in judge.of(grid).on(grid):

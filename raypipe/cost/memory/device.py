@@ -22,7 +22,7 @@ from raypipe.cost.memory.parameter import parameter_bytes
 from raypipe.cost.memory.stage import StageMemory, shares_input, stage_memory
 from raypipe.cost.memory.terms import DeviceMemory
 from raypipe.cost.profile import Profile, Reserved
-from raypipe.cost.stages import Cut, check_cut, gradient_width, reduced_width
+from raypipe.cost.stages import Cut, check_cut, gradient_width, reduced_width, whole_matrices
 from raypipe.schedule.ir import Schedule, Sharding, Task
 from raypipe.schedule.kinds import BACKWARD, GRADIENTS, SHARDED, WEIGHT_GRADIENTS
 from raypipe.schedule.live_activations import recomputed_pairs, weight_versions
@@ -83,7 +83,9 @@ def device_memory(
         base=process_bytes(profile, schedule.devices, copies),
         reserved=profile.reserved,
         stages=[
-            stage_memory(profile, layers, samples, each, split=s in split, recomputed=recomputed)
+            stage_memory(profile, layers, samples, each, split=s in split, recomputed=recomputed).padded(
+                whole_matrices(profile, layers, group).padding if schedule.zero_level(s) else 0, each
+            )
             for s, layers in enumerate(cut)
         ],
         shares_input=[

@@ -20,6 +20,8 @@ class ParameterBytes(NamedTuple):
     optimizer: int
     master: int = 0
     """The float32 copy that the optimizer updates, where weights are bfloat16; its state is float32 too."""
+    rest: int = 0
+    """More optimizer state of what is none of the matrices of Muon (``LayerProfile.matrices``)."""
 
     @property
     def total(self) -> int:
@@ -31,12 +33,15 @@ class ParameterBytes(NamedTuple):
         return float(self.total * trained + self.weight * (values - trained))
 
 
-def optimizer_values(optimizer: str, momentum: float) -> int:
-    """Values of optimizer state per parameter.
+def parameter_bytes(dtype: str, optimizer: str = "adamw", momentum: float = 0.0) -> ParameterBytes:
+    """Bytes of one parameter for ``train``'s dtype, optimizer and momentum.
 
-    Args:
-        optimizer: ``train.optimizer``.
-        momentum: ``train.momentum``; only whether an optimizer that reads it has any matters.
+    Of the momentum, only whether an optimizer that reads it has any matters.
+
+    >>> parameter_bytes("bfloat16", "adamw")
+    ParameterBytes(weight=4, gradient=4, optimizer=8, master=0, rest=0)
+    >>> parameter_bytes("bfloat16-true", "adamw")
+    ParameterBytes(weight=2, gradient=2, optimizer=8, master=4, rest=0)
 
     Raises:
         SpecError: the optimizer is unknown.
@@ -44,20 +49,8 @@ def optimizer_values(optimizer: str, momentum: float) -> int:
     kind = OPTIMIZERS.get(optimizer)
     if kind is None:
         raise SpecError("train.optimizer", f'"{optimizer}" is unknown', nearest(optimizer, OPTIMIZERS))
-    return kind.values + ("momentum" in kind.options and momentum > 0)
-
-
-def parameter_bytes(dtype: str, optimizer: str = "adamw", momentum: float = 0.0) -> ParameterBytes:
-    """Bytes of one parameter for ``train``'s dtype, optimizer and momentum.
-
-    >>> parameter_bytes("bfloat16", "adamw")
-    ParameterBytes(weight=4, gradient=4, optimizer=8, master=0)
-    >>> parameter_bytes("bfloat16-true", "adamw")
-    ParameterBytes(weight=2, gradient=2, optimizer=8, master=4)
-
-    Raises:
-        SpecError: the optimizer is unknown.
-    """
     width = gradient_width(dtype)
-    master = MASTER if width < MASTER else 0
-    return ParameterBytes(width, width, optimizer_values(optimizer, momentum) * max(width, MASTER), master)
+    state, master = max(width, MASTER), MASTER if width < MASTER else 0
+    # Muon's momentum is among its values: it has one even where the factor is 0.
+    values = kind.values + ("momentum" in kind.options and momentum > 0 and not kind.rest)
+    return ParameterBytes(width, width, values * state, master, kind.rest * state)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from raypipe.cost.memory.parameter import ParameterBytes
 from raypipe.cost.profile import LayerProfile, Profile
-from raypipe.cost.stages import expert_parameters, narrow_bytes, parameters, trained_parameters
+from raypipe.cost.stages import expert_parameters, matrix_values, narrow_bytes, parameters, trained_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,17 @@ class StageMemory:
             weights=weights * self.weights,
         )
 
+    def padded(self, values: int, each: ParameterBytes) -> StageMemory:
+        """Return the stage with so many more trained values, which shards are padded with (``whole_matrices``)."""
+        return replace(
+            self,
+            weights=self.weights + values * each.weight,
+            gradients=self.gradients + values * each.gradient,
+            optimizer=self.optimizer + values * (each.optimizer + each.master),
+            update=self.update + values * each.master,
+            reduced=self.reduced + values * each.gradient,
+        )
+
     def shared(self, again: int) -> float:
         """Return the share of the trained parameters that holders may divide: all but experts that they do not divide
         ``again``."""
@@ -131,7 +142,9 @@ def stage_memory(
         experts=float(expert_parameters(profile, layers) * each.weight),
         frozen=float((parameters(profile, layers) - values) * each.weight),
         gradients=float(values * each.gradient),
-        optimizer=float(values * (each.optimizer + each.master)),
+        optimizer=float(
+            values * (each.optimizer + each.master) + (values - matrix_values(profile, layers)) * each.rest
+        ),
         update=float(values * each.master),
         casts=sum(layer.cast_bytes for layer in own),
         narrow=narrow_bytes(profile, layers),

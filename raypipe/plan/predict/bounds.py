@@ -312,7 +312,7 @@ class Bounds(CandidateCosts):
         again = copies_of_experts(group, self.profile.experts) if again is None else again
         shared = dense / group + experts / again
         shares = (shared if level >= least else dense + experts for least in (3, 2, 1, 1))
-        held = sum(part * share for part, share in zip(each, shares, strict=True))
+        held = sum(part * share for part, share in zip(each[:4], shares, strict=True))  # some have no more state
         return (held + frozen) / stages + process
 
     @cached_property

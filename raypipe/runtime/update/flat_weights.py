@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from raypipe.runtime.update.buckets import FlatGradients
 from raypipe.runtime.update.collectives import Pending, Push, start_all_gather, start_sum, wait_for
+from raypipe.schedule.sharding import whole_shards
 
 # Where the elements of several parameters lie in one flat tensor that the members of a group divide evenly.
 
@@ -71,21 +72,13 @@ class FlatLayout:
 
     @property
     def held(self) -> list[list[str]]:
-        """Names of the parameters of each shard, where none is divided: the next most costly to the cheapest shard.
-
-        Source: Graham 1969 (LPT): the most costly shard is at most 4/3 of the best one.
+        """Names of the parameters of each shard, where none is divided (``schedule.sharding.whole_shards``).
 
         >>> FlatLayout({"a": 4, "b": 6, "c": 6, "d": 2}, 2, {"a": 2.0, "b": 3.0, "c": 3.0, "d": 1.0}).held
         [['b', 'a'], ['c', 'd']]
         """
-        costs = self.costs or {}
-        loads = [0.0] * self.shards
-        result: list[list[str]] = [[] for _ in loads]
-        for name in sorted(costs, key=lambda name: -costs[name]):
-            least = loads.index(min(loads))
-            loads[least] += costs[name]
-            result[least].append(name)
-        return result
+        names = list(self.costs or {})
+        return [[names[i] for i in shard] for shard in whole_shards([*(self.costs or {}).values()], self.shards)]
 
     @property
     def padded(self) -> int:
