@@ -111,7 +111,7 @@ def prepare_run(
     check_metrics(job, model, validation)
     if job.data.mask != type(job.data).model_fields["mask"].default and not model.declared.task.masks:
         raise SpecError("data.mask", UNMASKED, OUT)
-    if job.train.groups:
+    if job.train.groups or job.train.optimizer == "muon":
         check_groups(job.train, model.declared, say)
     shard = (job if planned is None else planned.job).parallel.shard
     check_statistics(shard, shard != "none" and model.declared.batch_statistics)

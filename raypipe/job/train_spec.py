@@ -8,6 +8,7 @@ copies divide them afterwards. So the number of rows has to be enough for any do
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
@@ -393,6 +394,16 @@ class TrainSpec(Spec):
     def updates_alone(self) -> bool:
         """Return whether each copy updates all parameters of its stages."""
         return OPTIMIZERS[self.optimizer].divides == "nothing"
+
+    def iterates_on(self, name: str, dims: int) -> bool:
+        """Return whether Muon updates a parameter of this name and number of dimensions, and so reads it whole.
+
+        >>> train = TrainSpec(steps=1, batch=1, optimizer="muon")
+        >>> [train.iterates_on(name, 2) for name in ("h.0.mlp.weight", "wte.weight")], train.iterates_on("ln.weight", 1)
+        ([True, False], False)
+        """
+        excluded = (fnmatchcase(name, pattern) for pattern in self.muon_excludes)
+        return self.optimizer == "muon" and dims == 2 and not any(excluded)
 
     @property
     def crossing_dtype(self) -> str:

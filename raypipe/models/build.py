@@ -27,7 +27,7 @@ from raypipe.models.captured import CapturedModel, Share, Unmixed
 from raypipe.models.divided_head import DividedHead
 from raypipe.models.given.read import given_model
 from raypipe.models.gpt import GptLayers
-from raypipe.models.layered import LayeredModel
+from raypipe.models.layered import VOCABULARY, LayeredModel
 from raypipe.models.loss_function import (
     capture_with_loss,
     check_function,
@@ -84,7 +84,11 @@ def build_model(
     asked = job.parallel if parallel is None else parallel
     if tensor_rank is None or asked.auto or asked.vocabulary == "whole":  # a wish of the planner is no plan yet
         return model
-    return DividedHead(model, asked.stages)
+    divided = DividedHead(model, asked.stages)
+    if name := next((n for n in divided.linear.names if job.train.iterates_on(n, 2)), None):
+        fix = f'add "{name}" to train.muon_excludes, so that AdamW updates it, or use whole'
+        raise SpecError(VOCABULARY, f"split divides {name}, which Muon reads whole", fix)
+    return divided
 
 
 def _whole_loss(

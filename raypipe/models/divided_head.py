@@ -146,6 +146,10 @@ class DividedHead(LayeredModel):
         """See ``LayeredModel.positions``."""
         return self.body.positions
 
+    def slice_lengths(self, slices: int) -> Lengths:
+        """See ``LayeredModel.slice_lengths``; shares compute each token by itself."""
+        return self.whole.slice_lengths(slices)
+
     def parameters(self, i: int) -> int:
         """See ``LayeredModel.parameters``."""
         if i < self.first:
@@ -188,6 +192,7 @@ class DividedHead(LayeredModel):
     ) -> StageBody:
         """Build layers of the model itself, or one of the others."""
         if layers[0] < self.first:
+            self.body.slices = self.slices
             return self.body.build_stage(layers, seed, device, ends)
         if layers[0] == self.loss:
             return LossOfShares()

@@ -43,6 +43,7 @@ from raypipe.plan.tensor_groups import Judges, Sharing, expert_order
 from raypipe.plan.watch import ENDLESS, SearchProgress, Watch
 from raypipe.schedule import SCHEDULES
 from raypipe.schedule.garbage_collection import no_collection
+from raypipe.schedule.kinds import SHARDED
 from raypipe.schedule.shape import OPTIONS, Grid
 
 CONSIDERED = 10
@@ -268,7 +269,8 @@ def plan_of(
     parallel = ParallelSpec.model_validate(parallel_of(p, job))
     parallel = parallel.model_copy(update={"expert_order": parallel.expert_order or experts})
     if order is not None and p.candidate.vocabulary == "split":
-        order = order.without({"R"})  # the keys say what is recomputed
+        # The keys say what is recomputed and gathered.
+        order = replace(order.without({"R", *SHARDED}), sharding=None)
     plan = Plan.of(parallel, p.cut, job.train.batch, order, p.frozen)
     bound_s = None if certificate is None else certificate.bound_s
     return plan.model_copy(update={"predicted_step_s": p.step_s, "bound_s": bound_s})

@@ -14,10 +14,12 @@ from raypipe.cost.sizes import times_at
 from raypipe.cost.stages import as_exchanged
 from raypipe.errors import ScheduleError, SpecError
 from raypipe.job.rules.check import vocabulary_rules
+from raypipe.job.train_spec import HEADS
 from raypipe.plan.best_first import Ranking
 from raypipe.plan.candidate import Candidate
 from raypipe.plan.choice import PlanChoice
 from raypipe.plan.cut.layers import cut_layers, line_of
+from raypipe.plan.plan import sharded
 from raypipe.plan.predict.prediction import Prediction
 from raypipe.plan.predict.predictor import Predictor, without_noise
 from raypipe.plan.tensor_groups import ALONE, sharing_of
@@ -39,8 +41,10 @@ def refused(choice: PlanChoice) -> str | None:
     broken = next(vocabulary_rules(job.train, asked), None)
     if broken is not None:
         return broken[1]
-    if job.train.updates_whole:
+    if job.train.updates_alone or not set(HEADS) <= {*job.train.muon_excludes}:
         return f"{job.train.optimizer} reads whole rows and columns"
+    if asked.experts != 1 or asked.context != 1:
+        return "plans of copies that divide experts or sequences have whole heads"
     if profile is None or profile.other_kinds:
         return "devices are of several kinds"
     try:
@@ -76,7 +80,12 @@ class _Heads:
             whole, job = self.choice.judge.by[ALONE], self.choice.job
             own = divided_head(without_noise(self.choice.profiles[ALONE]), shares)
             self._judges[shares] = Predictor(
-                as_exchanged(own, job.train, job.parallel), job.train, whole.most_stages, syncs=whole.syncs
+                as_exchanged(own, job.train, job.parallel),
+                job.train,
+                whole.most_stages,
+                syncs=whole.syncs,
+                asked=whole.asked,
+                divides=whole.divides,
             )
         return self._judges[shares]
 
@@ -103,25 +112,24 @@ class _Heads:
         return (sum(body) + last + grid.stages * each) * grid.microbatches / grid.stages
 
     def plans(self, grid: Grid) -> Iterator[Prediction]:
-        """Yield the plan of a division of the devices, with activations of blocks recomputed where it only fits so."""
-        c = self.choice.pick(Candidate.on(grid, "1f1b", vocabulary="split"))
-        if c is None:
-            return
-        judge, shares = self.judge(grid.stages), grid.stages
-        body = judge.layer_times(c.microbatch)[: -shares - 1]
+        """Yield the plan of a division of the devices; where it does not fit otherwise, with activations of blocks
+        recomputed, or those whose copies divide weights, gradients or optimizer state."""
+        judge, shares, whole = self.judge(grid.stages), grid.stages, Candidate.on(grid, "1f1b", vocabulary="split")
+        body = judge.layer_times(grid.microbatch)[: -shares - 1]
         cut = divided_cut(cut_layers(body, line_of(shares)).stages, shares)
-        placement = c.form.placement
+        again = bool(self.choice.judge.by[ALONE].recompute)
+        costs = judge.costs_of(whole, cut, whole.form.placement, True)
         try:
-            order = generate(c.schedule, pipeline_shape(c, c.microbatches), judge.costs_of(c, cut, placement, True))
+            order = generate(whole.schedule, pipeline_shape(whole, whole.microbatches), costs)
         except ScheduleError:
             return
-        for way in ("none", "full"):
-            if c.recompute != "full" and way == "full" and not self.choice.judge.by[ALONE].recompute:
-                return
-            if way == "none" and c.recompute == "full":
-                continue
-            made = order if way == "none" else add_recompute(order, "early", range(shares))
-            p = judge.predict_order(replace(c, recompute=way), made, cut)
-            if p.fits:
-                yield p
+        for c in filter(None, map(self.choice.pick, (whole, *judge.shard_ways(whole)))):
+            fits = False
+            for way in ("none", "full"):
+                if not fits and (c.recompute == way or (way == "full" and again)):
+                    made = order if way == "none" else add_recompute(order, "early", range(shares))
+                    p = judge.predict_order(replace(c, recompute=way), sharded(made, c), cut)
+                    if fits := p.fits:
+                        yield p
+            if fits and c.shard == "none":
                 return

@@ -52,6 +52,8 @@ PLANS = [
     {"schedule": "dualpipev", "stages": 1, **TWO, "microbatch": 1},
     {"schedule": "1f1b", "stages": 2, "slices": 2, **TWO},
     *exhaustive(
+        {"schedule": "1f1b", "stages": 2, "vocabulary": "split", **TWO},
+        {"schedule": "1f1b", "stages": 2, "vocabulary": "split", "shard": "zero3", **TWO},
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 2},
         {"schedule": "1f1b", "stages": 1, "replicas": 4, "experts": 4},
         {"schedule": "1f1b", "stages": 2, "shard": "zero1", **TWO},

@@ -24,13 +24,11 @@ SPLIT: dict[str, Any] = {"schedule": "1f1b", "stages": 2, "vocabulary": "split"}
         ({"stages": 1}, {}, "parallel.vocabulary: one device has nothing to divide a head with"),
         ({"slices": 2}, {}, "parallel.vocabulary: split has no order for 2 slices"),
         ({"tensor": 2}, {}, "parallel.tensor: .*split\n  fix: use tensor: 1"),
-        ({"replicas": 2, "context": 2}, {}, "parallel.context: .*split"),
-        ({"replicas": 2, "shard": "zero1"}, {}, "parallel.shard: .*split"),
         ({"replan": True}, {}, "parallel.replan: .*split\n  fix: leave it out"),
         ({"replicas": 2, "sync": "prioritised"}, {"clip": None}, "parallel.sync: prioritised .*split"),
         ({"recompute": "stage-aware", "alphas": 0.5}, {}, "parallel.recompute: stage-aware is for a chain"),
         ({}, {"compile": "inductor"}, "train.compile: inductor runs whole logits"),
-        ({}, {"optimizer": "muon"}, "parallel.vocabulary: split divides parameters, of which muon reads whole rows"),
+        ({}, {"optimizer": "adafactor"}, "parallel.vocabulary: split divides parameters, of which adafactor"),
     ],
 )  # fmt: skip
 def test_each_is_refused(parallel: dict[str, Any], train: dict[str, Any], says: str, tmp_path: Path) -> None:

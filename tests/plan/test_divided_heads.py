@@ -96,7 +96,13 @@ def test_no_step_is_shorter_than_its_bound() -> None:
     [
         ({}, {"tie_embeddings": True}, {}, "is tied to another layer"),
         ({}, {}, {"compile": "inductor"}, "inductor runs whole logits"),
-        ({"shard": "zero1"}, {}, {}, "cannot be combined with vocabulary: split"),
+        ({"shard": "zero1"}, {}, {}, "no plan with these keys"),
+        (
+            {"stages": 4, "replicas": 2, "context": 2},
+            {},
+            {},
+            "copies that divide experts or sequences have whole heads",
+        ),
         ({"schedule": "zb-h1"}, {}, {}, "no plan with these keys"),
     ],
 )
@@ -115,3 +121,20 @@ def test_a_run_of_the_plan_has_the_losses_of_plain_pytorch(stage_pool, text_fold
     job = job.model_copy(update={"parallel": plan.parallel})
     done = drive(job, stage_pool, tmp_path / "run", plan=plan)
     assert done.losses == pytest.approx(plain_losses(job, tmp_path / "run" / "data", job.train.steps), abs=1e-9, rel=0)
+
+
+def test_copies_that_divide_their_state_divide_heads_too() -> None:
+    """Where it only fits so, or is asked for; from its file alone, the plan is predicted as it was."""
+    shape = {"stages": 4, "replicas": 2, "vocabulary": "split"}
+    with pytest.raises(SpecError, match="no plan with these keys divides the head and fits"):
+        chosen(job_with({**shape, "shard": "none"}), 14)
+    for more, memory_gb in (({}, 14), ({"shard": "zero3", "gather": "microbatch"}, 80)):
+        job = job_with({**shape, **more})
+        decision = chosen(job, memory_gb)
+        plan, best = decision.plan, decision.best
+        assert plan.parallel.shard == more.get("shard", best.candidate.shard) != "none"
+        assert best.fits
+        assert build_schedule(plan, job.train.batch).sharding is not None
+        own = PlanPredictor(job, analytic_profile(job.model, A100, job.train.dtype, [1, 2])).predict(plan)
+        assert own.time.step == pytest.approx(best.step_s, rel=1e-9)
+        assert [device.total for device in own.memory] == pytest.approx(list(best.memory_bytes), rel=1e-9)

@@ -52,8 +52,7 @@ def problems(
     if train.updates_whole:
         for key, wanted in (
             ("tensor", 1),
-            ("vocabulary", "whole"),
-            *([("shard", "none")] if train.updates_alone else []),
+            *([("vocabulary", "whole"), ("shard", "none")] if train.updates_alone else []),
         ):
             if getattr(parallel, key) != wanted:
                 divides = f"{getattr(parallel, key)} divides parameters"
@@ -326,9 +325,6 @@ def vocabulary_rules(train: TrainSpec, parallel: ParallelSpec) -> Iterator[Broke
         return
     for key, wanted in (
         ("tensor", 1),
-        ("experts", 1),
-        ("context", 1),
-        ("shard", "none"),
         ("keep", None),
         ("side_stream", None),
         ("replan", None),

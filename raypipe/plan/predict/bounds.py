@@ -199,11 +199,16 @@ class CandidateCosts:
         weight = tuple(w + (inner if s == first else 0.0) for s, w in enumerate(costs.weight_grad))
         return replace(costs, weight_grad=weight)
 
-    def costs_of(self, c: Candidate, cut: Cut, placement: Placement, split: bool) -> CostTable:
-        """Costs of a cut of its own, of full micro-batches and copies that divide nothing."""
-        return stage_costs(
+    def costs_of(
+        self, c: Candidate, cut: Cut, placement: Placement, split: bool, sharding: Sharding | None = None
+    ) -> CostTable:
+        """Costs of a cut of its own, of full micro-batches."""
+        costs = stage_costs(
             self.profile, cut, c.microbatch, placement, copies=c.replicas, innermost=c.innermost, split=split
         )
+        if sharding is None:
+            return costs
+        return with_sharding(costs, self.profile, cut, placement, sharding, c.replicas, c.innermost)
 
     @cached_property
     def _arrays(self) -> StageArrays:

@@ -291,7 +291,10 @@ class Predictor(OOMFallback):
         placement does not say it."""
         form = Form.of(schedule, "auto")
         order = Order(schedule)
-        costs = self.costs(c, form) if cut is None else self.costs_of(c, cut, form.placement, not form.joint)
+        if cut is None:
+            costs = self.costs(c, form)
+        else:
+            costs = self.costs_of(c, cut, form.placement, not form.joint, schedule.sharding)
         cut = self.cut(c, form) if cut is None else cut
         result = Prediction(
             candidate=c,

@@ -94,6 +94,14 @@ def joined(pieces: Sequence[TensorPiece], groups: Mapping[Axis, TensorGroup]) ->
     return result
 
 
+def _stored(shard: Shard | None) -> tuple[str, bool, Shard | None]:
+    """Return the end of a parameter's keys, whether this process stores what all its shares have alike, and how it is
+    divided: rows that other stages have other ones of are stored as they are, beside those."""
+    if shard is None or shard.own_rank is None:
+        return "", True, shard
+    return rows_key(shard.rows), shard.own_rank == 0, None
+
+
 def state_pieces(
     module: StageModule,
     optimizer: torch.optim.Optimizer,
@@ -109,9 +117,7 @@ def state_pieces(
     for name, parameter in module.named.items():
         if name in divided or not _saves(module, name, tied):
             continue
-        shard, rows, first = module.shards.get(name), "", True
-        if shard is not None and shard.own_rank is not None:  # stored as it is, beside the other stages' rows
-            rows, first, shard = rows_key(shard.rows), shard.own_rank == 0, None
+        rows, first, shard = _stored(module.shards.get(name))
         updated = updated_tensor(optimizer, parameter)
         result.append(TensorPiece(f"param/{name}{rows}", updated.detach(), shard))
         for key, value in sorted(optimizer.state.get(updated, {}).items()):
@@ -276,15 +282,17 @@ def gathered_state(
             writer, turn = turn % flat.group.size(), turn + 1
             if value.shape != pieces[0].shape:  # one number for all parameters, e.g. how many updates there were
                 if flat.group.rank() == writer:
-                    result += [(f"optim/{name}/{key}", value.clone(), None) for name in flat.parameters]
+                    first = [name for name in flat.parameters if _stored(cuts.get(name))[1]]
+                    result += [(f"optim/{name}/{key}", value.clone(), None) for name in first]
                 continue
             own = [p.detach() if not key else optimizer.state[p][key] for p in pieces]
             whole = _gather(torch.cat([part.reshape(-1) for part in own]), flat, writer)
             if whole is not None:
                 for name, offset in flat.layout.offsets.items():
                     p = flat.parameters[name]
-                    value_key = f"optim/{name}/{key}" if key else f"param/{name}"
-                    result.append((value_key, whole[offset : offset + p.numel()].view(p.shape), cuts.get(name)))
+                    rows, _, cut = _stored(cuts.get(name))
+                    value_key = f"optim/{name}/{key}{rows}" if key else f"param/{name}{rows}"
+                    result.append((value_key, whole[offset : offset + p.numel()].view(p.shape), cut))
     return result
 
 

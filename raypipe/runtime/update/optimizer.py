@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -73,7 +72,7 @@ def make_optimizer(
         decay = train.weight_decay if train.decay == "all" or dims > 1 else 0.0
         if group is not None and group.weight_decay is not None:
             decay = group.weight_decay
-        by_muon = train.optimizer == "muon" and takes_muon(train, name, dims)
+        by_muon = train.iterates_on(name, dims)
         held.setdefault((1.0 if group is None else group.scale, decay, by_muon), []).append(values)
     made = [
         {"params": some, SCALE: scale, "weight_decay": decay, **({MUON: by_muon} if train.optimizer == "muon" else {})}
@@ -245,21 +244,9 @@ MUON = "muon"
 """Key of a parameter group: whether Muon updates it."""
 
 
-def takes_muon(train: TrainSpec, name: str, dims: int) -> bool:
-    """Return whether Muon updates a parameter of this name and number of dimensions.
-
-    >>> train = TrainSpec(steps=1, batch=1, optimizer="muon")
-    >>> [takes_muon(train, name, 2) for name in ("h.0.mlp.weight", "wte.weight")], takes_muon(train, "h.0.ln.weight", 1)
-    ([True, False], False)
-    """
-    return dims == 2 and not any(fnmatchcase(name, pattern) for pattern in train.muon_excludes)
-
-
 def whole_costs(train: TrainSpec, parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
     """Return the FLOPs of the update of each parameter that the optimizer reads whole, by name."""
-    if train.optimizer != "muon":
-        return {}
-    return {n: newton_schulz_flops(*p.shape) for n, p in parameters.items() if takes_muon(train, n, p.dim())}
+    return {n: newton_schulz_flops(*p.shape) for n, p in parameters.items() if train.iterates_on(n, p.dim())}
 
 
 class MuonAndAdamW(torch.optim.AdamW):

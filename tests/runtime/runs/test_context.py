@@ -26,6 +26,7 @@ def job_of(family: str, text: Path, parallel: dict[str, Any], **train: Any) -> J
 CASES = [
     ("llama", {"schedule": "1f1b", "stages": 2, "replicas": 2, "context": 2}),
     *exhaustive(
+        ("llama", {"schedule": "1f1b", "stages": 2, "replicas": 2, "context": 2, "vocabulary": "split"}),
         ("gpt2", {"schedule": "zb-h1", "stages": 2, "replicas": 2, "context": 2, "recompute": "full"}),
         ("gpt2", {"schedule": "chimera", "stages": 2, "replicas": 4, "context": 2}),
         ("qwen3", {"schedule": "1f1b", "stages": 1, "replicas": 8, "context": 4, "shard": "zero1"}),

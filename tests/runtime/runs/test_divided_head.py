@@ -17,6 +17,9 @@ SPLIT = {"schedule": "1f1b", "stages": 2, "vocabulary": "split"}
 MORE = [
     {**SPLIT, "stages": 4},
     {**SPLIT, "replicas": 2, "sync": "eager"},
+    {**SPLIT, "replicas": 2, "shard": "zero1"},
+    {**SPLIT, "replicas": 2, "shard": "zero3", "gather": "microbatch"},
+    {**SPLIT, "replicas": 2, "context": 2},
     {**SPLIT, "recompute": "full"},
     {**SPLIT, "recompute": ["block.*"], "update": "optimistic"},
 ]
@@ -36,12 +39,14 @@ def reference(tied: bool, text_folder: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.runs
 def test_a_run_is_resumed_by_a_whole_head_and_back(tied, reference, stage_pool, text_folder, tmp_path) -> None:
-    """Two steps with a divided head, one with a whole one, the others with four shares, in chunks of tokens."""
+    """A step with a divided head, one on two copies that divide all again, one with a whole head, the others with four
+    shares, in chunks of tokens."""
     losses: list[float] = []
     checkpoint, done = None, 0
-    plans = ((SPLIT, 2), ({"schedule": "1f1b", "stages": 1}, 3), ({**SPLIT, "stages": 4}, STEPS))
+    sharded = {**SPLIT, "replicas": 2, "shard": "zero3", "gather": "microbatch"}
+    plans = ((SPLIT, 1), (sharded, 2), ({"schedule": "1f1b", "stages": 1}, 3), ({**SPLIT, "stages": 4}, STEPS))
     for number, (parallel, until) in enumerate(plans):
-        chunk = 7 if number == 2 else None
+        chunk = 7 if number == 3 else None
         job = make_job(text_folder, parallel, tied, checkpoint_every=1, loss_chunk_tokens=chunk)
         job = job.model_copy(update={"train": job.train.model_copy(update={"steps": until})})
         run = drive(job, stage_pool, tmp_path / str(number), checkpoint, done)

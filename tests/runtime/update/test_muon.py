@@ -11,6 +11,7 @@ from raypipe.cost.layer_work import newton_schulz_flops
 from raypipe.errors import SpecError
 from raypipe.job.train_spec import TrainSpec
 from raypipe.launch.prepared import check_groups
+from raypipe.models import build_model
 from raypipe.models.gpt import GptLayers
 from raypipe.runtime.update.flat_weights import FlatLayout
 from raypipe.runtime.update.optimizer import OptimizerSnapshot, make_optimizer, set_rate
@@ -72,6 +73,15 @@ def test_a_pattern_that_matches_nothing_is_an_error_and_what_adamw_has_is_said(t
         check_groups(TrainSpec(steps=1, batch=1, **MUON, muon_excludes=["*experts*"]), model, said.append)
 
 
+def test_a_head_that_muon_updates_is_not_divided(text_folder: Path) -> None:
+    split = {"schedule": "1f1b", "stages": 2, "vocabulary": "split"}
+    job = small_job(text_folder, split, **MUON, muon_excludes=["*token*"])
+    job = job.model_copy(update={"model": job.model.model_copy(update={"tie_embeddings": False})})
+    with pytest.raises(SpecError, match=r"split divides 5\.project\.weight, which Muon reads whole") as refused:
+        build_model(job, None, 0)
+    assert '"5.project.weight" to train.muon_excludes' in refused.value.fix
+
+
 @pytest.mark.runs
 def test_one_curve_under_every_plan_and_from_a_checkpoint(stage_pool: Any, text_folder: Path, tmp_path: Path) -> None:
     def run(name: str, parallel: dict[str, Any], *start: Any) -> Any:
@@ -87,9 +97,12 @@ def test_one_curve_under_every_plan_and_from_a_checkpoint(stage_pool: Any, text_
     assert copies.losses == pytest.approx(one.losses[3:], abs=1e-9, rel=0)
     freed = run("freed", {**sharded, "shard": "zero3"})
     assert freed.losses == pytest.approx(one.losses, abs=1e-9, rel=0)
+    split = {"schedule": "1f1b", "stages": 2, "microbatch": 2, "vocabulary": "split", "replicas": 2, "shard": "zero1"}
+    divided = run("divided", split)
+    assert divided.losses == pytest.approx(one.losses, abs=1e-9, rel=0)
     back = run("back", {"schedule": "1f1b", "stages": 2, "microbatch": 4}, freed.checkpoints[3], 3)
     assert back.losses == pytest.approx(one.losses[3:], abs=1e-9, rel=0)
-    for written in (two, freed):
+    for written in (two, freed, divided):
         keys = [key for key in open_checkpoint(written.checkpoints[3]).keys if "1.qkv.weight" in key]
         assert sorted(keys) == ["optim/1.qkv.weight/momentum_buffer", "param/1.qkv.weight"]
 
