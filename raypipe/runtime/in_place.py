@@ -31,7 +31,6 @@ from raypipe.runtime.recovery.flight_recorder import (
     STOPPED,
     AskedPlaces,
     ask_places,
-    places_of,
     stuck_message,
 )
 from raypipe.runtime.recovery.replacement import Transfer, transfers
@@ -259,7 +258,8 @@ class InPlace:
                 if over and (stays := late & ended):
                     title = workers.titles[min(stays)]
                     raise TransportError(title, "hangs, and its process does not end", "end it, or look at its node")
-                places = places_of(self._directory, workers.locations, workers.apart)
+                idle = {rank: one for rank, one in enumerate(workers.actors) if rank not in late | ended}
+                places = ask_places(self._directory, workers.locations, workers.apart, idle).told()
                 stopped = {one.rank: one.seconds for one in places if one.process == STOPPED and one.rank in late}
                 hangs = late if over else {rank for rank, seconds in stopped.items() if seconds >= timeout_s}
                 look = time.monotonic() + min(

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from raypipe.errors import TransportError
 from raypipe.runtime import in_place as module
 from raypipe.runtime.in_place import InPlace
-from raypipe.runtime.recovery.flight_recorder import DevicePlace
+from raypipe.runtime.recovery.flight_recorder import AskedPlaces, DevicePlace
 
 
 class Rays:
@@ -52,7 +52,7 @@ def at(*nodes: str) -> list[Any]:
 def test_it_counts_as_dead(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rays = Rays(ends)
     monkeypatch.setattr(module, "ray", rays)
-    monkeypatch.setattr(module, "places_of", lambda *_: [])
+    monkeypatch.setattr(module, "ask_places", lambda *_: AskedPlaces([], []))
     job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=0.01))
     group = {"actors": rays.actors, "titles": ["stage 0", "stage 1"], "locations": at("first", "second")}
     workers: Any = SimpleNamespace(**group, unreachable=set, apart={})
@@ -78,13 +78,13 @@ def test_one_that_is_stopped_is_not_given_the_timeout_again(
     """It has the rest of it, in which a process that was paused may go on; here it does not."""
     rays, looks = Rays(True), list[float]()
 
-    def places_of(*_: Any) -> list[DevicePlace]:
+    def ask_places(*_: Any) -> AskedPlaces:
         looks.append(time.monotonic())
-        return [place(seconds + looks[-1] - looks[0], "is stopped")]
+        return AskedPlaces([place(seconds + looks[-1] - looks[0], "is stopped")], [])
 
     monkeypatch.setattr(module, "ray", rays)
     monkeypatch.setattr(module, "STOPPED_S", 0.0)
-    monkeypatch.setattr(module, "places_of", places_of)
+    monkeypatch.setattr(module, "ask_places", ask_places)
     monkeypatch.setattr(module, "gone", lambda _: set())
     job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=60.0))
     group = {"actors": rays.actors, "titles": ["stage 0", "stage 1"], "locations": at("first", "second")}
@@ -99,7 +99,7 @@ def test_one_that_runs_has_all_of_the_timeout(tmp_path: Path, monkeypatch: pytes
     rays = Rays(True)
     monkeypatch.setattr(module, "ray", rays)
     monkeypatch.setattr(module, "STOPPED_S", 0.0)
-    monkeypatch.setattr(module, "places_of", lambda *_: [place(61.0, "")])
+    monkeypatch.setattr(module, "ask_places", lambda *_: AskedPlaces([place(61.0, "")], []))
     monkeypatch.setattr(module, "gone", lambda _: set())
     job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=0.2))
     group = {"actors": rays.actors, "titles": ["stage 0", "stage 1"], "locations": at("first", "second")}
