@@ -135,8 +135,6 @@ def _branches(model: ModelSpec, parallel: ParallelSpec) -> Iterator[BrokenRule]:
             yield f"parallel.{key}", "placement: branches has no use for it", fix
     if parallel.recompute not in ("none", "full"):
         yield "parallel.recompute", "placement: branches recomputes whole stages or none", "use none or full"
-    if parallel.shard != "none":
-        yield "parallel.shard", "placement: branches keeps whole stages on every replica", "use shard: none"
 
 
 def _keep(parallel: ParallelSpec, placement: Sequence[Sequence[int]]) -> Iterator[BrokenRule]:

@@ -17,7 +17,7 @@ from raypipe.models import LayeredModel, build_model
 from raypipe.plan.plan import build_schedule
 from raypipe.schedule.ir import StageGraph
 from tests.capture.models import FAMILIES
-from tests.exhaustive import crossed
+from tests.exhaustive import crossed, exhaustive
 from tests.runtime.runs.eager_reference import assert_step_of, eager_training, keyed
 from tests.runtime.runs.one_device import run_step
 from tests.runtime.runs.small_runs import drive, job_for
@@ -152,10 +152,21 @@ def test_two_towers_begin_together(stage_pool, tmp_path) -> None:
 
 
 @pytest.mark.runs
-def test_encoder_and_decoder_on_two_copies_of_two_devices(stage_pool, text_folder, tmp_path) -> None:
-    """With dropout, whose draws have the numbers that the model's own order gives them, and tied embeddings."""
+@pytest.mark.parametrize("shard", [{"shard": "zero3", "gather": "microbatch"}, *exhaustive({}, {"shard": "zero1"})])
+def test_encoder_and_decoder_on_two_copies_of_two_devices(shard, stage_pool, text_folder, tmp_path) -> None:
+    """With dropout, whose draws have the numbers that the model's own order gives them, and tied embeddings; where the
+    copies divide weights, a chain on one device goes on."""
     model = {"hf": "t5", "config": {**FAMILIES["t5"], **WIDE}, "sequence": 12}
-    parallel = {**BRANCHES, "replicas": 2}
-    job = make_job(model, {"type": "bytes", "path": str(text_folder)}, parallel, lr=0.001)
+
+    def job_of(parallel):
+        text = {"type": "bytes", "path": str(text_folder)}
+        return make_job(model, text, parallel, lr=0.001, checkpoint_every=2)
+
+    job = job_of({**BRANCHES, "replicas": 2, **shard})
     done = drive(job, stage_pool, tmp_path)
-    assert done.losses == pytest.approx(eager_losses(job, tmp_path / "data")[0], abs=1e-9, rel=0)
+    expected = eager_losses(job, tmp_path / "data")[0]
+    assert done.losses == pytest.approx(expected, abs=1e-9, rel=0)
+    if shard:
+        chain = job_of({"schedule": "1f1b", "stages": 1})
+        rest = drive(chain, stage_pool, tmp_path / "rest", done.checkpoints[2], 2)
+        assert rest.losses == pytest.approx(expected[2:], abs=1e-9, rel=0)
