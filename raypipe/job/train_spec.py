@@ -120,8 +120,9 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
 MUON_MOMENTUM = 0.95
 EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*shared.weight", "*token*.weight", "*position*.weight")
 HEADS = ("*lm_head*", "head.*", "*.head.*", "*classifier*", "*score*", "*decoder.weight", "*project.weight")
-NO_MUON = EMBEDDINGS + HEADS
-"""Names that embeddings and heads have in the libraries, and in the built-in GPT."""
+NO_MUON = (*EMBEDDINGS, *HEADS, "*experts*bias*")
+"""Names that embeddings and heads have in the libraries, and in the built-in GPT; and experts' biases, of which layers
+have stacks."""
 
 
 class EarlyStopSpec(Spec):

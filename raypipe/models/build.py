@@ -129,7 +129,13 @@ def _whole_loss(
     common = division and replace(division, tensor_rank=0, expert_rank=0, expert_orders=())
     lines = job.data.type == "lines"
     model = _captured(kind, record, job.data.mask, _frozen(fields), job.train.dtype, common, lines, unmixed, smoothing)
-    return model if division is None else model.share_of(division)
+    if division is None:
+        return model
+    for name, shard in model.shards.items():
+        if shard.axis == "experts" and job.train.iterates_on(name, len(model.graph.sources[name].type.shape)):
+            fix = f'add "{name}" to train.muon_excludes, so that AdamW updates it, or use experts: 1'
+            raise SpecError(EXPERTS_KEY, f"{parallel.experts} divides {name}, which Muon reads whole", fix)
+    return model.share_of(division)
 
 
 def _frozen(fields: Fields | None) -> tuple[tuple[str, Field], ...] | None:

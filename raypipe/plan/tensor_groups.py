@@ -74,7 +74,7 @@ def expert_counts(train: TrainSpec, experts: Iterable[int], devices: int, hosts:
         hosts: devices of each host.
     """
     common, each = gcd(*experts), set(hosts)
-    if not common or train.updates_whole or train.cuda_graphs != "none":
+    if not common or train.updates_alone or train.cuda_graphs != "none":
         return []
     return [
         n

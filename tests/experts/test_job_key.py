@@ -53,6 +53,15 @@ def test_what_cannot_be_combined(parallel: Any, train: Any, where: str, fix: str
     assert fix in str(caught.value), caught.value
 
 
+def test_stacks_that_muon_would_read_whole_are_not_divided() -> None:
+    model = {"hf": "gpt_oss", "config": FAMILIES["gpt_oss"], "sequence": 16}
+    job = job_of({"replicas": 2, "experts": 2}, {"optimizer": "muon", "muon_excludes": ["*router*"]}, model)
+    with pytest.raises(
+        SpecError, match=r"experts: 2 divides .*experts\.\w*bias, which Muon reads whole\n.*muon_excludes"
+    ):
+        build_model(job, None, 0)
+
+
 def test_numbers_that_are_named_divide_copies_and_experts() -> None:
     with pytest.raises(SpecError, match=r"use experts: 4$"):
         job_of({"replicas": 12, "experts": 5})  # 6 divides the copies alone

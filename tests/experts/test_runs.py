@@ -146,6 +146,22 @@ def test_families_through_capture_and_pipeline(family, stage_pool, text_folder, 
 
 
 @pytest.mark.runs
+def test_muon_for_all_else(stage_pool, text_folder, tmp_path) -> None:
+    """AdamW updates stacks of matrices and of biases, which are divided; Muon what all copies have."""
+    model = {"hf": "gpt_oss", "config": FAMILIES["gpt_oss"], "sequence": 16}
+    plans = ({}, {"shard": "zero3", **TWO})
+    alone, divided = (
+        drive(job_of(text_folder, parallel, model=model, steps=2, optimizer="muon"), stage_pool, tmp_path / str(n))
+        for n, parallel in enumerate(plans)
+    )
+    assert divided.losses == pytest.approx(alone.losses, abs=1e-9, rel=0)
+    kinds = open_checkpoint(divided.checkpoints[2]).keys
+    biases = {key for key in kinds if key.startswith("optim/") and "experts.gate_up_proj_bias" in key}
+    assert {key.rsplit("/", 1)[1] for key in biases} == {"exp_avg", "exp_avg_sq", "step"}
+    assert any(key.endswith("q_proj.weight/momentum_buffer") for key in kinds)
+
+
+@pytest.mark.runs
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_oss"}))
 def test_families_in_slices(family, stage_pool, text_folder, tmp_path) -> None:

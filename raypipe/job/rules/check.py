@@ -271,7 +271,7 @@ def _experts(model: ModelSpec, train: TrainSpec, parallel: ParallelSpec) -> Iter
     if train.cuda_graphs != "none":
         why = f"a graph has fixed sizes, and with experts: {size} the tokens of a copy's experts change"
         yield "train.cuda_graphs", why, "use none, or experts: 1"
-    if train.updates_whole:
+    if train.updates_alone:
         why = f"experts: {size} divides parameters, of which {train.optimizer} reads whole rows and columns"
         yield key, why, "use experts: 1, or another optimizer"
 
