@@ -109,7 +109,6 @@ def test_what_branches_have() -> None:
         ({"replan": True}, "parallel.replan", "has no use for it"),
         ({"tensor": 2}, "parallel.tensor", "use tensor: 1"),
         ({"recompute": ["0"]}, "parallel.recompute", "whole stages or none"),
-        ({"shard": "zero1", "replicas": 2}, "parallel.shard", "use shard: none"),
     ],
 )
 def test_what_they_have_not(given: dict[str, Any], where: str, says: str) -> None:
