@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
@@ -120,6 +121,20 @@ def test_a_worker_that_is_stopped_is_replaced(session: Session) -> None:
     found = session.forward(data).result().loss_sum
     assert session.lives == 1
     assert found == pytest.approx(plain.forward_backward(data, "cross_entropy")[0], abs=1e-9)
+
+
+def test_a_full_disk_is_the_callers_error_and_no_workers(session: Session, tmp_path: Path) -> None:
+    """A worker that may write 1000 bytes a file: what a full disk looks like from inside."""
+    worker = psutil.Process(session.workers.locations[1].pid)
+    usual = worker.rlimit(psutil.RLIMIT_FSIZE)
+    worker.rlimit(psutil.RLIMIT_FSIZE, (1000, usual[1]))
+    try:
+        with pytest.raises(Exception, match="File too large"):
+            session.save(tmp_path / "state").result()
+    finally:
+        worker.rlimit(psutil.RLIMIT_FSIZE, usual)
+    assert (session.lives, (tmp_path / "state").exists()) == (0, False)
+    assert session.save(tmp_path / "state").result().is_dir()
 
 
 def test_one_thread_waits_for_results_while_another_queues_calls(session: Session) -> None:
