@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from raypipe.cost.collectives import collective_seconds
@@ -198,7 +198,7 @@ def matrix_values(profile: Profile, layers: Sequence[int]) -> int:
 
 
 class WholeMatrices(NamedTuple):
-    """What it means for a stage that copies divide some of its matrices whole."""
+    """Matrices of a stage that copies divide whole: what a shard has more than its part."""
 
     padding: int
     """Values by which the shards of all copies together are larger than what they hold: each is as large as the largest
@@ -212,16 +212,15 @@ def whole_matrices(profile: Profile, layers: Sequence[int], copies: int) -> Whol
     return _whole_matrices(tuple(m for i in layers for m in profile.layers[i].matrices), copies)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _whole_matrices(matrices: tuple[tuple[int, int], ...], copies: int) -> WholeMatrices:
     if not matrices:
         return WholeMatrices(0, 1 / copies)
     costs, sizes = [newton_schulz_flops(*m) for m in matrices], [rows * columns for rows, columns in matrices]
     shards = whole_shards(costs, copies)
     largest = max(sum(sizes[i] for i in shard) for shard in shards)
-    return WholeMatrices(
-        copies * largest - sum(sizes), max(sum(costs[i] for i in shard) for shard in shards) / sum(costs)
-    )
+    busiest = max(sum(costs[i] for i in shard) for shard in shards)
+    return WholeMatrices(copies * largest - sum(sizes), busiest / sum(costs))
 
 
 def _exchanges(profile: Profile, cut: Cut, placed: Placed, samples: float) -> list[float]:
