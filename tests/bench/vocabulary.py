@@ -1,11 +1,11 @@
 """1F1B on 8 emulated devices whose head has a vocabulary of 128k: whole on the last one, and its rows on all.
 
 Of two models with Llama 3's vocabulary, on A100s: the simulated step, and the step of real actors, programs and
-messages with timed waits instead of kernels (not with ``--rounds 0``), all times alike scaled so that tasks take
-milliseconds. The whole head's step has the best cut of the blocks. The ideal is 1F1B with the same work in equal parts
-on all devices, of the three products that a whole head takes; shares take four. A message to all shares takes as long
-as one to each after the other. Exits with 1 where the divided head has less than 90 % of the ideal, or logits above
-1 / 8 of their size.
+messages with timed waits instead of kernels (not with ``--rounds 0``), all times alike scaled so that an ideal step
+takes ``--ideal`` seconds. The whole head's step has the best cut of the blocks. The ideal is 1F1B with the same work in
+equal parts on all devices, of the three products that a whole head takes; shares take four. A message to all shares
+takes as long as one to each after the other. Exits with 1 where the divided head has less than 90 % of the simulated
+ideal, or logits above 1 / 8 of their size.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ STAGES, MICROBATCHES, DTYPE = 8, 32, "bfloat16-true"
 VOCABULARY = 128_256
 MODELS = {"1b": (16, 2048), "8b": (32, 4096)}
 """Blocks and width."""
-STEP_S = 1.0
-"""What an ideal step takes, after scaling."""
 SEQUENCE = 4096
 
 Times = tuple[float, float, float]
@@ -90,23 +88,23 @@ def steps_of(layers: int, hidden: int) -> tuple[float, dict[str, CostTable]]:
 
 
 def main() -> int:
-    args = options(__doc__, rounds=3, steps=4)
+    args = options(__doc__, rounds=3, steps=4, ideal=1.0)
     turns = []
     for name, sizes in MODELS.items():
-        ideal, costs = steps_of(*sizes)
+        whole_s, costs = steps_of(*sizes)
         for way, each in costs.items():
-            scaled = longer(each, STEP_S / ideal)
+            scaled = longer(each, args.ideal / whole_s)
             shape = Shape(devices=STAGES, microbatches=MICROBATCHES, vocabulary=way)  # type: ignore[arg-type]
             turns.append(Turns(rehearsal(generate("1f1b", shape, scaled), scaled, Links(), 1), f"{name} {way}"))
     if args.rounds:
         take_turns(turns, args.rounds, args.steps)
     share = -(-VOCABULARY // STAGES) / VOCABULARY
-    shares = {one.name: STEP_S / simulate(one.what.schedule, one.what.costs).makespan for one in turns}
+    shares = {one.name: args.ideal / simulate(one.what.schedule, one.what.costs).makespan for one in turns}
     rows = [
         (
             one.name,
             f"{shares[one.name]:.1%}",
-            f"{STEP_S / one.step_s:.1%}" if args.rounds else "-",
+            f"{args.ideal / one.step_s:.1%}" if args.rounds else "-",
             f"{share if 'split' in one.name else 1:.1%}",
         )
         for one in turns
