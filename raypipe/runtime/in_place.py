@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -244,40 +245,42 @@ class InPlace:
         asked = {actor.part.remote(): rank for rank, actor in enumerate(workers.actors)}
         standings: dict[int, Standing] = {}
         dead: dict[int, RayActorError] = {}
-        ended: set[int] = set()
+        ended: dict[int, float] = {}
+        """When they were killed, by rank."""
         waiting: list[Any] = list(asked)
         timeout_s, hung = self._job.train.message_timeout_s, ""
-        look, deadline = time.monotonic() + STOPPED_S, time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
+        look = min(deadline, time.monotonic() + STOPPED_S)
         while waiting:
             for rank in self._unreachable(workers, {asked[ref] for ref in waiting}, ended):
-                ended.add(rank)
+                ended[rank] = time.monotonic()
                 ray.kill(workers.actors[rank])  # else its calls wait until Ray knows
-            ready, waiting = ray.wait(waiting, timeout=max(0.0, min(LOOK_S, deadline - time.monotonic())))
-            late, over = {asked[ref] for ref in waiting}, time.monotonic() >= deadline
-            if not ready and (over or time.monotonic() >= look):
-                if over and (stays := late & ended):
-                    title = workers.titles[min(stays)]
-                    raise TransportError(title, "hangs, and its process does not end", "end it, or look at its node")
-                idle = {rank: one for rank, one in enumerate(workers.actors) if rank not in late | ended}
+            ready, waiting = ray.wait(waiting, timeout=max(0.0, min(LOOK_S, look - time.monotonic())))
+            late, now = {asked[ref] for ref in waiting}, time.monotonic()
+            stays = [rank for rank in late & ended.keys() if now >= max(ended[rank], deadline) + ENDED_S]
+            if not ready and stays:
+                title = workers.titles[min(stays)]
+                raise TransportError(title, "hangs, and its process does not end", "end it, or look at its node")
+            if not ready and now >= look:
+                over = now >= deadline
+                idle = {rank: one for rank, one in enumerate(workers.actors) if rank not in late | ended.keys()}
                 places = ask_places(self._directory, workers.locations, workers.apart, idle).told()
                 stopped = {one.rank: one.seconds for one in places if one.process == STOPPED and one.rank in late}
-                hangs = late if over else {rank for rank, seconds in stopped.items() if seconds >= timeout_s}
-                look = time.monotonic() + min(
-                    (timeout_s - seconds for rank, seconds in stopped.items() if rank not in hangs), default=timeout_s
-                )
+                hangs = {rank for rank in late if over or stopped.get(rank, 0.0) >= timeout_s} - ended.keys()
+                # One that was stopped later may go on until it has been in its task for the timeout.
+                rest = [timeout_s - seconds for seconds in stopped.values() if seconds < timeout_s]
+                look = inf if over else min(deadline, now + min(rest, default=timeout_s))
                 hung = hung or (hangs and (stuck_message(places) or workers.titles[min(hangs)])) or ""
                 for rank in hangs:
-                    ended.add(rank)
+                    ended[rank] = now
                     ray.kill(workers.actors[rank])
-                if over:
-                    deadline = time.monotonic() + ENDED_S
             for ref in ready:
                 try:
                     if (standing := ray.get(ref)) is not None:
                         standings[asked[ref]] = standing
                 except RayActorError as error:
                     dead[asked[ref]] = error
-        for rank in ended - dead.keys():  # it has answered before
+        for rank in ended.keys() - dead.keys():  # it has answered before
             standings.pop(rank, None)
             dead[rank] = RayActorError(error_msg=f"{workers.titles[rank]} is ended with its node")
         return standings, dead, hung

@@ -59,6 +59,7 @@ def test_it_counts_as_dead(ends: bool, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "gone", lambda _: set())
     recovery = InPlace(job, tmp_path, True, NONE)
     if not ends:
+        monkeypatch.setattr(module, "ENDED_S", 0.1)
         with pytest.raises(TransportError, match="stage 1: hangs, and its process does not end"):
             recovery._part(workers)
         return
@@ -122,6 +123,28 @@ def test_all_of_a_node_without_its_raylet_are_dead(tmp_path: Path, monkeypatch: 
     standings, dead, hung = InPlace(job, tmp_path, False, copies)._part(workers)
     assert (standings, sorted(dead), hung) == ({0: "standing"}, [1, 2], "")
     assert (set(rays.killed), set(lost)) == ({"hangs", "beside"}, {"second"})
+
+
+def test_one_that_is_unreachable_may_take_longer_than_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray says that it is dead when it gives up its node; nobody is told that it hung."""
+    rays, began = Rays(False), time.monotonic()
+    told = rays.wait
+
+    def wait(refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        rays.ends = time.monotonic() > began + 0.2
+        return told(refs, timeout)
+
+    monkeypatch.setattr(rays, "wait", wait)
+    monkeypatch.setattr(module, "ray", rays)
+    monkeypatch.setattr(module, "gone", lambda _: set())
+    monkeypatch.setattr(module, "ask_places", lambda *_: AskedPlaces([], []))
+    job: Any = SimpleNamespace(train=SimpleNamespace(message_timeout_s=0.01))
+    group = {"actors": rays.actors, "titles": ["stage 0", "stage 1"], "locations": at("first", "second")}
+    workers: Any = SimpleNamespace(**group, unreachable=lambda: {1}, apart={})
+    standings, dead, hung = InPlace(job, tmp_path, True, NONE)._part(workers)
+    assert (standings, list(dead), hung, rays.killed) == ({0: "standing"}, [1], "", ["hangs"])
 
 
 @pytest.mark.parametrize("elastic", [None, object()], ids=["fixed", "elastic"])
