@@ -270,7 +270,8 @@ class InPlace:
                 # One that was stopped later may go on until it has been in its task for the timeout.
                 rest = [timeout_s - seconds for seconds in stopped.values() if seconds < timeout_s]
                 look = inf if over else min(deadline, now + min(rest, default=timeout_s))
-                hung = hung or (hangs and (stuck_message(places) or workers.titles[min(hangs)])) or ""
+                if hangs and not hung:
+                    hung = stuck_message(places) or workers.titles[min(hangs)]
                 for rank in hangs:
                     ended[rank] = now
                     ray.kill(workers.actors[rank])

@@ -15,6 +15,7 @@ from raypipe.models import build_model
 from raypipe.models.gpt import GptLayers
 from raypipe.runtime.update.flat_weights import FlatLayout
 from raypipe.runtime.update.optimizer import OptimizerSnapshot, make_optimizer, set_rate
+from raypipe.train import prepare_run
 from tests.runtime.runs.small_runs import drive, small_job
 
 MUON: dict[str, Any] = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "dtype": "float64"}
@@ -71,6 +72,12 @@ def test_a_pattern_that_matches_nothing_is_an_error_and_what_adamw_has_is_said(t
     ]
     with pytest.raises(SpecError, match=r'no parameter matches "\*experts\*"'):
         check_groups(TrainSpec(steps=1, batch=1, **MUON, muon_excludes=["*experts*"]), model, said.append)
+
+
+def test_patterns_of_a_job_without_groups_are_checked_before_it_runs(text_folder: Path, tmp_path: Path) -> None:
+    job = small_job(text_folder, {"stages": 1}, **MUON, muon_excludes=["*expert*"])
+    with pytest.raises(SpecError, match=r'no parameter matches "\*expert\*"'):
+        prepare_run(job, tmp_path / "run", resume=False)
 
 
 def test_a_head_that_muon_updates_is_not_divided(text_folder: Path) -> None:
