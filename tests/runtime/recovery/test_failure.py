@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import pickle
 import time
@@ -24,6 +25,7 @@ from raypipe.runtime.recovery.failure import (
     own_error,
     raises_device_errors,
     root_cause,
+    shows_loss,
     source_line,
 )
 from raypipe.runtime.recovery.replacement import parts_when_lost
@@ -199,6 +201,14 @@ def test_what_no_restart_mends() -> None:
     assert not is_final(GONE)
     assert not is_final(ray.exceptions.RayActorError())
     assert not is_final(ray.exceptions.GetTimeoutError("locate"))
+
+
+def test_a_full_disk_shows_no_loss_of_a_worker() -> None:
+    """Nor does another error of the system, which a run may be restarted for."""
+    full = raised(OSError(errno.ENOSPC, "No space left on device"))
+    assert full.kind == "lost"
+    assert [shows_loss(error) for error in (full, through_ray(full))] == [False, False]
+    assert [shows_loss(error) for error in (GONE, through_ray(GONE), ray.exceptions.RayActorError())] == [True] * 3
 
 
 def test_the_message_says_what_to_do_and_where_the_traceback_is(tmp_path: Path) -> None:
