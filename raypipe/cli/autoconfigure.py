@@ -134,12 +134,6 @@ def autoconfigure(
         if file is not None:
             check_writable(file)
     spec = load_job(job, override or ())
-    if emit is not None or layout is not None:
-        if spec.parallel.vocabulary == "split":
-            why = "divides the head's rows over a pipeline, which no other trainer does"
-            raise RequestError("parallel.vocabulary", why, "use whole, or leave out --emit and --from")
-        parallel = spec.parallel.model_copy(update={"vocabulary": "whole"})  # and no plan that is chosen does
-        spec = spec.model_copy(update={"parallel": parallel})
     table = None if epochs is None else load_epochs(epochs)
     share = 1.0 if table is None else 1 / len(table.epochs)
     given = None if cluster is profile is None else _given_costs(spec, cluster, profile, devices)

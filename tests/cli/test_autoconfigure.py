@@ -284,7 +284,6 @@ def test_a_plan_is_written_for_another_trainer_and_explained(
     [
         (["--emit", "megatorn"], '"megatorn" is unknown\n  fix: did you mean "megatron"?'),
         (["--emit", "megatron", "--json"], "its file and --json both go to standard output"),
-        (["--emit", "megatron", "--set", "parallel.vocabulary=split"], "divides the head's rows over a pipeline"),
         (["--from", "no-such-file"], "no-such-file: can't be read"),
     ],
 )

@@ -108,6 +108,10 @@ def nearest(layout: TrainerLayout, able: Abilities, choices: Choices) -> list[Dr
     """
     draft = Draft(layout)
     title, parallel = able.title, layout.parallel
+    if parallel.vocabulary == "split":
+        draft.layout = replace(layout, cut=choices.cut(parallel.stages, parallel.microbatch))
+        draft.set(f"{title} has the whole head on the last device", vocabulary="whole")
+        layout, parallel = draft.layout, draft.layout.parallel
     if layout.plan().one_copy().versions != "flush":
         raise RequestError("--emit", f"{parallel.schedule} trains on stale weights, {title} does not", "plan without")
     for what, name in DIVIDED.items():

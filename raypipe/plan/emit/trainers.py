@@ -239,6 +239,7 @@ def read(file: Path, costs: Costs, devices: int) -> tuple[str, TrainerLayout]:
 CHANGES = {
     "cut": (),
     "order of tasks": ("schedule", "chunks", "placement", "unit", "pipelines", "concat", "slices", "memory_limit"),
+    "division of the head": ("vocabulary",),
     "what copies divide": ("shard", "gather", "shard_replicas"),
     "when gradients are summed": ("sync",),
     "recomputation": ("recompute", "keep", "alphas"),
@@ -334,11 +335,12 @@ def _changed(layout: TrainerLayout, planned: TrainerLayout, costs: Costs) -> Ite
             if not alike or len(planned.cut) != len(layout.cut):
                 continue
             tried = replace(tried, cut=planned.cut)
-        elif name == "order of tasks":
+        elif name in ("order of tasks", "division of the head"):
             if not alike:
                 continue
             cut = layout.cut if len(planned.cut) == len(layout.cut) else planned.cut
-            tried = replace(tried, order=planned.order, cut=cut)
+            order = planned.order if name == "order of tasks" else layout.order
+            tried = replace(tried, order=order, cut=cut)
         if (tried.parallel, tried.cut) == (layout.parallel, layout.cut):
             continue
         try:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from raypipe.cost.analytic import analytic_profile
+from raypipe.cost.divided_head import divided_cut
 from raypipe.errors import RequestError, SpecError
+from raypipe.job.cluster import load_cluster
 from raypipe.job.parallel_spec import ParallelSpec
 from raypipe.job.spec import job_from
 from raypipe.plan.candidate import Candidate
@@ -469,6 +472,32 @@ def test_what_is_slow_about_a_layout_adds_up_and_the_plan_mends_it() -> None:
     assert lines[0].startswith("theirs: predicted")
     assert any("with the plan's cut alone" in line for line in lines)
     assert slow(layout_of(best, COSTS), best, COSTS).saved == {}
+
+
+def test_a_divided_head_becomes_whole_at_its_predicted_cost(tmp_path: Path) -> None:
+    """With the best cut between blocks, and as the planner predicts both."""
+    shape = {"layers": 16, "hidden": 2048, "heads": 16, "sequence": 4096, "vocabulary": 128256}
+    job = minimal_job(
+        {"type": "gpt", "tie_embeddings": False, **shape}, parallel={"auto": True}, batch=32, dtype="bfloat16-true"
+    )
+    cluster = load_cluster(Path("cluster/devices/a100.yaml")).resized(8)
+    costs = Costs(job, analytic_profile(job.model, cluster, job.train.dtype), {})
+    keys = {"schedule": "1f1b", "stages": 8, "replicas": 1, "microbatch": 1}
+    split = Plan.of(ParallelSpec(vocabulary="split", **keys), divided_cut(even_cut(16, 8), 8), 32)
+    file = tmp_path / "layout"
+    for trainer in TRAINERS:
+        result = emit(trainer, split, costs, file)
+        assert result.layout.layers == 18
+        file.write_text(result.text)
+        back = read(file, costs, 8)[1]
+        assert back.plan() == result.layout.plan()
+        whole = Plan.of(ParallelSpec(**keys), back.cut, 32)
+        more = costs.predict(whole).time.step / costs.predict(split).time.step - 1
+        assert f"{more:.1%} more than the plan" in result.lost[0]
+        assert more > 0.1
+        assert [line.split(":")[0] for line in result.lost[1:]] == ["vocabulary"]
+        saved = slow(back, split, costs).saved["division of the head"]
+        assert saved == pytest.approx(costs.predict(whole).time.step - costs.predict(split).time.step, rel=1e-9)
 
 
 def test_a_searched_order_goes_into_a_csv(tmp_path: Path) -> None:
