@@ -171,8 +171,9 @@ def _arguments(layout: TrainerLayout, job: JobSpec, file: Path | None) -> Iterat
     if p.experts > 1:
         yield f"--{P}expert_parallel_degree {p.experts}"
     yield f"--{P}pipeline_parallel_degree {p.stages}"
-    if layout.pipelined:
+    if layout.pipelined or p.experts > 1:  # graphs have no room for sizes that the host reads, as experts' rows are
         yield f"--{T}disable_cuda_graphs"
+    if layout.pipelined:
         yield f"--{P}pipeline_parallel_microbatch_size {p.microbatch}"
         yield f"--{P}module_fqns_per_model_part " + " ".join(map(",".join, MODULES.of(layout.block_cut)))
         schedule = written(layout, file)
