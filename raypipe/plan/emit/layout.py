@@ -134,12 +134,12 @@ def of_blocks(cut: Cut, per_block: int) -> Cut:
 
 
 def layer_by_layer(layout: TrainerLayout) -> TrainerLayout:
-    """The layout; where copies of the whole model divide weights too, with a stage for each layer, as FSDP wraps
-    them."""
+    """The layout; where copies of the whole model divide gradients too, with a stage for each layer, as FSDP wraps
+    them and DeepSpeed's buckets reduce them."""
     keys: dict[str, Any] = {"gather": "microbatch"} if layout.parallel.shard == "zero3" else {}
     if layout.pipelined:
         return layout.with_keys(**keys)
-    if not keys:
+    if layout.parallel.shard not in ("zero2", "zero3"):
         return replace(layout.with_keys(schedule="1f1b", chunks=1), cut=(range(layout.layers),), order=None)
     cut = of_blocks(tuple(range(i, i + 1) for i in range(layout.units)), layout.per_block)
     keys |= {"schedule": "interleaved-1f1b", "chunks": len(cut)}

@@ -22,6 +22,8 @@ Shards = Mapping[Shard, Shard]
 DEFAULTS = ParallelSpec()
 DIVIDED = {"experts": "experts", "sequences": "context"}
 """What consecutive copies divide, and its key."""
+LAYERWISE = {"zero2": "sums gradients layer by layer", "zero3": "gathers weights layer by layer"}
+"""What trainers do without a pipeline, by what copies divide."""
 MOST_TASKS = 60_000
 """Longer steps are not tried with other micro-batches."""
 
@@ -201,7 +203,7 @@ def _scheduled(draft: Draft, able: Abilities, choices: Choices) -> Iterator[Draf
         draft.silently(**neutral)
         draft.layout = layer_by_layer(draft.layout)
         if draft.layout.cut != cut:
-            how = "gathers weights layer by layer" if parallel.shard == "zero3" else "has one stage here"
+            how = LAYERWISE.get(parallel.shard, "has one stage here")
             draft.lost.append(f"chunks: {len(cut)} becomes {len(draft.layout.cut)}: {able.title} {how}")
         yield draft
         return

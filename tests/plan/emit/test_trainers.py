@@ -31,6 +31,7 @@ POSITIONS = make_shared(PROFILE, 2).model_copy(update={"base_bytes": PROFILE.bas
 COSTS = Costs(
     JOB, PROFILE, {**SHARED, (1, False, 2): PROFILE.model_copy(update={"experts": 2})}, divided=lambda _: POSITIONS
 )
+LAYERS = tuple(range(i, i + 1) for i in range(8))
 EVEN, UNEVEN, EIGHT = even_cut(6, 2), (range(3), range(3, 8)), (range(8),)
 PLANS: dict[str, tuple[Cut, dict[str, Any]]] = {
     "one device": (EIGHT, {"microbatch": 2}),
@@ -106,6 +107,7 @@ def test_divided_experts_are_read_back(
     plan, file = Plan.of(ParallelSpec(experts=2, **keys), cut, JOB.train.batch), tmp_path / "layout"
     result = emit(trainer, plan, COSTS, file)
     assert key in result.text
+    assert ("--training.disable_cuda_graphs\n" in result.text) == (trainer == "torchtitan")
     file.write_text(result.text)
     back = read(file, COSTS, 4)[1]
     assert back.plan() == result.layout.plan()
@@ -263,9 +265,9 @@ def test_megatron_is_told_of_a_qwens_heads_and_norms() -> None:
         ("zb-h1", "torchtitan", {"innermost"}),
         ("zb-v", "automodel", set()),
         ("zb-v", "megatron", {"schedule", "microbatch"}),
-        ("zero1", "torchtitan", {"shard"}),
+        ("zero1", "torchtitan", {"shard", "chunks"}),
         ("zero3 in a pipeline", "deepspeed", {"shard", "innermost"}),
-        ("zero2 over hosts", "deepspeed", {"shard_replicas"}),
+        ("zero2 over hosts", "deepspeed", {"shard_replicas", "chunks"}),
         ("some layers", "megatron", {"recompute"}),
         ("micro-batches kept", "megatron", {"keep"}),
         ("groups in halves", "megatron", {"sub_pipelined"}),
@@ -371,8 +373,8 @@ MEGATRON = "--micro-batch-size 2 --global-batch-size 16 "
          EVEN, {"stages": 2, "replicas": 2, "shard": "none", "recompute": "full"}),
         ("step_scheduler: {local_batch_size: 4}\ndistributed: {strategy: ddp}", EIGHT,
          {"replicas": 4, "shard": "none"}),
-        ('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}', EIGHT,
-         {"replicas": 4, "shard": "zero2"}),
+        ('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}',
+         LAYERS, {"replicas": 4, "shard": "zero2"}),
         ('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "pipeline": {"stages": 2}}', EVEN,
          {"stages": 2, "replicas": 2}),
     ],
@@ -498,6 +500,20 @@ def test_a_divided_head_becomes_whole_at_its_predicted_cost(tmp_path: Path) -> N
         assert [line.split(":")[0] for line in result.lost[1:]] == ["vocabulary"]
         saved = slow(back, split, costs).saved["division of the head"]
         assert saved == pytest.approx(costs.predict(whole).time.step - costs.predict(split).time.step, rel=1e-9)
+
+
+@pytest.mark.parametrize("trainer", ["torchtitan", "automodel", "deepspeed"])
+def test_gradients_that_copies_divide_are_never_whole(trainer: str) -> None:
+    """FSDP sums them as each block's backward ends, so what the plan's copies divide by chunks needs no whole set."""
+    keys = {"replicas": 4, "shard": "zero2", "schedule": "interleaved-1f1b", "microbatch": 4}
+    plan = Plan.of(ParallelSpec(chunks=4, **keys), even_cut(6, 4), 16)
+    result = emit(trainer, plan, COSTS, None)
+    assert [line.split(":")[0] for line in result.lost[1:]] == ["chunks"]
+    held, whole = (
+        max(device.total for device in COSTS.predict(one).memory)
+        for one in (result.layout.plan(), Plan.of(ParallelSpec(**{**keys, "schedule": "1f1b"}), EIGHT, 16))
+    )
+    assert held < whole
 
 
 def test_a_searched_order_goes_into_a_csv(tmp_path: Path) -> None:
