@@ -40,6 +40,8 @@ class Case:
     input_grad: float = 10.0
     weight_grad: float = 10.0
     recompute: float = 0.0
+    travel: float = 0.0
+    """Of ``forward``, and of ``input_grad``: tokens on their way to experts; their results take as long."""
     uneven: float = 0.0
     """Share by which the stages' times differ, from the first to the last."""
     comm: float = 0.0
@@ -51,6 +53,7 @@ class Case:
         words = [f"D={self.devices} N={self.microbatches}"]
         words += [f"W={self.replicas}"] if self.replicas > 1 else []
         words += [f"{key} {value}" for key, value in self.options.items()]
+        words += [f"all-to-all {2 * self.travel / self.forward:.0%}"] if self.travel else []
         words += [f"uneven {self.uneven:.0%}"] if self.uneven else []
         words += [f"latency {self.comm:g} ms"] if self.comm else []
         words += ["1 GB/s"] if self.links.bytes_per_s < float("inf") else []
@@ -73,6 +76,7 @@ class Case:
         return CostTable(
             forward=tuple(k * self.forward for k in scale), input_grad=tuple(k * self.input_grad for k in scale),
             weight_grad=tuple(k * self.weight_grad for k in scale), recompute=tuple(k * self.recompute for k in scale),
+            dispatch=tuple(k * self.travel for k in scale), combine=tuple(k * self.travel for k in scale),
             comm=self.comm * MS,
         )  # fmt: skip
 
@@ -110,6 +114,9 @@ CASES = (
     Case("model-parallel", 4, 4),
     Case("fast-forward", 4, 8, options={"chunks": 2}, forward=20, input_grad=20, weight_grad=20),
     Case("modulo", 4, 8, options={"chunks": 2}, forward=20, input_grad=20, weight_grad=20, comm=1.0),
+    Case("dualpipe", 4, 8, travel=2.0, forward=20, input_grad=20),
+    Case("dualpipev", 4, 8, travel=4.0, forward=40, input_grad=40, weight_grad=20),
+    Case("interleaved-overlap", 4, 8, options={"chunks": 2}, travel=4.0, forward=40, input_grad=40, weight_grad=20),
     Case("auto", 4, 8, uneven=0.6, comm=2.0),
     Case("auto", 8, 16, uneven=0.4),
 )
@@ -117,7 +124,7 @@ CASES = (
 
 def main() -> int:
     """Run every configuration in turns; exit status 1 beyond a limit."""
-    args = options(__doc__, rounds=3, steps=6, only=SCHEDULES, json=Path)
+    args = options(__doc__, rounds=3, steps=6, only=dict.fromkeys([*SCHEDULES, "auto"]), json=Path)
     cases = [case for case in CASES if case.name in args.only]
     if missing := set(args.only) - {case.name for case in cases}:
         print(f"no configuration of {', '.join(sorted(missing))}")
